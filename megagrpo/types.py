@@ -1,0 +1,126 @@
+"""Everything that crosses a folder border, with its shapes.
+
+Legend: P prompts per step, G responses per prompt, L tokens of one sample, T tokens of one micro-batch, S samples packed into it,
+V padded vocabulary (a tensor-parallel rank holds V/tp).
+
+Every [T] array is label-aligned: position t speaks of labels[t] = token_ids[t + 1], the token that follows. The one shift is done in
+`data.packing`. The last position of a sample has no label: its loss_mask is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question, ready for the engine. `prompt_id` is its place in the data set; `columns` go to the reward functions."""
+
+    prompt_id: int
+    token_ids: tuple[int, ...]  # [Lp]
+    messages: str | list[dict[str, str]]
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One prompt with one response as sampled. `response_ids` includes the end token when finish_reason is "stop"."""
+
+    prompt: Prompt
+    response_ids: tuple[int, ...]  # [Lr]
+    rollout_logprobs: tuple[float, ...]  # [Lr], as the engine reports them
+    finish_reason: str  # "stop" or "length"
+    weight_version: int  # number of syncs the engine had seen
+    text: str  # decoded, special tokens left out
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """`rewards` per function, None where it could not score; `reward` is the weighted sum, NaN when no function could."""
+
+    rollout: Rollout
+    rewards: dict[str, float | None]
+    reward: float
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """A rollout turned into arrays; all [L], prompt then response."""
+
+    token_ids: Tensor  # [L] int64
+    response_mask: Tensor  # [L] bool, True on response tokens
+    rollout_logprobs: Tensor  # [L] float32, 0 on the prompt
+    advantage: float
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples packed end to end. `cu_seqlens` [S + 1] are their borders; a padding tail, if any, is the last sequence with mask 0."""
+
+    token_ids: Tensor  # [T] int64
+    labels: Tensor  # [T] int64, token_ids of the next position, 0 at a sample's last
+    position_ids: Tensor  # [T] int64, from 0 in each sample
+    cu_seqlens: Tensor  # [S + 1] int32
+    loss_mask: Tensor  # [T] bool, the tokens that count: decided here and nowhere else
+    advantages: Tensor  # [T] float32, constant in a sample
+    rollout_logprobs: Tensor  # [T] float32
+    old_logprobs: Tensor | None = None  # [T] float32; None: the policy itself, gradient stopped
+    ref_logprobs: Tensor | None = None  # [T] float32; None: no KL term
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.numel()
+
+    def to(self, device: torch.device) -> MicroBatch:
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """The micro-batches of this data-parallel rank, and counts over the whole step that every rank agrees on."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_tokens: int  # loss tokens of the step, over all ranks, samples left out for zero advantage included
+    num_sequences: int  # samples of the step, over all ranks, the same
+
+    def with_logprobs(self, old: list[Tensor] | None = None, ref: list[Tensor] | None = None) -> TrainBatch:
+        """A copy whose micro-batches carry old_ and ref_ log-probs, one [T] tensor per micro-batch."""
+        n = len(self.micro_batches)
+        rows = zip(self.micro_batches, old or [None] * n, ref or [None] * n, strict=True)
+        return replace(self, micro_batches=tuple(replace(m, old_logprobs=o, ref_logprobs=r) for m, o, r in rows))
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss may look at, for one micro-batch: the rows of `MicroBatch` and what the policy says of them now."""
+
+    policy_logprobs: Tensor  # [T] float32, with gradient
+    entropy: Tensor  # [T] float32, no gradient
+    micro_batch: MicroBatch
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """`numerator` is a sum over this micro-batch; the policy divides the gradient once by the batch's global denominator.
+    `metrics` are sums too: name -> (sum, count), reduced over micro-batches and ranks to sum / count; names ending in
+    `/max` or `/min` are reduced by maximum or minimum and the count is ignored."""
+
+    numerator: Tensor  # scalar float32
+    metrics: dict[str, tuple[Tensor, Tensor]]
+
+
+LossFn = Callable[[LossInputs], LossOutput]
+
+
+@dataclass
+class TrainState:
+    """What a checkpoint restores besides weights and optimizer."""
+
+    step: int = 0  # outer iterations finished
+    weight_version: int = 0  # weight syncs finished
+    cursor: int = 0  # prompts drawn since the start
