@@ -1,0 +1,85 @@
+import random
+
+import pytest
+import torch
+
+from megagrpo.data.packing import PackingRules, assign, build_micro_batch, imbalance, pack
+from megagrpo.types import TrainSample
+
+
+def sample(prompt=2, response=3, advantage=1.0, first=10):
+    length = prompt + response
+    mask = torch.tensor([False] * prompt + [True] * response)
+    return TrainSample(torch.arange(first, first + length), mask, torch.where(mask, -1.0, 0.0), advantage)
+
+
+def random_samples(seed, count=40, longest=30):
+    draw = random.Random(seed)
+    return [sample(draw.randint(1, longest // 2), draw.randint(1, longest // 2), draw.choice([-1.0, 0.0, 2.0]), first=1000 * i) for i in range(count)]
+
+
+def test_labels_are_the_next_token_and_the_mask_says_which_are_responses():
+    batch = build_micro_batch([sample(first=10), sample(prompt=1, response=1, first=50)])
+    assert batch.token_ids.tolist() == [10, 11, 12, 13, 14, 50, 51]
+    assert batch.labels.tolist() == [11, 12, 13, 14, 0, 51, 0]
+    assert batch.loss_mask.tolist() == [False, True, True, True, False, True, False]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1]
+    assert batch.cu_seqlens.tolist() == [0, 5, 7]
+    assert batch.rollout_logprobs.tolist() == [0, -1, -1, -1, 0, -1, 0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_token_lands_in_exactly_one_micro_batch_within_the_budget(seed, num_ranks):
+    samples, rules = random_samples(seed), PackingRules(max_tokens=64)
+    batches = [pack(samples, rules, rank, num_ranks) for rank in range(num_ranks)]
+    micro_batches = [m for b in batches for m in b.micro_batches]
+    assert all(m.num_tokens <= 64 for m in micro_batches)
+    packed = torch.cat([m.token_ids for m in micro_batches]).sort().values
+    assert torch.equal(packed, torch.cat([s.token_ids for s in samples]).sort().values)
+    assert sum(int(m.loss_mask.sum()) for m in micro_batches) == batches[0].num_tokens
+    assert {(b.num_tokens, b.num_sequences) for b in batches} == {(batches[0].num_tokens, len(samples))}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+@pytest.mark.parametrize(("at_least", "multiple_of"), [(1, 1), (2, 1), (3, 4)])
+def test_every_rank_gets_the_same_admissible_number_of_micro_batches(num_ranks, at_least, multiple_of):
+    rules = PackingRules(max_tokens=50, at_least=at_least, multiple_of=multiple_of)
+    counts = {len(pack(random_samples(1), rules, rank, num_ranks).micro_batches) for rank in range(num_ranks)}
+    assert len(counts) == 1
+    assert (count := counts.pop()) >= at_least and count % multiple_of == 0
+
+
+def test_a_rank_without_samples_gets_tokens_that_count_for_nothing():
+    batches = [pack([sample()], PackingRules(max_tokens=16), rank, 2) for rank in range(2)]
+    (idle,) = batches[1].micro_batches
+    assert idle.num_tokens == 2 and not idle.loss_mask.any()
+    assert batches[1].num_tokens == 3
+
+
+def test_samples_without_advantage_are_left_out_but_still_count():
+    samples = [sample(advantage=0.0), sample(advantage=1.0), sample(advantage=-1.0)]
+    kept = pack(samples, PackingRules(max_tokens=64, skip_zero_advantage=True))
+    assert sum(m.num_tokens for m in kept.micro_batches) == 10
+    assert (kept.num_tokens, kept.num_sequences) == (9, 3)
+    assert sum(m.num_tokens for m in pack(samples, PackingRules(max_tokens=64)).micro_batches) == 15
+
+
+def test_micro_batches_are_padded_to_the_alignment_with_a_sequence_that_counts_for_nothing():
+    batch = build_micro_batch([sample()], align=4)
+    assert batch.num_tokens == 8
+    assert batch.cu_seqlens.tolist() == [0, 5, 8]
+    assert not batch.loss_mask[5:].any()
+
+
+def test_a_sample_above_the_budget_is_an_error_that_names_the_setting():
+    with pytest.raises(ValueError, match="sample of 5 tokens exceeds train.max_tokens_per_micro_batch 4; raise it to 5"):
+        pack([sample()], PackingRules(max_tokens=4))
+
+
+def test_loads_are_balanced_over_ranks():
+    draw = random.Random(0)
+    lengths = [draw.randint(10, 200) for _ in range(256)]
+    bins = assign(lengths, PackingRules(max_tokens=4096), num_ranks=4)
+    loads = [sum(lengths[i] for b in bins[rank::4] for i in b) for rank in range(4)]
+    assert imbalance(loads) < 1.01

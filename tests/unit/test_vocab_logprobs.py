@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from megagrpo.parallel.vocab_logprobs import vocab_logprobs
+
+
+def naive(hidden, weight, labels, temperature, vocab_size):
+    logits = (hidden @ weight.t())[:, :vocab_size].double() / temperature
+    logprobs = logits.log_softmax(-1)
+    return logprobs.gather(1, labels[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def problem(num_tokens=11, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, 16, generator=generator, requires_grad=True)
+    weight = torch.randn(40, 16, generator=generator, requires_grad=True)
+    labels = torch.randint(0, 37, (num_tokens,), generator=generator)
+    return hidden, weight, labels, torch.randn(num_tokens, generator=generator)
+
+
+@pytest.mark.parametrize("chunk", [3, 11, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("vocab_size", [37, 40])
+def test_logprobs_entropy_and_gradients_equal_plain_log_softmax(chunk, temperature, vocab_size):
+    hidden, weight, labels, upstream = problem()
+    logprobs, entropy = vocab_logprobs(hidden, weight, labels, temperature=temperature, vocab_size=vocab_size, chunk=chunk)
+    grads = torch.autograd.grad(logprobs, (hidden, weight), upstream)
+    expected, expected_entropy = naive(hidden, weight, labels, temperature, vocab_size)
+    expected_grads = torch.autograd.grad(expected, (hidden, weight), upstream.double())
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+    for grad, oracle in zip(grads, expected_grads, strict=True):
+        assert oracle.norm() > 0
+        torch.testing.assert_close(grad, oracle, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_rows_of_the_vocabulary_have_no_probability_and_no_gradient():
+    hidden, weight, labels, upstream = problem()
+    with torch.no_grad():
+        weight[37:] = 100 * hidden.sum(0)  # would win the softmax if it counted
+    logprobs, _ = vocab_logprobs(hidden, weight, labels, vocab_size=37)
+    (grad,) = torch.autograd.grad(logprobs, weight, upstream)
+    assert grad[37:].abs().max() == 0
+    torch.testing.assert_close(logprobs.double(), naive(hidden, weight, labels, 1.0, 37)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_bfloat16_heads_give_float32_logprobs_close_to_the_float32_ones(chunk):
+    hidden, weight, labels, upstream = problem()
+    logprobs, _ = vocab_logprobs(hidden.bfloat16(), weight.bfloat16(), labels, chunk=chunk)
+    (grad,) = torch.autograd.grad(logprobs, weight, upstream)
+    expected, _ = vocab_logprobs(hidden, weight, labels)
+    (oracle,) = torch.autograd.grad(expected, weight, upstream)
+    assert logprobs.dtype == torch.float32
+    assert (logprobs - expected).abs().max() < 0.1
+    assert (grad.float() - oracle).norm() < 0.02 * oracle.norm()
+
+
+def test_a_rank_without_loss_tokens_still_has_a_backward_pass_of_zeros():
+    hidden, weight, labels, _ = problem()
+    logprobs, entropy = vocab_logprobs(hidden[:0], weight, labels[:0])
+    grads = torch.autograd.grad(logprobs.sum(), (hidden, weight), allow_unused=True)
+    assert logprobs.shape == entropy.shape == (0,)
+    assert all(g.abs().max() == 0 for g in grads)
+
+
+def test_a_second_backward_pass_is_refused_rather_than_wrong():
+    hidden, weight, labels, upstream = problem()
+    logprobs, _ = vocab_logprobs(hidden, weight, labels)
+    torch.autograd.grad(logprobs, hidden, upstream, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(logprobs, hidden, upstream)
