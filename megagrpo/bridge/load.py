@@ -1,0 +1,109 @@
+"""Hugging Face folder -> this rank's parameters. Every rank reads only its own slices; no communication."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from megagrpo.bridge.blocks import Block
+from megagrpo.bridge.families import blocks
+from megagrpo.parallel.layout import Layout
+from megagrpo.policy.hf_config import HfConfig
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@torch.no_grad()
+def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, layout: Layout) -> None:
+    """Fill every parameter of `chunks` from the safetensors in `folder`, cast to the parameter's dtype.
+
+    Raises ValueError, naming the tensors, when the folder lacks one, holds one of another shape, or holds one that the model has no
+    place for on any rank.
+    """
+    wanted = [(param, block) for _, param, found in blocks(chunks, hf_config, layout) for block in found]
+    with Checkpoint(folder) as checkpoint:
+        checkpoint.check_names({block.name for _, block in wanted}, _names_of_model(hf_config))
+        for param, block in wanted:
+            block.view(param.data).copy_(checkpoint.read(block).view(block.view(param.data).shape))
+    _zero_padding(chunks, hf_config, layout)
+
+
+def _zero_padding(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> None:
+    """Zero what no block covers: the rows that pad the vocabulary."""
+    for name, param, found in blocks(chunks, hf_config, layout):
+        filled = sum(block.view(param).numel() for block in found)
+        if filled < param.numel():
+            assert "embedding" in name or "output_layer" in name, f"{name}: {param.numel() - filled} elements belong to no block"
+            param.data[filled // param.shape[1] :].zero_()
+
+
+class Checkpoint:
+    """The safetensors of a Hugging Face folder, single or sharded, opened lazily. A context manager."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.files = _weight_map(self.folder)  # tensor name -> file name
+        self._stack = contextlib.ExitStack()
+        self._open: dict[str, safe_open] = {}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._stack.close()
+        self._open.clear()
+
+    def check_names(self, wanted: set[str], known: set[str]) -> None:
+        """ValueError when a `wanted` tensor is missing or one on disk is not among those `known` to the model."""
+        missing = sorted(wanted - set(self.files))
+        unused = sorted(name for name in set(self.files) - known if not name.endswith("rotary_emb.inv_freq"))
+        if missing:
+            raise ValueError(f"model: {self.folder} lacks {_list(missing)}")
+        if unused:
+            raise ValueError(f"model: {self.folder} holds {_list(unused)}, which this architecture has no place for")
+
+    def read(self, block: Block) -> Tensor:
+        """The block's rows or columns as stored, [block_shape]. ValueError when the tensor on disk has another shape."""
+        file = self.files[block.name]
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))
+        stored = self._open[file].get_slice(block.name)
+        if tuple(stored.get_shape()) != block.shape:
+            raise ValueError(
+                f"model: {block.name} in {self.folder / file} has shape {tuple(stored.get_shape())}; config.json implies {block.shape}"
+            )
+        return stored[block.start : block.stop] if block.dim == 0 else stored[:, block.start : block.stop]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    if (folder / INDEX).exists():
+        files = json.loads((folder / INDEX).read_text())["weight_map"]
+        absent = sorted(name for name in set(files.values()) if not (folder / name).exists())
+        if absent:
+            raise ValueError(f"model: {folder} lacks {_list(absent)}, named in {INDEX}")
+        return files
+    if not (folder / SINGLE).exists():
+        raise ValueError(f"model: {folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read")
+    with safe_open(folder / SINGLE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), SINGLE)
+
+
+def _names_of_model(hf_config: HfConfig) -> set[str]:
+    """Every tensor name of the whole model; a tied model may carry the head as well, which is then not read."""
+    names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    parts = [f"self_attn.{p}_proj.weight" for p in "qkvo"] + [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
+    parts += ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    parts += [f"self_attn.{p}_proj.bias" for p in "qkv"] if hf_config.qkv_bias else []
+    parts += [f"self_attn.{p}_norm.weight" for p in "qk"] if hf_config.qk_norm else []
+    return names | {f"model.layers.{layer}.{part}" for layer in range(hf_config.num_layers) for part in parts}
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -1,0 +1,50 @@
+"""AdamW on torch's fused kernel in the shape of APEX's FusedAdam: `step` lives in the param group, the one layout that Megatron's
+distributed optimizer saves and loads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101). Bias correction is always on.
+
+    With `adam_w_mode=False` weight decay is added to the gradient instead. Other keyword arguments of APEX are accepted and ignored.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, bias_correction=True, **_):
+        if not bias_correction:
+            raise ValueError("bias_correction: False is not supported by FusedAdam")
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=True))
+        self._kernel = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        assert closure is None, "megatron-core never passes a closure"
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None and p.numel()]
+            if params:
+                self._step_group(group, params)
+
+    def _step_group(self, group: dict, params: list[Tensor]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        step = torch.tensor(float(group["step"]), device=params[0].device)
+        self._kernel(
+            params,
+            [p.grad for p in params],
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [],
+            [step.clone() for _ in params],
+            lr=float(group["lr"]),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=float(group["weight_decay"]),
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )

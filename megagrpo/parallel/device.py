@@ -1,0 +1,233 @@
+"""The device seam: the only file that knows whether there is a GPU.
+
+With a GPU nothing is patched. Without one, `install()` gives megatron-core 0.19 a CPU and gloo platform: megatron-core writes
+`torch.cuda...` and `device="cuda"` literally in about 200 places and offers no switch, so the names it calls are pointed at the CPU.
+`torch.cuda.is_available()` stays False, hence other libraries keep their own CPU paths. Each patch says who needs it and when it can go;
+all of them go when megatron-core has a CPU platform of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+from multiprocessing.managers import SyncManager
+
+import torch
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+def has_gpu() -> bool:
+    """Whether this process computes on a GPU."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this rank's tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _CPU
+
+
+def backend() -> str:
+    """The torch.distributed backend that moves tensors of `device()`."""
+    return "nccl" if has_gpu() else "gloo"
+
+
+def select_local_device() -> None:
+    """Bind this process to the GPU of its `LOCAL_RANK`; a no-op on a CPU."""
+    if has_gpu():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def resolve_precision(precision: str) -> torch.dtype:
+    """Compute dtype for `model.precision`; "auto" is bf16 where the hardware multiplies bf16, float32 elsewhere."""
+    if precision == "auto":
+        precision = "bf16" if has_gpu() or _cpu_flags() & {"avx512_bf16", "amx_bf16"} else "fp32"
+    if precision not in ("bf16", "fp32"):
+        raise ValueError(f"precision: {precision!r} is not one of auto, bf16, fp32")
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def synchronize() -> None:
+    """Wait until the device has finished; a no-op on a CPU."""
+    if has_gpu():
+        torch.cuda.synchronize()
+
+
+def memory_gb() -> float:
+    """Peak memory of this process so far in GiB: of the GPU where there is one, resident memory otherwise."""
+    if has_gpu():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine can run here: it needs a GPU and the package."""
+    return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def install() -> None:
+    """Prepare torch and megatron-core for this machine. Idempotent; call it before anything else imports megatron.core."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    if not has_gpu():
+        _speed_up_cpu_matmul()
+        _patch_torch()
+        _patch_megatron()
+    # Megatron's last choice, torch.optim.AdamW, cannot be checkpointed by its distributed optimizer.
+    if not _has_fused_adam():
+        _use_own_adam()
+
+
+def _has_fused_adam() -> bool:
+    """Whether megatron-core finds a fused Adam itself: Transformer Engine's first, NVIDIA apex's second. The module
+    amp_C marks NVIDIA's apex; the package called apex on the Python index is another project."""
+    return has_gpu() and any(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "amp_C"))
+
+
+def _use_own_adam() -> None:
+    """Hand megatron-core an Adam whose checkpoint layout is APEX's. Can go when its distributed optimizer loads torch.optim.AdamW."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    from megagrpo.parallel.adam import FusedAdam
+
+    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    """Instruction-set flags of this CPU as Linux reports them, and its vendor."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            fields = [line.partition(":")[2].split() for line in lines if line.startswith(("flags", "vendor_id"))]
+    except OSError:
+        return frozenset()
+    return frozenset(word for field in fields for word in field)
+
+
+def _speed_up_cpu_matmul() -> None:
+    """Route float32 products to oneDNN on AMD CPUs: MKL uses AVX2 only there, oneDNN AVX-512 (2.3 times faster measured).
+
+    The setting permits bf16 products, which oneDNN uses on CPUs with AMX only, so those are left alone.
+    """
+    flags = _cpu_flags()
+    if "AuthenticAMD" in flags and "avx512f" in flags and "amx_bf16" not in flags:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+
+class _Stream:
+    """Stands for a CUDA stream and event: a CPU runs in order and is always done."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return None
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return 0.0
+
+    def record_event(self, event=None):
+        return event or _Stream()
+
+    def _nothing(self, *args, **kwargs):
+        return None
+
+    wait_stream = wait_event = record = wait = synchronize = _nothing
+
+
+def _on_cpu(factory):
+    """`factory` with device="cuda" read as the CPU and pinned memory, which needs a driver, left out."""
+
+    @functools.wraps(factory)
+    def wrapped(*args, **kwargs):
+        if kwargs:
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _patch_torch() -> None:
+    """Names of torch that megatron-core calls without asking whether there is a GPU."""
+    cuda = torch.cuda
+    # Written as device=torch.cuda.current_device() by every layer.
+    cuda.current_device = lambda: _CPU
+    # DDP buckets, pipeline schedules, checkpoint writer.
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
+    cuda.stream = lambda stream=None: contextlib.nullcontext()
+    # Pipeline point-to-point messages, checkpoint writer.
+    cuda.synchronize = lambda *args, **kwargs: None
+    # RNG trackers. torch would queue these calls until a GPU appears, so seeds would silently have no effect.
+    cuda.manual_seed = torch.default_generator.manual_seed
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # Literal device="cuda" in the optimizer, gradient clipping and schedules; pin_memory=True in the checkpoint writer.
+    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # tensor_parallel/data.py, tied embeddings, checkpoint exchange.
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.type = _megatron_sees_cuda_types(torch.Tensor.type)
+
+
+def _megatron_sees_cuda_types(tensor_type):
+    """Tensor.type() for megatron.core, whose optimizers sort parameters by the string "torch.cuda.FloatTensor"."""
+    names = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
+
+    def wrapped(self, dtype=None, *args, **kwargs):
+        if dtype is not None:
+            return tensor_type(self, dtype, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return names.get(self.dtype, tensor_type(self)) if caller.startswith("megatron.core") else tensor_type(self)
+
+    return wrapped
+
+
+def _patch_megatron() -> None:
+    """Functions of megatron-core that cannot be reached through torch."""
+    # Megatron decorates small functions with torch.compile on import; on a CPU that costs seconds and gains nothing.
+    compile_function, torch.compile = torch.compile, lambda function=None, *args, **kwargs: function or (lambda inner: inner)
+    try:
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+        from megatron.core.tensor_parallel import random
+    finally:
+        torch.compile = compile_function
+    # Indexes torch.cuda.default_generators in a queued call: on a CPU it would never run, and recomputed dropout would differ.
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    filesystem_async.get_write_results_queue = functools.partial(_results_queue, filesystem_async)
+
+
+def _results_queue(filesystem_async, mp_mode=None):
+    """The queue through which checkpoint writers report. Megatron spawns a manager process per rank for it, which takes five
+    seconds and 700 MB and outlives a killed rank; this one is forked and dies with its rank."""
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+        manager.start(_die_with_parent)
+        filesystem_async._manager, filesystem_async._results_queue = manager, manager.Queue()
+    return filesystem_async._results_queue
+
+
+def _die_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

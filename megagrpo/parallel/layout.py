@@ -1,0 +1,158 @@
+"""One owner of the parallel geometry: which ranks exist, which groups they form, and the few object messages between them.
+
+This file and `device.py` are the only ones that touch `megatron.core.parallel_state`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megagrpo.config import ParallelSection
+from megagrpo.parallel import device
+
+from megatron.core import parallel_state  # isort: skip  (after device, which prepares the platform)
+from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # isort: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes, ranks and groups of the tensor (tp), pipeline (pp) and data (dp) axes. Ranks are numbered tp fastest, then dp, then pp.
+
+    A replica is the tp x pp ranks that hold one copy of the model together. Groups named `cpu_` carry Python objects over gloo.
+    """
+
+    world_size: int
+    world_rank: int
+    tp_size: int
+    tp_rank: int
+    tp_group: dist.ProcessGroup
+    pp_size: int
+    pp_rank: int
+    pp_group: dist.ProcessGroup
+    dp_size: int
+    dp_rank: int
+    dp_group: dist.ProcessGroup
+    vpp: int
+    model_parallel_group: dist.ProcessGroup
+    cpu_group: dist.ProcessGroup
+    cpu_replica_group: dist.ProcessGroup
+    process_groups: ProcessGroupCollection
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds the tokens (with its first chunk)."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits (with its last chunk)."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_dp_leader(self) -> bool:
+        """Whether this rank speaks for its replica, with the engine for one."""
+        return self.tp_rank == 0 and self.pp_rank == 0
+
+    def chunk_is_first(self, chunk: int) -> bool:
+        """Whether model chunk `chunk` of this rank embeds the tokens."""
+        return self.is_first_stage and chunk == 0
+
+    def chunk_is_last(self, chunk: int) -> bool:
+        """Whether model chunk `chunk` of this rank computes logits."""
+        return self.is_last_stage and chunk == self.vpp - 1
+
+    def broadcast_object_in_replica(self, obj: Any = None) -> Any:
+        """What the replica's leader passed, on every rank of the replica. Picklable objects only."""
+        box = [obj]
+        dist.broadcast_object_list(box, group=self.cpu_replica_group, group_src=0)
+        return box[0]
+
+    def all_gather_objects(self, obj: Any) -> list[Any]:
+        """`obj` of every rank of the world, in rank order. Picklable objects only."""
+        everyone = [None] * self.world_size
+        dist.all_gather_object(everyone, obj, group=self.cpu_group)
+        return everyone
+
+    def barrier(self) -> None:
+        """Wait for every rank of the world."""
+        dist.barrier(group=self.cpu_group)
+
+    def close(self) -> None:
+        """Leave all process groups. A process that exits without it may abort in the communication library's destructor."""
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
+    """Form the process groups of this job and seed each rank's generators.
+
+    The world is torchrun's (or any launcher's that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT), a default process group that
+    exists already, or this one process. Raises ValueError when tp x pp does not divide the world.
+    """
+    timeout = timedelta(minutes=parallel.timeout_minutes)
+    device.select_local_device()
+    _init_world(timeout)
+    world_size = dist.get_world_size()
+    if world_size % parallel.model_parallel_size:
+        raise ValueError(
+            f"parallel: tp {parallel.tp} x pp {parallel.pp} = {parallel.model_parallel_size} does not divide the world of {world_size} "
+            f"ranks; start a multiple of {parallel.model_parallel_size} ranks or lower tp or pp"
+        )
+    # Megatron gives every subgroup its own timeout and ignores the one of the world.
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        distributed_timeout_minutes=parallel.timeout_minutes,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return _describe(parallel, timeout)
+
+
+def _init_world(timeout: timedelta) -> None:
+    if dist.is_initialized():
+        return
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(device.backend(), timeout=timeout)
+    else:
+        dist.init_process_group(device.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:
+    ps = parallel_state
+    return Layout(
+        world_size=dist.get_world_size(),
+        world_rank=dist.get_rank(),
+        tp_size=parallel.tp,
+        tp_rank=ps.get_tensor_model_parallel_rank(),
+        tp_group=ps.get_tensor_model_parallel_group(),
+        pp_size=parallel.pp,
+        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        pp_group=ps.get_pipeline_model_parallel_group(),
+        dp_size=ps.get_data_parallel_world_size(),
+        dp_rank=ps.get_data_parallel_rank(),
+        dp_group=ps.get_data_parallel_group(),
+        vpp=parallel.vpp,
+        model_parallel_group=ps.get_model_parallel_group(),
+        cpu_group=_cpu_twin(dist.group.WORLD, timeout),
+        cpu_replica_group=_cpu_twin(ps.get_model_parallel_group(), timeout),
+        process_groups=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+
+
+def _cpu_twin(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group over the ranks of `group`: itself when it is one. Collective over the world."""
+    if dist.get_backend(group) == "gloo":
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    everyone: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, ranks)
+    twin, _ = dist.new_subgroups_by_enumeration(sorted({tuple(r) for r in everyone}), timeout=timeout, backend="gloo")
+    return twin

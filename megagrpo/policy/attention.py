@@ -1,0 +1,167 @@
+"""Core attention in plain torch for packed sequences, and rotary positions for a whole pack at once. Used where there is no
+Transformer Engine.
+
+A typical micro-batch on a CPU is 60 sequences of 50 tokens. One attention call per sequence would cost more than the arithmetic, so
+sequences of similar length are gathered into right-padded batches: [T, heads, d] -> [S, L, heads, d]. Right padding needs no mask
+beside the causal one: a real token never sees what comes after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+# A batch takes sequences down to this share of its longest, so at most 30 % of its rows are padding.
+MIN_FILL = 0.7
+# Up to this length batched matrix products beat the CPU's flash kernel (the scores [L, L] are then small enough to keep).
+MAX_GROUPED_LENGTH = 128
+
+
+def pack_params(cu_seqlens: Tensor) -> PackedSeqParams:
+    """Megatron's description of a pack with borders `cu_seqlens` [S + 1] int32, for a model forward of batch size 1."""
+    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Where each token of a pack goes. `rows[i]` [S_i, L_i] are the pack positions of batch i, padding repeating position 0;
+    `back` [T] is the place of each token among the rows of all batches end to end."""
+
+    rows: tuple[Tensor, ...]
+    back: Tensor
+
+
+def batch_sequences(borders: list[int], device: torch.device) -> Batches:
+    """Group the sequences between `borders` (cu_seqlens) by length."""
+    spans = sorted(((b - a, a) for a, b in itertools.pairwise(borders) if b > a), reverse=True)
+    groups: list[list[tuple[int, int]]] = []
+    for length, start in spans:
+        if not groups or length < MIN_FILL * groups[-1][0][0]:
+            groups.append([])
+        groups[-1].append((length, start))
+    rows, back, offset = [], torch.empty(borders[-1], dtype=torch.int64), 0
+    for group in groups:
+        lengths, starts = (torch.tensor(column)[:, None] for column in zip(*group, strict=True))
+        place = torch.arange(group[0][0])
+        real = place < lengths
+        index = torch.where(real, starts + place, 0)
+        back[index[real]] = offset + torch.arange(index.numel()).view_as(index)[real]
+        rows.append(index.to(device))
+        offset += index.numel()
+    return Batches(tuple(rows), back.to(device))
+
+
+def _batches_of(packed: PackedSeqParams) -> Batches:
+    """The batches of a pack, computed by the first layer that asks and kept on the pack for the others."""
+    if not hasattr(packed, "batches"):
+        packed.batches = batch_sequences(packed.cu_seqlens_q.tolist(), packed.cu_seqlens_q.device)
+    return packed.batches
+
+
+@functools.lru_cache(maxsize=64)
+def _causal_bias(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((length, length), float("-inf"), dtype=dtype, device=device).triu_(1)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """softmax(scale q k^T + causal) v with grouped heads: query [S, L, h, d], key and value [S, L, g, d], g dividing h -> [S, L, h * d]."""
+    if query.shape[1] <= MAX_GROUPED_LENGTH:
+        return _grouped_products(query, key, value, scale)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).flatten(2)
+
+
+def _grouped_products(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """The r = h / g query heads of a group side by side in one product with their key head: no copy of keys and values."""
+    s, length, h, d = query.shape
+    g = key.shape[2]
+    r = h // g
+    q = query.reshape(s, length, g, r, d).permute(0, 2, 3, 1, 4).reshape(s * g, r * length, d)
+    k = key.permute(0, 2, 3, 1).reshape(s * g, d, length)
+    v = value.transpose(1, 2).reshape(s * g, length, d)
+    bias = _causal_bias(length, q.dtype, q.device).repeat(r, 1).expand(s * g, -1, -1)
+    weights = torch.softmax(torch.baddbmm(bias, q, k, alpha=scale), dim=-1)
+    return (weights @ v).view(s, g, r, length, d).permute(0, 3, 1, 2, 4).reshape(s, length, h * d)
+
+
+class TorchAttention(MegatronModule):
+    """Causal self-attention as a megatron-core `core_attention` module: packed (thd) or plain (sbhd), no dropout, no window."""
+
+    def __init__(
+        self,
+        config,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection=None,
+    ):
+        super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal and config.window_size is None and config.softmax_type == "vanilla"
+        assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "no tensor-parallel dropout generator"
+        self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Packed: query [T, h, d], key and value [T, g, d] -> [T, h * d]. Plain: [L, S, h, d] -> [L, S, h * d]; `attention_mask` is
+        ignored, the mask is causal. Context parallelism would gather keys and values here."""
+        assert attention_bias is None
+        if packed_seq_params is None:
+            q, k, v = (t.transpose(0, 1) for t in (query, key, value))
+            return causal_attention(q, k, v, self.scale).transpose(0, 1)
+        batches = _batches_of(packed_seq_params)
+        assert batches.back.numel() == query.shape[0], f"cu_seqlens end at {batches.back.numel()}, the pack has {query.shape[0]} tokens"
+        outputs = []
+        for rows in batches.rows:
+            q, k, v = (t.index_select(0, rows.flatten()).view(*rows.shape, *t.shape[1:]) for t in (query, key, value))
+            outputs.append(causal_attention(q, k, v, self.scale).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, batches.back)
+
+
+class PackedRotaryEmbedding(RotaryEmbedding):
+    """Rotary angles of every position of a pack, [T, 1, 1, d].
+
+    Megatron's unfused path rotates sequence by sequence when it is given the angles of the longest one; given as many angles as the pack
+    has tokens it takes them as they are and rotates once.
+    """
+
+    def get_rotary_seq_len(self, inference_context, transformer, transformer_input, transformer_config, packed_seq_params=None):
+        """The pack itself when there is one, else the sequence length: `forward` takes either."""
+        if packed_seq_params is not None:
+            return packed_seq_params
+        return super().get_rotary_seq_len(inference_context, transformer, transformer_input, transformer_config)
+
+    def forward(self, max_seq_len, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
+        """Angles for a pack (`PackedSeqParams`), or for positions 0 to `max_seq_len`."""
+        if not packed_seq:
+            return super().forward(max_seq_len, offset, packed_seq, cp_group)
+        packed = max_seq_len
+        if not hasattr(packed, "angles"):
+            borders = packed.cu_seqlens_q
+            table = self.get_emb(packed.max_seqlen_q)
+            lengths = borders[1:] - borders[:-1]
+            position = torch.arange(int(borders[-1]), device=borders.device) - borders[:-1].repeat_interleave(lengths)
+            packed.angles = table.index_select(0, position)
+        return packed.angles

@@ -1,0 +1,212 @@
+"""From a Hugging Face architecture to this rank's part of a Megatron model. Everything that constructs a HybridModel is here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megagrpo.parallel import device
+from megagrpo.parallel.layout import Layout
+from megagrpo.policy.attention import PackedRotaryEmbedding
+from megagrpo.policy.hf_config import HfConfig, model_problems
+from megagrpo.policy.specs import BLOCK, local_spec, transformer_engine_spec
+
+from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core.tensor_parallel import ColumnParallelLinear  # isort: skip
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.utils import unwrap_model  # isort: skip
+
+RECOMPUTE = {
+    "none": {},
+    "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    # A decoder block is two hybrid layers; one checkpoint at the entry of each block.
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=len(BLOCK)),
+}
+
+
+def build_model(
+    hf_config: HfConfig,
+    layout: Layout,
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+    init_weights: bool = True,
+) -> list[nn.Module]:
+    """This rank's chunks of the model, one per virtual pipeline stage, in `dtype` on this rank's device.
+
+    The last chunk of the last stage returns logits [1, T, V/tp] in `dtype`, or hidden states inside `hidden_states(chunks)`. With
+    `init_weights=False` weights are uninitialised memory, for callers that load all of them. Raises ValueError when the model
+    cannot be cut into the layout.
+    """
+    problems = model_problems(hf_config.raw, _Sizes(layout.tp_size, layout.pp_size, layout.vpp))
+    if problems:
+        raise ValueError("\n".join(problems))
+    config = transformer_config(
+        hf_config, layout, dtype=dtype, recompute=recompute, sequence_parallel=sequence_parallel, init_weights=init_weights
+    )
+    return [_build_chunk(hf_config, config, layout, chunk) for chunk in range(layout.vpp)]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    tp: int
+    pp: int
+    vpp: int
+
+
+def transformer_config(
+    hf_config: HfConfig,
+    layout: Layout,
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+    init_weights: bool = True,
+) -> TransformerConfig:
+    """Megatron's configuration of this model in this layout."""
+    fused = device.has_transformer_engine()
+    return TransformerConfig(
+        num_layers=hf_config.num_layers * len(BLOCK),
+        hidden_size=hf_config.hidden_size,
+        num_attention_heads=hf_config.num_heads,
+        num_query_groups=hf_config.num_kv_heads,
+        kv_channels=hf_config.head_dim,
+        ffn_hidden_size=hf_config.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf_config.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=hf_config.qkv_bias,
+        qk_layernorm=hf_config.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=hf_config.raw.get("initializer_range", 0.02),
+        perform_initialization=init_weights,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        sequence_parallel=sequence_parallel,
+        # Micro-batches differ in length. Megatron insists on this dispatcher then, even without experts.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # With batched messages and two stages, megatron-core 0.19 swaps two messages to the same peer and trains on wrong activations.
+        batch_p2p_comm=layout.vpp == 1,
+        calculate_per_token_loss=True,
+        # Fused kernels exist on GPUs only. The fused rotation cannot apply yarn's attention factor.
+        apply_rope_fusion=fused and hf_config.rope_type != "yarn",
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=fused,
+        **RECOMPUTE[recompute],
+    )
+
+
+def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout, chunk: int) -> nn.Module:
+    spec = transformer_engine_spec if device.has_transformer_engine() else local_spec
+    stages = layout.pp_size * layout.vpp
+    model = HybridModel(
+        config,
+        spec(hf_config.qk_norm),
+        vocab_size=hf_config.padded_vocab(layout.tp_size),
+        max_sequence_length=hf_config.max_positions,
+        hybrid_layer_pattern="|".join([BLOCK * (hf_config.num_layers // stages)] * stages),
+        pre_process=layout.chunk_is_first(chunk),
+        post_process=layout.chunk_is_last(chunk),
+        share_embeddings_and_output_weights=hf_config.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=hf_config.rope_theta,
+        pg_collection=layout.process_groups,
+        vp_stage=chunk if layout.vpp > 1 else None,
+    )
+    _set_rotary(model, hf_config)
+    if model.post_process:
+        model.output_layer.__class__ = LMHead
+    return model.to(device.device())
+
+
+def _set_rotary(model: HybridModel, hf_config: HfConfig) -> None:
+    """Give the model the frequencies that transformers computes; HybridModel itself knows no rope scaling."""
+    frequencies, attention_factor = rotary_frequencies(hf_config)
+    model.rotary_pos_emb.inv_freq = frequencies.to(device.device())
+    if not model.config.apply_rope_fusion:
+        model.rotary_pos_emb.__class__ = PackedRotaryEmbedding
+    for module in model.modules():
+        if hasattr(module, "_yarn_concentration_factor"):
+            module._yarn_concentration_factor = attention_factor
+
+
+def rotary_frequencies(hf_config: HfConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies [head_dim / 2] and the factor on cos and sin, from transformers' own functions for each rope type."""
+    if hf_config.rope_type == "default":
+        exponent = torch.arange(0, hf_config.head_dim, 2, dtype=torch.float32) / hf_config.head_dim
+        return 1.0 / hf_config.rope_theta**exponent, 1.0
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    arguments = {k: v for k, v in hf_config.raw.items() if k != "model_type"}
+    frequencies, factor = ROPE_INIT_FUNCTIONS[hf_config.rope_type](AutoConfig.for_model(hf_config.family, **arguments))
+    return frequencies, float(factor)
+
+
+class LMHead(ColumnParallelLinear):
+    """The output layer, able to stand aside: with `stand_aside` it hands its input on, so that the caller multiplies by the weight
+    itself, in chunks. It remains a module of the forward pass, hence DDP's hooks on its weight still run."""
+
+    stand_aside = False
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+        if self.stand_aside:
+            return input_, None
+        return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
+
+
+@contextlib.contextmanager
+def hidden_states(chunks: list[nn.Module]) -> Iterator[None]:
+    """Inside, the last stage's forward returns hidden states after the final norm, [1, T, H], in place of logits. Under sequence
+    parallelism they are this rank's rows, [1, T/tp, H]; `head_input` makes either whole. Not reentrant."""
+    heads = [head for head in (_output_layer(chunk) for chunk in chunks) if head is not None]
+    for head in heads:
+        head.stand_aside = True
+    try:
+        yield
+    finally:
+        for head in heads:
+            head.stand_aside = False
+
+
+def lm_head(chunk: nn.Module) -> Tensor | None:
+    """The weight [V/tp, H] of this rank's LM head: the embedding's own when tied on the same stage; None when the chunk has no head."""
+    model = unwrap_model(chunk)
+    if not model.post_process:
+        return None
+    return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight
+
+
+def head_input(chunk: nn.Module, hidden: Tensor) -> Tensor:
+    """Hidden states of the whole micro-batch [T, H] from what the forward returned inside `hidden_states`.
+
+    Its backward adds the gradients of the tensor-parallel ranks, each of which knows only what its V/tp logits contribute. The head's
+    own backward must therefore not sum over tensor-parallel ranks again.
+    """
+    model = unwrap_model(chunk)
+    group, rows = model.pg_collection.tp, hidden.flatten(0, 1)
+    if model.config.sequence_parallel:
+        return gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=True, group=group)
+    return copy_to_tensor_model_parallel_region(rows, group=group)
+
+
+def _output_layer(chunk: nn.Module) -> LMHead | None:
+    return getattr(unwrap_model(chunk), "output_layer", None)

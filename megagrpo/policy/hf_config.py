@@ -1,0 +1,183 @@
+"""A model's `config.json` in the words this project uses, and the rules that a parallel layout must obey for it.
+
+Imports no torch, so `plan.py` can check a run on a login node.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What tells a model family from the others: which biases and norms its attention has."""
+
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+}
+
+
+@dataclass(frozen=True)
+class HfConfig:
+    """The architecture of a dense decoder. `raw` is config.json as read; the rest is what building and converting need."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    norm_eps: float
+    rope_theta: float
+    rope_type: str
+    max_positions: int
+    dtype: str  # of the weights on disk: "bfloat16", "float16" or "float32"
+    raw: dict[str, Any] = field(repr=False, compare=False)
+
+    def padded_vocab(self, tp_size: int) -> int:
+        """V: the vocabulary rounded up to a multiple of the tensor-parallel size. Rows from `vocab_size` on belong to no token."""
+        return -(-self.vocab_size // tp_size) * tp_size
+
+
+class Sizes(Protocol):
+    """The part of the `parallel` section that the model must agree with."""
+
+    tp: int
+    pp: int
+    vpp: int
+
+
+def load_hf_config(folder: str | Path) -> HfConfig:
+    """`folder/config.json` parsed. Raises ValueError when it is missing, broken, or of a model that is not supported."""
+    return parse_hf_config(read_raw_config(folder))
+
+
+def read_raw_config(folder: str | Path) -> dict[str, Any]:
+    """`folder/config.json` as a dict. Raises ValueError when it is missing or broken."""
+    path = Path(folder) / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"model: {folder} holds no config.json; name a folder in Hugging Face format") from None
+    except json.JSONDecodeError as e:
+        raise ValueError(f"model: {path} is not valid JSON: {e}") from None
+    return raw
+
+
+def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
+    """The architecture that a config.json describes. Raises ValueError, listing every reason, when it is not supported."""
+    problems = architecture_problems(raw)
+    if problems:
+        raise ValueError("\n".join(problems))
+    rope = _rope(raw)
+    family = FAMILIES[raw["model_type"]]
+    return HfConfig(
+        family=raw["model_type"],
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=raw["hidden_size"],
+        num_heads=raw["num_attention_heads"],
+        num_kv_heads=_kv_heads(raw),
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        intermediate_size=raw["intermediate_size"],
+        vocab_size=raw["vocab_size"],
+        tied_embeddings=raw.get("tie_word_embeddings", False),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta", 10000.0),
+        rope_type=rope["rope_type"],
+        max_positions=raw.get("max_position_embeddings", 2048),
+        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        raw=raw,
+    )
+
+
+def architecture_problems(raw: dict[str, Any]) -> list[str]:
+    """Why this config.json cannot be trained, one line each; empty when it can."""
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        names = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
+        return [f"model: architecture {model_type or raw.get('architectures')} is not supported; supported: {names}"]
+    required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    missing = [f"model: config.json lacks {key}" for key in required if key not in raw]
+    # value that the model code of this project stands for -> what other values would need
+    fixed = {
+        "hidden_act": ("silu", "only silu is supported"),
+        "mlp_bias": (False, "a bias in the MLP is not supported"),
+        "quantization_config": (None, "quantized weights cannot be trained; use the original weights"),
+        "attention_dropout": (0, "dropout is not supported; set it to 0"),
+    }
+    if raw["model_type"] != "qwen2":  # its biases do not depend on this key
+        fixed["attention_bias"] = (False, "a bias in the output projection of attention is not supported")
+    wrong = [f"model: {key} is {raw[key]!r}; {fix}" for key, (value, fix) in fixed.items() if raw.get(key) not in (None, value)]
+    rope = _rope(raw)
+    if rope["rope_type"] not in ROPE_TYPES:
+        wrong.append(f"model: rope_type {rope['rope_type']!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        wrong.append("model: partial_rotary_factor is not 1; rotating a part of each head is not supported")
+    if _slides(raw):
+        wrong.append(f"model: sliding_window {raw.get('sliding_window')}: only full attention is supported")
+    return missing + wrong
+
+
+def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[str]:
+    """Why this model cannot be cut into `parallel`, one line each with the valid values; empty when it can."""
+    problems = architecture_problems(raw)
+    if problems:
+        return problems
+    tp = parallel.tp
+    heads, groups, width = raw["num_attention_heads"], _kv_heads(raw), raw["intermediate_size"]
+    for key, size in (("num_attention_heads", heads), ("num_key_value_heads", groups), ("intermediate_size", width)):
+        if size % tp:
+            valid = [d for d in _divisors(min(heads, groups)) if not (heads % d or groups % d or width % d)]
+            problems.append(f"parallel.tp: {key}={size} is not divisible by tp={tp}; valid tp: {_words(valid)}")
+    layers, stages = raw["num_hidden_layers"], parallel.pp * parallel.vpp
+    if layers % stages:
+        valid = _words(_divisors(layers))
+        problems.append(f"parallel.pp: num_hidden_layers={layers} is not divisible by pp x vpp = {stages}; valid pp x vpp: {valid}")
+    return problems
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters with `rope_type` and `rope_theta`, from transformers 5's `rope_parameters` or the older two keys."""
+    old = {"rope_theta": raw.get("rope_theta", 10000.0)} | (raw.get("rope_scaling") or {})
+    rope = old | (raw.get("rope_parameters") or {})
+    return rope | {"rope_type": rope.get("rope_type") or rope.get("type") or "default"}
+
+
+def _kv_heads(raw: dict[str, Any]) -> int:
+    return raw.get("num_key_value_heads") or raw["num_attention_heads"]
+
+
+def _slides(raw: dict[str, Any]) -> bool:
+    """Whether any layer attends to a window only. Qwen writes a window size without using it unless `use_sliding_window`; Mistral
+    uses 4096 when its config says nothing."""
+    if raw["model_type"] == "mistral":
+        return raw.get("sliding_window", 4096) is not None
+    return bool(raw.get("use_sliding_window"))
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _words(values: list[int]) -> str:
+    return ", ".join(map(str, values))

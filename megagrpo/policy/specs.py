@@ -1,0 +1,94 @@
+"""Layer specs of HybridModel: Transformer Engine's where it runs, plain torch and Megatron's own linears elsewhere.
+
+A decoder block is two hybrid layers, "*" attention and "-" MLP. Both specs write the same checkpoint keys.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from megagrpo.policy.attention import TorchAttention
+
+BLOCK = "*-"  # one decoder block in HybridModel's layer pattern
+
+
+class RMSNorm(torch.nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which saw a part of the sequence.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class LocalHybridStack(HybridStack):
+    """HybridStack with our final norm: megatron-core 0.19 writes Transformer Engine's into it. Can go when the norm is in the spec."""
+
+    def __init__(self, config, submodules, post_layer_norm: bool = True, **kwargs):
+        super().__init__(config, submodules, post_layer_norm=False, **kwargs)
+        self.post_layer_norm = post_layer_norm
+        if self.post_process and post_layer_norm:
+            self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+def local_spec(qk_norm: bool) -> ModuleSpec:
+    """The stack without Transformer Engine; `qk_norm` normalises each head's queries and keys (Qwen3)."""
+    head_norm = RMSNorm if qk_norm else None
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=TorchAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    attention_layer = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+        self_attn_bda=get_bias_dropout_add,
+        # Transformer Engine fuses the norm into the linear: the same keys keep checkpoints of CPU and GPU interchangeable.
+        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    )
+    mlp_layer = TransformerLayerSubmodules(
+        pre_mlp_layernorm=RMSNorm,
+        mlp=get_mlp_module_spec_for_backend(backend=LocalSpecProvider()),
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+    )
+    return ModuleSpec(
+        module=LocalHybridStack,
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention_layer),
+            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp_layer),
+        ),
+    )
+
+
+def transformer_engine_spec(qk_norm: bool) -> ModuleSpec:
+    """megatron-core's own stack on Transformer Engine, with the head norms that it leaves out."""
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    spec = copy.deepcopy(hybrid_stack_spec)
+    if qk_norm:
+        attention = spec.submodules.attention_layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = TENorm
+    return spec
