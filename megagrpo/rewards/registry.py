@@ -1,0 +1,75 @@
+"""From the name of a reward function in the config to where it is imported from. Imports nothing: loading happens in the workers."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+BUILT_IN = {
+    "exact_number": "megagrpo.rewards.functions:exact_number",
+    "accuracy": "megagrpo.rewards.math_accuracy:accuracy",
+    "format": "megagrpo.rewards.functions:format",
+    "soft_overlong": "megagrpo.rewards.functions:soft_overlong",
+    "reasoning_gym": "megagrpo.rewards.gym_score:reasoning_gym",
+}
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_FILE_PATH = re.compile(r".+\.py:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Target:
+    """`location` is a dotted module or the absolute path of a .py file; `attribute` is the function in it."""
+
+    location: str
+    attribute: str
+
+    @property
+    def is_file(self) -> bool:
+        return self.location.endswith(".py")
+
+
+def resolve(function: str, base_folder: str | Path | None = None) -> Target:
+    """Where `function` (as in `rewards.functions[].function`) is defined. Files are looked for here, then in `base_folder`.
+
+    Raises ValueError for an unknown name, naming the known ones, and for a file that does not exist."""
+    if _FILE_PATH.fullmatch(function):
+        path, attribute = function.rsplit(":", 1)
+        return Target(str(_find_file(path, base_folder)), attribute)
+    dotted = BUILT_IN.get(function, function)
+    if not _IMPORT_PATH.fullmatch(dotted):
+        raise ValueError(
+            f"rewards.functions: `{function}` is no reward function{did_you_mean(function, BUILT_IN)}; "
+            f"known: {', '.join(BUILT_IN)}; your own: package.module:function or path/file.py:function"
+        )
+    return Target(*dotted.split(":"))
+
+
+def display_names(functions: list[str]) -> list[str]:
+    """A short unique name for each function: what follows the colon, numbered from the second of a kind (`length`, `length_2`)."""
+    names: list[str] = []
+    for function in functions:
+        stem = function.rsplit(":", 1)[-1]
+        name, count = stem, 1
+        while name in names:
+            count += 1
+            name = f"{stem}_{count}"
+        names.append(name)
+    return names
+
+
+def did_you_mean(word: str, known) -> str:
+    """`; did you mean `x`?` for the nearest known word, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean `{near[0]}`?" if near else ""
+
+
+def _find_file(path: str, base_folder: str | Path | None) -> Path:
+    candidates = [Path(path).expanduser()]
+    if base_folder is not None:
+        candidates.append(Path(base_folder) / path)
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate.resolve()
+    raise ValueError(f"rewards.functions: no file {' or '.join(str(c.absolute()) for c in candidates)}")
