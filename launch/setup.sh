@@ -57,7 +57,7 @@ if [ "$KIND" = gpu ]; then # transformer-engine-torch builds against these
   "$UV" pip install -q -c "$CONSTRAINTS" torch numpy setuptools wheel ninja pybind11 transformer-engine-cu13
 fi
 "$UV" pip install -q -c "$CONSTRAINTS" -e ".[$EXTRAS]"
-.venv/bin/python -W ignore -c 'import torch, transformers, vllm, megatron.core' >/dev/null ||
-  fail "the packages are installed but do not import; see the message above"
+.venv/bin/python -W ignore -c 'import torch, transformers, vllm, megatron.core' >.venv/import.log 2>&1 ||
+  fail "the packages are installed but do not import; .venv/import.log ends with" "$(tail -n 5 .venv/import.log)"
 echo "$WANTED" >"$STAMP"
 echo "setup: ready ($KIND)"

@@ -1,15 +1,20 @@
 """The whole configuration of a run: typed sections, one YAML loader, one list of problems.
 
-`load(path, overrides)` reads a YAML file, follows its `defaults:` chain, applies dotted overrides (`train.learning_rate=1e-5`) and
+`load_config(path, overrides)` reads a YAML file, follows its `defaults:` chain, applies dotted overrides (`train.learning_rate=1e-5`) and
 returns a frozen `RunConfig`, or raises one `ConfigError` that lists every problem at once. Importing this module needs pydantic and
 PyYAML only, so a login node can check a run. What needs the model's own `config.json` is checked in `plan.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megagrpo import config_io
+from megagrpo.config_io import ConfigError as ConfigError
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -170,7 +175,8 @@ class DataSection(Section):
 
 class RewardFunction(Section):
     function: str
-    """`exact_number`, `accuracy`, `format`, `soft_overlong`, `reasoning_gym`, or your own as `package.module:function` or `path/file.py:function`."""
+    """`exact_number`, `accuracy`, `format`, `soft_overlong`, `reasoning_gym`, or your own as `package.module:function` or
+    `path/file.py:function`."""
     weight: float = 1.0
     """Weight in the sum of rewards."""
     args: dict[str, Any] = {}
@@ -256,8 +262,9 @@ def cross_field_problems(config: RunConfig) -> list[str]:
             f"train.max_tokens_per_micro_batch: {t.max_tokens_per_micro_batch} cannot hold the longest sample, "
             f"rollout.max_prompt_length {r.max_prompt_length} + max_completion_length {r.max_completion_length} = {r.max_model_len}"
         )
-    if t.warmup_steps > config.run.max_steps * config.algorithm.num_iterations:
-        problems.append(f"train.warmup_steps: {t.warmup_steps} is more than the run's {config.run.max_steps * config.algorithm.num_iterations} optimizer steps")
+    optimizer_steps = config.run.max_steps * config.algorithm.num_iterations
+    if t.warmup_steps > optimizer_steps:
+        problems.append(f"train.warmup_steps: {t.warmup_steps} is more than the run's {optimizer_steps} optimizer steps")
     if t.min_learning_rate > t.learning_rate:
         problems.append(f"train.min_learning_rate: {t.min_learning_rate} is above train.learning_rate {t.learning_rate}")
     if config.evaluation.steps and config.data.eval is None:
@@ -265,3 +272,20 @@ def cross_field_problems(config: RunConfig) -> list[str]:
     if config.evaluation.num_generations > 1 and config.evaluation.temperature == 0:
         problems.append("evaluation.num_generations: greedy responses are all the same; raise evaluation.temperature or use 1")
     return problems
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config in the YAML file `path` with `key=value` overrides applied. ConfigError lists every problem at once."""
+    return config_io.load(RunConfig, path, overrides, cross_field_problems)
+
+
+def render_help() -> str:
+    """Every key with its type, default and meaning."""
+    return config_io.render_help(RunConfig)
+
+
+def save_resolved(config: RunConfig, folder: str | Path) -> Path:
+    """Writes `resolved.yaml`, which loads back to an equal config, into `folder`; its path."""
+    path = Path(folder) / "resolved.yaml"
+    config_io.save(config, path)
+    return path

@@ -1,0 +1,84 @@
+"""Starts one trainer process per rank on this machine, through torchrun when there are several; `local.sh` calls it.
+
+Ranks: `NPROC` from the environment, else every GPU, else `parallel.tp * parallel.pp` of the config. Exit code: the trainer's, 2 for a
+config that is wrong, 128 + the signal's number when Ctrl-C or SIGTERM ended several ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from megagrpo.__main__ import parse
+from megagrpo.config import ConfigError
+
+SHUTDOWN_SECONDS = 180  # what the ranks have, after a signal, to finish their step and write a checkpoint
+
+
+def num_gpus() -> int:
+    """GPUs that a process started here can see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip()])
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return listing.count("GPU ")
+
+
+def num_ranks(model_parallel_size: int) -> int:
+    """Ranks to start; a positive integer in `NPROC` wins."""
+    wanted = os.environ.get("NPROC", "")
+    if not wanted:
+        return num_gpus() or model_parallel_size
+    if not wanted.isdigit() or int(wanted) == 0:
+        raise ConfigError(f"NPROC={wanted}: must be a positive number of ranks; leave it unset for tp * pp")
+    return int(wanted)
+
+
+def set_thread_environment(ranks: int) -> None:
+    """Waiting OpenMP threads that spin cost 8 to 60 times on a busy machine, so they sleep; the cores are shared out over the ranks."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+
+
+def torchrun(ranks: int, trainer: list[str]) -> int:
+    """Runs the ranks under torchrun's agent, in this process, so that a signal reaches it and it forwards it to the ranks."""
+    os.environ.setdefault("LOGLEVEL", "ERROR")
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    options = ["--standalone", f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
+    try:
+        main([*options, "-m", *trainer])
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        print(f"rank {rank} failed first, with exit code {failure.exitcode}; its own message is above", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        command = parse(["train", *arguments])
+        ranks = num_ranks(command.config.parallel.model_parallel_size)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    set_thread_environment(ranks)
+    trainer = ["megagrpo", "train", *arguments]
+    if ranks > 1:
+        return torchrun(ranks, trainer)
+    os.execv(sys.executable, [sys.executable, "-m", *trainer])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

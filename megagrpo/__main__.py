@@ -1,0 +1,80 @@
+"""`megagrpo train|plan CONFIG [key=value ...]`: parse, dispatch, nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megagrpo.config import ConfigError, RunConfig, load_config, render_help
+
+USAGE = """\
+megagrpo train CONFIG [key=value ...] [--resume]    run GRPO as one rank; launch/local.sh starts every rank of this machine
+megagrpo plan  CONFIG [key=value ...] [world_size=N]    check the layout and show what each rank holds; needs no GPU and no weights
+
+CONFIG is a YAML file; key=value replaces one of its values, as in train.learning_rate=1e-5 or rewards.functions.0.weight=2.
+megagrpo COMMAND --help prints every key. Exit code 2: the config or the command line is wrong."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the command line asks for. `world_size` is given to `plan` only."""
+
+    name: str
+    config_path: Path
+    config: RunConfig
+    world_size: int | None = None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ConfigError(f"{message}\n\n{USAGE}")
+
+
+def parse(arguments: list[str]) -> Command:
+    """The command with its loaded config. ConfigError for a wrong command line or config; SystemExit(0) after `--help`."""
+    parser = _Parser(prog="megagrpo", add_help=False)
+    parser.add_argument("command", nargs="?", choices=["train", "plan"])
+    parser.add_argument("config", nargs="?")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    given, dashed = parser.parse_known_intermixed_args(arguments)
+    if given.help:
+        print(USAGE if given.command is None else f"{USAGE}\n\n{render_help()}")
+        raise SystemExit(0)
+    if given.config is None:
+        parser.error("needs a command and a config file")
+    overrides = [*given.overrides, *dashed]
+    sizes = [o.partition("=")[2] for o in overrides if o.startswith("world_size=")] if given.command == "plan" else []
+    if sizes and not (sizes[-1].isdigit() and int(sizes[-1]) > 0):
+        parser.error(f"world_size={sizes[-1]}: must be a positive number of ranks")
+    if sizes:
+        overrides = [o for o in overrides if not o.startswith("world_size=")]
+    if given.resume:
+        overrides.append("run.resume=true")
+    config = load_config(given.config, overrides)
+    return Command(given.command, Path(given.config), config, int(sizes[-1]) if sizes else None)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; its exit code."""
+    try:
+        command = parse(sys.argv[1:] if arguments is None else arguments)
+        if command.name == "plan":
+            from megagrpo import plan
+
+            return plan.main(command.config, command.world_size)
+        from megagrpo import train
+
+        return train.main(command.config, command.config_path)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,271 @@
+"""YAML and command line to a validated pydantic model and back, with every problem reported at once.
+
+Knows YAML and pydantic, and no key of ours: `config.py` applies it to `RunConfig`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
+
+Loc = tuple[str | int, ...]  # where pydantic found something: keys, and positions in lists
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used; the text lists every problem, one a line."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------- reading
+
+# The scalars of YAML 1.2. PyYAML's own are those of 1.1, where 1e-5 is a string, off is false and 1:30 is ninety.
+_SCALARS = [
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("tag:yaml.org,2002:int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    ("tag:yaml.org,2002:merge", r"<<", ["<"]),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping: YAML forbids it, PyYAML takes the last."""
+
+    yaml_implicit_resolvers: ClassVar[dict] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(problem=f"key {key.value!r} stands twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers: ClassVar[dict] = {}
+
+
+for _tag, _pattern, _first in _SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+def _parse_yaml(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{origin}, line {mark.line + 1}, column {mark.column + 1}" if mark else origin
+        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+
+
+def read_yaml(path: str | Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The mapping in `path`, laid over the file that its `defaults:` key names (relative to itself), and so on up the chain.
+
+    Mappings merge key by key; a list or a scalar replaces what it overrides.
+    """
+    path = Path(path)
+    if path.resolve() in _children:
+        chain = " -> ".join(p.name for p in (*_children, path.resolve()))
+        raise ConfigError(f"{path}: `defaults:` goes in a circle: {chain}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        named_by = f" (named by `defaults:` in {_children[-1]})" if _children else ""
+        raise ConfigError(f"{path}: cannot read it: {error.strerror}{named_by}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file in UTF-8") from None
+    values = _parse_yaml(text, str(path))
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must hold `section: ...` keys at the top, not a {type(values).__name__}")
+    if "defaults" not in values:
+        return values
+    parent = values.pop("defaults")
+    if not isinstance(parent, str):
+        raise ConfigError(f"{path}: `defaults:` must name one file (got {parent!r})")
+    return _merge(read_yaml(path.parent / parent, (*_children, path.resolve())), values)
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Sets `a.b=c` in place; `c` is read as YAML and a number in the key picks a list element. ConfigError names what does not fit."""
+    key, equals, text = override.removeprefix("--").partition("=")
+    *parents, last = key.split(".")
+    if not equals or not all((*parents, last)):
+        raise ConfigError(f"{override}: not an override; write section.key=value")
+    here: Any = values
+    for i, part in enumerate(parents):
+        if isinstance(here, dict) and here.get(part) is None:
+            here[part] = {}
+        here = here[_index(here, part, key)] if isinstance(here, list) else here[part]
+        if not isinstance(here, (dict, list)):
+            raise ConfigError(f"{key}: {'.'.join(parents[: i + 1])} is a plain value and has no keys (got {here!r})")
+    here[_index(here, last, key) if isinstance(here, list) else last] = _parse_yaml(text, override)
+
+
+def _index(elements: list, part: str, key: str) -> int:
+    if not part.isdigit() or int(part) >= len(elements):
+        raise ConfigError(f"{key}: the list has elements 0 to {len(elements) - 1} (got {part!r})")
+    return int(part)
+
+
+# ------------------------------------------------------------------------------------------------------------------- validating
+
+
+def load[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str], agree: Callable[[M], list[str]]) -> M:
+    """The validated model, or one ConfigError: wrong keys, wrong values, and what `agree` says of fields that are each valid.
+
+    Every field of `model` is a section. `agree` may meet a section without its required values, and does not read those.
+    """
+    values, problems = read_yaml(path), []
+    for override in overrides:
+        try:
+            apply_override(values, override)
+        except ConfigError as error:
+            problems.append(str(error))
+    try:
+        config = model.model_validate(values)
+    except ValidationError as error:
+        problems += _problems(model, values, error, agree)
+    if problems:
+        raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *problems]))
+    return config
+
+
+def _problems[M: BaseModel](model: type[M], values: dict, error: ValidationError, agree: Callable[[M], list[str]]) -> list[str]:
+    """One line for each field that is wrong, then the lines of `agree` that do not speak of those."""
+    found = error.errors(include_url=False)
+    if [e["loc"] for e in found] == [()]:  # every field is valid: the model's own check of their agreement failed
+        return str(found[0]["ctx"]["error"]).split("\n")
+    leaves = {str(e["loc"][-1]) for e in found}
+    agreement = [p for p in agree(_salvage(model, values, [e["loc"] for e in found])) if leaves.isdisjoint(re.findall(r"\w+", p))]
+    known = [key for key, _ in fields(model)]
+    return [_sentence(e, known) for e in found] + agreement
+
+
+def _salvage[M: BaseModel](model: type[M], values: dict, bad: list[Loc]) -> M:
+    """The model with its wrong values at their defaults; a section that lacks a required value has its other defaults only."""
+    for *parents, last in bad:
+        here: Any = values
+        for part in parents:
+            here = here[part] if isinstance(here, list) else here.get(part, {})
+        if isinstance(here, dict):
+            here.pop(last, None)
+    sections = {}
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        try:
+            sections[name] = section.model_validate(values.get(name, {}))
+        except ValidationError:
+            sections[name] = section.model_construct()
+    return model.model_construct(**sections)
+
+
+def _sentence(error: dict[str, Any], known: list[str]) -> str:
+    loc, value = error["loc"], error["input"]
+    key = ".".join(str(part) for part in loc)
+    if error["type"] == "extra_forbidden":
+        return f"{key}: unknown key{_did_you_mean(loc, known)}"
+    if error["type"] == "missing":
+        return f"{key}: required, and not given"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{key}: {message} (got {value!r})"
+
+
+def _did_you_mean(loc: Loc, known: list[str]) -> str:
+    """The nearest known key, by its dotted name or by its last word; list positions are put back where they stood."""
+    positions = [str(part) for part in loc if isinstance(part, int)]
+    asked = ".".join("N" if isinstance(part, int) else part for part in loc)
+    nearest = difflib.get_close_matches(asked, known, n=1, cutoff=0.75)
+    by_leaf = {key.rpartition(".")[2]: key for key in reversed(known)}
+    nearest = nearest or [by_leaf[leaf] for leaf in difflib.get_close_matches(str(loc[-1]), by_leaf, n=1, cutoff=0.75)]
+    if not nearest:
+        return ""
+    for position in positions:
+        nearest[0] = nearest[0].replace(".N", f".{position}", 1)
+    return f"; did you mean {nearest[0]}?"
+
+
+# ------------------------------------------------------------------------------------------------------------- describing, saving
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The model behind `Section` or `Section | None`; None for a plain field."""
+    for option in (annotation, *get_args(annotation)):
+        if isinstance(option, type) and issubclass(option, BaseModel) and get_origin(annotation) is not list:
+            return option
+    return None
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key below `model` in order, dotted, with its pydantic field; `N` stands for the position in a list."""
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        elements = [a for a in get_args(field.annotation) if get_origin(field.annotation) is list and section_of(a)]
+        yield f"{prefix}{name}", field
+        if section:
+            yield from fields(section, f"{prefix}{name}.")
+        for element in elements:
+            yield from fields(element, f"{prefix}{name}.N.")
+
+
+def render_help(model: type[BaseModel]) -> str:
+    """Every key with its type, default and docstring, by section."""
+    lines: list[str] = []
+    for key, field in fields(model):
+        if section_of(field.annotation):
+            lines += ["", f"{key}:  {field.description}" if field.description else f"{key}:"]
+            continue
+        default = "required" if field.is_required() else f"default {_yaml(field.get_default(call_default_factory=True))}"
+        lines += [f"  {key}  ({_type_name(field.annotation, field.metadata)}, {default})"]
+        lines += [f"      {line}" for line in (field.description or "").split("\n")]
+    return "\n".join(lines).strip("\n")
+
+
+_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def _type_name(annotation: Any, metadata: list[Any] = ()) -> str:
+    if get_origin(annotation) is Literal:
+        return " | ".join(get_args(annotation))
+    if hasattr(annotation, "__metadata__"):
+        nested = [m for outer in annotation.__metadata__ for m in (getattr(outer, "metadata", None) or [outer])]
+        return _type_name(annotation.__origin__, nested)
+    if get_origin(annotation) in (list, dict):
+        inside = ", ".join(_type_name(a) for a in get_args(annotation))
+        return f"{get_origin(annotation).__name__} of {inside}"
+    if get_args(annotation):
+        return " | ".join("empty" if a is type(None) else _type_name(a) for a in get_args(annotation))
+    bounds = [f"{sign} {getattr(m, name):g}" for m in metadata for name, sign in _BOUNDS.items() if getattr(m, name, None) is not None]
+    return " ".join([getattr(annotation, "__name__", str(annotation)), *bounds])
+
+
+def _yaml(value: Any) -> str:
+    if value is PydanticUndefined or value is None:
+        return "empty"
+    return yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+
+
+def save(config: BaseModel, path: Path) -> None:
+    """Writes every value of `config` as YAML that loads back to an equal config."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")

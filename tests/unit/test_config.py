@@ -1,0 +1,157 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config import ConfigError, cross_field_problems, load_config, render_help, save_resolved
+
+COMMITTED = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value).split("\n  ")
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)
+def test_every_committed_config_loads(path):
+    assert cross_field_problems(load_config(path)) == []
+
+
+def test_importing_the_config_needs_no_torch():
+    heavy = "('torch', 'megatron', 'vllm', 'transformers')"
+    code = f"import sys, megagrpo.config, megagrpo.__main__; sys.exit(any(m in sys.modules for m in {heavy}))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_all_problems_come_at_once_with_key_value_and_suggestion(tmp_path):
+    path = write(
+        tmp_path,
+        "model: {pth: m}\nparallel: {tp: two, vpp: 2}\ndata: {train: {source: a}}\nnum_generatons: 4\n"
+        "rewards: {functions: [{function: f, wieght: 2}]}\ntrain: {learning_rate: -1}\n",
+    )
+    header, *rest = problems(path, "rollout.temperature=hot")
+    assert header == f"{path}: 8 problem(s)"
+    assert sorted(rest) == sorted(
+        [
+            "model.path: required, and not given",
+            "model.pth: unknown key; did you mean model.path?",
+            "parallel.tp: Input should be a valid integer, unable to parse string as an integer (got 'two')",
+            "rollout.temperature: Input should be a valid number, unable to parse string as a number (got 'hot')",
+            "rewards.functions.0.wieght: unknown key; did you mean rewards.functions.0.weight?",
+            "train.learning_rate: Input should be greater than 0 (got -1)",
+            "num_generatons: unknown key; did you mean rollout.num_generations?",
+            "parallel.vpp: 2 needs parallel.pp > 1; set vpp to 1 or raise pp",
+        ]
+    )
+
+
+def test_fields_that_disagree_are_all_reported(tmp_path):
+    path = write(tmp_path, SMALLEST + "parallel: {sequence_parallel: true}\nevaluation: {steps: 2}\n")
+    _, *rest = problems(path)
+    assert [p.split(":")[0] for p in rest] == ["parallel.sequence_parallel", "evaluation.steps"]
+
+
+def test_a_wrong_value_does_not_cause_a_second_problem_about_its_default(tmp_path):
+    path = write(tmp_path, SMALLEST + "parallel: {tp: two, sequence_parallel: true}\n")
+    assert len(problems(path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-5", 1e-5), ("1E+2", 100.0), (".5", 0.5), ("2", 2.0), ("6.02e23", 6.02e23), ("'1e-5'", 1e-5)]
+)
+def test_numbers_are_numbers(tmp_path, text, value):
+    config = load_config(write(tmp_path, SMALLEST), [f"train.learning_rate={text}"])
+    assert config.train.learning_rate == value and isinstance(config.train.learning_rate, float)
+
+
+def test_words_that_older_yaml_takes_for_booleans_or_times_stay_words(tmp_path):
+    config = load_config(write(tmp_path, SMALLEST + "run: {wandb: off}\n"), ["data.columns={a: yes, b: 1:30}", "run.name=off"])
+    assert config.run.wandb == "off" and config.run.name == "off" and config.data.columns == {"a": "yes", "b": "1:30"}
+
+
+def test_values_inside_free_options_keep_their_yaml_types(tmp_path):
+    config = load_config(write(tmp_path, SMALLEST), ["data.train.options={seed: 3, p: 1e-2, on: true, none: null, s: '8'}"])
+    assert config.data.train.options == {"seed": 3, "p": 0.01, "on": True, "none": None, "s": "8"}
+
+
+def test_defaults_chain_merges_sections_and_replaces_lists(tmp_path):
+    (tmp_path / "sub").mkdir()
+    write(tmp_path, SMALLEST + "train: {learning_rate: 1e-4, weight_decay: 0.1}\n", "base.yaml")
+    write(tmp_path, "defaults: base.yaml\ntrain: {learning_rate: 2e-4}\n", "middle.yaml")
+    leaf = write(tmp_path / "sub", "defaults: ../middle.yaml\nrewards: {functions: [{function: format}]}\n", "leaf.yaml")
+    config = load_config(leaf, ["train.weight_decay=0.3"])
+    assert (config.train.learning_rate, config.train.weight_decay) == (2e-4, 0.3)
+    assert [f.function for f in config.rewards.functions] == ["format"]
+
+
+def test_a_circle_of_defaults_is_named(tmp_path):
+    write(tmp_path, "defaults: b.yaml\n", "a.yaml")
+    write(tmp_path, "defaults: a.yaml\n", "b.yaml")
+    with pytest.raises(ConfigError, match=r"circle: a.yaml -> b.yaml -> a.yaml"):
+        load_config(tmp_path / "a.yaml")
+
+
+def test_a_missing_parent_says_who_named_it(tmp_path):
+    leaf = write(tmp_path, "defaults: gone.yaml\n")
+    with pytest.raises(ConfigError, match=r"gone.yaml: cannot read it: No such file or directory \(named by `defaults:` in .*run.yaml\)"):
+        load_config(leaf)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {name: a}\nmodel: [1,\n", r"run.yaml, line 3, column 1: not valid YAML"),
+        ("run: {name: a}\nrun: {name: b}\n", r"line 2, column 1: not valid YAML: key 'run' stands twice"),
+        ("- 1\n", r"must hold `section: ...` keys at the top, not a list"),
+        ("defaults: [a, b]\n", r"`defaults:` must name one file"),
+    ],
+)
+def test_broken_files_are_named_with_the_place(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text))
+
+
+def test_overrides_reach_list_elements_and_empty_sections(tmp_path):
+    path = write(tmp_path, SMALLEST)
+    config = load_config(path, ["rewards.functions.0.weight=2", "--data.eval.source=held.jsonl", "rewards.functions.0.args.tolerance=0.1"])
+    assert config.rewards.functions[0].weight == 2 and config.rewards.functions[0].args == {"tolerance": 0.1}
+    assert config.data.eval.source == "held.jsonl" and config.data.eval.split == "train"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.learning_rate", "not an override; write section.key=value"),
+        ("rewards.functions.1.weight=2", r"the list has elements 0 to 0 \(got '1'\)"),
+        ("model.path.x=1", "model.path is a plain value and has no keys"),
+        ("learning_rate=1", r"learning_rate: unknown key; did you mean train.learning_rate\?"),
+    ],
+)
+def test_overrides_that_fit_nowhere_are_explained(tmp_path, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, SMALLEST), [override])
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)
+def test_the_resolved_config_loads_back_equal(path, tmp_path):
+    config = load_config(path, ["data.train.options={text: '1e-5', flag: 'off', number: 1e-7}", "data.system_prompt='π: yes\n'"])
+    assert load_config(save_resolved(config, tmp_path / "run")) == config
+
+
+def test_help_prints_every_key_with_its_type_default_and_docstring():
+    text = render_help()
+    assert "  train.learning_rate  (float > 0, default 1.0e-06)\n      Peak learning rate of AdamW." in text
+    assert "  model.path  (str, required)" in text
+    assert "  run.wandb  (off | offline | online, default off)" in text
+    assert "  rewards.functions.N.weight  (float, default 1.0)" in text
+    assert "  data.eval.source" in text and "  evaluation.num_generations" in text
