@@ -1,0 +1,173 @@
+"""The policy: a Megatron-Core model under any TP x PP x DP layout that gives log-probs of a batch and takes one optimizer step on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megagrpo.parallel.device as device
+from megagrpo.config import RunConfig
+from megagrpo.parallel.layout import Layout
+from megagrpo.parallel.vocab_logprobs import vocab_logprobs
+from megagrpo.policy.attention import pack_params
+from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
+from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.optimizer import build_optimizer, build_scheduler, learning_rate, wrap_data_parallel
+from megagrpo.types import LossFn, LossInputs, MicroBatch, TrainBatch
+
+from megatron.core.distributed import finalize_model_grads  # isort: skip
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+
+Sums = dict[str, tuple[float, float]]
+
+
+class MegatronPolicy:
+    """`chunks` are the bare model chunks of this rank (several with virtual pipeline stages), `model` the same with gradient buffers."""
+
+    def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig):
+        self.config, self.layout, self.hf_config = config, layout, hf_config
+        self.dtype = device.resolve_precision(config.model.precision)
+        self.chunks = build_model(
+            hf_config, layout, dtype=self.dtype, recompute=config.model.recompute, sequence_parallel=config.parallel.sequence_parallel
+        )
+        self.model = wrap_data_parallel(self.chunks, config.train)
+        self.optimizer = build_optimizer(self.model, config.train, self.dtype)
+        self.scheduler = build_scheduler(self.optimizer, config.train, config.run.max_steps * config.algorithm.num_iterations)
+        self._schedule = get_forward_backward_func()
+        for chunk in self.chunks:
+            chunk.config.grad_scale_func = self.optimizer.scale_loss
+            chunk.config.finalize_model_grads_func = self._finalize_gradients
+        self._denominator = 1
+
+    def weights_changed(self) -> None:
+        """Tell the optimizer that the model's weights were written from outside: its float32 masters are copied from them anew."""
+        self.optimizer.reload_model_params()
+
+    @torch.no_grad()
+    def logprobs(self, batch: TrainBatch) -> list[Tensor | None]:
+        """Log-probs [T] float32 of every micro-batch's labels, 0 where the loss mask is 0.
+
+        They exist on the last pipeline stage, the only one that computes losses; None elsewhere.
+        """
+
+        def collect(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
+            return self._logprobs_and_entropy(output, micro_batch, chunk)[0]
+
+        rows = self._run(batch.micro_batches, collect, forward_only=True)
+        return rows if self.layout.is_last_stage else [None] * len(batch.micro_batches)
+
+    def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, float]:
+        """One optimizer step on the sum of `loss_fn` over all ranks' micro-batches divided by `denominator`; metrics of the whole step.
+
+        Raises RuntimeError when a gradient is NaN or infinite; the weights are as before then.
+        """
+
+        def loss(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict]:
+            logprobs, entropy = self._logprobs_and_entropy(output, micro_batch, chunk)
+            result = loss_fn(LossInputs(policy_logprobs=logprobs, entropy=entropy, micro_batch=micro_batch))
+            sums = {"loss": (result.numerator.detach(), torch.ones(()))} | result.metrics
+            # Megatron would divide by the second value; the division is ours (see _finalize_gradients).
+            return result.numerator, torch.ones((), dtype=torch.int), sums
+
+        self._denominator = denominator
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        per_micro_batch = self._run(batch.micro_batches, loss, forward_only=False)
+        self.scheduler.step(increment=1)
+        _, grad_norm, _ = self.optimizer.step()
+        metrics = self._reduce_metrics(per_micro_batch)
+        metrics["loss"] /= denominator
+        if grad_norm is not None:
+            metrics["grad_norm"] = float(grad_norm)
+        metrics["learning_rate"] = learning_rate(self.optimizer)
+        return metrics
+
+    def _run(self, micro_batches: Sequence[MicroBatch], last_stage: Callable[..., Any], forward_only: bool) -> list[Any]:
+        """Send the micro-batches through Megatron's pipeline schedule; `last_stage` turns the final hidden states into what is returned."""
+
+        def forward_step(iterator, model: torch.nn.Module):
+            micro_batch = next(iterator)
+            output = model(
+                input_ids=micro_batch.token_ids[None],
+                position_ids=micro_batch.position_ids[None],
+                attention_mask=None,
+                packed_seq_params=pack_params(micro_batch.cu_seqlens),
+            )
+            return output, partial(last_stage, micro_batch=micro_batch, chunk=model)
+
+        moved = [m.to(device.device()) for m in micro_batches]
+        iterators = [iter(moved) for _ in self.model]
+        single = len(self.model) == 1
+        with hidden_states(self.chunks):
+            return self._schedule(
+                forward_step_func=forward_step,
+                data_iterator=iterators[0] if single else iterators,
+                model=self.model[0] if single else self.model,
+                num_microbatches=len(moved),
+                seq_length=max(m.num_tokens for m in moved),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+
+    def _logprobs_and_entropy(self, hidden: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor]:
+        """(logprobs [T], entropy [T]) float32 from the last stage's hidden states; 0 where the loss mask is 0: no logits are computed there."""
+        selected = micro_batch.loss_mask.nonzero()[:, 0]
+        logprobs, entropy = vocab_logprobs(
+            head_input(chunk, hidden).index_select(0, selected),
+            lm_head(chunk),
+            micro_batch.labels.index_select(0, selected),
+            group=self.layout.tp_group,
+            temperature=self.config.rollout.temperature,
+            vocab_size=self.hf_config.vocab_size,
+            chunk=self.config.train.logprob_chunk,
+        )
+        zeros = logprobs.new_zeros(micro_batch.num_tokens)
+        return zeros.index_copy(0, selected, logprobs), zeros.index_copy(0, selected, entropy)
+
+    def _finalize_gradients(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+        """Megatron's reductions over DP, tied embeddings and sequence-parallel norms; then one division by the step's denominator.
+
+        `num_tokens`, Megatron's own count, is not used: ours is exact before the first forward pass and includes skipped samples.
+        """
+        finalize_model_grads(model, None, **kwargs)
+        for chunk in model:
+            chunk.scale_gradients(1.0 / self._denominator)
+
+    def _reduce_metrics(self, per_micro_batch: list[dict[str, tuple[Tensor, Tensor]]]) -> dict[str, float]:
+        """Sums of this rank's micro-batches, then of all data-parallel ranks: equal on every rank of the world."""
+        mine = merge_sums([to_floats(m) for m in per_micro_batch]) if self.layout.is_last_stage and self.layout.tp_rank == 0 else None
+        everyone = merge_sums([m for m in self.layout.all_gather_objects(mine) if m is not None])
+        return {
+            name: total if _is_extreme(name) or name == "loss" else total / max(count, 1.0) for name, (total, count) in everyone.items()
+        }
+
+
+def to_floats(sums: dict[str, tuple[Tensor, Tensor]]) -> Sums:
+    """One transfer from the device for all metrics of a micro-batch."""
+    device_of_all = next(iter(sums.values()))[0].device
+    values = torch.stack([v.detach().float().to(device_of_all) for pair in sums.values() for v in pair]).tolist()
+    return {name: (values[2 * i], values[2 * i + 1]) for i, name in enumerate(sums)}
+
+
+def merge_sums(parts: Sequence[Sums]) -> Sums:
+    """Add up sums and counts by name; names ending in /max or /min keep the extreme."""
+    merged: Sums = {}
+    for part in parts:
+        for name, (total, count) in part.items():
+            if name not in merged:
+                merged[name] = (total, count)
+                continue
+            old_total, old_count = merged[name]
+            combine = max if name.endswith("/max") else min if name.endswith("/min") else float.__add__
+            merged[name] = (combine(old_total, total), old_count + count)
+    return merged
+
+
+def _is_extreme(name: str) -> bool:
+    return name.endswith(("/max", "/min"))

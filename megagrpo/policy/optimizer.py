@@ -1,0 +1,72 @@
+"""DDP, the (distributed) AdamW with float32 master weights, and the learning-rate schedule, all Megatron-Core's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import megagrpo.parallel.device  # noqa: F401  (prepares the platform before megatron is imported)
+from megagrpo.config import TrainSection
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
+
+
+def wrap_data_parallel(chunks: Sequence[torch.nn.Module], train: TrainSection) -> list[DistributedDataParallel]:
+    """Each model chunk with float32 gradient buffers that are summed over the data-parallel ranks.
+
+    A NaN or infinite gradient raises before it reaches the weights.
+    """
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=train.distributed_optimizer,
+        check_for_nan_in_grad=True,
+    )
+    return [DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+
+
+def build_optimizer(wrapped: Sequence[DistributedDataParallel], train: TrainSection, dtype: torch.dtype) -> MegatronOptimizer:
+    """AdamW over all chunks; bfloat16 weights get float32 masters. Norms and biases are not decayed."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=train.learning_rate,
+        min_lr=train.min_learning_rate,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        adam_eps=train.adam_epsilon,
+        clip_grad=train.max_grad_norm,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=train.distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, list(wrapped))
+
+
+def build_scheduler(optimizer: MegatronOptimizer, train: TrainSection, total_steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up to `learning_rate` in `warmup_steps`, then constant, linear or cosine to `min_learning_rate` at `total_steps`.
+
+    Advance it before each optimizer step: step k of the warm-up uses k / warmup_steps of the rate, so the first step moves too.
+    """
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=train.learning_rate,
+        min_lr=train.min_learning_rate,
+        lr_warmup_steps=train.warmup_steps,
+        lr_decay_steps=max(total_steps, train.warmup_steps + 1),
+        lr_decay_style=train.lr_scheduler_type,
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=total_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a resumed run follows its configuration, also when max_steps grew
+    )
+
+
+def learning_rate(optimizer: MegatronOptimizer) -> float:
+    """The rate the last step used."""
+    return float(optimizer.param_groups[0]["lr"])
