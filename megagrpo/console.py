@@ -1,0 +1,119 @@
+"""What a person sees while a run goes on: one line per step, an evaluation line, and now and then a prompt with two of its responses."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
+
+from megagrpo.config import RunConfig
+from megagrpo.types import ScoredRollout
+
+# (label, metric, format). A metric that a step does not report is left out of its line.
+STEP_COLUMNS = [
+    ("reward", "reward", "{:6.3f}"),
+    ("std", "reward_std", "{:5.3f}"),
+    ("kl", "kl", "{:.4f}"),
+    ("length", "completions/mean_length", "{:6.1f}"),
+    ("cut", "completions/clipped_ratio", "{:4.0%}"),
+    ("entropy", "entropy", "{:5.3f}"),
+    ("clip", "clip_ratio/region_mean", "{:5.1%}"),
+    ("grad", "grad_norm", "{:6.2f}"),
+    ("tok/s", "tokens_per_second", "{:5.0f}"),
+]
+PHASES = ["generate", "reward", "logprobs", "train", "sync"]
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Called while a BrokenPipeError is handled. rich would end the process, and a closed pager would end the training with it."""
+        raise
+
+
+class ConsoleSink:
+    """Colours and panels on a terminal, plain lines elsewhere."""
+
+    def __init__(self, config: RunConfig, console: Console | None = None):
+        self._console = console or _Console(file=sys.stdout, highlight=False)
+        self._max_steps = config.run.max_steps
+        self._every = config.run.log_completions_steps
+        self._hidden = {"kl"} if config.algorithm.beta == 0 else set()
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        width = len(str(self._max_steps))
+        line = Text(f"step {step:{width}d}/{self._max_steps}", style="bold")
+        for label, name, form in STEP_COLUMNS:
+            if name in metrics and label not in self._hidden:
+                self._cell(line, label, form.format(metrics[name]), "green" if name == "reward" else "")
+        self._print(line.append(_times(metrics), style="dim"))
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        line = Text(f"evaluation after step {step}", style="bold cyan")
+        for name, value in metrics.items():
+            self._cell(line, name.removeprefix("eval/"), f"{value:.3f}", "cyan")
+        self._print(line)
+
+    def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
+        if not scored or self._every == 0 or step % self._every:
+            return
+        shown = _best_and_worst(scored, advantages)
+        prompt = shown[0][0].rollout.prompt.messages
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        blocks = [Text.assemble(("prompt    ", "dim"), _short(question))]
+        for sample, advantage in shown:
+            rewards = ", ".join(f"{name} {_number(value)}" for name, value in sample.rewards.items())
+            score = f"reward {_number(sample.reward)} ({rewards})  advantage {_number(advantage, '{:+.2f}')}"
+            style = "green" if advantage > 0 else "red" if advantage < 0 else ""
+            blocks.append(Text.assemble(("response  ", "dim"), _short(sample.rollout.text), ("  -> ", "dim"), (score, style)))
+        if self._console.is_terminal:
+            self._console.print(Panel(Group(*blocks), title=f"step {step}", title_align="left", border_style="dim"))
+        else:
+            for block in blocks:
+                self._print(Text("    ").append(block))
+
+    def message(self, text: str) -> None:
+        self._print(Text(text))
+
+    def close(self) -> None:
+        self._console.file.flush()
+
+    def _cell(self, line: Text, label: str, value: str, style: str) -> None:
+        line.append(f"  {label} ", style="dim").append(value, style=style)
+
+    def _print(self, line: Text) -> None:
+        self._console.print(line, soft_wrap=True)
+        self._console.file.flush()
+
+
+def _times(metrics: dict[str, float]) -> str:
+    """`  12.3s = generate 6.1 + train 5.2 + ...`; phases below 50 ms are left out."""
+    parts = [(phase, metrics.get(f"time/{phase}", 0.0)) for phase in PHASES]
+    total = metrics.get("time/step", sum(seconds for _, seconds in parts))
+    named = " + ".join(f"{phase} {seconds:.1f}" for phase, seconds in parts if seconds >= 0.05)
+    return f"  {total:5.1f}s" + (f" = {named}" if named else "")
+
+
+def _best_and_worst(scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> list[tuple[ScoredRollout, float]]:
+    """Of the first group whose rewards differ, the sample of the highest and of the lowest advantage; else the very first sample."""
+    groups: dict[int, list[tuple[ScoredRollout, float]]] = {}
+    for sample, advantage in zip(scored, advantages, strict=True):
+        groups.setdefault(sample.rollout.prompt.prompt_id, []).append((sample, advantage))
+    for group in groups.values():
+        ranked = sorted((pair for pair in group if math.isfinite(pair[1])), key=lambda pair: pair[1])
+        if ranked and ranked[0][1] < ranked[-1][1]:
+            return [ranked[-1], ranked[0]]
+    return [(scored[0], advantages[0])]
+
+
+def _short(text: str, limit: int = 600) -> str:
+    """The text on one line, its middle left out above `limit` characters."""
+    line = text.replace("\n", "⏎")
+    return line if len(line) <= limit else f"{line[: limit // 2]} … {line[-limit // 2 :]}"
+
+
+def _number(value: float | None, form: str = "{:.2f}") -> str:
+    return "-" if value is None or not math.isfinite(value) else form.format(value)
