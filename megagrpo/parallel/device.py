@@ -11,12 +11,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import importlib.util
+import logging
 import multiprocessing
 import os
 import resource
 import signal
 import sys
+import warnings
 from multiprocessing.managers import SyncManager
 
 import torch
@@ -183,6 +186,9 @@ def _patch_torch() -> None:
     cuda.manual_seed = torch.default_generator.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # `with torch.device(...)` knows constructors by identity, from a list made at its first use: make it before they are wrapped.
+    with torch.device("cpu"):
+        torch.empty(0)
     # Literal device="cuda" in the optimizer, gradient clipping and schedules; pin_memory=True in the checkpoint writer.
     for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -209,13 +215,25 @@ def _patch_megatron() -> None:
     # Megatron decorates small functions with torch.compile on import; on a CPU that costs seconds and gains nothing.
     compile_function, torch.compile = torch.compile, lambda function=None, *args, **kwargs: function or (lambda inner: inner)
     try:
+        _import_quietly()
         from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.tensor_parallel import random
     finally:
         torch.compile = compile_function
     # Indexes torch.cuda.default_generators in a queued call: on a CPU it would never run, and recomputed dropout would differ.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # Warns that the CPU's generator moved inside a GPU one; here they are the same.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     filesystem_async.get_write_results_queue = functools.partial(_results_queue, filesystem_async)
+
+
+def _import_quietly() -> None:
+    """Import what every run needs without the advice, from a dozen modules, to install GPU packages."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        importlib.import_module("megatron.core.optimizer")
+        importlib.import_module("megatron.core.models.hybrid.hybrid_model")
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
 
 
 def _results_queue(filesystem_async, mp_mode=None):
