@@ -1,0 +1,150 @@
+"""Rows of a data set as prompts, in an order that a single integer resumes."""
+
+from __future__ import annotations
+
+import logging
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config import DataSection, DatasetSection
+from megagrpo.data.sources import did_you_mean, load_rows
+from megagrpo.data.tokenizer import Tokenizer, read_chat_template
+from megagrpo.types import Prompt
+
+log = logging.getLogger(__name__)
+_EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i: near seeds share almost all rows
+_PASSED_BY_SCORER = {"prompt", "prompts", "completion", "completions", "completion_ids", "finish_reasons"}
+
+
+class PromptSource:
+    """An endless stream of prompts from one data set, the same on every rank.
+
+    `next(n)` draws; `cursor`, the number of prompts drawn since the start, is the whole state: set it to resume. Every epoch gives each
+    prompt once, in the order of blake2b("seed/epoch/prompt_id") when `data.shuffle`, else in the data set's. So the order depends on
+    nothing but the seed and the epoch, and dropping a prompt does not move the others.
+
+    `section` is `data.train` or `data.eval`; reasoning-gym draws eval prompts from a seed of their own. Every prompt is tokenized once
+    here to learn its length: `num_overlong` counts those above `max_prompt_length` tokens, dropped or cut as `data.overlong_prompts`
+    says. ValueError for a source that cannot be used: missing, empty, without its prompt column, with nothing but overlong prompts."""
+
+    def __init__(
+        self,
+        section: DatasetSection,
+        data: DataSection,
+        tokenizer: Tokenizer,
+        max_prompt_length: int,
+        seed: int,
+        base_folder: str | Path | None = None,
+    ):
+        self._is_eval = section is data.eval
+        self._key = "data.eval" if self._is_eval else "data.train"
+        self._data, self._tokenizer, self._seed = data, tokenizer, seed
+        self._max_prompt_length = max_prompt_length
+        self._template = read_chat_template(data.chat_template, base_folder)
+        rows_seed = seed + _EVAL_SEED_OFFSET * self._is_eval
+        self._rows = load_rows(section, self._key, rows_seed, data.prompt_column, base_folder)
+        self._check_columns(list(self._rows[0]))
+        self.num_overlong = 0
+        self._kept = self._usable_rows()
+        self._order: tuple[int, list[int]] = (-1, [])  # the epoch at hand and its order
+        self.cursor = 0
+
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+        return len(self._kept)
+
+    @property
+    def cursor(self) -> int:
+        """Prompts drawn since the start, over all epochs."""
+        return self._cursor
+
+    @cursor.setter
+    def cursor(self, value: int) -> None:
+        if value < 0:
+            raise ValueError(f"the prompt cursor {value} is negative")
+        self._cursor = value
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that reward functions get, renamed ones included."""
+        return list(self._columns(self._rows[0]))
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next `n` prompts; a new epoch begins wherever the last one ends. `prompt_id` is the row in the data set."""
+        drawn = [self._at(position) for position in range(self._cursor, self._cursor + n)]
+        self._cursor += n
+        return drawn
+
+    def all(self) -> list[Prompt]:
+        """Every prompt once, in the order of the data set; leaves the cursor alone."""
+        return [self._prompt(row) for row in self._kept]
+
+    def _at(self, position: int) -> Prompt:
+        epoch, place = divmod(position, len(self))
+        if self._order[0] != epoch:
+            self._order = (epoch, self._epoch_order(epoch))
+        return self._prompt(self._order[1][place])
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        if not self._data.shuffle:
+            return self._kept
+        return sorted(self._kept, key=lambda row: blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=16).digest())
+
+    def _check_columns(self, present: list[str]) -> None:
+        wanted = {"data.prompt_column": self._data.prompt_column} | {f"data.columns.{new}": old for new, old in self._data.columns.items()}
+        problems = [
+            f"{key}: {self._key} has no column `{name}`; it has {', '.join(present)}{did_you_mean(name, present)}"
+            for key, name in wanted.items()
+            if name not in present
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _usable_rows(self) -> list[int]:
+        """Rows whose prompt is of a usable length. Counts the overlong ones."""
+        lengths = [len(self._token_ids(row)) for row in range(len(self._rows))]
+        overlong = [row for row, length in enumerate(lengths) if length > self._max_prompt_length]
+        self.num_overlong = len(overlong)
+        if not overlong:
+            return list(range(len(lengths)))
+        found = (
+            f"{len(overlong)} of {len(lengths)} prompts are above rollout.max_prompt_length {self._max_prompt_length} "
+            f"(the longest has {max(lengths)} tokens, the first is row {overlong[0]})"
+        )
+        if self._data.overlong_prompts == "error":
+            raise ValueError(f"{self._key}: {found}; raise the limit, or set data.overlong_prompts to drop or truncate_left")
+        log.warning("%s: %s: %s", self._key, found, "dropped" if self._data.overlong_prompts == "drop" else "cut on the left")
+        if self._data.overlong_prompts == "truncate_left":
+            return list(range(len(lengths)))
+        if len(overlong) == len(lengths):
+            raise ValueError(f"{self._key}: all are dropped: {found}; raise the limit")
+        return [row for row, length in enumerate(lengths) if length <= self._max_prompt_length]
+
+    def _prompt(self, row: int) -> Prompt:
+        values = self._rows[row]
+        token_ids = self._token_ids(row)[-self._max_prompt_length :]
+        return Prompt(row, token_ids, _messages(values[self._data.prompt_column]), self._columns(values))
+
+    def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
+        columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}
+        return columns | {new: values[old] for new, old in self._data.columns.items()}
+
+    def _token_ids(self, row: int) -> tuple[int, ...]:
+        prompt = _messages(self._rows[row][self._data.prompt_column])
+        if not prompt:
+            column, value = self._data.prompt_column, self._rows[row][self._data.prompt_column]
+            raise ValueError(f"{self._key}: row {row}: column `{column}` must hold a string or chat messages, not {value!r:.200}")
+        token_ids = self._tokenizer.render(prompt, self._data.system_prompt, self._template)
+        if not token_ids:
+            raise ValueError(f"{self._key}: row {row}: the prompt has no tokens: {prompt!r}")
+        return token_ids
+
+
+def _messages(prompt: Any) -> str | list[dict[str, Any]] | None:
+    """A prompt as it is stored, without the None that Arrow puts for a message's absent keys; None for what is no prompt."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(isinstance(m, dict) and m.get("role") and m.get("content") is not None for m in prompt):
+        return [{name: value for name, value in message.items() if value is not None} for message in prompt]
+    return None

@@ -1,0 +1,102 @@
+"""Where prompts come from: files, folders, the hub, and reasoning-gym, each as a sequence of rows (dicts)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from megagrpo.config import DatasetSection
+
+GYM_PREFIX = "reasoning_gym:"
+_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def load_rows(section: DatasetSection, key: str, seed: int, prompt_column: str, base_folder: str | Path | None = None) -> Sequence[dict]:
+    """The rows of a data set, `section.size` of them at most. `key` is the section's place in the config, for messages.
+
+    Relative paths are looked for in the current folder, then in `base_folder`. Rows of reasoning-gym hold `question`, `answer`, `metadata`
+    and the question again as `prompt_column`; `seed` generates them unless `options` has one.
+    ValueError for a source that does not exist, cannot be read or has no rows."""
+    if section.source.startswith(GYM_PREFIX):
+        rows: Sequence[dict] = _generate(section, key, seed, prompt_column)
+    else:
+        if section.options:
+            raise ValueError(f"{key}.options: only {GYM_PREFIX}FAMILY takes options; remove {', '.join(section.options)}")
+        rows = _read(section, key, base_folder)
+    if len(rows) == 0:
+        raise ValueError(f"{key}.source: {section.source} (split {section.split}) has no rows")
+    return rows
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean `x`?` for the nearest known word, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean `{near[0]}`?" if near else ""
+
+
+def _read(section: DatasetSection, key: str, base_folder: str | Path | None) -> datasets.Dataset:
+    path = _find(section.source, key, base_folder)
+    try:
+        if path is None:
+            data = datasets.load_dataset(section.source, section.subset, split=section.split)
+        elif path.is_file():
+            name = re.match(r"\w*", section.split).group() or "train"  # a file has one split, whatever it is called
+            data = datasets.load_dataset(_FORMATS[path.suffix], data_files={name: str(path)}, split=section.split)
+        elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            data = _split_saved(datasets.load_from_disk(str(path)), section.split)
+        else:
+            data = datasets.load_dataset(str(path), section.subset, split=section.split)
+    except Exception as error:  # what the library raises has no common base: pyarrow, hub, file system and ValueErrors
+        where = f"{path}" if path else f"{section.source} is no file or folder here, and as a hub data set it"
+        raise ValueError(f"{key}.source: {where} cannot be loaded: {type(error).__name__}: {error}") from error
+    return data if section.size is None else data.select(range(min(section.size, len(data))))
+
+
+def _find(source: str, key: str, base_folder: str | Path | None) -> Path | None:
+    """The file or folder of that name; None when the name can only be a hub data set. ValueError for a path that does not exist."""
+    path = Path(source).expanduser()
+    places = [path] if base_folder is None else [path, Path(base_folder) / path]
+    for place in places:
+        if place.is_dir() or (place.is_file() and place.suffix in _FORMATS):
+            return place.resolve()
+        if place.is_file():
+            raise ValueError(f"{key}.source: {place} must end in one of {', '.join(_FORMATS)}")
+    if path.suffix in _FORMATS or path.is_absolute() or source.startswith(".") or source.count("/") > 1:
+        raise ValueError(f"{key}.source: no file or folder {' or '.join(str(p.absolute()) for p in places)}")
+    return None
+
+
+def _split_saved(data: datasets.Dataset | datasets.DatasetDict, split: str) -> datasets.Dataset:
+    """A split, or a slice such as `train[:100]`, of what `save_to_disk` wrote. A single saved Dataset answers to any name."""
+    name = re.match(r"\w*", split).group()
+    if isinstance(data, datasets.DatasetDict):
+        if name not in data:
+            raise ValueError(f"it has no split `{name}`; it has {', '.join(data)}")
+        data = data[name]
+    pieces = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(data)})
+    return datasets.concatenate_datasets([data.select(range(p.from_ or 0, len(data) if p.to is None else p.to)) for p in pieces])
+
+
+def _generate(section: DatasetSection, key: str, seed: int, prompt_column: str) -> list[dict[str, Any]]:
+    from reasoning_gym.factory import DATASETS, create_dataset  # seconds to import: only for those who use it
+
+    family = section.source.removeprefix(GYM_PREFIX)
+    if family not in DATASETS:
+        raise ValueError(f"{key}.source: reasoning-gym has no family `{family}`{did_you_mean(family, DATASETS)}")
+    names = [field.name for field in dataclasses.fields(DATASETS[family][1])]
+    for option in section.options:
+        if option not in names:
+            hint = did_you_mean(option, names)
+            raise ValueError(f"{key}.options.{option}: `{family}` has no such option{hint}; it has {', '.join(names)}")
+    size = {} if section.size is None else {"size": section.size}
+    try:
+        entries = list(create_dataset(family, **{"seed": seed, **section.options, **size}))
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ValueError(f"{key}.options: `{family}` refuses {section.options}: {error}") from error
+    return [{**entry, prompt_column: entry["question"]} for entry in entries]

@@ -1,0 +1,162 @@
+"""Text to token ids and back: Hugging Face tokenizers and bare SentencePiece models behind one class, chat templates included."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sentencepiece import SentencePieceProcessor
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+Messages = str | list[dict[str, Any]]
+PLAIN_TEXT = "none"  # the chat template that feeds a string prompt as it is
+
+
+def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> Tokenizer:
+    """The tokenizer in a Hugging Face folder, under a hub name, or in a bare SentencePiece `.model` file (Llama 2, Mistral, Gemma).
+
+    `model_path` is where generation_config.json lies when not beside the tokenizer. ValueError when there is no tokenizer at `path`."""
+    if str(path).endswith(".model"):
+        if not Path(path).is_file():
+            raise ValueError(f"model.tokenizer: no SentencePiece file {Path(path).absolute()}")
+        return SentencePieceTokenizer(path, _generation_eos(model_path or Path(path).parent))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model.tokenizer: {path} is no tokenizer folder and no hub name that can be loaded: {error}") from error
+    return HuggingFaceTokenizer(tokenizer, _generation_eos(model_path or path))
+
+
+def read_chat_template(chat_template: str | None, base_folder: str | Path | None = None) -> str | None:
+    """`data.chat_template` as text: a file (looked for here, then in `base_folder`) by its content; Jinja, None and `none` as they are.
+
+    ValueError for what is neither."""
+    if chat_template is None or chat_template == PLAIN_TEXT or "{{" in chat_template or "{%" in chat_template:
+        return chat_template
+    for folder in (Path(), *([Path(base_folder)] if base_folder else [])):
+        if (folder / chat_template).is_file():
+            return (folder / chat_template).read_text()
+    raise ValueError(f"data.chat_template: {chat_template!r} is no file, no Jinja text (it has no {{{{ and no {{%) and not `{PLAIN_TEXT}`")
+
+
+class Tokenizer(ABC):
+    """`eos_token_ids`: every id that ends a response, those of the tokenizer and of generation_config.json, sorted.
+    `chat_template`: the Jinja text that came with the tokenizer, or None."""
+
+    def __init__(self, eos_token_ids: Iterable[int], chat_template: str | None):
+        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self.chat_template = chat_template
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of token ids, added tokens included."""
+
+    @abstractmethod
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`, control tokens such as <s> recognised. `add_special_tokens` adds what the model expects: BOS."""
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens left out."""
+
+    @abstractmethod
+    def _apply(self, messages: list[dict[str, Any]], template: str, generate: bool) -> str:
+        """Chat messages as text; `generate` opens the assistant's turn, otherwise the last message is left open to be continued."""
+
+    def render(self, prompt: Messages, system_prompt: str | None = None, chat_template: str | None = None) -> tuple[int, ...]:
+        """Token ids of a prompt, ready for the engine to continue.
+
+        A string prompt becomes a user message, after `system_prompt` if there is one; messages are taken as they are, and a last message
+        of the assistant is continued. `chat_template` (Jinja text) replaces the tokenizer's own. String prompts are plain text, BOS
+        included, when `chat_template` is `none` or there is no template at all. Templates may add a system message of their own.
+        ValueError where a template is needed and there is none."""
+        template = self.chat_template if chat_template is None else chat_template
+        if template is None or template == PLAIN_TEXT:
+            return tuple(self._plain(prompt, system_prompt))
+        messages = _as_messages(prompt, system_prompt)
+        text = self._apply(messages, template, generate=messages[-1]["role"] != "assistant")
+        return tuple(self.encode(text, add_special_tokens=False))  # the template writes BOS where the model wants it
+
+    def _plain(self, prompt: Messages, system_prompt: str | None) -> list[int]:
+        if isinstance(prompt, str) and system_prompt is None:
+            return self.encode(prompt, add_special_tokens=True)
+        what = "data.system_prompt needs" if isinstance(prompt, str) else "prompts that are lists of messages need"
+        raise ValueError(f"data.chat_template: {what} a chat template and the tokenizer has none to use; give Jinja text or a file")
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """Any tokenizer of transformers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, more_eos: Iterable[int] = ()):
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        super().__init__([*own, *more_eos], tokenizer.chat_template)
+        self.tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _apply(self, messages: list[dict[str, Any]], template: str, generate: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, chat_template=template, add_generation_prompt=generate, continue_final_message=not generate, tokenize=False
+        )
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A `.model` file, run by SentencePiece itself: transformers' conversion differs from it in leading spaces and normalisation.
+
+    SentencePiece never reads control tokens (<s>, </s>) out of a text, so rendered templates are cut at them; each piece between is
+    encoded on its own, dummy prefix included, as Meta's and Mistral's code does."""
+
+    def __init__(self, path: str | Path, more_eos: Iterable[int] = ()):
+        self.processor = SentencePieceProcessor(model_file=str(path))
+        own = [] if self.processor.eos_id() < 0 else [self.processor.eos_id()]
+        super().__init__([*own, *more_eos], None)
+        ids = range(self.processor.vocab_size())
+        self._control = {self.processor.id_to_piece(i): i for i in ids if self.processor.is_control(i)}
+        self._cut = re.compile("(" + "|".join(map(re.escape, sorted(self._control, key=len, reverse=True))) + ")")
+
+    def __len__(self) -> int:
+        return self.processor.vocab_size()
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids = [self.processor.bos_id()] if add_special_tokens and self.processor.bos_id() >= 0 else []
+        for part in self._cut.split(text) if self._control else [text]:
+            ids += [self._control[part]] if part in self._control else self.processor.encode(part)
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.processor.decode([int(i) for i in token_ids if not self.processor.is_control(int(i))])
+
+    def _apply(self, messages: list[dict[str, Any]], template: str, generate: bool) -> str:
+        names = {"bos_token": self.processor.bos_id(), "eos_token": self.processor.eos_id(), "unk_token": self.processor.unk_id()}
+        tokens = {name: self.processor.id_to_piece(i) for name, i in names.items() if i >= 0}
+        rendered, _ = render_jinja_template(
+            [messages], chat_template=template, add_generation_prompt=generate, continue_final_message=not generate, **tokens
+        )
+        return rendered[0]
+
+
+def _as_messages(prompt: Messages, system_prompt: str | None) -> list[dict[str, Any]]:
+    if not isinstance(prompt, str):
+        return prompt
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return [*system, {"role": "user", "content": prompt}]
+
+
+def _generation_eos(path: str | Path) -> list[int]:
+    """The end tokens in generation_config.json; none when there is no such file."""
+    try:
+        eos = GenerationConfig.from_pretrained(str(path)).eos_token_id
+    except OSError:
+        return []
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
