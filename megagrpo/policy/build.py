@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -72,6 +73,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of this model in this layout."""
     fused = device.has_transformer_engine()
+    # Its own default of cuda_graph_modules makes it warn on every construction.
+    warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron")
     return TransformerConfig(
         num_layers=hf_config.num_layers * len(BLOCK),
         hidden_size=hf_config.hidden_size,
