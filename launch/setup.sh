@@ -14,7 +14,7 @@ esac
 
 CONSTRAINTS=constraints-$KIND.txt
 STAMP=.venv/.megagrpo-setup
-WANTED="$KIND $(cat pyproject.toml "$CONSTRAINTS" "$0" | sha256sum | cut -c1-16)"
+WANTED="$KIND $(cat pyproject.toml "$CONSTRAINTS" launch/setup.sh | sha256sum | cut -c1-16)"
 DONE=$(cat "$STAMP" 2>/dev/null || true)
 if [ "$DONE" = "$WANTED" ]; then
   echo "setup: .venv is up to date ($KIND)"

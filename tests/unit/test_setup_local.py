@@ -1,0 +1,140 @@
+"""launch/local.sh: how many ranks, with which environment, and what becomes of signals and exit codes."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+rank = os.environ["RANK"]
+def stop(signum, frame):
+    time.sleep(0.5)  # a checkpoint takes a moment
+    Path(sys.argv[1], f"saved-{rank}").write_text(str(signum))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+Path(sys.argv[1], f"pid-{rank}").write_text(str(os.getpid()))
+if sys.argv[2] == "fail" and rank == "1":
+    print("rank 1 says why", file=sys.stderr)
+    sys.exit(7)
+if sys.argv[2] != "end":
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def local(monkeypatch):
+    """The module launch/local.py with nothing set that decides about ranks or threads."""
+    for name in ("NPROC", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED"):
+        monkeypatch.delenv(name, raising=False)
+    spec = importlib.util.spec_from_file_location("launch_local", REPOSITORY / "launch" / "local.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ranks_are_those_of_one_model_copy_or_all_gpus_or_nproc(local, monkeypatch):
+    monkeypatch.setattr(local, "num_gpus", lambda: 0)
+    assert local.num_ranks(6) == 6
+    monkeypatch.setattr(local, "num_gpus", lambda: 8)
+    assert local.num_ranks(4) == 8
+    monkeypatch.setenv("NPROC", "4")
+    assert local.num_ranks(2) == 4
+    for wrong in ("0", "two", "-1"):
+        monkeypatch.setenv("NPROC", wrong)
+        with pytest.raises(local.ConfigError, match=f"NPROC={wrong}"):
+            local.num_ranks(2)
+
+
+def test_gpus_are_counted_from_the_driver_or_from_what_is_visible(local, monkeypatch, tmp_path):
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\nprintf 'GPU 0: X (UUID: GPU-aaa)\\nGPU 1: X (UUID: GPU-bbb)\\n'\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert local.num_gpus() == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert local.num_gpus() == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert local.num_gpus() == 0
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", "")
+    assert local.num_gpus() == 0
+
+
+def test_cores_are_shared_out_and_what_the_user_set_stays(local, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    local.set_thread_environment(3)
+    assert [os.environ[n] for n in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")] == ["2", "ACTIVE", "0"]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    local.set_thread_environment(100)
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def start(folder: Path, what: str) -> subprocess.Popen:
+    """Two ranks of a stand-in trainer under the launcher's torchrun."""
+    (folder / "stand_in.py").write_text(RANK)
+    code = "import sys, runpy; main = runpy.run_path(sys.argv[1])['torchrun']; sys.exit(main(2, ['stand_in', *sys.argv[2:]]))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(REPOSITORY / "launch" / "local.py"), str(folder), what],
+        env=os.environ | {"PYTHONPATH": f"{folder}:{REPOSITORY}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_every_rank_and_their_saving_is_waited_for(tmp_path, signum):
+    launcher = start(tmp_path, "wait")
+    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    launcher.send_signal(signum)
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signum and "Traceback" not in errors
+    assert sorted(p.name for p in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+    assert not [p for p in tmp_path.glob("pid-*") if alive(int(p.read_text()))]
+
+
+def test_a_rank_that_fails_ends_the_others_and_gives_its_exit_code(tmp_path):
+    launcher = start(tmp_path, "fail")
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 7
+    assert "rank 1 says why" in errors and "rank 1 failed first, with exit code 7" in errors and "Traceback" not in errors
+    assert not [p for p in tmp_path.glob("pid-*") if alive(int(p.read_text()))]
+
+
+def test_ranks_that_end_well_end_the_launcher_well(tmp_path):
+    launcher = start(tmp_path, "end")
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, errors
+
+
+def test_a_wrong_config_ends_the_script_with_code_2_before_any_rank_starts():
+    script = [str(REPOSITORY / "launch" / "local.sh"), str(REPOSITORY / "configs" / "quickstart.yaml"), "parallel.tpp=2"]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and "parallel.tpp: unknown key; did you mean parallel.tp?" in ended.stderr
+    assert "Traceback" not in ended.stderr
