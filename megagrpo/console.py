@@ -25,6 +25,8 @@ STEP_COLUMNS = [
     ("grad", "grad_norm", "{:6.2f}"),
     ("tok/s", "tokens_per_second", "{:5.0f}"),
 ]
+EVALUATION_COLUMNS = [c for c in STEP_COLUMNS if c[0] in ("reward", "length", "cut")]
+ALARMS = ("/timeouts", "/exceptions", "/unscorable")  # endings of counters that are shown when they are not 0
 PHASES = ["generate", "reward", "logprobs", "train", "sync"]
 
 
@@ -46,15 +48,12 @@ class ConsoleSink:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         width = len(str(self._max_steps))
         line = Text().append(f"step {step:{width}d}/{self._max_steps}", style="bold")
-        for label, name, form in STEP_COLUMNS:
-            if name in metrics and label not in self._hidden:
-                self._cell(line, label, form.format(metrics[name]), "green" if name == "reward" else "")
+        self._cells(line, STEP_COLUMNS, metrics)
         self._print(line.append(_times(metrics), style="dim"))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         line = Text().append(f"evaluation after step {step}", style="bold cyan")
-        for name, value in metrics.items():
-            self._cell(line, name.removeprefix("eval/"), f"{value:.3f}", "cyan")
+        self._cells(line, EVALUATION_COLUMNS, {name.removeprefix("eval/"): value for name, value in metrics.items()})
         self._print(line)
 
     def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
@@ -81,8 +80,13 @@ class ConsoleSink:
     def close(self) -> None:
         self._console.file.flush()
 
-    def _cell(self, line: Text, label: str, value: str, style: str) -> None:
-        line.append(f"  {label} ", style="dim").append(value, style=style)
+    def _cells(self, line: Text, columns: list[tuple[str, str, str]], metrics: dict[str, float]) -> None:
+        for label, name, form in columns:
+            if name in metrics and label not in self._hidden:
+                line.append(f"  {label} ", style="dim").append(form.format(metrics[name]), style="green" if name == "reward" else "")
+        for name, value in metrics.items():
+            if name.endswith(ALARMS) and value:
+                line.append(f"  {name} {value:g}", style="red")
 
     def _print(self, line: Text) -> None:
         self._console.print(line, soft_wrap=True)

@@ -168,6 +168,12 @@ def test_the_step_line_reads_in_one_glance():
     assert "kl 0.1000" in printed("step", 3, STEP, overrides=("algorithm.beta=0.1",))
 
 
+def test_the_evaluation_line_is_short_and_what_went_wrong_is_on_it():
+    metrics = {"eval/reward": 0.333, "eval/num_tokens": 900.0, "eval/rewards/accuracy/timeouts": 2.0, "eval/rewards/format/timeouts": 0.0}
+    assert printed("evaluation", 0, metrics) == "evaluation after step 0  reward  0.333  rewards/accuracy/timeouts 2\n"
+    assert "rewards/accuracy/exceptions 1" in printed("step", 1, STEP | {"rewards/accuracy/exceptions": 1.0})
+
+
 def test_a_pipe_gets_no_escape_codes_and_a_terminal_gets_colour():
     assert "\x1b" not in printed("step", 3, STEP)
     assert "\x1b" in printed("step", 3, STEP, terminal=True)
