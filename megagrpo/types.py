@@ -27,6 +27,15 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class SamplingParams:
+    """How the engine samples: nothing but temperature, so that rollout_logprobs are of softmax(logits / temperature)."""
+
+    temperature: float  # 0 is greedy
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()  # any of them ends a response and is part of it
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One prompt with one response as sampled. `response_ids` includes the end token when finish_reason is "stop"."""
 

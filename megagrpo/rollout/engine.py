@@ -1,0 +1,50 @@
+"""What the trainer asks of an engine, and how an engine fails.
+
+`VllmEngine` is the one that ships. The protocol is what `trainer.py` and `weight_sync.py` call, so another engine is another class with
+these methods.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megagrpo.types import Prompt, Rollout, SamplingParams
+
+
+class EngineError(RuntimeError):
+    """The engine did something it must not do; the message names the server."""
+
+
+class EngineStartError(EngineError):
+    """A server could not start; the message names its log file and shows its end."""
+
+
+class EngineDeadError(EngineError):
+    """No server is left to answer; the message names their addresses and log files."""
+
+
+class Engine(Protocol):
+    """Generates responses and takes new weights."""
+
+    weight_version: int
+
+    def generate(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> list[list[Rollout]]:
+        """`n` rollouts of each prompt, in the order of `prompts`. The same arguments and weights give the same tokens."""
+
+    def load_weights(self, manifest: Path, version: int, replies: Path) -> list[dict[str, Any]]:
+        """Take in the weights that `manifest` lists and stay paused; what each worker reports about it, read from `replies`."""
+
+    def resume(self, version: int) -> None:
+        """Serve again, with weights that the trainer has verified to be `version`."""
+
+    def close(self) -> None:
+        """Let go of connections."""
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed that depends on every part and on nothing else (neither the process nor the Python version)."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,249 @@
+"""Starts, watches and stops vLLM's OpenAI API servers, each in its own process group under a supervisor.
+
+The trainer never imports vLLM: a server is a command line, a log file and an address. A supervisor (`supervisor.py`) ends the server with
+all its processes when the trainer is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from megagrpo.rollout.engine import EngineStartError
+
+HOST = "127.0.0.1"
+HERE = Path(__file__).parent
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+LOG_LINES = 30  # shown when a server does not start
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What every server of a run has in common. `dtype` is the trainer's compute precision, float32 or bfloat16."""
+
+    model: str
+    dtype: str
+    max_model_len: int
+    tp: int = 1
+    max_num_seqs: int = 256
+    kv_cache_gb: float = 2.0  # on a machine without a GPU
+    gpu_memory_utilization: float = 0.4
+    enforce_eager: bool = False
+    omp_threads: int | None = None  # threads of each worker without a GPU; all cores shared among the workers when None
+    extra_args: tuple[str, ...] = ()
+
+
+@dataclass
+class Server:
+    """One running server: its address, log file, and the supervisor above it."""
+
+    url: str
+    log: Path
+    supervisor: subprocess.Popen = field(repr=False)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process has not ended."""
+        return self.supervisor.poll() is None
+
+    def log_tail(self, lines: int = LOG_LINES) -> str:
+        """The last lines of its log."""
+        try:
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        except OSError as error:
+            return f"({self.log}: {error.strerror})"
+
+
+class Launcher:
+    """`num_servers` servers on this host: `start`, then `wait`, then `stop`. A context manager that stops on the way out.
+
+    `start` returns at once, so the trainer can build its model while vLLM starts. `port` is that of the first server, the next ones
+    follow; 0 picks free ones. `devices` are the ids of the GPUs to share out, `options.tp` to each server; None runs vLLM for CPU.
+    Each server logs to `log_dir/vllm_N.log`.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        log_dir: str | Path,
+        *,
+        num_servers: int = 1,
+        port: int = 0,
+        devices: Sequence[str] | None = None,
+        startup_timeout: float = 600.0,
+    ):
+        if devices is not None and len(devices) < num_servers * options.tp:
+            raise ValueError(
+                f"rollout.servers {num_servers} x rollout.tp {options.tp} need {num_servers * options.tp} GPUs; {len(devices)} were given: "
+                "lower one of them"
+            )
+        self.options, self.log_dir, self.num_servers, self.port = options, Path(log_dir), num_servers, port
+        self.devices, self.startup_timeout = devices, startup_timeout
+        self.servers: list[Server] = []
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.stop()
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of the servers, in order."""
+        return [server.url for server in self.servers]
+
+    @property
+    def logs(self) -> list[Path]:
+        """Log files of the servers, in order."""
+        return [server.log for server in self.servers]
+
+    def start(self) -> None:
+        """Start all servers without waiting for them. EngineStartError when a port is taken; no server is left then."""
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        ports = [self.port + i for i in range(self.num_servers)] if self.port else _free_ports(self.num_servers)
+        for port in ports:
+            _check_port(port)
+        atexit.register(self.stop)
+        self._started = time.monotonic()
+        for index, port in enumerate(ports):
+            self.servers.append(self._launch(index, port))
+
+    def wait(self, progress: Callable[[str], None] = lambda text: None) -> list[str]:
+        """Addresses of the servers once all of them answer. `progress` gets a line every few seconds.
+
+        Raises EngineStartError, with the end of the log, when one exits or does not answer within `startup_timeout` seconds; all
+        servers are stopped then.
+        """
+        told = 0.0
+        waiting = list(self.servers)
+        while waiting:
+            seconds = time.monotonic() - self._started
+            for server in waiting:
+                if not server.alive:
+                    self._give_up(server, f"ended with exit code {server.supervisor.returncode} after {seconds:.0f} s")
+                if seconds > self.startup_timeout:
+                    self._give_up(server, f"did not answer within {self.startup_timeout:.0f} s (rollout.startup_timeout)")
+            waiting = [server for server in waiting if not _healthy(server.url)]
+            if waiting and seconds - told >= 5:
+                told = seconds
+                progress(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {seconds:.0f} s, log {waiting[0].log}")
+            time.sleep(0.2 if waiting else 0)
+        return self.urls
+
+    def stop(self) -> None:
+        """End every server and all its processes: SIGTERM, then SIGKILL. Does nothing a second time."""
+        for server in self.servers:
+            if server.alive:
+                server.supervisor.send_signal(signal.SIGTERM)
+        for server in self.servers:
+            try:
+                server.supervisor.wait(GRACE_SECONDS + 5)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.supervisor.pid, signal.SIGKILL)
+                server.supervisor.wait()
+        self.servers.clear()
+        atexit.unregister(self.stop)
+
+    def _launch(self, index: int, port: int) -> Server:
+        log = self.log_dir / f"vllm_{index}.log"
+        supervise = [sys.executable, "-I", "-S", str(HERE / "supervisor.py"), str(os.getpid()), str(GRACE_SECONDS)]
+        with log.open("wb") as out:
+            supervisor = subprocess.Popen(
+                supervise + self._command(port),
+                env=self._environment(index),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return Server(f"http://{HOST}:{port}", log, supervisor)
+
+    def _command(self, port: int) -> list[str]:
+        o = self.options
+        program = ["-m", "vllm.entrypoints.openai.api_server"] if self.devices is not None else [str(HERE / "vllm_main.py")]
+        flags = {
+            "--model": o.model,
+            "--served-model-name": "policy",
+            "--host": HOST,
+            "--port": port,
+            "--dtype": o.dtype,
+            "--max-model-len": o.max_model_len,
+            "--max-num-seqs": o.max_num_seqs,
+            "--tensor-parallel-size": o.tp,
+            "--logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
+            "--weight-transfer-config": json.dumps({"backend": "megagrpo"}),
+            "--uvicorn-log-level": "warning",
+        }
+        switches = ["--skip-tokenizer-init", "--enable-scale-out", "--no-enable-log-requests"]
+        if self.devices is not None:
+            flags["--gpu-memory-utilization"] = o.gpu_memory_utilization
+        if o.enforce_eager or self.devices is None:  # compiling on CPU takes longer than it saves
+            switches.append("--enforce-eager")
+        return [sys.executable, *program, *(str(word) for flag in flags.items() for word in flag), *switches, *o.extra_args]
+
+    def _environment(self, index: int) -> dict[str, str]:
+        # What a launcher such as torchrun tells its ranks must not reach vLLM, which forms groups of its own.
+        ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+        env = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("TORCHELASTIC_")}
+        env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+        env["VLLM_PLUGINS"] = "megagrpo"
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling vLLM's sources doubles the time of every start
+        if self.devices is not None:
+            first = index * self.options.tp
+            return env | {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[first : first + self.options.tp])}
+        workers = self.num_servers * self.options.tp
+        threads = self.options.omp_threads or max(1, len(os.sched_getaffinity(0)) // workers)
+        return env | {
+            "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(self.options.kv_cache_gb)),  # vLLM reads whole GiB
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding fails for tp > 1 on one NUMA node, and fights the trainer for cores
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads cost the trainer beside them a factor of ten
+            "GOMP_SPINCOUNT": "0",
+            "TORCH_COMPILE_DISABLE": "1",  # the sampler would run a C++ compiler in the first request
+        }
+
+    def _give_up(self, server: Server, what: str) -> None:
+        tail = server.log_tail()
+        self.stop()
+        raise EngineStartError(f"vLLM server {server.url} {what}. The end of its log {server.log}:\n{tail}")
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind((HOST, 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((HOST, port))
+        except OSError as error:
+            raise EngineStartError(
+                f"rollout.port: {port} cannot be used on {HOST} ({error.strerror}); name another, or 0 to pick a free one"
+            ) from error

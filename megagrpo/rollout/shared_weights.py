@@ -1,0 +1,88 @@
+"""The format of weights in shared memory: block files, one per trainer rank and slot, and a manifest that says what lies where.
+
+The trainer writes it (`weight_sync.py`) and the engine's workers read it (`vllm_plugin.py`). Both sides compute the same checksum: the
+sum, modulo 2**64, of the elements seen as integers of their own width. It is additive, so the sums of the slices that several workers
+read add up to the sum of the block they tile. It tells lost, zeroed, stale and flipped elements; it does not tell two elements that
+traded places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megagrpo.bridge.reshard import Box, cut
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ALIGNMENT = 64  # bytes, of each block in its file
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+class WeightSyncError(RuntimeError):
+    """New weights did not reach the engine whole; names the rank and the tensor. The engine stays paused; syncing again may succeed."""
+
+
+@dataclass(frozen=True)
+class SharedBlock:
+    """Places [start, stop) of dimension `dim` of one tensor, contiguous at byte `offset` of `file`."""
+
+    rank: int
+    file: str
+    offset: int
+    dim: int
+    start: int
+    stop: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class SharedTensor:
+    """One Hugging Face tensor: its full shape and the disjoint blocks that make it up."""
+
+    shape: tuple[int, ...]
+    blocks: tuple[SharedBlock, ...]
+
+    def box(self, block: SharedBlock) -> Box:
+        """Where `block` lies in this tensor."""
+        return cut(self.shape, block.dim, block.start, block.stop)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All weights of one version. `tensors` is in the order in which the engine should load them."""
+
+    version: int
+    dtype: str
+    tensors: dict[str, SharedTensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, each counted once."""
+        return sum(math.prod(t.shape) for t in self.tensors.values()) * DTYPES[self.dtype].itemsize
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+    @staticmethod
+    def load(path: str | Path) -> Manifest:
+        """Read what `save` wrote."""
+        data = json.loads(Path(path).read_text())
+        tensors = {
+            name: SharedTensor(tuple(t["shape"]), tuple(SharedBlock(**block) for block in t["blocks"]))
+            for name, t in data["tensors"].items()
+        }
+        return Manifest(data["version"], data["dtype"], tensors)
+
+
+def checksum(values: Tensor) -> int:
+    """Sum of the elements seen as integers of their own width, modulo 2**64; any strides."""
+    integers = values.view(_INTEGERS[values.element_size()]).numpy()
+    return int(integers.sum(dtype=np.int64)) % 2**64  # NumPy: ten times as fast as torch here

@@ -1,0 +1,108 @@
+"""Runs one server and ends it with everything it started, when asked to or when the process that launched it is gone.
+
+    python supervisor.py PARENT_PID GRACE_SECONDS COMMAND...
+
+Whatever kills the trainer, SIGKILL included, the kernel gives this process a new parent; it looks twice a second. Descendants whose own
+parent died become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. A file of its own without imports from this
+project: it must start at once and stay small.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SHARED = "/dev/shm/"
+VLLM_FILES = ("psm_", "vllm_")
+
+
+def main() -> int:
+    """Exit status of the server; 0 when it was stopped from here."""
+    parent, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: asked.append(1))
+    # If this process itself is killed, the server goes at once; its own children notice that by vLLM's means.
+    server = subprocess.Popen(command, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    while server.poll() is None and not asked and os.getppid() == parent:
+        time.sleep(0.1)
+    status = server.poll()
+    files = shared_files(descendants())
+    end(server, grace)
+    for file in files:
+        Path(file).unlink(missing_ok=True)
+    return 0 if status is None else status
+
+
+def end(server: subprocess.Popen, grace: float) -> None:
+    """SIGTERM to the server, then, after `grace` seconds, SIGKILL to whatever is left below this process."""
+    deadline = time.monotonic() + grace
+    if server.poll() is None:
+        server.terminate()
+    while descendants() and time.monotonic() < deadline:
+        reap()
+        time.sleep(0.05)
+        if server.poll() is not None:
+            deadline = min(deadline, time.monotonic() + 1.0)
+    while left := descendants():
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        reap()
+        time.sleep(0.02)
+
+
+def reap() -> None:
+    """Collect children that ended, adopted ones too."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def descendants() -> list[int]:
+    """Living processes below this one."""
+    parents = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                state, ppid = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                parents[int(entry)] = int(ppid)
+    found, todo = [], [os.getpid()]
+    while todo:
+        pid = todo.pop()
+        below = [child for child, ppid in parents.items() if ppid == pid]
+        found += below
+        todo += below
+    return found
+
+
+def shared_files(pids: list[int]) -> set[str]:
+    """vLLM's files in shared memory that these processes have mapped; a process that is killed leaves them behind."""
+    files = set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        paths = (line.partition(SHARED)[2] for line in lines)
+        files |= {SHARED + path for path in paths if path.startswith(VLLM_FILES) and not path.endswith("(deleted)")}
+    return files
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Runs vLLM's OpenAI API server on a machine without a GPU, importing vLLM once instead of once per process.
+
+vLLM for CPU starts its engine and its workers with the start method "spawn", only so that each can get its own OpenMP settings. Our
+servers share one set (`VLLM_CPU_OMP_THREADS_BIND=nobind`), so the processes fork, as they do by default on a GPU: this takes two
+imports of vLLM, 10 to 25 s each, off the start. It can go when vLLM for CPU lets `VLLM_WORKER_MULTIPROC_METHOD` decide.
+"""
+
+import gc
+import multiprocessing
+import runpy
+
+
+def _fork_instead_of_spawn() -> None:
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
+
+
+if __name__ == "__main__":
+    _fork_instead_of_spawn()
+    import vllm.v1.engine.core
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

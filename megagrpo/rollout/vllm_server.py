@@ -1,0 +1,282 @@
+"""The client of one or several vLLM servers: token ids in, token ids and log-probs out, and the verbs of a weight update."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from megagrpo.rollout.engine import EngineDeadError, EngineError, derive_seed
+from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.types import Prompt, Rollout, SamplingParams
+
+ATTEMPTS = 3  # of one request on servers that answer their health check
+INITIAL_VERSION = "default"  # what vLLM calls the weights it started with
+
+
+@dataclass
+class _Job:
+    """One prompt on its way: the request body, and how often it has failed."""
+
+    place: int
+    prompt: Prompt
+    body: dict[str, Any]
+    failures: int = 0
+
+
+class VllmEngine:
+    """Rollouts from vLLM servers that hold the same weights.
+
+    `urls` are the servers, `logs` their log files for messages, `decode` turns response ids into text. Each server works on up to
+    `max_num_seqs` sequences; a free one takes the next prompt. When a server stops answering, its prompts go to the others.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        max_num_seqs: int = 256,
+        request_timeout: float = 1800.0,
+        logs: Sequence[Path] = (),
+    ):
+        if not urls:
+            raise ValueError("rollout.urls: no vLLM server is named and none was started")
+        self.urls, self.decode, self.max_num_seqs, self.timeout = list(urls), decode, max_num_seqs, request_timeout
+        self.logs = dict(zip(urls, logs, strict=False))
+        self.weight_version = 0
+        self.dead: set[str] = set()
+
+    def close(self) -> None:
+        """Connections live no longer than one call: nothing to let go of."""
+
+    # -- generation
+
+    def generate(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> list[list[Rollout]]:
+        """`n` rollouts of each prompt, in order. Each prompt's seed follows from `seed` and its prompt_id.
+
+        Raises EngineDeadError when no server is left, EngineError when one refuses a request or its answer does not add up.
+        """
+        seen: Counter[int] = Counter()
+        jobs: deque[_Job] = deque()
+        for place, prompt in enumerate(prompts):
+            own_seed = derive_seed(seed, prompt.prompt_id, seen[prompt.prompt_id])
+            seen[prompt.prompt_id] += 1
+            jobs.append(_Job(place, prompt, _request(prompt, n, sampling, own_seed)))
+        groups: list[list[Rollout] | None] = [None] * len(prompts)
+        asyncio.run(self._work_off(jobs, n, groups))
+        return groups
+
+    async def _work_off(self, jobs: deque[_Job], n: int, groups: list[list[Rollout] | None]) -> None:
+        left = len(jobs)
+
+        async def serve(client: httpx.AsyncClient, url: str) -> None:
+            nonlocal left
+            while url not in self.dead and left:
+                if not jobs:  # another server may still give its prompts back
+                    await asyncio.sleep(0.02)
+                    continue
+                job = jobs.popleft()
+                choices = await self._ask(client, url, job)
+                if choices is None:
+                    jobs.append(job)
+                    continue
+                groups[job.place] = [self._rollout(url, job.prompt, choice) for choice in _complete(url, choices, n)]
+                left -= 1
+
+        slots = max(1, math.ceil(self.max_num_seqs / n))
+        async with self._client() as client:
+            alive = self._alive()
+            await _all([serve(client, url) for _ in range(min(slots, len(jobs))) for url in alive])  # servers take turns
+        if left:
+            self._alive()  # raises
+
+    async def _ask(self, client: httpx.AsyncClient, url: str, job: _Job) -> list[dict[str, Any]] | None:
+        """The choices for one prompt; None when it must be tried again, here or elsewhere."""
+        try:
+            answer = await client.post(f"{url}/inference/v1/generate", json=job.body)
+        except httpx.TimeoutException as error:
+            raise EngineError(f"{self._name(url)} did not answer within {self.timeout:.0f} s (rollout.request_timeout)") from error
+        except httpx.TransportError as error:
+            return await self._failed(client, url, job, repr(error))
+        if answer.status_code >= 500:
+            return await self._failed(client, url, job, _error_text(answer))
+        if answer.status_code != 200:
+            raise EngineError(f"{self._name(url)} refused prompt {job.prompt.prompt_id}: {_error_text(answer)}")
+        return answer.json()["choices"]
+
+    async def _failed(self, client: httpx.AsyncClient, url: str, job: _Job, reason: str) -> None:
+        job.failures += 1
+        if not await _answers(client, url):
+            self.dead.add(url)
+        elif job.failures >= ATTEMPTS:
+            raise EngineError(f"{self._name(url)} failed {ATTEMPTS} times on prompt {job.prompt.prompt_id}: {reason}")
+
+    def _rollout(self, url: str, prompt: Prompt, choice: dict[str, Any]) -> Rollout:
+        ids = tuple(choice["token_ids"])
+        logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
+        told = [entry["token_id"] for entry in choice["logprobs"]["content"]]
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise EngineError(f"{self._name(url)} ended prompt {prompt.prompt_id} for the reason {choice['finish_reason']!r}")
+        if not ids or list(ids) != told:
+            raise EngineError(f"{self._name(url)} sent {len(ids)} tokens and log-probs of {len(told)} others for prompt {prompt.prompt_id}")
+        if not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
+            raise EngineError(f"{self._name(url)} sent log-probs that are none for prompt {prompt.prompt_id}: {logprobs}")
+        version = self._version(url, choice)
+        return Rollout(prompt, ids, logprobs, choice["finish_reason"], version, self.decode(ids))
+
+    def _version(self, url: str, choice: dict[str, Any]) -> int:
+        """The weights that sampled `choice`; EngineError unless they are those of the last sync, e.g. after a server was restarted."""
+        versions = {span["version"] for span in choice.get("weight_versions") or ()}
+        expected = str(self.weight_version) if self.weight_version else INITIAL_VERSION
+        if versions - {expected}:
+            raise EngineError(f"{self._name(url)} sampled with weight version {sorted(versions)}; the last sync was {expected}")
+        return self.weight_version
+
+    # -- weights
+
+    def load_weights(self, manifest: Path, version: int, replies: Path) -> list[dict[str, Any]]:
+        """Have every worker of every server take in the weights of `manifest`; the engine is paused afterwards.
+
+        Returns one report per worker, with `server` and `worker` added. WeightSyncError when a worker fails or does not report.
+        """
+        return [report for reports in asyncio.run(self._each(self._load_weights, manifest, version, replies)) for report in reports]
+
+    def resume(self, version: int) -> None:
+        """Forget cached prefixes, which belong to older weights, and serve again."""
+
+        async def verbs(client: httpx.AsyncClient, url: str) -> None:
+            await self._post(client, url, "/reset_prefix_cache")
+            await self._post(client, url, "/resume")
+
+        asyncio.run(self._each(verbs))
+        self.weight_version = version
+
+    async def _load_weights(self, client: httpx.AsyncClient, url: str, manifest: Path, version: int, replies: Path) -> list[dict]:
+        folder = replies / f"server{self.urls.index(url)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.iterdir():
+            old.unlink()
+        info = {"manifest": str(manifest), "version": version, "replies": str(folder)}
+        try:
+            # Requests that are under way would go on with old keys and values, and vLLM must not run while parameters are aside.
+            await self._post(client, url, "/pause?mode=wait")
+            await self._start_update(client, url)
+            await self._post(client, url, "/update_weights", {"update_info": info})
+            await self._post(client, url, "/finish_weight_update", {"weight_version": str(version)})
+            world = (await self._get(client, url, "/get_world_size"))["world_size"]
+        except WeightSyncError as error:
+            await self._give_up(client, url)
+            raise WeightSyncError("; ".join(_worker_errors(folder)) or str(error)) from error
+        reports = [json.loads(path.read_text()) for path in sorted(folder.glob("worker*.json"))]
+        if len(reports) != world:
+            raise WeightSyncError(f"{self._name(url)}: {len(reports)} of {world} workers reported on weight version {version}")
+        return [report | {"server": url} for report in reports]
+
+    async def _start_update(self, client: httpx.AsyncClient, url: str) -> None:
+        try:
+            await self._post(client, url, "/start_weight_update")
+        except WeightSyncError:  # an update whose end this client never saw may still be open
+            await self._give_up(client, url)
+            await self._post(client, url, "/start_weight_update")
+
+    async def _give_up(self, client: httpx.AsyncClient, url: str) -> None:
+        """Bring every worker out of an update that failed, so that the next one can start. Those that are out already say so: ignored."""
+        try:
+            await self._post(client, url, "/update_weights", {"update_info": {"abort": True}})
+        except WeightSyncError:
+            pass
+
+    async def _post(self, client: httpx.AsyncClient, url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        return await self._control(client.post(f"{url}{path}", json=body), url, path)
+
+    async def _get(self, client: httpx.AsyncClient, url: str, path: str) -> Any:
+        return await self._control(client.get(f"{url}{path}"), url, path)
+
+    async def _control(self, request: Coroutine[Any, Any, httpx.Response], url: str, path: str) -> Any:
+        try:
+            answer = await request
+        except httpx.TransportError as error:
+            raise WeightSyncError(f"{self._name(url)} did not answer {path}: {error!r}") from error
+        if answer.status_code != 200:
+            raise WeightSyncError(f"{self._name(url)} answered {answer.status_code} to {path}: {_error_text(answer)}")
+        return answer.json() if answer.content else None
+
+    # -- servers
+
+    async def _each(self, verb: Callable[..., Coroutine], *args: Any) -> list[Any]:
+        """`verb` on every server at once. All of them come to an end before the first error is raised."""
+        async with self._client() as client:
+            results = await asyncio.gather(*(verb(client, url, *args) for url in self._alive()), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+    def _client(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=10), limits=limits, trust_env=False)
+
+    def _alive(self) -> list[str]:
+        alive = [url for url in self.urls if url not in self.dead]
+        if not alive:
+            raise EngineDeadError("no vLLM server answers any more: " + ", ".join(map(self._name, self.urls)))
+        return alive
+
+    def _name(self, url: str) -> str:
+        return f"vLLM server {url}" + (f" (log {self.logs[url]})" if url in self.logs else "")
+
+
+def _request(prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    params = {
+        "n": n,
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "seed": seed,
+        "logprobs": 0,  # the sampled token's own and no others
+        "detokenize": False,
+    }
+    return {"token_ids": list(prompt.token_ids), "sampling_params": params}
+
+
+def _complete(url: str, choices: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
+    if len(choices) != n:
+        raise EngineError(f"vLLM server {url} sent {len(choices)} responses; {n} were asked for")
+    return sorted(choices, key=lambda choice: choice["index"])
+
+
+async def _all(coroutines: Sequence[Coroutine]) -> list[Any]:
+    """Results of all; when one fails, the others are cancelled and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _answers(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(f"{url}/health", timeout=5)).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _error_text(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:500] or f"status {answer.status_code}"
+
+
+def _worker_errors(folder: Path) -> list[str]:
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("worker*.json"))]
+    return [f"worker {report['worker']}: {report['error']}" for report in reports if "error" in report]
