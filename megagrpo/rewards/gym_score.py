@@ -26,9 +26,14 @@ def reasoning_gym(completions: list, answer: list[Any], metadata: list[dict], qu
 def _extracted(text: str, extract: str) -> str | None:
     if extract == "number":
         number = last_number(text)
-        return None if number is None else str(number)
+        return None if number is None else _plain(f"{number:f}")
     tagged = extract_answer(text)
     return text.strip() if tagged is None else tagged
+
+
+def _plain(number: str) -> str:
+    """ "10.50" as "10.5" and "10.0" as "10"; many families compare text."""
+    return number.rstrip("0").rstrip(".") if "." in number else number
 
 
 def _score(answer: str | None, entry: dict) -> float:

