@@ -88,6 +88,7 @@ class WeightSync:
         if len(hosts := sorted({host for host, _ in told})) > 1:
             raise ValueError(f"weight sync through shared memory needs all ranks on one host; they are on {', '.join(hosts)}")
         self.folder = Path(told[0][1])
+        self._pid = os.getpid()
         atexit.register(self.close)
 
     def __enter__(self) -> WeightSync:
@@ -97,7 +98,9 @@ class WeightSync:
         self.close()
 
     def close(self) -> None:
-        """Remove the files in shared memory. Does nothing a second time."""
+        """Remove the files in shared memory. Does nothing a second time, and nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
         self._published = None
         if self.ranks.world_rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -266,7 +269,7 @@ def _allocate(path: Path, count: int) -> Tensor:
             raise
         free = shutil.disk_usage(path.parent).free
         raise WeightSyncError(
-            f"{path.parent.parent} is full: {count / 2**20:.0f} MiB are needed for a slot of this rank's weights, {free / 2**20:.0f} MiB are "
+            f"{path.parent.parent} is full: a slot of this rank's weights takes {count / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are "
             "free; enlarge it (docker run --shm-size, mount -o remount,size=) or free some"
         ) from error
     finally:

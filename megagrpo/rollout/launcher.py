@@ -111,12 +111,14 @@ class Launcher:
 
     def start(self) -> None:
         """Start all servers without waiting for them. EngineStartError when a port is taken; no server is left then."""
+        if Path(self.options.model).is_absolute() and not Path(self.options.model, "config.json").exists():
+            raise EngineStartError(f"model.path: {self.options.model} holds no config.json; vLLM needs a Hugging Face folder")
         self.log_dir.mkdir(parents=True, exist_ok=True)
         ports = [self.port + i for i in range(self.num_servers)] if self.port else _free_ports(self.num_servers)
         for port in ports:
             _check_port(port)
         atexit.register(self.stop)
-        self._started = time.monotonic()
+        self._started, self._pid = time.monotonic(), os.getpid()
         for index, port in enumerate(ports):
             self.servers.append(self._launch(index, port))
 
@@ -143,7 +145,9 @@ class Launcher:
         return self.urls
 
     def stop(self) -> None:
-        """End every server and all its processes: SIGTERM, then SIGKILL. Does nothing a second time."""
+        """End every server and all its processes: SIGTERM, then SIGKILL. Does nothing a second time, and nothing in a forked child."""
+        if self.servers and os.getpid() != self._pid:
+            return
         for server in self.servers:
             if server.alive:
                 server.supervisor.send_signal(signal.SIGTERM)

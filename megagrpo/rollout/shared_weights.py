@@ -76,8 +76,8 @@ class Manifest:
         """Read what `save` wrote."""
         data = json.loads(Path(path).read_text())
         tensors = {
-            name: SharedTensor(tuple(t["shape"]), tuple(SharedBlock(**block) for block in t["blocks"]))
-            for name, t in data["tensors"].items()
+            name: SharedTensor(tuple(tensor["shape"]), tuple(SharedBlock(**block) for block in tensor["blocks"]))
+            for name, tensor in data["tensors"].items()
         }
         return Manifest(data["version"], data["dtype"], tensors)
 
