@@ -54,7 +54,7 @@ class Ranks(Protocol):
     def all_gather_objects(self, obj: Any) -> list[Any]: ...
 
 
-Found = Iterable[tuple[str, Tensor, Sequence[BlockLike]]]
+Weights = Iterable[tuple[str, Tensor, Sequence[BlockLike]]]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class WeightSync:
         atexit.unregister(self.close)
 
     @torch.no_grad()
-    def push(self, found: Found, weight_version: int) -> SyncReport:
+    def push(self, found: Weights, weight_version: int) -> SyncReport:
         """Give the engine the parameters as they are now, as `weight_version`. Collective.
 
         `found` is what `megagrpo.bridge.families.blocks` yields: (parameter name, parameter, its blocks); the same parameters on every

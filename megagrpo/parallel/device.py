@@ -49,6 +49,14 @@ def select_local_device() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
+def visible_gpus() -> list[str] | None:
+    """Ids of this host's GPUs as CUDA_VISIBLE_DEVICES names them; None on a machine without one."""
+    if not has_gpu():
+        return None
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
 def resolve_precision(precision: str) -> torch.dtype:
     """Compute dtype for `model.precision`; "auto" is bf16 where the hardware multiplies bf16, float32 elsewhere."""
     if precision == "auto":
@@ -224,11 +232,14 @@ def _patch_megatron() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # Warns that the CPU's generator moved inside a GPU one; here they are the same.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    # Advises a package that does not install on every CPU machine.
+    logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(lambda record: "NVRx" not in record.getMessage())
     filesystem_async.get_write_results_queue = functools.partial(_results_queue, filesystem_async)
 
 
 def _import_quietly() -> None:
     """Import what every run needs without the advice, from a dozen modules, to install GPU packages."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         importlib.import_module("megatron.core.optimizer")

@@ -62,6 +62,11 @@ class _Sizes:
     vpp: int
 
 
+def weights_dtype(hf_config: HfConfig) -> torch.dtype:
+    """The dtype in which a model holds the weights on disk without loss: bf16 as bf16, everything else as float32."""
+    return torch.bfloat16 if hf_config.dtype == "bfloat16" else torch.float32
+
+
 def transformer_config(
     hf_config: HfConfig,
     layout: Layout,
@@ -105,6 +110,8 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         # With batched messages and two stages, megatron-core 0.19 swaps two messages to the same peer and trains on wrong activations.
         batch_p2p_comm=layout.vpp == 1,
+        # Unbatched and unoverlapped, two stages that exchange the lengths of their micro-batches wait for each other for ever.
+        overlap_p2p_comm=layout.vpp > 1,
         calculate_per_token_loss=True,
         # Fused kernels exist on GPUs only. The fused rotation cannot apply yarn's attention factor.
         apply_rope_fusion=fused and hf_config.rope_type != "yarn",

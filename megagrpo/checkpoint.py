@@ -1,0 +1,138 @@
+"""Checkpoints: model, optimizer, schedule, RNG and `TrainState`, sharded by Megatron's dist_checkpointing. A checkpoint is complete or absent.
+
+Ranks write into `.step_000012.partial`; rank 0 renames it to `step_000012` when every rank has finished. It loads into another layout: the
+distributed optimizer's state is stored by parameter, not by rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megagrpo.parallel.layout import Layout
+from megagrpo.parallel.together import together
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.types import TrainState
+
+from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: skip
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
+
+STATE_FILE = "megagrpo.json"
+BYTES_PER_PARAMETER = 14  # weight (2), float32 master, first and second moment: the least that must fit on the disk
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; says which and why."""
+
+
+class Checkpointer:
+    """Saves and restores one run in `folder`, keeping the newest `keep` checkpoints."""
+
+    def __init__(self, folder: Path, layout: Layout, policy: MegatronPolicy, keep: int):
+        self.folder, self.layout, self.policy, self.keep = folder, layout, policy, keep
+        held = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()) if layout.dp_rank == 0 else 0
+        self._bytes_needed = sum(layout.all_gather_objects(held)) * BYTES_PER_PARAMETER
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return newest_checkpoint(self.folder)
+
+    def save(self, state: TrainState) -> Path:
+        """Write `step_N`; collective. Raises CheckpointError on every rank, and leaves nothing half-written, when any rank fails."""
+        final = self.folder / f"step_{state.step:06d}"
+        partial = self.folder / f".{final.name}.partial"
+        writer = self.layout.world_rank == 0
+        try:
+            together(self.layout, lambda: self._prepare(partial), here=writer)
+            together(self.layout, lambda: self._write(partial))
+            together(self.layout, lambda: self._publish(partial, final, state), here=writer)
+        except Exception as error:
+            if writer:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(f"no checkpoint was written to {final}, earlier ones are kept: {error}") from error
+        return final
+
+    def load(self, path: Path) -> TrainState:
+        """Restore policy, optimizer, schedule and RNG from `path` on every rank; returns the rest."""
+        try:
+            saved = json.loads((path / STATE_FILE).read_text())
+        except (OSError, ValueError) as e:
+            raise CheckpointError(f"{path} is not a complete checkpoint: {e}") from e
+        same_layout = saved["layout"] == self._layout_of_rng()
+        state, _ = self._sharded_state(is_loading=True, with_rng=same_layout)
+        try:
+            loaded = dist_checkpointing.load(state, str(path))
+        except Exception as e:
+            raise CheckpointError(f"{path} does not fit this model: {e}") from e
+        for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True):
+            chunk.load_state_dict(loaded[name])
+        with torch.no_grad():  # float32 shards are views of leaves, which autograd would guard
+            self.policy.optimizer.load_state_dict(loaded["optimizer"])
+        self.policy.scheduler.load_state_dict(loaded["scheduler"])
+        if same_layout:
+            torch.set_rng_state(loaded["rng"][0]["torch"])
+            get_cuda_rng_tracker().set_states(loaded["rng"][0]["tracker"])
+        return TrainState(**saved["state"])
+
+    def _prepare(self, partial: Path) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in self.folder.glob(".step_*.partial"):
+            shutil.rmtree(stale)
+        free = shutil.disk_usage(self.folder).free
+        if free < self._bytes_needed:
+            raise OSError(f"the disk is full: {free / 2**30:.2f} GiB free, at least {self._bytes_needed / 2**30:.2f} GiB needed")
+        partial.mkdir()
+
+    def _write(self, partial: Path) -> None:
+        sharded, metadata = self._sharded_state(is_loading=False, with_rng=True)
+        dist_checkpointing.save(sharded, str(partial), content_metadata=metadata, async_strategy="mcore")
+
+    def _publish(self, partial: Path, final: Path, state: TrainState) -> None:
+        (partial / STATE_FILE).write_text(json.dumps({"state": asdict(state), "layout": self._layout_of_rng()}, indent=1))
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        for old in checkpoints(self.folder)[: -self.keep]:
+            shutil.rmtree(old)
+
+    def _sharded_state(self, is_loading: bool, with_rng: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": "fully_reshardable"}
+        local = metadata | {"dp_cp_group": self.layout.dp_group}
+        state: dict[str, Any] = {
+            name: chunk.sharded_state_dict(metadata=local) for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
+        }
+        state["optimizer"] = self.policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=local)
+        state["scheduler"] = self.policy.scheduler.state_dict()
+        if with_rng:
+            state["rng"] = self._rng_state()
+        return state, metadata
+
+    def _chunk_names(self) -> list[str]:
+        count = len(self.policy.chunks)
+        return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
+
+    def _rng_state(self) -> ShardedObject:
+        layout = self.layout
+        state = [{"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}]
+        shape, place = (layout.pp_size, layout.tp_size), (layout.pp_rank, layout.tp_rank)
+        return ShardedObject("rng", state, shape, place, replica_id=layout.dp_rank)
+
+    def _layout_of_rng(self) -> dict[str, int]:
+        return {"tp": self.layout.tp_size, "pp": self.layout.pp_size}
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    return sorted(p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", p.name) and (p / STATE_FILE).is_file())
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint with the highest step."""
+    return (checkpoints(folder) or [None])[-1]

@@ -1,0 +1,47 @@
+"""Doing something on some ranks so that it succeeds on all or fails on all: nobody waits for a rank that gave up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megagrpo.parallel.layout import Layout
+
+
+class RankError(RuntimeError):
+    """Something failed on another rank; the text names the rank and its error."""
+
+
+def together[T](layout: Layout, action: Callable[[], T], here: bool = True) -> list[T | None]:
+    """Run `action` where `here` is true; what each rank's gave, in rank order (None where it did not run), on every rank. Collective.
+
+    When it raises on any rank every rank raises: the failing one its own error, the others a RankError that names it.
+    """
+    result, failure = _attempt(action, here)
+    return [value for value, _ in _agree(layout, result, failure)]
+
+
+def own_part[T](layout: Layout, action: Callable[[], T], here: bool = True) -> T | None:
+    """As `together`, but each rank gets only what its own `action` gave, which need not be picklable."""
+    result, failure = _attempt(action, here)
+    _agree(layout, None, failure)
+    return result
+
+
+def _attempt[T](action: Callable[[], T], here: bool) -> tuple[T | None, Exception | None]:
+    if not here:
+        return None, None
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
+
+
+def _agree(layout: Layout, result: Any, failure: Exception | None) -> list[tuple[Any, str | None]]:
+    described = None if failure is None else f"rank {layout.world_rank}: {type(failure).__name__}: {failure}"
+    everyone = layout.all_gather_objects((result, described))
+    if failure is not None:
+        raise failure
+    if (first := next((text for _, text in everyone if text is not None), None)) is not None:
+        raise RankError(first)
+    return everyone

@@ -1,0 +1,202 @@
+"""Wiring: a config becomes process groups, a policy, vLLM servers and the rest, and these become a `Trainer` that runs."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import sys
+import traceback
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.bridge.families import blocks
+from megagrpo.bridge.load import load_hf
+from megagrpo.bridge.sources import resolve_model
+from megagrpo.checkpoint import Checkpointer, newest_checkpoint
+from megagrpo.config import ConfigError, RunConfig, save_resolved
+from megagrpo.data.prompts import PromptSource
+from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
+from megagrpo.metrics import MetricsWriter
+from megagrpo.parallel import device
+from megagrpo.parallel.layout import Layout, init_layout
+from megagrpo.parallel.together import RankError, own_part, together
+from megagrpo.plan import plan
+from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rollout.launcher import Launcher, ServerOptions
+from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.trainer import Trainer
+from megagrpo.weight_sync import WeightSync
+
+log = logging.getLogger("megagrpo")
+
+
+def main(config: RunConfig, config_path: Path) -> int:
+    """Run to the end; 0. ConfigError (exit code 2) for what the person who wrote the config can mend, 1 for anything that fails later."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    layout = None
+    try:
+        layout = _layout(config)
+        with ExitStack() as resources:
+            trainer = build(config, config_path.parent, layout, resources)
+            _stop_on_signals(trainer)
+            trainer.run()
+        layout.close()
+        return 0
+    except ConfigError:
+        raise
+    except RankError as error:
+        print(f"rank {layout.world_rank} stops: {error}", file=sys.stderr)
+    except Exception as error:
+        print(f"{''.join(traceback.format_exception(error))}\nrank {layout.world_rank if layout else '?'} failed: {error}", file=sys.stderr)
+    return 1
+
+
+def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> Trainer:
+    """Every component of a run, in an order that lets vLLM start while Megatron loads. What must be closed is entered into `resources`."""
+    run_folder = Path(config.run.output_dir) / config.run.name
+    first = layout.world_rank == 0
+    with _problems_of_the_config():
+        together(layout, lambda: _check_plan(config, layout.world_size), here=first)
+        model_folder = resolve_model(config.model.path)
+        resume_from = together(layout, lambda: prepare_run_folder(config, run_folder), here=first)[0]
+        hf_config = load_hf_config(model_folder)
+        tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
+        prompts = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder)
+        eval_prompts = _eval_prompts(config, tokenizer, base_folder)
+        rewards = own_part(layout, lambda: _rewards(config, base_folder, prompts.columns, resources), here=layout.is_dp_leader)
+
+    dtype = str(device.resolve_precision(config.model.precision)).removeprefix("torch.")
+    writer = MetricsWriter(run_folder, config, restored_step=_step_of(resume_from)) if first else MetricsWriter.silent()
+    resources.callback(writer.close)
+    launcher = _launcher(config, model_folder, run_folder, dtype) if first and not config.rollout.urls else None
+    if launcher is not None:
+        resources.callback(launcher.stop)
+    own_part(layout, launcher.start if launcher else lambda: None, here=first)
+
+    torch.manual_seed(config.run.seed)
+    policy = MegatronPolicy(config, layout, hf_config)
+    load_hf(policy.chunks, hf_config, model_folder, layout)
+    policy.weights_changed()
+    reference = Reference(policy) if config.algorithm.beta else None
+
+    urls = together(layout, lambda: launcher.wait(writer.message) if launcher else config.rollout.urls, here=first)[0]
+    logs = launcher.logs if launcher else []
+    engine = None
+    if layout.is_dp_leader:
+        limits = dict(max_num_seqs=config.rollout.max_num_seqs, request_timeout=config.rollout.request_timeout)
+        engine = VllmEngine(urls, tokenizer.decode, logs=logs, **limits)
+    trainer = Trainer(
+        config=config,
+        layout=layout,
+        policy=policy,
+        reference=reference,
+        loss_fn=make_loss(config),
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        engine=engine,
+        rewards=rewards,
+        stop_token_ids=tokenizer.eos_token_ids,
+        weights=partial(blocks, policy.chunks, hf_config, layout),
+        weight_sync=resources.enter_context(WeightSync(engine if first else None, layout, dtype)),
+        checkpointer=Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit),
+        writer=writer,
+    )
+    if resume_from is not None:
+        trainer.restore(resume_from)
+    return trainer
+
+
+def prepare_run_folder(config: RunConfig, folder: Path) -> Path | None:
+    """Create the run's folder and write `resolved.yaml`; the checkpoint to resume from, None for a fresh start.
+
+    ValueError when there is nothing to resume, or when a fresh start would mix with an earlier run.
+    """
+    checkpoint = newest_checkpoint(folder / "checkpoints")
+    if config.run.resume and checkpoint is None:
+        raise ValueError(f"run.resume: {folder} holds no complete checkpoint; start it without --resume")
+    if not config.run.resume and (folder / "metrics.jsonl").exists():
+        if not config.run.overwrite:
+            raise ValueError(f"run.name: {folder} holds an earlier run; continue it with --resume, pick another name, or set run.overwrite=true")
+        aside = next(p for p in (folder.with_name(f"{folder.name}.{i}") for i in range(1, 10_000)) if not p.exists())
+        shutil.move(folder, aside)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_resolved(config, folder)
+    return checkpoint if config.run.resume else None
+
+
+def _layout(config: RunConfig) -> Layout:
+    try:
+        return init_layout(config.parallel, config.run.seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_plan(config: RunConfig, world_size: int) -> None:
+    problems = plan(config, world_size).problems
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+class _problems_of_the_config:
+    """What raises ValueError inside is a ConfigError outside: the person at the keyboard can mend it. RankErrors repeat another rank's."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (ValueError, RankError)):
+            raise ConfigError(str(error)) from error
+
+
+def _eval_prompts(config: RunConfig, tokenizer: Tokenizer, base_folder: Path) -> PromptSource | None:
+    if config.data.eval is None:
+        return None
+    return PromptSource(config.data.eval, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder)
+
+
+def _rewards(config: RunConfig, base_folder: Path, columns: list[str], resources: ExitStack) -> RewardScorer:
+    scorer = resources.enter_context(RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder))
+    scorer.check_columns(columns)
+    return scorer
+
+
+def _launcher(config: RunConfig, model_folder: Path, run_folder: Path, dtype: str) -> Launcher:
+    r = config.rollout
+    options = ServerOptions(
+        model=str(model_folder.resolve()),
+        dtype=dtype,
+        max_model_len=r.max_model_len,
+        tp=r.tp,
+        max_num_seqs=r.max_num_seqs,
+        kv_cache_gb=r.kv_cache_gb,
+        gpu_memory_utilization=r.gpu_memory_utilization,
+        enforce_eager=r.enforce_eager,
+        extra_args=tuple(r.extra_args),
+    )
+    return Launcher(
+        options, run_folder, num_servers=r.servers, port=r.port, devices=device.visible_gpus(), startup_timeout=r.startup_timeout
+    )
+
+
+def _step_of(checkpoint: Path | None) -> int:
+    return 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
+
+
+def _stop_on_signals(trainer: Trainer) -> None:
+    """The first Ctrl-C or SIGTERM asks the trainer to save and stop; a second Ctrl-C ends it at once."""
+
+    def ask(number: int, frame: object) -> None:
+        if trainer.stop_requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        trainer.stop_requested = True
+
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)

@@ -1,0 +1,205 @@
+"""The GRPO loop. `Trainer.step` is the algorithm; everything it names lives in the room of that name."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megagrpo.algorithms.advantages import group_advantages, reward_statistics, rewards_by_group, to_samples
+from megagrpo.algorithms.losses import denominator
+from megagrpo.checkpoint import Checkpointer, CheckpointError
+from megagrpo.config import RunConfig
+from megagrpo.data.packing import PackingRules, pack
+from megagrpo.data.prompts import PromptSource
+from megagrpo.metrics import MetricsWriter, PhaseTimer
+from megagrpo.parallel.device import memory_gb
+from megagrpo.parallel.layout import Layout
+from megagrpo.parallel.together import together
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rollout.engine import Engine, derive_seed
+from megagrpo.types import LossFn, Prompt, SamplingParams, ScoredRollout, TrainBatch, TrainState
+from megagrpo.weight_sync import Weights, WeightSync
+
+COUNTERS = ("/timeouts", "/exceptions", "/unscorable")
+
+
+@dataclass
+class Trainer:
+    """Everything a run is made of. `engine` and `rewards` exist on the rank of each replica that speaks for it, None elsewhere;
+    `weights` yields this rank's parameters and which part of which Hugging Face tensor each holds."""
+
+    config: RunConfig
+    layout: Layout
+    policy: MegatronPolicy
+    reference: Reference | None
+    loss_fn: LossFn
+    prompts: PromptSource
+    eval_prompts: PromptSource | None
+    engine: Engine | None
+    rewards: RewardScorer | None
+    stop_token_ids: tuple[int, ...]
+    weights: Callable[[], Weights]
+    weight_sync: WeightSync
+    checkpointer: Checkpointer
+    writer: MetricsWriter
+    state: TrainState = field(default_factory=TrainState)
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    stop_requested: bool = False
+
+    def step(self) -> dict[str, float]:
+        """One outer iteration; its metrics, the same on every rank. Raises StopRequested before anything was trained."""
+        config = self.config
+        prompts = self.prompts.next(config.rollout.prompts_per_step)
+        scored, metrics = self.rollout(prompts, config.rollout.num_generations, config.rollout.temperature)
+        rewards = rewards_by_group(scored, config.rollout.num_generations)
+        advantages = group_advantages(rewards, config.algorithm.scale_rewards)
+        batch = pack(to_samples(scored, advantages), self.packing_rules(), self.layout.dp_rank, self.layout.dp_size)
+        self.stop_if_requested()
+        batch = self.with_logprobs(batch)
+        for _ in range(config.algorithm.num_iterations):
+            metrics |= self.train(batch)
+        self.sync()
+        self.writer.completions(self.state.step + 1, scored, advantages.flatten().tolist())
+        return metrics | reward_statistics(rewards) | rollout_metrics(scored)
+
+    def run(self) -> None:
+        """Steps until `run.max_steps` or a request to stop, with evaluation and checkpoints between them."""
+        run, evaluation = self.config.run, self.config.evaluation
+        self.sync()
+        if self.state.step == 0:
+            self.evaluate()
+        try:
+            while self.state.step < run.max_steps:
+                self.stop_if_requested()
+                self.timer.collect()
+                metrics = self.step()
+                self.state.step, self.state.cursor = self.state.step + 1, self.prompts.cursor
+                self.writer.step(self.state.step, self.with_speed(metrics))
+                last = self.state.step == run.max_steps
+                if last or (evaluation.steps and self.state.step % evaluation.steps == 0):
+                    self.evaluate()
+                if last or (run.save_steps and self.state.step % run.save_steps == 0):
+                    self.save(must_succeed=last)
+        except StopRequested:
+            self.writer.message(f"stop requested: saving after step {self.state.step}")
+            self.save(must_succeed=True)
+
+    def rollout(self, prompts: Sequence[Prompt], num_generations: int, temperature: float) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """Every replica generates and scores its share of the prompts; all ranks get all of it, in prompt order, and what was counted."""
+        share = slice(*(len(prompts) * r // self.layout.dp_size for r in (self.layout.dp_rank, self.layout.dp_rank + 1)))
+        sampling = SamplingParams(temperature, self.config.rollout.max_completion_length, self.stop_token_ids)
+        seed = derive_seed(self.config.run.seed, self.state.step)
+
+        def generate_and_score() -> tuple[int, list[ScoredRollout], dict[str, float]]:
+            with self.timer("generate"):
+                groups = self.engine.generate(prompts[share], num_generations, sampling, seed)
+            with self.timer("reward"):
+                scored = self.rewards.score([rollout for group in groups for rollout in group])
+            return self.layout.dp_rank, scored, self.rewards.metrics()
+
+        parts = together(self.layout, generate_and_score, here=self.layout.is_dp_leader)
+        parts = sorted((part for part in parts if part is not None), key=lambda part: part[0])
+        counters = {name: sum(counted[name] for _, _, counted in parts) for name in parts[0][2] if name.endswith(COUNTERS)}
+        return [s for _, scored, _ in parts for s in scored], counters
+
+    def packing_rules(self) -> PackingRules:
+        """How this configuration and layout want samples cut into micro-batches."""
+        parallel, algorithm = self.config.parallel, self.config.algorithm
+        return PackingRules(
+            max_tokens=self.config.train.max_tokens_per_micro_batch,
+            at_least=parallel.pp,
+            multiple_of=parallel.pp if parallel.vpp > 1 else 1,
+            align=parallel.tp if parallel.sequence_parallel else 1,
+            skip_zero_advantage=algorithm.skip_zero_advantage and algorithm.beta == 0,
+        )
+
+    def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Old log-probs when the policy will have moved on from them, reference log-probs when the loss has a KL term."""
+        with self.timer("logprobs"):
+            old = self.policy.logprobs(batch) if self.config.algorithm.num_iterations > 1 else None
+            ref = self.reference.logprobs(batch) if self.reference is not None else None
+        return batch.with_logprobs(old=old, ref=ref)
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """One optimizer step on the batch."""
+        divisor = denominator(batch, self.config.algorithm.loss_type, self.config.rollout.max_completion_length)
+        with self.timer("train"):
+            return self.policy.train_step(batch, self.loss_fn, divisor)
+
+    def sync(self) -> None:
+        """Give the engine the policy's weights; they are verified there before this returns."""
+        version = self.state.weight_version + 1
+        with self.timer("sync"):
+            self.weight_sync.push(self.weights(), version)
+        self.state.weight_version = version
+        if self.engine is not None:
+            self.engine.weight_version = version
+
+    def evaluate(self) -> None:
+        """Score responses to the held-out prompts."""
+        if self.eval_prompts is None:
+            return
+        evaluation = self.config.evaluation
+        scored, counters = self.rollout(self.eval_prompts.all(), evaluation.num_generations, evaluation.temperature)
+        rewards = rewards_by_group(scored, evaluation.num_generations)
+        mean = rewards.nanmean().item()
+        metrics = rollout_metrics(scored) | counters | ({} if math.isnan(mean) else {"reward": mean})
+        self.writer.evaluation(self.state.step, metrics)
+
+    def save(self, must_succeed: bool) -> None:
+        """Write a checkpoint. One that fails in the middle of a run is reported and counted by the next; the last one must succeed."""
+        if self.state.step == 0:
+            return
+        try:
+            self.writer.message(f"checkpoint {self.checkpointer.save(self.state)}")
+        except CheckpointError as error:
+            if must_succeed:
+                raise
+            self.writer.message(f"warning: {error}")
+
+    def restore(self, path: Path) -> None:
+        """Continue where the checkpoint at `path` was written."""
+        self.state = self.checkpointer.load(path)
+        self.prompts.cursor = self.state.cursor
+        self.writer.message(f"resumed from {path} after step {self.state.step}")
+
+    def stop_if_requested(self) -> None:
+        """Raise StopRequested on every rank when any of them was told to stop."""
+        if any(self.layout.all_gather_objects(self.stop_requested)):
+            raise StopRequested
+
+    def with_speed(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Adds the seconds of each phase, tokens per second (prompts and responses) and peak memory of this process."""
+        times = self.timer.collect()
+        speed = {"tokens_per_second": metrics["num_tokens"] / times["time/step"], "memory_gb": memory_gb()}
+        return metrics | times | speed | {"weight_version": float(self.state.weight_version)}
+
+
+class StopRequested(Exception):
+    """Ctrl-C or SIGTERM: save and stop. Raised between steps, or inside one before it trained anything."""
+
+
+def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
+    """Lengths and endings of the responses, and mean and std of each reward function over what it could score."""
+    lengths = [len(s.rollout.response_ids) for s in scored]
+    ended = [length for s, length in zip(scored, lengths, strict=True) if s.rollout.finish_reason != "length"]
+    metrics = {
+        "num_tokens": float(sum(len(s.rollout.prompt.token_ids) for s in scored) + sum(lengths)),
+        "completions/mean_length": statistics.fmean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": 1 - len(ended) / len(lengths),
+    }
+    if ended:
+        metrics["completions/mean_terminated_length"] = statistics.fmean(ended)
+    for name in scored[0].rewards:
+        values = [s.rewards[name] for s in scored if s.rewards[name] is not None]
+        if values:
+            metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
+            metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
+    return metrics
