@@ -1,0 +1,31 @@
+"""What the converters share: the parallel layout from the command line, and errors of the user as one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from megagrpo.config import ParallelSection
+from megagrpo.parallel.layout import Layout, init_layout
+
+
+def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+    """--tp and --pp; their product must divide the ranks that torchrun starts, 1 without torchrun."""
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (default 1)")
+
+
+def run_in_layout(args: argparse.Namespace, action: Callable[[Layout], None]) -> int:
+    """Run `action` in the layout; 0, or 2 after an error that the user can mend."""
+    layout = None
+    try:
+        layout = init_layout(ParallelSection(tp=args.tp, pp=args.pp))
+        action(layout)
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    finally:
+        if layout is not None:
+            layout.close()
+    return 0

@@ -1,0 +1,77 @@
+"""Packed attention and rotation against one sequence at a time."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import megagrpo.parallel  # noqa: F401  (prepares the platform before megatron-core is imported)
+from megagrpo.policy.attention import MAX_GROUPED_LENGTH, MIN_FILL, TorchAttention, batch_sequences, causal_attention, pack_params
+
+from megatron.core.transformer.enums import AttnMaskType  # isort: skip
+
+CONFIG = SimpleNamespace(kv_channels=16, window_size=None, softmax_type="vanilla", attention_dropout=0.0)
+
+
+def attention() -> TorchAttention:
+    return TorchAttention(CONFIG, 1, AttnMaskType.causal, "self")
+
+
+def naive(query, key, value, borders, scale):
+    """The formula, one sequence and one head at a time."""
+    out = torch.zeros(query.shape[0], query.shape[1], query.shape[2])
+    share = query.shape[1] // key.shape[1]
+    for a, b in zip(borders, borders[1:], strict=False):
+        for head in range(query.shape[1]):
+            scores = query[a:b, head] @ key[a:b, head // share].T * scale
+            scores = scores.masked_fill(torch.ones(b - a, b - a).triu(1).bool(), float("-inf"))
+            out[a:b, head] = scores.softmax(-1) @ value[a:b, head // share]
+    return out.flatten(1)
+
+
+@pytest.mark.parametrize("lengths", [[5, 40, 1, 39, 0, 12, 44, 3], [MAX_GROUPED_LENGTH + 20, 7, MAX_GROUPED_LENGTH], [1], [30]], ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_a_pack_gives_values_and_gradients_of_its_sequences_alone(lengths, groups):
+    torch.manual_seed(0)
+    borders = torch.tensor([0, *lengths]).cumsum(0).int()
+    total = sum(lengths)
+    query, key, value = (torch.randn(total, heads, 16, requires_grad=True) for heads in (6, groups, groups))
+    weight = torch.randn(total, 96)
+    packed = attention()(query, key, value, packed_seq_params=pack_params(borders))
+    grads = torch.autograd.grad((packed * weight).sum(), (query, key, value))
+    alone = naive(query, key, value, borders.tolist(), 0.25)
+    expected = torch.autograd.grad((alone * weight).sum(), (query, key, value))
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+    for grad, reference in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, reference, atol=1e-5, rtol=1e-4)
+
+
+def test_an_unpacked_batch_gives_the_same():
+    query, key, value = (torch.randn(20, 2, heads, 16) for heads in (6, 2, 2))
+    out = attention()(query, key, value)
+    for i in range(2):
+        torch.testing.assert_close(out[:, i], naive(query[:, i], key[:, i], value[:, i], [0, 20], 0.25), atol=1e-5, rtol=1e-5)
+
+
+def test_short_and_long_paths_agree():
+    query, key, value = (torch.randn(3, MAX_GROUPED_LENGTH + 1, heads, 16) for heads in (6, 2, 2))
+    long = causal_attention(query, key, value, 0.25)
+    short = causal_attention(query[:, :-1], key[:, :-1], value[:, :-1], 0.25)
+    torch.testing.assert_close(long[:, :-1], short, atol=1e-5, rtol=1e-5)
+
+
+def test_batches_waste_little_and_place_every_token_once():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 90, (80,), generator=generator).tolist()
+    borders = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    batches = batch_sequences(borders, torch.device("cpu"))
+    assert sum(rows.numel() for rows in batches.rows) <= borders[-1] / MIN_FILL
+    assert len(batches.rows) <= 12
+    places = torch.cat([rows.flatten() for rows in batches.rows])
+    assert torch.equal(places[batches.back], torch.arange(borders[-1]))
+
+
+def test_a_pack_whose_borders_do_not_match_is_caught():
+    tokens = torch.randn(10, 2, 16)
+    with pytest.raises(AssertionError, match="cu_seqlens end at 9, the pack has 10 tokens"):
+        attention()(tokens, tokens, tokens, packed_seq_params=pack_params(torch.tensor([0, 9]).int()))

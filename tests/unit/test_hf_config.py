@@ -1,0 +1,109 @@
+"""Reading config.json and the rules a layout must obey, without torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import transformers
+
+from megagrpo.config import ParallelSection
+from megagrpo.policy.hf_config import architecture_problems, load_hf_config, model_problems, parse_hf_config
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+
+def test_importing_it_needs_no_torch():
+    code = "import sys, megagrpo.policy.hf_config; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_problems_name_the_key_and_the_valid_sizes():
+    assert model_problems(SMOLLM2, ParallelSection(tp=3, pp=2)) == []
+    two = model_problems(SMOLLM2, ParallelSection(tp=2))
+    assert two[0] == "parallel.tp: num_attention_heads=9 is not divisible by tp=2; valid tp: 1, 3"
+    assert two[1].startswith("parallel.tp: num_key_value_heads=3 is not divisible by tp=2")
+    assert len(two) == 2  # 1536 is divisible
+    (deep,) = model_problems(SMOLLM2, ParallelSection(pp=4, vpp=2))
+    assert deep == "parallel.pp: num_hidden_layers=30 is not divisible by pp x vpp = 8; valid pp x vpp: 1, 2, 3, 5, 6, 10, 15, 30"
+
+
+def test_heads_that_divide_but_groups_that_do_not_are_reported():
+    (problem,) = model_problems(SMOLLM2 | {"intermediate_size": 1152}, ParallelSection(tp=9))
+    assert "num_key_value_heads=3 is not divisible by tp=9; valid tp: 1, 3" in problem
+
+
+def test_an_unknown_architecture_names_the_supported_ones():
+    (problem,) = architecture_problems({"model_type": "gpt2"})
+    assert "gpt2" in problem and "llama (LlamaForCausalLM)" in problem and "qwen3 (Qwen3ForCausalLM)" in problem
+    with pytest.raises(ValueError, match="gpt2"):
+        parse_hf_config({"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window 4096"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 99}, "sliding_window 99"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+    ],
+)
+def test_what_the_model_code_cannot_do_is_refused(change, word):
+    (problem,) = architecture_problems(SMOLLM2 | change)
+    assert word in problem
+
+
+def test_a_missing_size_is_named():
+    raw = {k: v for k, v in SMOLLM2.items() if k != "hidden_size"}
+    assert architecture_problems(raw) == ["model: config.json lacks hidden_size"]
+
+
+def test_a_missing_or_broken_file_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        load_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_what_transformers_writes_is_read_with_its_own_values(kind, tmp_path):
+    theirs = getattr(transformers, f"{kind}Config")(tie_word_embeddings=True, vocab_size=77, sliding_window=None)
+    theirs.save_pretrained(tmp_path)
+    ours = load_hf_config(tmp_path)
+    assert ours.family == kind.lower()
+    assert (ours.num_layers, ours.hidden_size, ours.intermediate_size) == (
+        theirs.num_hidden_layers,
+        theirs.hidden_size,
+        theirs.intermediate_size,
+    )
+    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert (ours.head_dim, ours.tied_embeddings, ours.norm_eps) == (head_dim, True, theirs.rms_norm_eps)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+def test_older_configs_with_rope_theta_and_torch_dtype_at_the_top_are_read():
+    old = SMOLLM2 | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}, "torch_dtype": "bfloat16"}
+    ours = parse_hf_config(json.loads(json.dumps(old)))
+    assert (ours.rope_theta, ours.rope_type, ours.dtype) == (5e5, "linear", "bfloat16")
+
+
+def test_the_vocabulary_is_padded_to_a_multiple_of_tp():
+    config = parse_hf_config(SMOLLM2 | {"vocab_size": 127})
+    assert [config.padded_vocab(tp) for tp in (1, 2, 3)] == [127, 128, 129]
