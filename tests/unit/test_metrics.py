@@ -81,18 +81,22 @@ def test_a_resumed_run_drops_what_came_after_the_checkpoint_and_a_line_cut_short
     assert [row["step"] for row in lines(tmp_path / "completions.jsonl")] == [1, 2]
 
 
-def test_a_sink_that_fails_is_reported_once_and_the_others_go_on(tmp_path, capsys):
-    writer = MetricsWriter(tmp_path, config())
+@pytest.mark.parametrize(("error", "calls"), [(RuntimeError("no connection"), 1), (OSError("disk full"), 3)])
+def test_a_sink_that_fails_is_named_once_the_others_go_on_and_only_files_are_tried_again(tmp_path, capsys, error, calls):
+    called = []
 
     class Broken:
         def step(self, step, metrics):
-            raise RuntimeError("no connection")
+            called.append(step)
+            raise error
 
+    writer = MetricsWriter(tmp_path, config())
     writer._sinks = {"service": Broken(), **writer._sinks}
-    for step in (1, 2):
+    for step in (1, 2, 3):
         writer.step(step, STEP)
-    assert capsys.readouterr().err == ("warning: service failed and may be incomplete; training goes on. RuntimeError: no connection\n")
-    assert len(lines(tmp_path / "metrics.jsonl")) == 2
+    message = f"warning: service failed and may be incomplete; training goes on. {type(error).__name__}: {error}\n"
+    assert capsys.readouterr().err == message and len(called) == calls
+    assert len(lines(tmp_path / "metrics.jsonl")) == 3
 
 
 def test_wandb_that_is_not_installed_does_not_stop_the_run(tmp_path, capsys, monkeypatch):
