@@ -1,5 +1,6 @@
 """Packed attention and rotation against one sequence at a time."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ def naive(query, key, value, borders, scale):
     """The formula, one sequence and one head at a time."""
     out = torch.zeros(query.shape[0], query.shape[1], query.shape[2])
     share = query.shape[1] // key.shape[1]
-    for a, b in zip(borders, borders[1:], strict=False):
+    for a, b in itertools.pairwise(borders):
         for head in range(query.shape[1]):
             scores = query[a:b, head] @ key[a:b, head // share].T * scale
             scores = scores.masked_fill(torch.ones(b - a, b - a).triu(1).bool(), float("-inf"))
