@@ -46,7 +46,7 @@ def _read(section: DatasetSection, key: str, base_folder: str | Path | None) -> 
         if path is None:
             data = datasets.load_dataset(section.source, section.subset, split=section.split)
         elif path.is_file():
-            name = re.match(r"\w*", section.split).group() or "train"  # a file has one split, whatever it is called
+            name = re.match(r"\w*", section.split).group()  # a file has one split, whatever it is called
             data = datasets.load_dataset(_FORMATS[path.suffix], data_files={name: str(path)}, split=section.split)
         elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             data = _split_saved(datasets.load_from_disk(str(path)), section.split)

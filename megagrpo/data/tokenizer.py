@@ -135,7 +135,7 @@ class SentencePieceTokenizer(Tokenizer):
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self.processor.decode([int(i) for i in token_ids if not self.processor.is_control(int(i))])
+        return self.processor.decode([int(i) for i in token_ids])  # control tokens have no text
 
     def _apply(self, messages: list[dict[str, Any]], template: str, generate: bool) -> str:
         names = {"bos_token": self.processor.bos_id(), "eos_token": self.processor.eos_id(), "unk_token": self.processor.unk_id()}

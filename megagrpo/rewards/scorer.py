@@ -15,7 +15,6 @@ from typing import Any
 from megagrpo.config import RewardsSection
 from megagrpo.rewards.pool import Call, Outcome, WorkerPool
 from megagrpo.rewards.registry import Target, did_you_mean, display_names, resolve
-from megagrpo.rewards.worker import PASSED_TO_ALL
 from megagrpo.types import Rollout, ScoredRollout
 
 log = logging.getLogger(__name__)
@@ -78,8 +77,8 @@ class RewardScorer:
             function = self._functions[call.tag]
             if outcome.kind == "result":
                 problems.extend(_argument_problems(function, call.tag, outcome.value))
-                known = {*function.args, *PASSED_TO_ALL}
-                function.needs = tuple(alternatives for alternatives in outcome.value["needs"] if known.isdisjoint(alternatives))
+                needs = outcome.value["needs"]
+                function.needs = tuple(alternatives for alternatives in needs if set(alternatives).isdisjoint(function.args))
             else:
                 problems.append(f"rewards.functions[{call.tag}]: `{function.name}` cannot be loaded: {outcome.value}")
             return []

@@ -66,6 +66,11 @@ def test_accuracy_gives_the_reference_values(completion, gold, reward):
     assert accuracy([completion], solution=[gold]) == [reward]
 
 
+def test_accuracy_takes_an_interval_for_a_gold_inequality_and_not_the_reverse():
+    assert accuracy([r"\boxed{(1,2)}"], solution=["$1<x<2$"]) == [1.0]
+    assert accuracy([r"\boxed{1<x<2}"], solution=["$(1,2)$"]) == [0.0]
+
+
 def test_accuracy_reads_the_answer_column_when_there_is_no_solution_and_takes_messages():
     completions = [[{"role": "assistant", "content": r"so \boxed{7}"}], [{"role": "assistant", "content": r"\boxed{8}"}]]
     assert accuracy(completions, answer=[7, 7]) == [1.0, 0.0]

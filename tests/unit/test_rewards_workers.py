@@ -85,9 +85,11 @@ def sees_messages(prompts, completions):
 def gives_process(completions):
     return [float(os.getpid())] * len(completions)
 
-def leaves_child_and_hangs(completions):
+def leaves_child_and_hangs(completions, note):
     import subprocess
-    subprocess.Popen(["sleep", "3599.5"])
+    child = subprocess.Popen(["sleep", "3600"])
+    with open(note[0], "w") as file:
+        file.write(str(child.pid))
     time.sleep(3600)
 """
 
@@ -116,27 +118,21 @@ def rewards_of(scored, name):
     return [s.rewards[name] for s in scored]
 
 
-def alive_with(text: str) -> list[str]:
-    """Command lines of running processes that contain `text`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (OSError, IndexError):
-            continue
-        if text in command and state != "Z":
-            found.append(f"{entry.name}: {command}")
-    return found
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def gone(pids: list[int], seconds: float = 5.0) -> bool:
+    """Whether none of the processes runs any more, within `seconds`."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in pids):
-            return True
+    while any(map(running, pids)):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.02)
-    return False
+    return True
 
 
 def test_order_is_kept_and_the_weighted_sum_skips_functions_that_cannot_score(folder):
@@ -178,10 +174,11 @@ def test_a_sympy_expression_that_never_ends_is_cut_off(folder):
         assert s.metrics()["rewards/reasoning_gym/timeouts"] == 1
 
 
-def test_children_of_a_killed_worker_die_with_it(folder):
-    with scorer(folder, "mine.py:leaves_child_and_hangs", timeout=0.5) as s:
-        assert s.score(rollouts("a"))[0].reward == 0.0
-        assert alive_with("sleep 3599.5") == []
+def test_children_of_a_killed_worker_die_with_it(folder, tmp_path):
+    note = tmp_path / "pid"
+    with scorer(folder, "mine.py:leaves_child_and_hangs", timeout=1.0) as s:
+        assert s.score(rollouts("a", columns={"note": str(note)}))[0].reward == 0.0
+        assert gone([int(note.read_text())])
 
 
 def test_a_function_too_slow_for_its_share_of_the_batch_loses_nothing(folder):
@@ -200,6 +197,8 @@ def test_a_reward_that_raises_or_exits_scores_0_for_that_completion(folder, func
         assert s.metrics()[f"rewards/{function}/exceptions"] == 1
     if function == "raises":
         assert "RuntimeError: no such thing as bad" in caplog.text and "mine.py:" in caplog.text
+    else:
+        assert "SystemExit: 3" in caplog.text  # caught: it cost no worker
 
 
 def test_a_worker_that_dies_is_counted_and_replaced(folder, caplog):
@@ -316,6 +315,12 @@ def test_a_missing_column_is_named_with_those_present(folder):
             s.check_columns(["quest", "gold"])
     assert "reward `accuracy` wants column `solution` or `answer`; the data set has quest, gold" in str(error.value)
     assert "reward `sees` wants column `question`; the data set has quest, gold; did you mean `quest`?" in str(error.value)
+
+
+def test_an_argument_from_the_config_stands_in_for_a_column(folder):
+    with scorer(folder, {"function": "exact_number", "args": {"answer": ["7"]}}) as s:
+        s.check_columns(["question"])
+        assert s.score(rollouts("7"))[0].reward == 1.0
 
 
 def test_modules_are_found_in_the_current_folder_and_beside_the_config(folder, tmp_path, monkeypatch):
