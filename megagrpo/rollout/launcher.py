@@ -26,6 +26,7 @@ from megagrpo.rollout.engine import EngineStartError
 HOST = "127.0.0.1"
 HERE = Path(__file__).parent
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+MAX_BATCHED_TOKENS = 4096  # of one prefill without a GPU
 LOG_LINES = 30  # shown when a server does not start
 
 
@@ -193,6 +194,10 @@ class Launcher:
         switches = ["--skip-tokenizer-init", "--enable-scale-out", "--no-enable-log-requests"]
         if self.devices is not None:
             flags["--gpu-memory-utilization"] = o.gpu_memory_utilization
+        else:
+            # A prompt that is split over two batches rewinds its seeded generator, which torch cannot do on a CPU: the engine dies.
+            switches.append("--no-enable-chunked-prefill")
+            flags["--max-num-batched-tokens"] = max(o.max_model_len, MAX_BATCHED_TOKENS)
         if o.enforce_eager or self.devices is None:  # compiling on CPU takes longer than it saves
             switches.append("--enforce-eager")
         return [sys.executable, *program, *(str(word) for flag in flags.items() for word in flag), *switches, *o.extra_args]

@@ -2,7 +2,7 @@
 
     python supervisor.py PARENT_PID GRACE_SECONDS COMMAND...
 
-Whatever kills the trainer, SIGKILL included, the kernel gives this process a new parent; it looks twice a second. Descendants whose own
+Whatever kills the trainer, SIGKILL included, the kernel gives this process a new parent; it looks ten times a second. Descendants whose own
 parent died become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. A file of its own without imports from this
 project: it must start at once and stay small.
 """
@@ -32,10 +32,15 @@ def main() -> int:
         signal.signal(number, lambda *_: asked.append(1))
     # If this process itself is killed, the server goes at once; its own children notice that by vLLM's means.
     server = subprocess.Popen(command, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    files: set[str] = set()
+    seen = time.monotonic()
     while server.poll() is None and not asked and os.getppid() == parent:
         time.sleep(0.1)
+        if time.monotonic() - seen > 5:  # a server that dies by itself leaves files that nobody maps any more
+            files |= shared_files(descendants())
+            seen = time.monotonic()
     status = server.poll()
-    files = shared_files(descendants())
+    files |= shared_files(descendants())
     end(server, grace)
     for file in files:
         Path(file).unlink(missing_ok=True)

@@ -1,0 +1,148 @@
+"""Lazy tensors against real ones: whatever a loader does to a tensor before it copies, the same elements arrive."""
+
+import pytest
+import torch
+
+from megagrpo.bridge.reshard import cut, extent, whole
+from megagrpo.rollout.lazy import LazyTensor, box_of, restride
+from megagrpo.rollout.shard_reader import ShardReader
+from megagrpo.rollout.shared_weights import Manifest, SharedBlock, SharedTensor, WeightSyncError, checksum
+
+LOADERS = {
+    "whole": lambda t: t,
+    "rows": lambda t: t.narrow(0, 3, 4),
+    "columns": lambda t: t.narrow(1, 2, 5),
+    "one row": lambda t: t[5],
+    "one element": lambda t: t[5, 3],
+    "both": lambda t: t[2:9, 1:7],
+    "steps": lambda t: t[1::3, ::2],
+    "transposed": lambda t: t.t(),
+    "transposed part": lambda t: t[4:8].t()[2:6],
+    "heads": lambda t: t.view(4, 3, 8)[1:3],
+    "heads, middle": lambda t: t.view(4, 3, 8)[:, 1],
+    "split columns": lambda t: t.view(12, 2, 4)[:, 1],
+    "flat": lambda t: t.view(-1)[5:60],
+    "chunk": lambda t: t.chunk(3)[1],
+    "unsqueezed": lambda t: t.unsqueeze(0)[:, 2:4],
+    "repeated": lambda t: t[2:3].expand(4, 8),
+}
+
+
+class Recorder:
+    """A source that has the tensor and notes what is asked of it."""
+
+    def __init__(self, real):
+        self.real, self.boxes = real, []
+
+    def announce(self, name, view, destination):
+        pass
+
+    def fetch(self, name, view):
+        box, strides = box_of(view, self.real.shape)
+        self.boxes.append(box)
+        part = self.real[tuple(slice(a, b) for a, b in zip(*box, strict=True))].contiguous()
+        return restride(part, view, strides)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loader_copies_the_same_elements_from_a_lazy_tensor(name):
+    real = torch.arange(96, dtype=torch.float32).view(12, 8)
+    source = Recorder(real)
+    expected = LOADERS[name](real)
+    arrived = torch.full_like(expected.contiguous(), -1)
+    arrived.copy_(LOADERS[name](LazyTensor.of("w", real.shape, real.dtype, source)))
+    torch.testing.assert_close(arrived, expected, rtol=0, atol=0)
+
+
+def test_only_the_rows_or_columns_that_are_copied_are_fetched():
+    source = Recorder(torch.zeros(12, 8))
+    lazy = LazyTensor.of("w", (12, 8), torch.float32, source)
+    torch.empty(4, 8).copy_(lazy[4:8])
+    torch.empty(12, 2).copy_(lazy.narrow(1, 6, 2))
+    assert source.boxes == [cut((12, 8), 0, 4, 8), cut((12, 8), 1, 6, 8)]
+
+
+def test_arithmetic_on_a_lazy_tensor_computes_with_its_elements():
+    real = torch.randn(12, 8)
+    lazy = LazyTensor.of("w", real.shape, real.dtype, Recorder(real))
+    torch.testing.assert_close(lazy[:3] * 2 + 1, real[:3] * 2 + 1)
+    assert torch.equal(lazy.to(torch.bfloat16), real.to(torch.bfloat16))
+
+
+def test_a_meta_destination_needs_no_elements():
+    source = Recorder(torch.zeros(4, 4))
+    torch.empty(4, 4, device="meta").copy_(LazyTensor.of("w", (4, 4), torch.float32, source))
+    assert source.boxes == []
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A [6, 4] tensor as two row blocks of ranks 0 and 1, and the real thing."""
+    real = torch.randn(6, 4)
+    blocks = []
+    for rank, (start, stop) in enumerate([(0, 2), (2, 6)]):
+        file = tmp_path / f"rank{rank}"
+        file.write_bytes(b"\0" * 64 + real[start:stop].numpy().tobytes())
+        blocks.append(SharedBlock(rank, str(file), 64, 0, start, stop, checksum(real[start:stop])))
+    return Manifest(7, "float32", {"w": SharedTensor((6, 4), tuple(blocks))}), real
+
+
+def test_a_reader_puts_slices_of_several_blocks_together_and_keeps_the_books(published):
+    manifest, real = published
+    reader = ShardReader(manifest, 0, {})
+    (name, lazy) = next(reader.tensors())
+    arrived = torch.empty(4, 4)
+    torch.empty(4, 4, device="meta").copy_(lazy[1:5])
+    arrived.copy_(lazy[1:5])
+    assert torch.equal(arrived, real[1:5]) and reader.bytes == arrived.nbytes and not reader.unread()
+    assert reader.reads == {("w", 0, ((1, 0), (2, 4))): checksum(real[1:2]), ("w", 1, ((2, 0), (5, 4))): checksum(real[2:5])}
+
+
+def test_a_box_that_was_announced_and_never_copied_is_told(published):
+    reader = ShardReader(published[0], 0, {})
+    torch.empty(2, 4, device="meta").copy_(next(reader.tensors())[1][:2])
+    assert reader.unread() == ["w[0:2, 0:4]"]
+
+
+def test_a_block_that_is_not_published_is_named(published):
+    manifest, _ = published
+    half = Manifest(7, "float32", {"w": SharedTensor((6, 4), manifest.tensors["w"].blocks[:1])})
+    lazy = next(ShardReader(half, 0, {}).tensors())[1]
+    with pytest.raises(WeightSyncError, match=r"w: nobody holds \[2:6, 0:4\]"):
+        torch.empty(6, 4, device="meta").copy_(lazy)
+
+
+def test_a_missing_or_short_file_names_rank_and_tensor(published, tmp_path):
+    (tmp_path / "rank1").write_bytes(b"\0" * 100)
+    with pytest.raises(WeightSyncError, match="rank 1, w: .* holds 100 bytes"):
+        ShardReader(published[0], 0, {})
+    (tmp_path / "rank1").unlink()
+    with pytest.raises(WeightSyncError, match="rank 1, w: .* cannot be read: No such file"):
+        ShardReader(published[0], 0, {})
+
+
+def test_a_file_that_was_made_anew_is_mapped_anew(published, tmp_path):
+    manifest, real = published
+    maps = {}
+    ShardReader(manifest, 0, maps)
+    data = (tmp_path / "rank0").read_bytes()
+    (tmp_path / "rank0").unlink()
+    (tmp_path / "rank0").write_bytes(data[:64] + (real[0:2] + 1).numpy().tobytes())
+    arrived = torch.empty(2, 4)
+    arrived.copy_(next(ShardReader(manifest, 0, maps).tensors())[1][:2])
+    assert torch.equal(arrived, real[:2] + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksums_of_slices_add_up_and_tell_a_flipped_bit(dtype):
+    values = torch.randn(64, 33).to(dtype)
+    total = sum(checksum(part) for part in (values[:10], values[10:, :7], values[10:, 7:])) % 2**64
+    assert total == checksum(values)
+    values.view(torch.uint8).view(-1)[1234] ^= 1
+    assert checksum(values) != total
+
+
+def test_a_manifest_reads_back_as_it_was_written(published, tmp_path):
+    published[0].save(tmp_path / "manifest.json")
+    assert Manifest.load(tmp_path / "manifest.json") == published[0]
+    assert published[0].num_bytes == 96 and extent(whole((6, 4))) == (6, 4)

@@ -1,0 +1,147 @@
+"""The supervisor and the launcher around ordinary processes: what is started here does not outlive the process that started it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import megagrpo.rollout.launcher as launcher_module
+from megagrpo.rollout.engine import EngineStartError, derive_seed
+from megagrpo.rollout.launcher import Launcher, ServerOptions
+
+SUPERVISOR = Path(launcher_module.HERE) / "supervisor.py"
+# A server with a child that ignores SIGTERM and leaves its process group, and with a grandchild that lost its parent.
+SERVER = """
+import os, signal, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN); time.sleep(600)", "{mark}"])
+subprocess.Popen(["bash", "-c", "sleep 601 {mark} & disown; exit 0"])
+print("up", flush=True)
+time.sleep(600)
+"""
+PARENT = """
+import subprocess, sys, os, time
+subprocess.Popen([sys.executable, "-I", "-S", {supervisor!r}, str(os.getpid()), "1", sys.executable, "-c", {server!r}, {mark!r}],
+                 start_new_session=True)
+time.sleep(600)
+"""
+
+
+def with_mark(mark):
+    """Processes whose command line holds `mark`."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            try:
+                if mark.encode() in Path(f"/proc/{entry}/cmdline").read_bytes():
+                    found.append(int(entry))
+            except OSError:
+                pass
+    return found
+
+
+def wait_until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def family(tmp_path):
+    """A trainer stand-in with a supervised server below it; (trainer, mark in every command line)."""
+    mark = f"mark{os.getpid()}x{time.monotonic_ns()}"
+    code = PARENT.format(supervisor=str(SUPERVISOR), server=SERVER.format(mark=mark), mark=mark)
+    out = (tmp_path / "out").open("w+")
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=out)
+    wait_until(lambda: "up" in (tmp_path / "out").read_text())
+    wait_until(lambda: len(with_mark(mark)) >= 4)
+    yield parent, mark
+    for pid in with_mark(mark):
+        os.kill(pid, signal.SIGKILL)
+    parent.kill()
+    parent.wait()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_outlives_a_parent_that_is_killed(family, how):
+    parent, mark = family
+    parent.send_signal(how)
+    parent.wait()
+    wait_until(lambda: not with_mark(mark))
+
+
+def test_a_supervisor_that_is_asked_to_stop_ends_every_descendant(family):
+    parent, mark = family
+    (supervisor,) = [
+        pid for pid in with_mark(mark) if str(SUPERVISOR).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and pid != parent.pid
+    ]
+    os.kill(supervisor, signal.SIGTERM)
+    wait_until(lambda: [pid for pid in with_mark(mark) if pid != parent.pid] == [])
+
+
+def test_a_supervisor_passes_on_how_its_server_ended():
+    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", "raise SystemExit(7)"]
+    assert subprocess.run(command, timeout=20).returncode == 7
+
+
+def test_files_that_a_killed_server_had_mapped_are_removed():
+    name = Path(f"/dev/shm/psm_test{os.getpid()}")
+    code = f"import mmap; f = open({str(name)!r}, 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 0); print('up', flush=True); import time; time.sleep(60)"
+    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", code]
+    supervisor = subprocess.Popen(command, stdout=subprocess.PIPE)
+    supervisor.stdout.readline()
+    assert name.exists()
+    supervisor.terminate()
+    supervisor.wait(20)
+    assert not name.exists()
+
+
+@pytest.fixture
+def options(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return ServerOptions(str(tmp_path), "float32", 64)
+
+
+def test_a_taken_port_is_named_before_anything_starts(options, tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        launcher = Launcher(options, tmp_path, port=port)
+        with pytest.raises(EngineStartError, match=f"rollout.port: {port} cannot be used .*or 0 to pick a free one"):
+            launcher.start()
+    assert launcher.servers == []
+
+
+def test_a_folder_without_a_model_is_refused_at_once(tmp_path):
+    with pytest.raises(EngineStartError, match="holds no config.json"):
+        Launcher(ServerOptions(str(tmp_path / "nowhere"), "float32", 64), tmp_path).start()
+
+
+def test_too_few_gpus_for_the_servers_are_refused(options, tmp_path):
+    with pytest.raises(ValueError, match="rollout.servers 2 x rollout.tp 1 need 2 GPUs; 1 were given"):
+        Launcher(options, tmp_path, num_servers=2, devices=["0"])
+
+
+def test_each_server_gets_its_own_gpus(tmp_path):
+    launcher = Launcher(ServerOptions(str(tmp_path), "bfloat16", 64, tp=2), tmp_path, num_servers=2, devices=["0", "1", "4", "5"])
+    assert [launcher._environment(i)["CUDA_VISIBLE_DEVICES"] for i in (0, 1)] == ["0,1", "4,5"]
+    assert "-m" in launcher._command(1234)
+
+
+def test_a_server_does_not_inherit_the_ranks_of_its_launcher(options, tmp_path, monkeypatch):
+    for key in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(key, "3")
+    env = Launcher(options, tmp_path)._environment(0)
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(env)
+
+
+def test_seeds_depend_on_every_part_and_never_change():
+    assert derive_seed(42, 0, 1) == 112464216604333215
+    seeds = {derive_seed(a, b, c) for a in range(4) for b in range(4) for c in range(4)}
+    assert len(seeds) == 64 and all(0 <= seed < 2**63 for seed in seeds)
