@@ -1,4 +1,4 @@
-"""Checkpoints: model, optimizer, schedule, RNG and `TrainState`, sharded by Megatron's dist_checkpointing. A checkpoint is complete or absent.
+"""Checkpoints: model, optimizer, schedule, RNG and `TrainState`, sharded by Megatron's dist_checkpointing. Each is complete or absent.
 
 Ranks write into `.step_000012.partial`; rank 0 renames it to `step_000012` when every rank has finished. It loads into another layout: the
 distributed optimizer's state is stored by parameter, not by rank.

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import traceback
+import warnings
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -40,8 +41,8 @@ log = logging.getLogger("megagrpo")
 
 def main(config: RunConfig, config_path: Path) -> int:
     """Run to the end; 0. ConfigError (exit code 2) for what the person who wrote the config can mend, 1 for anything that fails later."""
+    _quiet()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("megatron").setLevel(logging.ERROR)
     layout = None
     try:
         layout = _layout(config)
@@ -125,12 +126,21 @@ def prepare_run_folder(config: RunConfig, folder: Path) -> Path | None:
         raise ValueError(f"run.resume: {folder} holds no complete checkpoint; start it without --resume")
     if not config.run.resume and (folder / "metrics.jsonl").exists():
         if not config.run.overwrite:
-            raise ValueError(f"run.name: {folder} holds an earlier run; continue it with --resume, pick another name, or set run.overwrite=true")
+            raise ValueError(
+                f"run.name: {folder} holds an earlier run; continue it with --resume, pick another name, or set run.overwrite=true"
+            )
         aside = next(p for p in (folder.with_name(f"{folder.name}.{i}") for i in range(1, 10_000)) if not p.exists())
         shutil.move(folder, aside)
     folder.mkdir(parents=True, exist_ok=True)
     save_resolved(config, folder)
     return checkpoint if config.run.resume else None
+
+
+def _quiet() -> None:
+    """Leave out what a person who trains can do nothing about: Megatron's notices, and torch's about the collectives Megatron calls."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", message="`torch.distributed.", category=FutureWarning)
 
 
 def _layout(config: RunConfig) -> Layout:

@@ -9,8 +9,9 @@ Every [T] array is label-aligned: position t speaks of labels[t] = token_ids[t +
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor

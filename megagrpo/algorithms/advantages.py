@@ -60,7 +60,8 @@ def rewards_by_group(scored: Sequence[ScoredRollout], num_generations: int) -> T
 
 
 def reward_statistics(rewards: Tensor) -> dict[str, float]:
-    """`reward`, `reward_std` (mean of the groups' stds), `reward_std_batch` (std of all rewards) and the share of groups that teach nothing."""
+    """`reward`, `reward_std` (mean of the groups' stds), `reward_std_batch` (std of all rewards), `frac_reward_zero_std` (share of groups
+    that teach nothing)."""
     group_std = nanstd(rewards, dim=1)
     flat = _is_flat(rewards)
     statistics = {

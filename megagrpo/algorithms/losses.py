@@ -56,7 +56,7 @@ def reduce_tokens(per_token: Tensor, batch: MicroBatch, loss_type: str) -> Tenso
 
 
 def denominator(batch: TrainBatch, loss_type: str, max_completion_length: int) -> int:
-    """What the step's numerators are divided by, once: loss tokens (dapo, bnpo), samples (grpo), or samples x max_completion_length (dr_grpo).
+    """What the step's numerators are divided by, once: loss tokens (dapo, bnpo), samples (grpo), samples x max_completion_length (dr_grpo).
 
     A step without loss tokens has numerator 0; its denominator is 1 so that the gradient is 0 and not NaN.
     """

@@ -18,7 +18,8 @@ from megagrpo.types import MicroBatch, TrainBatch, TrainSample
 @dataclass(frozen=True)
 class PackingRules:
     """`max_tokens` is strict. `at_least` micro-batches per rank keep a pipeline busy; their number is a multiple of `multiple_of`
-    (interleaved schedules need the pipeline size); T is padded to a multiple of `align` (the tensor-parallel size under sequence parallelism)."""
+    (interleaved schedules need the pipeline size); T is padded to a multiple of `align` (sequence parallelism needs the tensor-parallel
+    size)."""
 
     max_tokens: int
     at_least: int = 1
@@ -50,7 +51,9 @@ def assign(lengths: Sequence[int], rules: PackingRules, num_ranks: int) -> list[
     budget = rules.max_tokens // rules.align * rules.align
     longest = max(lengths, default=0)
     if longest > budget:
-        raise ValueError(f"a sample of {longest} tokens exceeds train.max_tokens_per_micro_batch {rules.max_tokens}; raise it to {longest} or more")
+        raise ValueError(
+            f"a sample of {longest} tokens exceeds train.max_tokens_per_micro_batch {rules.max_tokens}; raise it to {longest} or more"
+        )
     per_rank = max(rules.at_least, ceil(sum(lengths) / budget / num_ranks), 1)
     while True:
         per_rank = ceil(per_rank / rules.multiple_of) * rules.multiple_of

@@ -116,7 +116,7 @@ class MegatronPolicy:
             )
 
     def _logprobs_and_entropy(self, hidden: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor]:
-        """(logprobs [T], entropy [T]) float32 from the last stage's hidden states; 0 where the loss mask is 0: no logits are computed there."""
+        """(logprobs [T], entropy [T]) float32 from the last stage's hidden states; 0, and no logits computed, where the loss mask is 0."""
         selected = micro_batch.loss_mask.nonzero()[:, 0]
         logprobs, entropy = vocab_logprobs(
             head_input(chunk, hidden).index_select(0, selected),

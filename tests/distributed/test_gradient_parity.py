@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 from megagrpo.algorithms.losses import denominator, make_loss
 from megagrpo.bridge.families import blocks
@@ -18,7 +19,6 @@ from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.types import TrainSample
-from tests.distributed.ranks import run_ranks
 
 SIZES = dict(
     hidden_size=96,

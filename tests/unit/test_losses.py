@@ -48,7 +48,8 @@ def run(inputs, settings, with_ref=True):
         batch = replace(batch, ref_logprobs=rows(inputs, "ref"))
     policy = rows(inputs, "new").requires_grad_()
     output = make_loss(settings)(LossInputs(policy, rows(inputs, "entropy"), batch))
-    divisor = denominator(pack(samples, PackingRules(max_tokens=1000)), settings.algorithm.loss_type, settings.rollout.max_completion_length)
+    counts = pack(samples, PackingRules(max_tokens=1000))
+    divisor = denominator(counts, settings.algorithm.loss_type, settings.rollout.max_completion_length)
     return batch, policy, output, divisor
 
 
@@ -56,17 +57,18 @@ def run(inputs, settings, with_ref=True):
 def test_loss_and_gradient_equal_the_reference_systems(case):
     inputs = VECTORS["inputs"]
     settings = config(loss_type=case["loss_type"], beta=case["beta"], epsilon=case["epsilon"], epsilon_high=case["epsilon_high"])
-    settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"max_completion_length": case["max_completion_length"]})})
+    rollout = settings.rollout.model_copy(update={"max_completion_length": case["max_completion_length"]})
+    settings = settings.model_copy(update={"rollout": rollout})
     batch, policy, output, divisor = run(inputs, settings)
     loss = output.numerator / divisor
     assert loss.item() == pytest.approx(case["loss"], rel=1e-6, abs=1e-8)
     (grad,) = torch.autograd.grad(loss, policy)
-    expected = torch.tensor([g for mask, row in zip(inputs["mask"], case["grad_logps"], strict=True) for m, g in zip(mask, row, strict=True) if m])
-    torch.testing.assert_close(grad[batch.loss_mask], expected.double(), rtol=1e-5, atol=1e-7)
+    mask = torch.tensor(inputs["mask"]).bool()
+    torch.testing.assert_close(grad[batch.loss_mask], torch.tensor(case["grad_logps"]).double()[mask], rtol=1e-5, atol=1e-7)
     assert grad[~batch.loss_mask].abs().max() == 0
 
 
-@pytest.mark.parametrize("case", [c for c in VECTORS["cases"] if "clip_ratio/low_mean" in c["metrics"] and "trl" in c["source"]], ids=lambda c: c["name"])
+@pytest.mark.parametrize("case", [c for c in VECTORS["cases"] if "trl" in c["source"]], ids=lambda c: c["name"])
 def test_clip_ratios_and_entropy_equal_those_trl_logs(case):
     _, _, output, _ = run(VECTORS["inputs"], config(loss_type=case["loss_type"]))
     for name in ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "entropy"):
@@ -121,7 +123,8 @@ def test_cutting_the_batch_into_micro_batches_changes_neither_loss_nor_gradient(
         batch = build_micro_batch([sample])
         length = sample.token_ids.numel()
         part = policy.detach()[offset : offset + length].requires_grad_()
-        batch = replace(batch, advantages=batch.advantages.double(), old_logprobs=old, ref_logprobs=rows(inputs, "ref")[offset : offset + length])
+        ref = rows(inputs, "ref")[offset : offset + length]
+        batch = replace(batch, advantages=batch.advantages.double(), old_logprobs=old, ref_logprobs=ref)
         output = make_loss(settings)(LossInputs(part, part.detach(), batch))
         grads.append(torch.autograd.grad(output.numerator, part)[0])
         total, offset = total + output.numerator.item(), offset + length

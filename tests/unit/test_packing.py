@@ -15,7 +15,8 @@ def sample(prompt=2, response=3, advantage=1.0, first=10):
 
 def random_samples(seed, count=40, longest=30):
     draw = random.Random(seed)
-    return [sample(draw.randint(1, longest // 2), draw.randint(1, longest // 2), draw.choice([-1.0, 0.0, 2.0]), first=1000 * i) for i in range(count)]
+    half = longest // 2
+    return [sample(draw.randint(1, half), draw.randint(1, half), draw.choice([-1.0, 0.0, 2.0]), first=1000 * i) for i in range(count)]
 
 
 def test_labels_are_the_next_token_and_the_mask_says_which_are_responses():
@@ -73,7 +74,7 @@ def test_micro_batches_are_padded_to_the_alignment_with_a_sequence_that_counts_f
 
 
 def test_a_sample_above_the_budget_is_an_error_that_names_the_setting():
-    with pytest.raises(ValueError, match="sample of 5 tokens exceeds train.max_tokens_per_micro_batch 4; raise it to 5"):
+    with pytest.raises(ValueError, match=r"sample of 5 tokens exceeds train\.max_tokens_per_micro_batch 4; raise it to 5"):
         pack([sample()], PackingRules(max_tokens=4))
 
 
