@@ -137,9 +137,8 @@ def prepare_run_folder(config: RunConfig, folder: Path) -> Path | None:
 
 
 def _quiet() -> None:
-    """Leave out what a person who trains can do nothing about: Megatron's notices, and torch's about the collectives Megatron calls."""
+    """Leave out notices of Megatron, and of torch about the collectives Megatron calls: a person who trains can do nothing about them."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", message="`torch.distributed.", category=FutureWarning)
 
 
