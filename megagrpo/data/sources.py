@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,12 @@ def _split_saved(data: datasets.Dataset | datasets.DatasetDict, split: str) -> d
 
 
 def _generate(section: DatasetSection, key: str, seed: int, prompt_column: str) -> list[dict[str, Any]]:
-    from reasoning_gym.factory import DATASETS, create_dataset  # seconds to import: only for those who use it
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, which reasoning-gym imports
+            from reasoning_gym.factory import DATASETS, create_dataset  # takes seconds: only for those who use it
+    except ImportError as error:
+        raise ValueError(f"{key}.source: {section.source} needs the package reasoning-gym; install the extra `data`: {error}") from error
 
     family = section.source.removeprefix(GYM_PREFIX)
     if family not in DATASETS:

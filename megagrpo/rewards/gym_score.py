@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from reasoning_gym.factory import DATASETS
-from reasoning_gym.utils import extract_answer
-
 from megagrpo.rewards.functions import last_number, text_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, which reasoning-gym imports
+    from reasoning_gym.factory import DATASETS
+    from reasoning_gym.utils import extract_answer
 
 
 def reasoning_gym(completions: list, answer: list[Any], metadata: list[dict], question: list[str], extract: str = "tag") -> list[float]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
@@ -234,3 +235,9 @@ def test_the_addition_files_hold_every_pair_once_and_keep_mirror_pairs_together(
     for prompt in train + held_out:
         a, b = (int(w.strip("?")) for w in prompt.messages.split()[2::2])
         assert prompt.columns == {"answer": str(a + b)} and prompt.messages == f"What is {a} + {b}?"
+
+
+def test_without_reasoning_gym_the_extra_is_named(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(ValueError, match="install the extra `data`"):
+        source(tokenizer, "reasoning_gym:gcd")
