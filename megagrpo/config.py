@@ -213,6 +213,9 @@ class TrainSection(Section):
     """Clip the global gradient norm to this; 0 does not clip."""
     max_tokens_per_micro_batch: PositiveInt = 4096
     """Token budget of one packed micro-batch; the longest sample must fit."""
+    share_prompts: bool | None = None
+    """Compute a prompt once for all its responses in a micro-batch: the same gradient from fewer tokens. Empty: wherever the attention can
+    (it cannot with Transformer Engine)."""
     logprob_chunk: PositiveInt = 1024
     """Tokens whose logits exist at once in the LM head."""
     distributed_optimizer: bool = True

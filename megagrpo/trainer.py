@@ -116,6 +116,7 @@ class Trainer:
             multiple_of=parallel.pp if parallel.vpp > 1 else 1,
             align=parallel.tp if parallel.sequence_parallel else 1,
             skip_zero_advantage=algorithm.skip_zero_advantage and algorithm.beta == 0,
+            share_prompts=self.policy.shares_prompts,
         )
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:

@@ -69,15 +69,20 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples packed end to end. `cu_seqlens` [S + 1] are their borders; a padding tail, if any, is the last sequence with mask 0."""
+    """Sequences packed end to end. `cu_seqlens` [S + 1] are their borders; a padding tail, if any, is the last sequence with mask 0.
+
+    A sequence is a whole sample, or a part of one: the responses to one prompt may share it. Then the prompt without its last token is a
+    sequence of its own, and each sample is [last token of the prompt, response], which continues it (`prefixes`).
+    """
 
     token_ids: Tensor  # [T] int64
     labels: Tensor  # [T] int64, token_ids of the next position, 0 at a sample's last
-    position_ids: Tensor  # [T] int64, from 0 in each sample
+    position_ids: Tensor  # [T] int64, place in the sample, from 0
     cu_seqlens: Tensor  # [S + 1] int32
     loss_mask: Tensor  # [T] bool, the tokens that count: decided here and nowhere else
     advantages: Tensor  # [T] float32, constant in a sample
     rollout_logprobs: Tensor  # [T] float32
+    prefixes: Tensor | None = None  # [S] int64, the sequence that each one continues, or -1; None: no sequence continues another
     old_logprobs: Tensor | None = None  # [T] float32; None: the policy itself, gradient stopped
     ref_logprobs: Tensor | None = None  # [T] float32; None: no KL term
 

@@ -6,6 +6,7 @@ data-parallel rank gets the same number of micro-batches: pipeline schedules and
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -19,13 +20,14 @@ from megagrpo.types import MicroBatch, TrainBatch, TrainSample
 class PackingRules:
     """`max_tokens` is strict. `at_least` micro-batches per rank keep a pipeline busy; their number is a multiple of `multiple_of`
     (interleaved schedules need the pipeline size); T is padded to a multiple of `align` (sequence parallelism needs the tensor-parallel
-    size)."""
+    size). With `share_prompts` the responses to one prompt are computed behind a single copy of it."""
 
     max_tokens: int
     at_least: int = 1
     multiple_of: int = 1
     align: int = 1
     skip_zero_advantage: bool = False
+    share_prompts: bool = False
 
 
 def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, dp_size: int = 1) -> TrainBatch:
@@ -34,17 +36,48 @@ def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, 
     Samples left out for zero advantage still count, so the update is the same. Raises ValueError when a sample exceeds the token budget.
     """
     trained = [s for s in samples if not (rules.skip_zero_advantage and s.advantage == 0)]
-    bins = assign([s.token_ids.numel() for s in trained], rules, dp_size)
-    mine = bins[dp_rank::dp_size]
+    bundles = bundle(trained, rules)
+    bins = assign([packed_length(b) for b in bundles], rules, dp_size)
+    mine = [[sample for i in indices for sample in bundles[i]] for indices in bins[dp_rank::dp_size]]
     return TrainBatch(
-        micro_batches=tuple(build_micro_batch([trained[i] for i in indices], rules.align) for indices in mine),
+        micro_batches=tuple(build_micro_batch(chosen, rules.align, rules.share_prompts) for chosen in mine),
         num_tokens=sum(int(loss_mask_of(s).sum()) for s in samples),
         num_sequences=len(samples),
     )
 
 
+def bundle(samples: Sequence[TrainSample], rules: PackingRules) -> list[list[TrainSample]]:
+    """Samples that stay in one micro-batch: neighbours with the same prompt when prompts are shared, as many as fit; else each alone."""
+    bundles: list[list[TrainSample]] = []
+    for sample in samples:
+        last = bundles[-1] if bundles and rules.share_prompts and same_prompt(bundles[-1][0], sample) else None
+        if last is not None and packed_length([*last, sample]) <= rules.max_tokens // rules.align * rules.align:
+            last.append(sample)
+        else:
+            bundles.append([sample])
+    return bundles
+
+
+def packed_length(bundle: Sequence[TrainSample]) -> int:
+    """Tokens of samples that share their prompt: the prompt without its last token once, the rest of each."""
+    if len(bundle) == 1:
+        return bundle[0].token_ids.numel()
+    shared = prompt_length(bundle[0]) - 1
+    return shared + sum(s.token_ids.numel() - shared for s in bundle)
+
+
+def prompt_length(sample: TrainSample) -> int:
+    """Tokens before the first response token."""
+    return int((~sample.response_mask).cumprod(0).sum())
+
+
+def same_prompt(one: TrainSample, other: TrainSample) -> bool:
+    length = prompt_length(one)
+    return length == prompt_length(other) and torch.equal(one.token_ids[:length], other.token_ids[:length])
+
+
 def assign(lengths: Sequence[int], rules: PackingRules, num_ranks: int) -> list[list[int]]:
-    """Sample indices of each micro-batch: k * num_ranks bins for the smallest admissible k, longest sample first into the emptiest bin.
+    """Bundle indices of each micro-batch: k * num_ranks bins for the smallest admissible k, longest bundle first into the emptiest bin.
 
     Bin b belongs to rank b % num_ranks. Every bin holds at most `max_tokens` after alignment.
     """
@@ -75,27 +108,59 @@ def _fill(lengths: Sequence[int], num_bins: int, budget: int) -> list[list[int]]
     return [sorted(b) for b in bins]
 
 
-def build_micro_batch(samples: Sequence[TrainSample], align: int = 1) -> MicroBatch:
+@dataclass(frozen=True)
+class _Sequence:
+    """The tokens [start, stop) of a sample, continuing sequence number `prefix` of the micro-batch unless it is -1."""
+
+    sample: TrainSample
+    start: int
+    stop: int
+    prefix: int = -1
+
+
+def build_micro_batch(samples: Sequence[TrainSample], align: int = 1, share_prompts: bool = False) -> MicroBatch:
     """Pack samples end to end. With none (a rank that got no sample), two tokens that count for nothing stand in: every rank must run
     its backward pass, or the others wait for it for ever."""
-    token_ids = [s.token_ids for s in samples]
-    rows = [(s.token_ids, loss_mask_of(s), _shift(s.rollout_logprobs), torch.full((s.token_ids.numel(),), s.advantage)) for s in samples]
-    used = sum(t.numel() for t in token_ids)
+    sequences = _sequences(samples, share_prompts)
+    used = sum(s.stop - s.start for s in sequences)
     padding = -used % align if used else max(2, align)
     if padding:
-        zeros = torch.zeros(padding)
-        rows.append((torch.zeros(padding, dtype=torch.int64), torch.zeros(padding, dtype=torch.bool), zeros, zeros))
-    ids, masks, rollout_logprobs, advantages = (list(column) for column in zip(*rows, strict=True))
-    lengths = torch.tensor([t.numel() for t in ids])
+        sequences.append(_Sequence(_nothing(padding), 0, padding))
+    cut = [(s, slice(s.start, s.stop)) for s in sequences]
+    lengths = torch.tensor([s.stop - s.start for s in sequences])
     return MicroBatch(
-        token_ids=torch.cat(ids),
-        labels=torch.cat([_shift(t) for t in ids]),
-        position_ids=torch.cat([torch.arange(int(n)) for n in lengths]),
+        token_ids=torch.cat([s.sample.token_ids[span] for s, span in cut]),
+        labels=torch.cat([_shift(s.sample.token_ids)[span] for s, span in cut]),
+        position_ids=torch.cat([torch.arange(s.start, s.stop) for s in sequences]),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()]),
-        loss_mask=torch.cat(masks),
-        advantages=torch.cat(advantages).float(),
-        rollout_logprobs=torch.cat(rollout_logprobs).float(),
+        loss_mask=torch.cat([loss_mask_of(s.sample)[span] for s, span in cut]),
+        advantages=torch.tensor([s.sample.advantage for s in sequences]).repeat_interleave(lengths),
+        rollout_logprobs=torch.cat([_shift(s.sample.rollout_logprobs)[span] for s, span in cut]).float(),
+        prefixes=torch.tensor([s.prefix for s in sequences]) if any(s.prefix >= 0 for s in sequences) else None,
     )
+
+
+def _sequences(samples: Sequence[TrainSample], share_prompts: bool) -> list[_Sequence]:
+    """Whole samples, or where neighbours share a prompt, the prompt and what follows it.
+
+    The prompt's last token stays with each response: its label is the response's first token, another one in each.
+    """
+    sequences: list[_Sequence] = []
+    for group in bundle(samples, PackingRules(max_tokens=sys.maxsize, share_prompts=share_prompts)):
+        shared = prompt_length(group[0]) - 1
+        if len(group) == 1 or shared < 1:
+            sequences += [_Sequence(s, 0, s.token_ids.numel()) for s in group]
+            continue
+        prefix = len(sequences)
+        sequences.append(_Sequence(group[0], 0, shared))
+        sequences += [_Sequence(s, shared, s.token_ids.numel(), prefix) for s in group]
+    return sequences
+
+
+def _nothing(length: int) -> TrainSample:
+    """Tokens that count for nothing."""
+    zeros = torch.zeros(length)
+    return TrainSample(zeros.long(), zeros.bool(), zeros, 0.0)
 
 
 def loss_mask_of(sample: TrainSample) -> torch.Tensor:

@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -27,36 +28,57 @@ MIN_FILL = 0.7
 MAX_GROUPED_LENGTH = 128
 
 
-def pack_params(cu_seqlens: Tensor) -> PackedSeqParams:
-    """Megatron's description of a pack with borders `cu_seqlens` [S + 1] int32, for a model forward of batch size 1."""
-    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+def pack_params(cu_seqlens: Tensor, prefixes: Tensor | None = None) -> PackedSeqParams:
+    """Megatron's description of a pack with borders `cu_seqlens` [S + 1] int32, for a model forward of batch size 1.
+
+    `prefixes` [S] int64 names, for each sequence, the one it continues, or -1: it sees that one's tokens before its own, and its
+    positions go on from there. A prefix has no prefix of its own. Only `TorchAttention` knows prefixes.
+    """
+    lengths = cu_seqlens.diff()
+    before = prefix_lengths(lengths, prefixes)
+    longest = int((lengths + before).max())
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    packed.prefixes, packed.positions_before = prefixes, before
+    return packed
+
+
+def prefix_lengths(lengths: Tensor, prefixes: Tensor | None) -> Tensor:
+    """[S]: how many tokens each sequence sees before its own, from the sequences' own lengths [S]."""
+    if prefixes is None:
+        return torch.zeros_like(lengths)
+    return torch.where(prefixes < 0, 0, lengths[prefixes.clamp(min=0)])
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Where each token of a pack goes. `rows[i]` [S_i, L_i] are the pack positions of batch i, padding repeating position 0;
-    `back` [T] is the place of each token among the rows of all batches end to end."""
+    """Where each token of a pack goes. `rows[i]` [S_i, L_i] are the pack positions of batch i, a prefix before the tokens that continue
+    it, padding repeating position 0; `back` [T] is the place of each token among the rows of all batches end to end."""
 
     rows: tuple[Tensor, ...]
     back: Tensor
 
 
-def batch_sequences(borders: list[int], device: torch.device) -> Batches:
-    """Group the sequences between `borders` (cu_seqlens) by length."""
-    spans = sorted(((b - a, a) for a, b in itertools.pairwise(borders) if b > a), reverse=True)
-    groups: list[list[tuple[int, int]]] = []
-    for length, start in spans:
-        if not groups or length < MIN_FILL * groups[-1][0][0]:
+def batch_sequences(borders: list[int], device: torch.device, prefixes: list[int] | None = None) -> Batches:
+    """Group the sequences between `borders` (cu_seqlens) by the length of what they see: their prefix, if any, and themselves."""
+    own = list(pairwise(borders))
+    before = [(0, 0) if prefixes is None or prefixes[i] < 0 else own[prefixes[i]] for i in range(len(own))]
+    # (tokens seen, where its prefix begins, length of the prefix, where it begins itself)
+    spans = sorted(((q - p + b - a, p, q - p, a) for (a, b), (p, q) in zip(own, before, strict=True) if b > a), reverse=True)
+    groups: list[list[tuple[int, int, int, int]]] = []
+    for span in spans:
+        if not groups or span[0] < MIN_FILL * groups[-1][0][0]:
             groups.append([])
-        groups[-1].append((length, start))
+        groups[-1].append(span)
     rows, back, offset = [], torch.empty(borders[-1], dtype=torch.int64), 0
     for group in groups:
-        lengths, starts = (torch.tensor(column)[:, None] for column in zip(*group, strict=True))
+        seen, prefix_starts, prefix_sizes, starts = (torch.tensor(column)[:, None] for column in zip(*group, strict=True))
         place = torch.arange(group[0][0])
-        real = place < lengths
-        index = torch.where(real, starts + place, 0)
-        back[index[real]] = offset + torch.arange(index.numel()).view_as(index)[real]
+        index = torch.where(place < prefix_sizes, prefix_starts + place, starts + place - prefix_sizes)
+        index = torch.where(place < seen, index, 0)
+        itself = (place >= prefix_sizes) & (place < seen)
+        back[index[itself]] = offset + torch.arange(index.numel()).view_as(index)[itself]
         rows.append(index.to(device))
         offset += index.numel()
     return Batches(tuple(rows), back.to(device))
@@ -65,7 +87,8 @@ def batch_sequences(borders: list[int], device: torch.device) -> Batches:
 def _batches_of(packed: PackedSeqParams) -> Batches:
     """The batches of a pack, computed by the first layer that asks and kept on the pack for the others."""
     if not hasattr(packed, "batches"):
-        packed.batches = batch_sequences(packed.cu_seqlens_q.tolist(), packed.cu_seqlens_q.device)
+        prefixes = None if packed.prefixes is None else packed.prefixes.tolist()
+        packed.batches = batch_sequences(packed.cu_seqlens_q.tolist(), packed.cu_seqlens_q.device, prefixes)
     return packed.batches
 
 
@@ -161,7 +184,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         if not hasattr(packed, "angles"):
             borders = packed.cu_seqlens_q
             table = self.get_emb(packed.max_seqlen_q)
-            lengths = borders[1:] - borders[:-1]
-            position = torch.arange(int(borders[-1]), device=borders.device) - borders[:-1].repeat_interleave(lengths)
+            first = packed.positions_before - borders[:-1]
+            position = torch.arange(int(borders[-1]), device=borders.device) + first.repeat_interleave(borders.diff())
             packed.angles = table.index_select(0, position)
         return packed.angles

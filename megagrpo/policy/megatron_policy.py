@@ -26,7 +26,8 @@ Sums = dict[str, tuple[float, float]]
 
 
 class MegatronPolicy:
-    """`chunks` are the bare model chunks of this rank (several with virtual pipeline stages), `model` the same with gradient buffers."""
+    """`chunks` are the bare model chunks of this rank (several with virtual pipeline stages), `model` the same with gradient buffers.
+    With `shares_prompts` batches may hold samples that continue one copy of their prompt."""
 
     def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig):
         self.config, self.layout, self.hf_config = config, layout, hf_config
@@ -37,6 +38,7 @@ class MegatronPolicy:
         self.model = wrap_data_parallel(self.chunks, config.train)
         self.optimizer = build_optimizer(self.model, config.train, self.dtype)
         self.scheduler = build_scheduler(self.optimizer, config.train, config.run.max_steps * config.algorithm.num_iterations)
+        self.shares_prompts = _shares_prompts(config.train.share_prompts)
         self._schedule = get_forward_backward_func()
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
@@ -96,7 +98,7 @@ class MegatronPolicy:
                 input_ids=micro_batch.token_ids[None],
                 position_ids=micro_batch.position_ids[None],
                 attention_mask=None,
-                packed_seq_params=pack_params(micro_batch.cu_seqlens),
+                packed_seq_params=pack_params(micro_batch.cu_seqlens, micro_batch.prefixes),
             )
             return output, partial(last_stage, micro_batch=micro_batch, chunk=model)
 
@@ -146,6 +148,13 @@ class MegatronPolicy:
         return {
             name: total if _is_extreme(name) or name == "loss" else total / max(count, 1.0) for name, (total, count) in everyone.items()
         }
+
+
+def _shares_prompts(wanted: bool | None) -> bool:
+    possible = not device.has_transformer_engine()
+    if wanted and not possible:
+        raise ValueError("train.share_prompts: Transformer Engine's attention cannot share a prompt; set it to false or leave it empty")
+    return possible if wanted is None else wanted
 
 
 def to_floats(sums: dict[str, tuple[Tensor, Tensor]]) -> Sums:

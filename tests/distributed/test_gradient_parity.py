@@ -39,6 +39,7 @@ class Case:
     parallel: dict
     model: dict | None = None
     train: dict | None = None
+    share_prompts: bool = False
 
     def __str__(self):
         return self.name
@@ -56,6 +57,10 @@ LAYOUTS = [
     Case("full_recompute", 1, dict(), model=dict(recompute="full")),
     Case("selective_recompute", 1, dict(), model=dict(recompute="selective")),
     Case("small_micro_batches", 1, dict(), train=dict(max_tokens_per_micro_batch=40)),
+    Case("shared_prompts", 1, dict(), share_prompts=True),
+    Case("shared_prompts_tp2_sequence_parallel", 2, dict(tp=2, sequence_parallel=True), share_prompts=True),
+    Case("shared_prompts_pp2", 2, dict(pp=2), share_prompts=True),
+    Case("shared_prompts_recompute", 1, dict(), model=dict(recompute="full"), share_prompts=True),
 ]
 
 
@@ -81,10 +86,12 @@ def samples() -> list[TrainSample]:
     generator = torch.Generator().manual_seed(1)
     made = []
     for i in range(12):
-        prompt, response = 3 + i % 4, 2 + (5 * i) % 11
-        mask = torch.tensor([False] * prompt + [True] * response)
-        ids = torch.randint(0, SIZES["vocab_size"], (prompt + response,), generator=generator)
-        logprobs = torch.where(mask, -4.5 + torch.randn(prompt + response, generator=generator) * 0.1, 0.0)
+        if i % 3 == 0:  # groups of three responses to one prompt
+            prompt = torch.randint(0, SIZES["vocab_size"], (3 + i,), generator=generator)
+        response = torch.randint(0, SIZES["vocab_size"], (2 + (5 * i) % 11,), generator=generator)
+        ids = torch.cat([prompt, response])
+        mask = torch.arange(ids.numel()) >= prompt.numel()
+        logprobs = torch.where(mask, -4.5 + torch.randn(ids.numel(), generator=generator) * 0.1, 0.0)
         made.append(TrainSample(ids, mask, logprobs, advantage=float(torch.randn((), generator=generator)) if i % 5 else 0.0))
     return made
 
@@ -128,6 +135,7 @@ def one_step(case: Case, folder: str, distributed_optimizer: bool) -> dict:
         at_least=parallel.pp,
         multiple_of=parallel.pp if parallel.vpp > 1 else 1,
         align=parallel.tp if parallel.sequence_parallel else 1,
+        share_prompts=case.share_prompts,
     )
     batch = pack(samples(), rules, layout.dp_rank, layout.dp_size)
     batch = batch.with_logprobs(old=[_old_logprobs(m) for m in batch.micro_batches], ref=reference.logprobs(batch))

@@ -76,3 +76,24 @@ def test_a_pack_whose_borders_do_not_match_is_caught():
     tokens = torch.randn(10, 2, 16)
     with pytest.raises(AssertionError, match="cu_seqlens end at 9, the pack has 10 tokens"):
         attention()(tokens, tokens, tokens, packed_seq_params=pack_params(torch.tensor([0, 9]).int()))
+
+
+def test_sequences_that_continue_a_prefix_get_values_and_gradients_as_if_it_were_repeated():
+    torch.manual_seed(0)
+    borders, prefixes = torch.tensor([0, 7, 10, 15, 21, 22]).int(), torch.tensor([-1, 0, 0, -1, 3])
+    query, key, value = (torch.randn(22, heads, 16, requires_grad=True) for heads in (6, 2, 2))
+    weight = torch.randn(22, 96)
+    packed = attention()(query, key, value, packed_seq_params=pack_params(borders, prefixes))
+    # The same tokens with each prefix written out before what continues it; only a sequence's own rows are compared.
+    repeated = [(0, 7, None), (7, 10, (0, 7)), (10, 15, (0, 7)), (15, 21, None), (21, 22, (15, 21))]
+    expected = []
+    for start, stop, prefix in repeated:
+        rows = torch.cat([torch.arange(*prefix) if prefix else torch.arange(0), torch.arange(start, stop)])
+        alone = naive(query[rows], key[rows], value[rows], [0, len(rows)], 0.25)
+        expected.append(alone[len(rows) - (stop - start) :])
+    expected = torch.cat(expected)
+    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-5)
+    grads = torch.autograd.grad((packed * weight).sum(), (query, key, value))
+    oracle = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+    for grad, reference in zip(grads, oracle, strict=True):
+        torch.testing.assert_close(grad, reference, atol=1e-5, rtol=1e-4)

@@ -84,3 +84,46 @@ def test_loads_are_balanced_over_ranks():
     bins = assign(lengths, PackingRules(max_tokens=4096), num_ranks=4)
     loads = [sum(lengths[i] for b in bins[rank::4] for i in b) for rank in range(4)]
     assert imbalance(loads) < 1.01
+
+
+def group(prompt, responses, first=10):
+    """Samples with one prompt of `prompt` tokens and responses of these lengths."""
+    made = []
+    for i, length in enumerate(responses):
+        ids = torch.cat([torch.arange(first, first + prompt), torch.arange(100 * (i + 1), 100 * (i + 1) + length)])
+        mask = torch.tensor([False] * prompt + [True] * length)
+        made.append(TrainSample(ids, mask, torch.where(mask, -float(i + 1), 0.0), float(i + 1)))
+    return made
+
+
+def test_responses_to_one_prompt_share_all_of_it_but_its_last_token():
+    batch = build_micro_batch(group(3, [2, 1]), share_prompts=True)
+    assert batch.token_ids.tolist() == [10, 11, 12, 100, 101, 12, 200]
+    assert batch.labels.tolist() == [11, 12, 100, 101, 0, 200, 0]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3]
+    assert batch.cu_seqlens.tolist() == [0, 2, 5, 7]
+    assert batch.prefixes.tolist() == [-1, 0, 0]
+    assert batch.loss_mask.tolist() == [False, False, True, True, False, True, False]
+    assert batch.advantages[batch.loss_mask].tolist() == [1, 1, 2]
+    assert batch.rollout_logprobs[batch.loss_mask].tolist() == [-1, -1, -2]
+
+
+def test_sharing_keeps_every_loss_token_and_saves_the_repeated_prompts():
+    samples = [s for i in range(5) for s in group(20, [3, 7, 1, 4], first=1000 * i)]
+    plain, shared = (pack(samples, PackingRules(max_tokens=70, share_prompts=share)) for share in (False, True))
+    labels = [torch.cat([m.labels[m.loss_mask] for m in b.micro_batches]).sort().values for b in (plain, shared)]
+    assert torch.equal(*labels)
+    assert (plain.num_tokens, plain.num_sequences) == (shared.num_tokens, shared.num_sequences)
+    assert sum(m.num_tokens for m in plain.micro_batches) == sum(m.num_tokens for m in shared.micro_batches) + 5 * 3 * 19
+    assert all(m.num_tokens <= 70 for m in shared.micro_batches)
+
+
+def test_a_group_above_the_budget_is_split_and_its_prompt_repeated():
+    batch = pack(group(10, [5] * 6), PackingRules(max_tokens=30, share_prompts=True))
+    assert [m.num_tokens for m in batch.micro_batches] == [9 + 3 * 6] * 2
+
+
+def test_prompts_of_one_token_have_nothing_to_share():
+    batch = build_micro_batch(group(1, [2, 3]), share_prompts=True)
+    assert batch.prefixes is None
+    assert batch.cu_seqlens.tolist() == [0, 3, 7]
