@@ -9,7 +9,6 @@ beside the causal one: a real token never sees what comes after it.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from dataclasses import dataclass
 from itertools import pairwise
