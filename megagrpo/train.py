@@ -78,6 +78,10 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     dtype = str(device.resolve_precision(config.model.precision)).removeprefix("torch.")
     writer = MetricsWriter(run_folder, config, restored_step=_step_of(resume_from)) if first else MetricsWriter.silent()
     resources.callback(writer.close)
+    writer.message(
+        f"{config.run.name}: {config.model.path} in {dtype} on {layout.world_size} rank(s) "
+        f"= tp {layout.tp_size} x pp {layout.pp_size} x dp {layout.dp_size}; everything goes to {run_folder}"
+    )
     launcher = _launcher(config, model_folder, run_folder, dtype) if first and not config.rollout.urls else None
     if launcher is not None:
         resources.callback(launcher.stop)
@@ -150,7 +154,7 @@ def _layout(config: RunConfig) -> Layout:
 
 
 def _check_plan(config: RunConfig, world_size: int) -> None:
-    problems = plan(config, world_size).problems
+    problems = plan(config, world_size, device.gpu_memory_gb()).problems
     if problems:
         raise ValueError("\n".join(problems))
 

@@ -85,6 +85,7 @@ class Trainer:
                     self.evaluate()
                 if last or (run.save_steps and self.state.step % run.save_steps == 0):
                     self.save(must_succeed=last)
+            self.writer.message(f"finished {run.max_steps} steps")
         except StopRequested:
             self.writer.message(f"stop requested: saving after step {self.state.step}")
             self.save(must_succeed=True)

@@ -57,6 +57,11 @@ def visible_gpus() -> list[str] | None:
     return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
 
 
+def gpu_memory_gb() -> float | None:
+    """Memory of this process's GPU in GiB; None on a machine without one."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30 if has_gpu() else None
+
+
 def resolve_precision(precision: str) -> torch.dtype:
     """Compute dtype for `model.precision`; "auto" is bf16 where the hardware multiplies bf16, float32 elsewhere."""
     if precision == "auto":
