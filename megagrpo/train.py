@@ -18,7 +18,7 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.bridge.families import blocks
 from megagrpo.bridge.load import load_hf
 from megagrpo.bridge.sources import resolve_model
-from megagrpo.checkpoint import Checkpointer, newest_checkpoint
+from megagrpo.checkpoint import Checkpointer, CheckpointError, newest_checkpoint
 from megagrpo.config import ConfigError, RunConfig, save_resolved
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
@@ -31,8 +31,10 @@ from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.launcher import Launcher, ServerOptions
-from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.rollout.vllm_server import VllmEngine, check_urls
 from megagrpo.trainer import Trainer
 from megagrpo.weight_sync import WeightSync
 
@@ -40,7 +42,10 @@ log = logging.getLogger("megagrpo")
 
 
 def main(config: RunConfig, config_path: Path) -> int:
-    """Run to the end; 0. ConfigError (exit code 2) for what the person who wrote the config can mend, 1 for anything that fails later."""
+    """The exit code of a run: 0 at its end, 128 + the signal's number when it was asked to stop, 1 for what fails on the way.
+
+    ConfigError (exit code 2) for what the person who wrote the config can mend.
+    """
     _quiet()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     layout = None
@@ -49,13 +54,16 @@ def main(config: RunConfig, config_path: Path) -> int:
         with ExitStack() as resources:
             trainer = build(config, config_path.parent, layout, resources)
             _stop_on_signals(trainer)
-            trainer.run()
+            stopped_by = trainer.run()
         layout.close()
-        return 0
+        return 128 + stopped_by if stopped_by else 0
     except ConfigError:
         raise
-    except RankError as error:
+    except (RankError, EngineError, WeightSyncError, CheckpointError) as error:
         print(f"rank {layout.world_rank} stops: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted; the newest checkpoint is the last thing that was saved", file=sys.stderr)
+        return 128 + signal.SIGINT
     except Exception as error:
         print(f"{''.join(traceback.format_exception(error))}\nrank {layout.world_rank if layout else '?'} failed: {error}", file=sys.stderr)
     return 1
@@ -67,6 +75,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     first = layout.world_rank == 0
     with _problems_of_the_config():
         together(layout, lambda: _check_plan(config, layout.world_size), here=first)
+        together(layout, lambda: check_urls(config.rollout.urls), here=first)
         model_folder = resolve_model(config.model.path)
         resume_from = together(layout, lambda: prepare_run_folder(config, run_folder), here=first)[0]
         hf_config = load_hf_config(model_folder)
@@ -85,7 +94,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     launcher = _launcher(config, model_folder, run_folder, dtype) if first and not config.rollout.urls else None
     if launcher is not None:
         resources.callback(launcher.stop)
-    own_part(layout, launcher.start if launcher else lambda: None, here=first)
+    with _problems_of_the_config():
+        own_part(layout, launcher.start if launcher else lambda: None, here=first)
 
     torch.manual_seed(config.run.seed)
     policy = MegatronPolicy(config, layout, hf_config)
@@ -112,7 +122,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         stop_token_ids=tokenizer.eos_token_ids,
         weights=partial(blocks, policy.chunks, hf_config, layout),
         weight_sync=resources.enter_context(WeightSync(engine if first else None, layout, dtype)),
-        checkpointer=Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit),
+        checkpointer=Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit, model_folder),
         writer=writer,
     )
     if resume_from is not None:
@@ -160,12 +170,12 @@ def _check_plan(config: RunConfig, world_size: int) -> None:
 
 
 class _problems_of_the_config:
-    """What raises ValueError inside is a ConfigError outside: the person at the keyboard can mend it. RankErrors repeat another rank's."""
+    """What goes wrong inside is a ConfigError outside: the person at the keyboard can mend it. RankErrors repeat another rank's."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (ValueError, RankError)):
+        if isinstance(error, (ValueError, RankError, EngineStartError)):
             raise ConfigError(str(error)) from error
 
 
@@ -207,9 +217,9 @@ def _stop_on_signals(trainer: Trainer) -> None:
     """The first Ctrl-C or SIGTERM asks the trainer to save and stop; a second Ctrl-C ends it at once."""
 
     def ask(number: int, frame: object) -> None:
-        if trainer.stop_requested and number == signal.SIGINT:
+        if trainer.stop_signal and number == signal.SIGINT:
             raise KeyboardInterrupt
-        trainer.stop_requested = True
+        trainer.stop(number)
 
     signal.signal(signal.SIGINT, ask)
     signal.signal(signal.SIGTERM, ask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from megagrpo.parallel.together import together
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rollout.engine import Engine, derive_seed
+from megagrpo.rollout.engine import Engine, EngineInterrupted, derive_seed
 from megagrpo.types import LossFn, Prompt, SamplingParams, ScoredRollout, TrainBatch, TrainState
 from megagrpo.weight_sync import Weights, WeightSync
 
@@ -49,7 +50,9 @@ class Trainer:
     writer: MetricsWriter
     state: TrainState = field(default_factory=TrainState)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
-    stop_requested: bool = False
+    stop_signal: int = 0  # the number of the signal that asked this rank to stop
+    saved_step: int = 0  # of the newest checkpoint; a run that has not begun needs none
+    failed_saves: int = 0
 
     def step(self) -> dict[str, float]:
         """One outer iteration; its metrics, the same on every rank. Raises StopRequested before anything was trained."""
@@ -59,7 +62,6 @@ class Trainer:
         rewards = rewards_by_group(scored, config.rollout.num_generations)
         advantages = group_advantages(rewards, config.algorithm.scale_rewards)
         batch = pack(to_samples(scored, advantages), self.packing_rules(), self.layout.dp_rank, self.layout.dp_size)
-        self.stop_if_requested()
         batch = self.with_logprobs(batch)
         for _ in range(config.algorithm.num_iterations):
             metrics |= self.train(batch)
@@ -67,13 +69,16 @@ class Trainer:
         self.writer.completions(self.state.step + 1, scored, advantages.flatten().tolist())
         return metrics | reward_statistics(rewards) | rollout_metrics(scored)
 
-    def run(self) -> None:
-        """Steps until `run.max_steps` or a request to stop, with evaluation and checkpoints between them."""
+    def run(self) -> int:
+        """Steps until `run.max_steps` or a request to stop, with evaluation and checkpoints between them.
+
+        0, or the number of the signal that asked to stop.
+        """
         run, evaluation = self.config.run, self.config.evaluation
         self.sync()
-        if self.state.step == 0:
-            self.evaluate()
         try:
+            if self.state.step == 0:
+                self.evaluate()
             while self.state.step < run.max_steps:
                 self.stop_if_requested()
                 self.timer.collect()
@@ -86,9 +91,17 @@ class Trainer:
                 if last or (run.save_steps and self.state.step % run.save_steps == 0):
                     self.save(must_succeed=last)
             self.writer.message(f"finished {run.max_steps} steps")
-        except StopRequested:
-            self.writer.message(f"stop requested: saving after step {self.state.step}")
+        except StopRequested as stop:
+            self.writer.message(f"stop requested ({signal.Signals(stop.number).name}) after step {self.state.step}")
             self.save(must_succeed=True)
+            return stop.number
+        return 0
+
+    def stop(self, number: int) -> None:
+        """Ask for an end because of signal `number`: the step under way is finished, or given up while it still generates."""
+        self.stop_signal = number
+        if self.engine is not None:
+            self.engine.interrupt()
 
     def rollout(self, prompts: Sequence[Prompt], num_generations: int, temperature: float) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Every replica generates and scores its share of the prompts; all ranks get all of it, in prompt order, and what was counted."""
@@ -96,14 +109,18 @@ class Trainer:
         sampling = SamplingParams(temperature, self.config.rollout.max_completion_length, self.stop_token_ids)
         seed = derive_seed(self.config.run.seed, self.state.step)
 
-        def generate_and_score() -> tuple[int, list[ScoredRollout], dict[str, float]]:
+        def generate_and_score() -> tuple[int, list[ScoredRollout], dict[str, float]] | None:
             with self.timer("generate"):
-                groups = self.engine.generate(prompts[share], num_generations, sampling, seed)
+                try:
+                    groups = self.engine.generate(prompts[share], num_generations, sampling, seed)
+                except EngineInterrupted:
+                    return None
             with self.timer("reward"):
                 scored = self.rewards.score([rollout for group in groups for rollout in group])
             return self.layout.dp_rank, scored, self.rewards.metrics()
 
         parts = together(self.layout, generate_and_score, here=self.layout.is_dp_leader)
+        self.stop_if_requested()
         parts = sorted((part for part in parts if part is not None), key=lambda part: part[0])
         counters = {name: sum(counted[name] for _, _, counted in parts) for name in parts[0][2] if name.endswith(COUNTERS)}
         return [s for _, scored, _ in parts for s in scored], counters
@@ -154,36 +171,43 @@ class Trainer:
         self.writer.evaluation(self.state.step, metrics)
 
     def save(self, must_succeed: bool) -> None:
-        """Write a checkpoint. One that fails in the middle of a run is reported and counted by the next; the last one must succeed."""
-        if self.state.step == 0:
+        """Write a checkpoint, unless this step has one. A failure in the middle of a run is reported and counted; the last must succeed."""
+        if self.state.step == self.saved_step:
             return
         try:
             self.writer.message(f"checkpoint {self.checkpointer.save(self.state)}")
+            self.saved_step = self.state.step
         except CheckpointError as error:
             if must_succeed:
                 raise
+            self.failed_saves += 1
             self.writer.message(f"warning: {error}")
 
     def restore(self, path: Path) -> None:
         """Continue where the checkpoint at `path` was written."""
         self.state = self.checkpointer.load(path)
-        self.prompts.cursor = self.state.cursor
+        self.saved_step, self.prompts.cursor = self.state.step, self.state.cursor
         self.writer.message(f"resumed from {path} after step {self.state.step}")
 
     def stop_if_requested(self) -> None:
         """Raise StopRequested on every rank when any of them was told to stop."""
-        if any(self.layout.all_gather_objects(self.stop_requested)):
-            raise StopRequested
+        if number := max(self.layout.all_gather_objects(self.stop_signal)):
+            raise StopRequested(number)
 
     def with_speed(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds the seconds of each phase, tokens per second (prompts and responses) and peak memory of this process."""
+        """Adds the seconds of each phase, tokens per second (prompts and responses), peak memory of this process, and run counters."""
         times = self.timer.collect()
         speed = {"tokens_per_second": metrics["num_tokens"] / times["time/step"], "memory_gb": memory_gb()}
-        return metrics | times | speed | {"weight_version": float(self.state.weight_version)}
+        counters = {"weight_version": float(self.state.weight_version), "checkpoint/failures": float(self.failed_saves)}
+        return metrics | times | speed | counters
 
 
 class StopRequested(Exception):
     """Ctrl-C or SIGTERM: save and stop. Raised between steps, or inside one before it trained anything."""
+
+    def __init__(self, number: int):
+        super().__init__(f"signal {number}")
+        self.number = number
 
 
 def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:

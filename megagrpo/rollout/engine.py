@@ -26,6 +26,10 @@ class EngineDeadError(EngineError):
     """No server is left to answer; the message names their addresses and log files."""
 
 
+class EngineInterrupted(EngineError):
+    """Somebody called `interrupt` while responses were generated."""
+
+
 class Engine(Protocol):
     """Generates responses and takes new weights."""
 
@@ -33,6 +37,9 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> list[list[Rollout]]:
         """`n` rollouts of each prompt, in the order of `prompts`. The same arguments and weights give the same tokens."""
+
+    def interrupt(self) -> None:
+        """Have the `generate` that is under way, if any, raise EngineInterrupted soon. May be called from a signal handler."""
 
     def load_weights(self, manifest: Path, version: int, replies: Path) -> list[dict[str, Any]]:
         """Take in the weights that `manifest` lists and stay paused; what each worker reports about it, read from `replies`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from megagrpo.rollout.engine import EngineDeadError, EngineError, derive_seed
+from megagrpo.rollout.engine import EngineDeadError, EngineError, EngineInterrupted, derive_seed
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
@@ -53,6 +53,7 @@ class VllmEngine:
         self.logs = dict(zip(urls, logs, strict=False))
         self.weight_version = 0
         self.dead: set[str] = set()
+        self._under_way: tuple[asyncio.AbstractEventLoop, asyncio.Task] | None = None  # what `interrupt` ends
 
     def close(self) -> None:
         """Connections live no longer than one call: nothing to let go of."""
@@ -62,7 +63,8 @@ class VllmEngine:
     def generate(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> list[list[Rollout]]:
         """`n` rollouts of each prompt, in order. Each prompt's seed follows from `seed` and its prompt_id.
 
-        Raises EngineDeadError when no server is left, EngineError when one refuses a request or its answer does not add up.
+        Raises EngineDeadError when no server is left, EngineInterrupted after `interrupt`, EngineError when a server refuses a request
+        or its answer does not add up.
         """
         seen: Counter[int] = Counter()
         jobs: deque[_Job] = deque()
@@ -71,10 +73,23 @@ class VllmEngine:
             seen[prompt.prompt_id] += 1
             jobs.append(_Job(place, prompt, _request(prompt, n, sampling, own_seed)))
         groups: list[list[Rollout] | None] = [None] * len(prompts)
-        asyncio.run(self._work_off(jobs, n, groups))
+        try:
+            asyncio.run(self._work_off(jobs, n, groups))
+        except asyncio.CancelledError:
+            raise EngineInterrupted("generation was interrupted") from None
+        finally:
+            self._under_way = None
         return groups
 
+    def interrupt(self) -> None:
+        """Have the `generate` that is under way, if any, close its connections, on which vLLM drops the requests, and raise
+        EngineInterrupted. May be called from a signal handler."""
+        if self._under_way is not None:
+            loop, task = self._under_way
+            loop.call_soon_threadsafe(task.cancel)
+
     async def _work_off(self, jobs: deque[_Job], n: int, groups: list[list[Rollout] | None]) -> None:
+        self._under_way = asyncio.get_running_loop(), asyncio.current_task()
         left = len(jobs)
 
         async def serve(client: httpx.AsyncClient, url: str) -> None:
@@ -88,7 +103,7 @@ class VllmEngine:
                 if choices is None:
                     jobs.append(job)
                     continue
-                groups[job.place] = [self._rollout(url, job.prompt, choice) for choice in _complete(url, choices, n)]
+                groups[job.place] = [self._rollout(url, job, choice) for choice in _complete(url, choices, n)]
                 left -= 1
 
         slots = max(1, math.ceil(self.max_num_seqs / n))
@@ -119,12 +134,18 @@ class VllmEngine:
         elif job.failures >= ATTEMPTS:
             raise EngineError(f"{self._name(url)} failed {ATTEMPTS} times on prompt {job.prompt.prompt_id}: {reason}")
 
-    def _rollout(self, url: str, prompt: Prompt, choice: dict[str, Any]) -> Rollout:
+    def _rollout(self, url: str, job: _Job, choice: dict[str, Any]) -> Rollout:
+        prompt, limit = job.prompt, job.body["sampling_params"]["max_tokens"]
         ids = tuple(choice["token_ids"])
         logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
         told = [entry["token_id"] for entry in choice["logprobs"]["content"]]
         if choice["finish_reason"] not in ("stop", "length"):
             raise EngineError(f"{self._name(url)} ended prompt {prompt.prompt_id} for the reason {choice['finish_reason']!r}")
+        if choice["finish_reason"] == "length" and len(ids) < limit:
+            raise EngineError(
+                f"{self._name(url)} has no room for prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens and a response of {limit}; "
+                "start it with a larger --max-model-len"
+            )
         if not ids or list(ids) != told:
             raise EngineError(f"{self._name(url)} sent {len(ids)} tokens and log-probs of {len(told)} others for prompt {prompt.prompt_id}")
         if not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
@@ -234,6 +255,17 @@ class VllmEngine:
         return f"vLLM server {url}" + (f" (log {self.logs[url]})" if url in self.logs else "")
 
 
+def check_urls(urls: Sequence[str]) -> None:
+    """ValueError that names the servers of `rollout.urls` that do not answer their health check."""
+
+    async def check() -> list[bool]:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            return await asyncio.gather(*(_answers(client, url) for url in urls))
+
+    if silent := [url for url, answers in zip(urls, asyncio.run(check()), strict=True) if not answers]:
+        raise ValueError(f"rollout.urls: {', '.join(silent)} does not answer; start it, or leave rollout.urls empty to have one started")
+
+
 def _request(prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> dict[str, Any]:
     params = {
         "n": n,
@@ -266,7 +298,7 @@ async def _all(coroutines: Sequence[Coroutine]) -> list[Any]:
 async def _answers(client: httpx.AsyncClient, url: str) -> bool:
     try:
         return (await client.get(f"{url}/health", timeout=5)).status_code == 200
-    except httpx.TransportError:
+    except (httpx.TransportError, httpx.InvalidURL):
         return False
 
 
