@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from megagrpo.bridge.export import copy_side_files
+from megagrpo.bridge.megatron_io import HF_FILES
 from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import together
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -33,10 +35,11 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpointer:
-    """Saves and restores one run in `folder`, keeping the newest `keep` checkpoints."""
+    """Saves and restores one run in `folder`, keeping the newest `keep` checkpoints. Each carries config and tokenizer of `model_folder`,
+    so that it can be exported by itself."""
 
-    def __init__(self, folder: Path, layout: Layout, policy: MegatronPolicy, keep: int):
-        self.folder, self.layout, self.policy, self.keep = folder, layout, policy, keep
+    def __init__(self, folder: Path, layout: Layout, policy: MegatronPolicy, keep: int, model_folder: Path):
+        self.folder, self.layout, self.policy, self.keep, self.model_folder = folder, layout, policy, keep, model_folder
         held = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()) if layout.dp_rank == 0 else 0
         self._bytes_needed = sum(layout.all_gather_objects(held)) * BYTES_PER_PARAMETER
 
@@ -95,6 +98,8 @@ class Checkpointer:
         dist_checkpointing.save(sharded, str(partial), content_metadata=metadata, async_strategy="mcore")
 
     def _publish(self, partial: Path, final: Path, state: TrainState) -> None:
+        (partial / HF_FILES).mkdir()
+        copy_side_files(self.model_folder, partial / HF_FILES)
         (partial / STATE_FILE).write_text(json.dumps({"state": asdict(state), "layout": self._layout_of_rng()}, indent=1))
         if final.exists():
             shutil.rmtree(final)
