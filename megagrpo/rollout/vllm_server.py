@@ -242,7 +242,8 @@ class VllmEngine:
         return results
 
     def _client(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # vLLM closes a connection after an error: a request that reuses it at that moment would be lost.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=10), limits=limits, trust_env=False)
 
     def _alive(self) -> list[str]:

@@ -18,7 +18,8 @@ SUPERVISOR = Path(launcher_module.HERE) / "supervisor.py"
 # A server with a child that ignores SIGTERM and leaves its process group, and with a grandchild that lost its parent.
 SERVER = """
 import os, signal, subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN); time.sleep(600)", "{mark}"])
+stubborn = "import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", stubborn, "{mark}"])
 subprocess.Popen(["bash", "-c", "sleep 601 {mark} & disown; exit 0"])
 print("up", flush=True)
 time.sleep(600)
@@ -91,7 +92,8 @@ def test_a_supervisor_passes_on_how_its_server_ended():
 
 def test_files_that_a_killed_server_had_mapped_are_removed():
     name = Path(f"/dev/shm/psm_test{os.getpid()}")
-    code = f"import mmap; f = open({str(name)!r}, 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 0); print('up', flush=True); import time; time.sleep(60)"
+    code = f"import mmap, time; f = open({str(name)!r}, 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 0); print('up', flush=True); "
+    code += "time.sleep(60)"
     command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", code]
     supervisor = subprocess.Popen(command, stdout=subprocess.PIPE)
     supervisor.stdout.readline()
@@ -119,12 +121,12 @@ def test_a_taken_port_is_named_before_anything_starts(options, tmp_path):
 
 
 def test_a_folder_without_a_model_is_refused_at_once(tmp_path):
-    with pytest.raises(EngineStartError, match="holds no config.json"):
+    with pytest.raises(EngineStartError, match=r"holds no config\.json"):
         Launcher(ServerOptions(str(tmp_path / "nowhere"), "float32", 64), tmp_path).start()
 
 
 def test_too_few_gpus_for_the_servers_are_refused(options, tmp_path):
-    with pytest.raises(ValueError, match="rollout.servers 2 x rollout.tp 1 need 2 GPUs; 1 were given"):
+    with pytest.raises(ValueError, match=r"rollout\.servers 2 x rollout\.tp 1 need 2 GPUs; 1 were given"):
         Launcher(options, tmp_path, num_servers=2, devices=["0"])
 
 

@@ -1,0 +1,153 @@
+"""Generation by real vLLM servers, against transformers; and servers that fail, or whose trainer does."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from megagrpo.rollout.engine import EngineDeadError, EngineError, EngineStartError
+from megagrpo.rollout.launcher import Launcher, ServerOptions
+from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.types import Prompt, SamplingParams
+from tests.e2e.tiny_servers import PROMPTS, below, model_folder, naive_logprobs, oracle, tied_llamas
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """A server with the weights it started with."""
+    return tied_llamas()[1]
+
+
+def ids(groups):
+    return [[rollout.response_ids for rollout in group] for group in groups]
+
+
+def test_greedy_responses_are_those_of_transformers(fresh):
+    for (rollout,), prompt in zip(fresh.engine.generate(PROMPTS, 1, GREEDY, seed=0), PROMPTS, strict=True):
+        tokens = torch.tensor([prompt.token_ids])
+        expected = oracle(fresh.folder).generate(tokens, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert rollout.response_ids == tuple(expected[0, len(prompt.token_ids) :].tolist())
+        assert rollout.prompt is prompt and rollout.weight_version == 0 and rollout.text == " ".join(map(str, rollout.response_ids))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_of_the_distribution_that_was_sampled(fresh, temperature):
+    for group in fresh.engine.generate(PROMPTS, 3, SamplingParams(temperature, 20), seed=5):
+        for rollout in group:
+            expected = naive_logprobs(fresh.folder, rollout.prompt, rollout.response_ids, temperature)
+            torch.testing.assert_close(torch.tensor(rollout.rollout_logprobs), expected, rtol=0, atol=1e-3)
+
+
+def test_one_seed_gives_one_result_and_another_seed_another(fresh):
+    sampling = SamplingParams(1.0, 12)
+    first = ids(fresh.engine.generate(PROMPTS, 4, sampling, seed=1))
+    assert ids(fresh.engine.generate(PROMPTS, 4, sampling, seed=1)) == first
+    assert ids(fresh.engine.generate(PROMPTS[::-1], 4, sampling, seed=1)) == first[::-1]
+    second = ids(fresh.engine.generate(PROMPTS, 4, sampling, seed=2))
+    assert not {response for group in first for response in group} & {response for group in second for response in group}
+
+
+def test_responses_of_a_group_differ_and_so_do_groups_of_the_same_prompt(fresh):
+    one, two = ids(fresh.engine.generate([PROMPTS[0], PROMPTS[0]], 8, SamplingParams(1.0, 12), seed=3))
+    assert len(set(one + two)) == 16
+
+
+def test_a_response_ends_with_its_stop_token_or_at_the_limit(fresh):
+    (plain,) = fresh.engine.generate(PROMPTS[:1], 1, GREEDY, seed=0)[0]
+    stop = plain.response_ids[6]
+    at = plain.response_ids.index(stop)
+    (stopped,) = fresh.engine.generate(PROMPTS[:1], 1, SamplingParams(0.0, 16, (stop,)), seed=0)[0]
+    assert (plain.finish_reason, len(plain.response_ids)) == ("length", 16)
+    assert (stopped.finish_reason, stopped.response_ids) == ("stop", plain.response_ids[: at + 1])
+    assert len(stopped.rollout_logprobs) == at + 1
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_the_servers_reason(fresh):
+    with pytest.raises(EngineError, match=r"vLLM server http.*vllm_0.log.* refused prompt 77: .*128"):
+        fresh.engine.generate([Prompt(77, (5,) * 140, "")], 1, GREEDY, seed=0)
+
+
+def test_a_response_for_which_the_server_has_no_room_is_an_error(fresh):
+    with pytest.raises(EngineError, match=r"no room for prompt 77: 120 tokens and a response of 16; .*--max-model-len"):
+        fresh.engine.generate([Prompt(77, (5,) * 120, "")], 1, GREEDY, seed=0)
+
+
+def dead_url():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{s.getsockname()[1]}"
+
+
+def test_prompts_of_a_dead_server_go_to_the_others(fresh):
+    expected = ids(fresh.engine.generate(PROMPTS, 2, SamplingParams(1.0, 8), seed=9))
+    both = VllmEngine([dead_url(), *fresh.launcher.urls], str)
+    assert ids(both.generate(PROMPTS, 2, SamplingParams(1.0, 8), seed=9)) == expected
+    assert both.dead == {both.urls[0]}
+
+
+def test_when_no_server_is_left_the_error_names_them_and_their_logs():
+    url = dead_url()
+    with pytest.raises(EngineDeadError, match=f"{url} .*here.log"):
+        VllmEngine([url], str, logs=[Path("here.log")]).generate(PROMPTS, 1, GREEDY, seed=0)
+
+
+def test_rollouts_of_unexpected_weights_are_refused(fresh):
+    other = VllmEngine(fresh.launcher.urls, str)
+    other.weight_version = 3
+    with pytest.raises(EngineError, match=r"weight version \['default'\]; the last sync was 3"):
+        other.generate(PROMPTS[:1], 1, GREEDY, seed=0)
+
+
+def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model", "architectures": ["NoSuchModel"]}))
+    launcher = Launcher(ServerOptions(str(tmp_path), "float32", 64, kv_cache_gb=1), tmp_path / "logs")
+    launcher.start()
+    with pytest.raises(EngineStartError, match=r"(?s)ended with exit code 1 .*vllm_0.log.*no_such_model"):
+        launcher.wait()
+    assert launcher.servers == []
+
+
+TRAINER = """
+import os, sys, time
+from megagrpo.rollout.launcher import Launcher, ServerOptions
+launcher = Launcher(ServerOptions(sys.argv[1], "float32", 64, kv_cache_gb=1, omp_threads=1), sys.argv[2])
+launcher.start()
+launcher.wait()
+print(launcher.servers[0].supervisor.pid, *launcher.urls, flush=True)
+time.sleep(600)
+"""
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_no_server_process_outlives_a_trainer_that_is_killed(tmp_path):
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, model_folder("llama"), tmp_path], stdout=subprocess.PIPE, text=True)
+    try:
+        supervisor, url = trainer.stdout.readline().split()
+        family = [int(supervisor), *below(int(supervisor))]
+        files = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith("psm_")}
+        ours = {file for file in files for pid in family if file in Path(f"/proc/{pid}/maps").read_text()}
+        assert len(family) >= 4 and all(map(alive, family)) and ours and httpx.get(f"{url}/health").status_code == 200
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    deadline = time.monotonic() + 20
+    while any(map(alive, family)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [pid for pid in family if alive(pid)] == []
+    assert not [file for file in ours if Path(file).exists()]

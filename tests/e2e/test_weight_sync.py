@@ -1,0 +1,280 @@
+"""Weight sync into real vLLM servers: afterwards they are fresh engines on the new weights, or an error says what is wrong."""
+
+import json
+import os
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+import torch.distributed as dist
+
+from megagrpo.rollout.engine import EngineDeadError
+from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.types import SamplingParams
+from megagrpo.weight_sync import WeightSync
+from tests.distributed.ranks import run_ranks
+from tests.e2e.tiny_servers import PROMPTS, below, connect, launch, model_folder, naive_logprobs, tied_llamas, weights
+
+SAMPLINGS = [SamplingParams(0.0, 24), SamplingParams(1.0, 24)]
+LAYER = "model.layers.1.self_attn"
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Places [start, stop) of dimension `dim` of a tensor; the parameter holds just those."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def block_shape(self):
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+    def view(self, param):
+        return param
+
+
+@dataclass(frozen=True)
+class OneRank:
+    world_rank: int = 0
+
+    def all_gather_objects(self, obj):
+        return [obj]
+
+
+@dataclass(frozen=True)
+class GlooRanks:
+    world_rank: int
+
+    def all_gather_objects(self, obj):
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, obj)
+        return everyone
+
+
+def shards(folder, parts=1, part=0):
+    """What one of `parts` ranks holds: columns of o_proj and down_proj, rows of the rest, norms whole."""
+    for name, full in weights(folder).items():
+        dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+        pieces = parts if full.dim() == 2 else 1
+        n = full.shape[dim] // pieces
+        start = n * (part if pieces > 1 else 0)
+        yield name, full.narrow(dim, start, n).contiguous(), [Slab(name, tuple(full.shape), dim, start, start + n)]
+
+
+def sampled(engine):
+    """Tokens and log-probs of greedy and of random responses."""
+    groups = [group for n, sampling in enumerate(SAMPLINGS, 1) for group in engine.generate(PROMPTS, n, sampling, seed=4)]
+    return [(rollout.response_ids, rollout.rollout_logprobs) for group in groups for rollout in group]
+
+
+def is_paused(engine):
+    return httpx.get(f"{engine.urls[0]}/is_paused").json()["is_paused"]
+
+
+@pytest.fixture
+def synced():
+    """The server that these tests push weights to."""
+    return tied_llamas()[0]
+
+
+@pytest.fixture
+def fresh():
+    """A server that loaded the weights these tests push from their folder."""
+    return tied_llamas()[1]
+
+
+def test_a_synced_engine_equals_one_that_loaded_the_folder(synced, fresh):
+    version = synced.engine.weight_version
+    with WeightSync(synced.engine, OneRank(), "float32") as sync:
+        sync.push(shards(fresh.folder), version + 1)
+        assert sampled(synced.engine) == sampled(fresh.engine)
+        done = sync.push(shards(synced.folder), version + 2)
+        old = sampled(synced.engine)
+        assert done.bytes_read == done.bytes_published == sum(t.nbytes for t in weights(synced.folder).values())
+        assert old != sampled(fresh.engine)
+        sync.push(shards(fresh.folder), version + 3)
+        assert sampled(synced.engine) == sampled(fresh.engine)
+        assert synced.engine.generate(PROMPTS[:1], 1, SAMPLINGS[0], 0)[0][0].weight_version == version + 3
+        assert list(Path("/dev/shm").glob(f"megagrpo-{os.getpid()}.*"))
+    assert not list(Path("/dev/shm").glob(f"megagrpo-{os.getpid()}.*"))
+
+
+def push_from_a_rank(engine, folder, version, poison=None):
+    """Two tensor-parallel ranks in two replicas: 0 and 2 hold the same, and so do 1 and 3."""
+    rank = dist.get_rank()
+    found = list(shards(folder, parts=2, part=rank % 2))
+    if rank == poison:
+        found[3][1].view(-1)[0] = float("nan")
+    try:
+        with WeightSync(engine if rank == 0 else None, GlooRanks(rank), "float32") as sync:
+            report = sync.push(found, version)
+            held = sync._published.size
+    except WeightSyncError as error:
+        return str(error)
+    return report.bytes_published, held
+
+
+def test_ranks_publish_their_own_shards_and_each_block_once(synced, fresh):
+    version = synced.engine.weight_version + 1
+    results = run_ranks(push_from_a_rank, 4, synced.engine, fresh.folder, version)
+    total = sum(tensor.nbytes for tensor in weights(fresh.folder).values())
+    assert [published for published, _ in results] == [total] * 4
+    assert total <= sum(held for _, held in results) < 1.02 * total and max(held for _, held in results) < 0.35 * total
+    synced.engine.weight_version = version  # the ranks' copy of the client moved on, this one did not
+    assert sampled(synced.engine) == sampled(fresh.engine)
+
+
+def test_every_rank_learns_which_rank_failed(synced, fresh):
+    before = sampled(synced.engine)
+    told = run_ranks(push_from_a_rank, 4, synced.engine, fresh.folder, synced.engine.weight_version + 1, 3)
+    assert len(set(told)) == 1 and "rank 3: parameter" in told[0] and "NaN" in told[0]
+    assert sampled(synced.engine) == before  # nothing had reached the engine
+
+
+class Tampered:
+    """The engine, with something done to the published weights just before it loads them."""
+
+    def __init__(self, engine, tamper):
+        self.engine, self.tamper = engine, tamper
+
+    def load_weights(self, manifest, version, replies):
+        if self.tamper:
+            data = json.loads(manifest.read_text())
+            self.tamper(data)
+            manifest.write_text(json.dumps(data))
+            self.tamper = None
+        return self.engine.load_weights(manifest, version, replies)
+
+    def resume(self, version):
+        self.engine.resume(version)
+
+
+def without(*names):
+    def tamper(manifest):
+        for name in names:
+            del manifest["tensors"][name]
+
+    return tamper
+
+
+def half_of_the_tensors(manifest):
+    for name in sorted(manifest["tensors"])[::2]:
+        del manifest["tensors"][name]
+
+
+def without_a_block(manifest):
+    del manifest["tensors"][f"{LAYER}.o_proj.weight"]["blocks"][1]
+
+
+def with_a_flipped_bit(manifest):
+    block = manifest["tensors"][f"{LAYER}.o_proj.weight"]["blocks"][1]
+    with open(block["file"], "r+b") as file:
+        file.seek(block["offset"] + 13)
+        byte = file.read(1)
+        file.seek(block["offset"] + 13)
+        file.write(bytes([byte[0] ^ 4]))
+
+
+def without_a_file(manifest):
+    Path(manifest["tensors"][f"{LAYER}.o_proj.weight"]["blocks"][0]["file"]).unlink()
+
+
+def with_a_short_file(manifest):
+    block = manifest["tensors"][f"{LAYER}.o_proj.weight"]["blocks"][0]
+    block["offset"] += 2**30
+
+
+def of_another_version(manifest):
+    manifest["version"] += 1
+
+
+def with_another_shape(manifest):
+    tensor = manifest["tensors"]["model.norm.weight"]
+    tensor["shape"] = [64]
+    tensor["blocks"][0]["stop"] = 64
+
+
+def halves(folder):
+    """Both halves of every matrix, on one rank."""
+    return [*shards(folder, 2, 0), *shards(folder, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (half_of_the_tensors, r"no weights came for model\.|only part of the weights came for model\."),
+        (
+            without(f"{LAYER}.k_proj.weight"),
+            r"only part of the weights came for model\.layers\.1\.self_attn\.qkv_proj\.weight \(\d+ of \d+",
+        ),
+        (without("model.embed_tokens.weight"), r"no weights came for model\.embed_tokens\.weight"),
+        (without_a_block, r"model\.layers\.1\.self_attn\.o_proj\.weight: nobody holds \[0:128, 64:128\]"),
+        (with_a_flipped_bit, r"rank 0, model\.layers\.1\.self_attn\.o_proj\.weight\[0:128, 64:128\]: checksum"),
+        (without_a_file, r"worker 0: .*rank 0, model\..* cannot be read: No such file"),
+        (with_a_short_file, r"rank 0, model\.layers\.1\.self_attn\.o_proj\.weight: .* holds \d+ bytes"),
+        (of_another_version, r"holds weight version \d+; \d+ was announced"),
+        (with_another_shape, r"worker 0: "),
+    ],
+    ids=lambda x: getattr(x, "__name__", " "),
+)
+def test_a_sync_that_goes_wrong_is_told_leaves_the_engine_paused_and_can_be_repeated(synced, fresh, tamper, message):
+    version = synced.engine.weight_version + 1
+    with WeightSync(Tampered(synced.engine, tamper), OneRank(), "float32") as sync:
+        with pytest.raises(WeightSyncError, match=rf"(?s)weight version {version} did not reach the engine.*{message}"):
+            sync.push(halves(fresh.folder), version)
+        assert is_paused(synced.engine)
+        sync.push(halves(fresh.folder), version)
+    assert not is_paused(synced.engine) and sampled(synced.engine) == sampled(fresh.engine)
+
+
+def test_an_update_that_another_client_left_open_does_not_block_the_next(synced, fresh):
+    url = synced.engine.urls[0]
+    assert httpx.post(f"{url}/pause?mode=wait").status_code == httpx.post(f"{url}/start_weight_update").status_code == 200
+    with WeightSync(synced.engine, OneRank(), "float32") as sync:
+        sync.push(shards(fresh.folder), synced.engine.weight_version + 1)
+    assert sampled(synced.engine) == sampled(fresh.engine)
+
+
+@pytest.fixture(scope="module")
+def two_workers():
+    """A server with two tensor-parallel workers on a model with biases."""
+    folder = model_folder("qwen2", 0)
+    return connect(launch(folder, "qwen2", tp=2), folder)
+
+
+def test_two_workers_read_their_own_halves_of_a_model_with_biases(two_workers):
+    new = model_folder("qwen2", 1)
+    with WeightSync(two_workers.engine, OneRank(), "float32") as sync:
+        done = sync.push(halves(new), 1)
+    assert done.bytes_published < done.bytes_read < 1.05 * done.bytes_published  # norms and the bias of o_proj are read twice
+    for sampling in SAMPLINGS:
+        for (rollout,) in two_workers.engine.generate(PROMPTS, 1, sampling, seed=3):
+            expected = naive_logprobs(new, rollout.prompt, rollout.response_ids)
+            if sampling.temperature:
+                torch.testing.assert_close(torch.tensor(rollout.rollout_logprobs), expected, rtol=0, atol=1e-3)
+            assert len(rollout.response_ids) == 24
+
+
+def test_a_checksum_that_no_worker_can_tell_alone_is_verified_over_both(two_workers):
+    engine = Tampered(two_workers.engine, with_a_flipped_bit)
+    with (
+        WeightSync(engine, OneRank(), "float32") as sync,
+        pytest.raises(WeightSyncError, match=r"rank 0, model\.layers\.1\.self_attn\.o_proj"),
+    ):
+        sync.push(halves(model_folder("qwen2", 1)), 2)
+
+
+def test_a_server_that_is_killed_while_it_works_is_a_dead_engine(two_workers):
+    for pid in below(two_workers.launcher.servers[0].supervisor.pid):
+        os.kill(pid, signal.SIGKILL)
+    engine = VllmEngine(two_workers.launcher.urls, str, logs=two_workers.launcher.logs)
+    with pytest.raises(EngineDeadError, match=r"no vLLM server answers any more: .*qwen2/vllm_0\.log"):
+        engine.generate(PROMPTS, 1, replace(SAMPLINGS[1], max_tokens=64), seed=0)

@@ -1,0 +1,120 @@
+"""Tiny random models and real vLLM servers on them, started once per test process and stopped with it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from megagrpo.rollout.launcher import Launcher, ServerOptions
+from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.types import Prompt
+
+SIZES = dict(
+    vocab_size=1000,  # vLLM pads it, so a part of the embedding arrives only when an update is finished
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.08,
+    tie_word_embeddings=True,
+)
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 997 + 3 for k in range(4 + i)), "") for i in range(5)]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server, its client, and the folder with the weights it started with."""
+
+    folder: Path
+    launcher: Launcher = field(repr=False)
+    engine: VllmEngine = field(repr=False)
+
+
+@functools.cache
+def scratch() -> Path:
+    """A folder that goes with the process."""
+    folder = Path(tempfile.mkdtemp(prefix="tiny_servers_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
+def model_folder(kind: str, seed: int = 0) -> Path:
+    """A Hugging Face folder with random float32 weights; norms and biases are random too."""
+    folder = scratch() / f"{kind}{seed}"
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](**SIZES), dtype=torch.float32)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "norm" in name:
+                param.copy_(1 + 0.1 * torch.randn_like(param))
+            elif name.endswith("bias"):
+                param.copy_(0.2 * torch.randn_like(param))
+    model.save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors in a folder, by name."""
+    return load_file(folder / "model.safetensors")
+
+
+def launch(folder: Path, log_name: str, **options) -> Launcher:
+    """A server on `folder` that is starting."""
+    settings = ServerOptions(str(folder), "float32", 128, **{"max_num_seqs": 64, "kv_cache_gb": 1, "omp_threads": 1} | options)
+    launcher = Launcher(settings, scratch() / log_name)
+    launcher.start()
+    return launcher
+
+
+def connect(launcher: Launcher, folder: Path) -> Running:
+    """The client of a server, once it answers."""
+    launcher.wait()
+    return Running(folder, launcher, VllmEngine(launcher.urls, lambda ids: " ".join(map(str, ids)), max_num_seqs=64, logs=launcher.logs))
+
+
+@functools.cache
+def tied_llamas() -> tuple[Running, Running]:
+    """Two servers on models of one architecture, with weights of their own: the one to be synced, and a fresh one to compare with."""
+    folders = model_folder("llama", 0), model_folder("llama", 1)
+    launchers = [launch(folder, folder.name) for folder in folders]
+    return tuple(connect(launcher, folder) for launcher, folder in zip(launchers, folders, strict=True))
+
+
+@functools.cache
+def oracle(folder: Path) -> torch.nn.Module:
+    """transformers' own model, float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def naive_logprobs(folder: Path, prompt: Prompt, response: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of a response by the full softmax over transformers' logits, [Lr]."""
+    ids = torch.tensor([prompt.token_ids + response])
+    logits = oracle(folder)(ids).logits[0, len(prompt.token_ids) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def below(pid: int) -> list[int]:
+    """Living processes below `pid`."""
+    parents = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            parents[int(entry)] = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            pass
+    children = [child for child, parent in parents.items() if parent == pid]
+    return children + [descendant for child in children for descendant in below(child)]

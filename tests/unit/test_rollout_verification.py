@@ -1,0 +1,153 @@
+"""What the trainer checks after a weight update, and how its files in shared memory come and go."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megagrpo.bridge.reshard import cut, whole
+from megagrpo.rollout.shared_weights import Manifest, SharedBlock, SharedTensor, WeightSyncError
+from megagrpo.weight_sync import WeightSync, _allocate, remove_stale, verify
+
+BLOCKS = tuple(SharedBlock(rank, f"f{rank}", 0, 0, 4 * rank, 4 * rank + 4, checksum=10 + rank) for rank in range(2))
+MANIFEST = Manifest(5, "float32", {"w": SharedTensor((8, 6), BLOCKS)})
+
+
+def report(reads, worker=0, version=5):
+    return {"server": "http://a", "worker": worker, "version": version, "bytes": 0, "reads": reads}
+
+
+def test_workers_that_read_disjoint_slices_with_the_right_sums_pass():
+    verify(
+        MANIFEST,
+        [report([["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 6), 5]]), report([["w", 1, ((6, 0), (8, 6)), 6]], 1)],
+    )
+
+
+def test_workers_that_read_the_same_slices_pass():
+    reads = [["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 11]]
+    verify(MANIFEST, [report(reads), report(reads, worker=1)])
+
+
+@pytest.mark.parametrize(
+    ("reports", "message"),
+    [
+        ([report([["w", 0, cut((8, 6), 0, 0, 4), 10]])], r"http://a: nobody read w\[4:8, 0:6\]"),
+        ([report([["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 12]])], r"rank 1, w\[4:8, 0:6\]: checksum"),
+        ([report([["w", 0, ((0, 0), (4, 3)), 4], ["w", 0, ((0, 3), (4, 6)), 7], ["w", 1, cut((8, 6), 0, 4, 8), 11]])], r"rank 0, w\[0:4"),
+        ([report([], version=4)], "worker 0 reports weight version 4; 5 was sent"),
+        (
+            [report([["w", 0, cut((8, 6), 0, 0, 4), 10]]), report([["w", 0, cut((8, 6), 0, 0, 4), 9]], worker=1)],
+            r"worker 1: w\[0:4, 0:6\] changed",
+        ),
+    ],
+)
+def test_what_was_not_read_or_not_as_written_is_named(reports, message):
+    with pytest.raises(WeightSyncError, match=message):
+        verify(MANIFEST, reports)
+
+
+def test_a_second_server_must_have_read_everything_too():
+    reads = [["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 11]]
+    with pytest.raises(WeightSyncError, match="http://b: nobody read w"):
+        verify(MANIFEST, [report(reads), report(reads[:1]) | {"server": "http://b"}])
+
+
+@dataclasses.dataclass(frozen=True)
+class OneRank:
+    world_rank: int = 0
+
+    def all_gather_objects(self, obj):
+        return [obj]
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeBlock:
+    name: str
+    shape: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+
+    @property
+    def stop(self):
+        return self.shape[0]
+
+    @property
+    def block_shape(self):
+        return self.shape
+
+    def view(self, param):
+        return param
+
+
+class ReadingEngine:
+    """Reads the manifest as a worker would and reports it; keeps what it read."""
+
+    def load_weights(self, manifest, version, replies):
+        loaded = Manifest.load(manifest)
+        self.seen, reads = {}, []
+        for name, tensor in loaded.tensors.items():
+            for index, block in enumerate(tensor.blocks):
+                data = Path(block.file).read_bytes()[block.offset :]
+                self.seen[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)[: whole(tensor.shape)[1][0]]
+                reads.append([name, index, tensor.box(block), block.checksum])
+        return [{"server": "s", "worker": 0, "version": version, "bytes": 1, "reads": reads}]
+
+    def resume(self, version):
+        self.version = version
+
+
+def test_a_push_writes_what_the_parameters_hold_now_and_close_removes_it(tmp_path):
+    params = {"a": torch.randn(5), "b": torch.randn(7)}
+    engine = ReadingEngine()
+    with WeightSync(engine, OneRank(), "float32", shared_memory=tmp_path) as sync:
+        for version in (1, 2, 3):
+            params["a"] += 1
+            done = sync.push([(name, param, [WholeBlock(name, tuple(param.shape))]) for name, param in params.items()], version)
+            assert (engine.version, done.weight_version, done.bytes_published) == (version, version, 48)
+            for name, param in params.items():
+                assert torch.equal(engine.seen[name], param)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_numbers_are_not_sent(tmp_path, bad):
+    param = torch.zeros(5)
+    param[3] = bad
+    with WeightSync(ReadingEngine(), OneRank(), "bfloat16", shared_memory=tmp_path) as sync:
+        with pytest.raises(WeightSyncError, match=r"rank 0: parameter p holds NaN or infinity in its part of hf.w"):
+            sync.push([("p", param, [WholeBlock("hf.w", (5,))])], 1)
+
+
+def test_ranks_on_two_hosts_are_refused(tmp_path):
+    class Two(OneRank):
+        def all_gather_objects(self, obj):
+            return [obj, ("elsewhere", obj[1])]
+
+    with pytest.raises(ValueError, match=r"all ranks on one host; they are on .*elsewhere"):
+        WeightSync(ReadingEngine(), Two(), "float32", shared_memory=tmp_path)
+
+
+def test_files_of_trainers_that_are_gone_are_removed_and_those_of_living_ones_kept(tmp_path):
+    start = Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[19]
+    living, gone, reused = f"megagrpo-{os.getpid()}.{start}-aa", "megagrpo-4194999.17-bb", f"megagrpo-{os.getpid()}.17-cc"
+    for name in (living, gone, reused, "others"):
+        (tmp_path / name).mkdir()
+    remove_stale(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([living, "others"])
+
+
+def test_shared_memory_that_is_too_small_is_a_clear_error():
+    # Linux refuses at once to reserve more than the whole file system, so nothing is filled here.
+    held = os.statvfs("/dev/shm")
+    folder = Path(f"/dev/shm/test_full_{os.getpid()}")
+    try:
+        with pytest.raises(
+            WeightSyncError, match=r"/dev/shm is full: a slot of this rank's weights takes \d+ MiB, \d+ MiB are free; enlarge"
+        ):
+            _allocate(folder / "slot", held.f_blocks * held.f_frsize + 4096)
+        assert list(folder.iterdir()) == []
+    finally:
+        folder.rmdir()
