@@ -1,0 +1,55 @@
+"""Weights that lie in Megatron's shards reach a vLLM server exactly: it then equals a fresh one that loaded the exported folder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+from megagrpo.bridge.export import save_hf
+from megagrpo.bridge.families import blocks
+from megagrpo.bridge.load import load_hf
+from megagrpo.config import ParallelSection
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.build import build_model
+from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.types import SamplingParams
+from megagrpo.weight_sync import WeightSync
+from tests.e2e.tiny_servers import PROMPTS, tied_llamas, weights
+
+
+def push_from_megatron(parallel: dict, engine, folder: Path, out: Path, version: int) -> int:
+    """Load `folder` into Megatron shards, export them to `out`, and push them to `engine`; bytes the server read."""
+    layout = init_layout(ParallelSection(**parallel))
+    hf_config = load_hf_config(folder)
+    chunks = build_model(hf_config, layout, dtype=torch.float32)
+    load_hf(chunks, hf_config, folder, layout)
+    save_hf(chunks, hf_config, layout, out, folder)
+    with WeightSync(engine if layout.world_rank == 0 else None, layout, "float32") as sync:
+        report = sync.push(blocks(chunks, hf_config, layout), version)
+    layout.close()
+    return report.bytes_read
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [(1, {}), (4, dict(tp=2, pp=2)), (2, dict(pp=2)), (4, dict(tp=2))],
+    ids=["one process", "tp2_pp2", "pp2", "tp2_dp2"],
+)
+def test_a_server_synced_from_megatron_shards_equals_a_fresh_one_on_the_exported_folder(ranks, parallel, tmp_path):
+    synced, fresh = tied_llamas()
+    greedy = SamplingParams(0.0, 24)
+    expected = [group[0] for group in fresh.engine.generate(PROMPTS, 1, greedy, seed=0)]
+    run_ranks(push_from_megatron, 1, {}, synced.engine, synced.folder, tmp_path / "other", synced.engine.weight_version + 1)
+    synced.engine.weight_version += 1  # the ranks are forks: their client is not this one
+    before = [group[0] for group in synced.engine.generate(PROMPTS, 1, greedy, seed=0)]
+    assert [r.response_ids for r in before] != [r.response_ids for r in expected]
+    version = synced.engine.weight_version + 1
+    read = run_ranks(push_from_megatron, ranks, parallel, synced.engine, fresh.folder, tmp_path / "exported", version)[0]
+    synced.engine.weight_version = version
+    found = [group[0] for group in synced.engine.generate(PROMPTS, 1, greedy, seed=0)]
+    assert [(r.response_ids, r.rollout_logprobs) for r in found] == [(r.response_ids, r.rollout_logprobs) for r in expected]
+    assert read == sum(t.nbytes for t in weights(fresh.folder).values())
+    exported, original = load_file(tmp_path / "exported" / "model.safetensors"), weights(fresh.folder)
+    assert exported.keys() == original.keys() and all(torch.equal(exported[name], original[name]) for name in original)
