@@ -1,5 +1,4 @@
-"""Core attention in plain torch for packed sequences, and rotary positions for a whole pack at once. Used where there is no
-Transformer Engine.
+"""Core attention in plain torch for packed sequences, rotary positions included. Used where there is no Transformer Engine.
 
 A typical micro-batch on a CPU is 60 sequences of 50 tokens. One attention call per sequence would cost more than the arithmetic, so
 sequences of similar length are gathered into right-padded batches: [T, heads, d] -> [S, L, heads, d]. Right padding needs no mask
@@ -15,11 +14,12 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+
+from megagrpo.policy.elementwise import rotate
 
 # A batch takes sequences down to this share of its longest, so at most 30 % of its rows are padding.
 MIN_FILL = 0.7
@@ -118,8 +118,34 @@ def _grouped_products(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     return (weights @ v).view(s, g, r, length, d).permute(0, 3, 1, 2, 4).reshape(s, length, h * d)
 
 
+class Rotary:
+    """Rotary positions: `frequencies` [d / 2] in radians per position; cos and sin are multiplied by `factor` (yarn's attention factor)."""
+
+    def __init__(self, frequencies: Tensor, factor: float = 1.0):
+        self.frequencies, self.factor = frequencies, factor
+
+    def of_pack(self, packed: PackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, d / 2] of each token's place in its sample, computed by the first layer that asks."""
+        if not hasattr(packed, "rotation"):
+            borders = packed.cu_seqlens_q
+            first = packed.positions_before - borders[:-1]
+            positions = torch.arange(int(borders[-1]), device=borders.device) + first.repeat_interleave(borders.diff())
+            packed.rotation = self.at(positions[:, None], dtype)
+        return packed.rotation
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [*positions.shape, d / 2], computed in float32."""
+        angles = positions[..., None] * self.frequencies
+        return tuple((self.factor * side).to(dtype) for side in (angles.cos(), angles.sin()))
+
+
 class TorchAttention(MegatronModule):
-    """Causal self-attention as a megatron-core `core_attention` module: packed (thd) or plain (sbhd), no dropout, no window."""
+    """Causal self-attention as a megatron-core `core_attention` module: packed (thd) or plain (sbhd), no dropout, no window.
+
+    It rotates queries and keys by `rotary`, which whoever builds the model sets; Megatron's own rotation, much slower on packs, is off.
+    """
+
+    rotary: Rotary | None = None
 
     def __init__(
         self,
@@ -151,39 +177,18 @@ class TorchAttention(MegatronModule):
         ignored, the mask is causal. Context parallelism would gather keys and values here."""
         assert attention_bias is None
         if packed_seq_params is None:
+            if self.rotary is not None:
+                cos, sin = self.rotary.at(torch.arange(len(query), device=query.device)[:, None, None], query.dtype)
+                query, key = rotate(query, cos, sin), rotate(key, cos, sin)
             q, k, v = (t.transpose(0, 1) for t in (query, key, value))
             return causal_attention(q, k, v, self.scale).transpose(0, 1)
         batches = _batches_of(packed_seq_params)
         assert batches.back.numel() == query.shape[0], f"cu_seqlens end at {batches.back.numel()}, the pack has {query.shape[0]} tokens"
+        if self.rotary is not None:
+            cos, sin = self.rotary.of_pack(packed_seq_params, query.dtype)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         outputs = []
         for rows in batches.rows:
             q, k, v = (t.index_select(0, rows.flatten()).view(*rows.shape, *t.shape[1:]) for t in (query, key, value))
             outputs.append(causal_attention(q, k, v, self.scale).flatten(0, 1))
         return torch.cat(outputs).index_select(0, batches.back)
-
-
-class PackedRotaryEmbedding(RotaryEmbedding):
-    """Rotary angles of every position of a pack, [T, 1, 1, d].
-
-    Megatron's unfused path rotates sequence by sequence when it is given the angles of the longest one; given as many angles as the pack
-    has tokens it takes them as they are and rotates once.
-    """
-
-    def get_rotary_seq_len(self, inference_context, transformer, transformer_input, transformer_config, packed_seq_params=None):
-        """The pack itself when there is one, else the sequence length: `forward` takes either."""
-        if packed_seq_params is not None:
-            return packed_seq_params
-        return super().get_rotary_seq_len(inference_context, transformer, transformer_input, transformer_config)
-
-    def forward(self, max_seq_len, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
-        """Angles for a pack (`PackedSeqParams`), or for positions 0 to `max_seq_len`."""
-        if not packed_seq:
-            return super().forward(max_seq_len, offset, packed_seq, cp_group)
-        packed = max_seq_len
-        if not hasattr(packed, "angles"):
-            borders = packed.cu_seqlens_q
-            table = self.get_emb(packed.max_seqlen_q)
-            first = packed.positions_before - borders[:-1]
-            position = torch.arange(int(borders[-1]), device=borders.device) + first.repeat_interleave(borders.diff())
-            packed.angles = table.index_select(0, position)
-        return packed.angles

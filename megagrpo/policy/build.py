@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
-from megagrpo.policy.attention import PackedRotaryEmbedding
+from megagrpo.policy.attention import Rotary, TorchAttention
 from megagrpo.policy.hf_config import HfConfig, model_problems
 from megagrpo.policy.specs import BLOCK, local_spec, transformer_engine_spec
 
@@ -113,6 +113,7 @@ def transformer_config(
         # Unbatched and unoverlapped, two stages that exchange the lengths of their micro-batches wait for each other for ever.
         overlap_p2p_comm=layout.vpp > 1,
         calculate_per_token_loss=True,
+        use_te_activation_func=not fused,  # any activation module; without Transformer Engine it is specs.SwiGLU
         # Fused kernels exist on GPUs only. The fused rotation cannot apply yarn's attention factor.
         apply_rope_fusion=fused and hf_config.rope_type != "yarn",
         bias_activation_fusion=fused,
@@ -136,7 +137,7 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
         pre_process=layout.chunk_is_first(chunk),
         post_process=layout.chunk_is_last(chunk),
         share_embeddings_and_output_weights=hf_config.tied_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if device.has_transformer_engine() else "none",  # TorchAttention rotates
         rotary_base=hf_config.rope_theta,
         pg_collection=layout.process_groups,
         vp_stage=chunk if layout.vpp > 1 else None,
@@ -150,12 +151,14 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
 def _set_rotary(model: HybridModel, hf_config: HfConfig) -> None:
     """Give the model the frequencies that transformers computes; HybridModel itself knows no rope scaling."""
     frequencies, attention_factor = rotary_frequencies(hf_config)
-    model.rotary_pos_emb.inv_freq = frequencies.to(device.device())
-    if not model.config.apply_rope_fusion:
-        model.rotary_pos_emb.__class__ = PackedRotaryEmbedding
+    rotary = Rotary(frequencies.to(device.device()), attention_factor)
     for module in model.modules():
+        if isinstance(module, TorchAttention):
+            module.rotary = rotary
         if hasattr(module, "_yarn_concentration_factor"):
             module._yarn_concentration_factor = attention_factor
+    if model.position_embedding_type == "rope":
+        model.rotary_pos_emb.inv_freq = rotary.frequencies
 
 
 def rotary_frequencies(hf_config: HfConfig) -> tuple[Tensor, float]:

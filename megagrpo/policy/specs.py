@@ -6,22 +6,22 @@ A decoder block is two hybrid layers, "*" attention and "-" MLP. Both specs writ
 from __future__ import annotations
 
 import copy
+import functools
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from megagrpo.policy.attention import TorchAttention
+from megagrpo.policy.elementwise import rms_norm, swiglu
 
 BLOCK = "*-"  # one decoder block in HybridModel's layer pattern
 
@@ -37,7 +37,17 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+class SwiGLU(torch.nn.Module):
+    """`elementwise.swiglu` as the activation module of Megatron's MLP."""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return swiglu(x)
 
 
 class LocalHybridStack(HybridStack):
@@ -67,9 +77,10 @@ def local_spec(qk_norm: bool) -> ModuleSpec:
         # Transformer Engine fuses the norm into the linear: the same keys keep checkpoints of CPU and GPU interchangeable.
         sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
     )
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
     mlp_layer = TransformerLayerSubmodules(
         pre_mlp_layernorm=RMSNorm,
-        mlp=get_mlp_module_spec_for_backend(backend=LocalSpecProvider()),
+        mlp=functools.partial(MLP.as_mlp_submodule, submodules=mlp),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     )

@@ -1,0 +1,87 @@
+"""Rotation, RMSNorm and SwiGLU with backward passes written out, for where there is no Transformer Engine.
+
+On a CPU these are bound by memory: autograd would walk over each activation two to three times as often and keep more of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864): the halves of x [..., d] turned against each other, by angles whose
+    cos and sin [..., d / 2] broadcast against them."""
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (x1, x2), (out1, out2) = x.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-1)
+    torch.mul(x2, cos, out=out2).addcmul_(x1, sin)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467), statistics in float32."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        inverse = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor):
+        x, weight, inverse = ctx.saved_tensors
+        scale, wide_grad = weight.to(inverse.dtype), grad.to(inverse.dtype)
+        normed = x * inverse
+        product = wide_grad * normed
+        along = (product @ scale)[..., None]  # how far the gradient points along x, which the norm takes away
+        grad_x = (wide_grad * scale).addcmul_(normed, along, value=-1 / x.shape[-1]).mul_(inverse)
+        return grad_x.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up for x [..., 2 F] = [gate, up] -> [..., F] (Shazeer 2020, arXiv 2002.05202)."""
+    return _SwiGLU.apply(x)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor):
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        grad_gate, grad_up = grad_x.chunk(2, -1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        torch.mul(grad, torch.nn.functional.silu(gate), out=grad_up)
+        return grad_x

@@ -1,0 +1,68 @@
+"""Hand-written backward passes against autograd and finite differences."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megagrpo.policy.elementwise import rms_norm, rotate, swiglu
+
+
+def inputs(*shapes, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def angles(length: int, dtype=torch.float64):
+    turned = torch.arange(length, dtype=dtype)[:, None, None] * 0.7 ** torch.arange(4, dtype=dtype)
+    return turned.cos(), turned.sin()
+
+
+def test_rotation_is_multiplication_by_a_complex_number():
+    (x,) = inputs((5, 3, 8))
+    cos, sin = angles(5)
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.complex(cos, sin)
+    torch.testing.assert_close(rotate(x, cos, sin), torch.cat((turned.real, turned.imag), -1))
+
+
+def test_norm_and_gated_unit_follow_their_formulas():
+    x, weight = inputs((5, 2, 8), (8,))
+    torch.testing.assert_close(rms_norm(x, weight, 1e-3), x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight)
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(swiglu(x), gate * torch.sigmoid(gate) * up)
+
+
+def test_gradients_are_those_of_finite_differences():
+    x, weight = inputs((3, 2, 8), (8,))
+    cos, sin = angles(3)
+    assert torch.autograd.gradcheck(lambda x: rotate(x, 1.3 * cos, 1.3 * sin), x)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, weight))
+    assert torch.autograd.gradcheck(swiglu, x)
+
+
+def test_views_and_their_gradients_are_those_of_copies():
+    wide, weight = inputs((4, 3, 24), (8,))
+    view = wide[..., 8:16]
+    cos, sin = angles(4)
+    for function in (lambda x: rotate(x, cos, sin), lambda x: rms_norm(x, weight, 1e-3), swiglu):
+        (grad,) = torch.autograd.grad(function(view).square().sum(), wide)
+        copy = view.detach().clone().requires_grad_()
+        (expected,) = torch.autograd.grad(function(copy).square().sum(), copy)
+        torch.testing.assert_close(grad[..., 8:16], expected)
+
+
+@pytest.mark.parametrize("name", ["norm", "unit"])
+def test_bfloat16_is_as_close_to_float64_as_autograd_is(name):
+    ours, theirs = {
+        "norm": (lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, (64,), w, 1e-5)),
+        "unit": (lambda x, w: swiglu(x) + 0 * w.sum(), lambda x, w: F.silu(x[..., :32]) * x[..., 32:] + 0 * w.sum()),
+    }[name]
+    x, weight = (t.detach().bfloat16().requires_grad_() for t in inputs((50, 64), (64,)))
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+
+    def errors(function):
+        out, truth = function(x, weight), theirs(*exact)
+        grads = torch.autograd.grad(out.square().sum(), (x, weight))
+        expected = torch.autograd.grad(truth.square().sum(), exact)
+        return [float((a.double() - b).norm()) for a, b in zip((out, *grads), (truth, *expected), strict=True)]
+
+    assert all(own <= 1.1 * other + 1e-9 for own, other in zip(errors(ours), errors(theirs), strict=True))
