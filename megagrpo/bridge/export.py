@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from megagrpo.bridge.blocks import Block
 from megagrpo.bridge.families import blocks
-from megagrpo.bridge.load import INDEX, SINGLE
-from megagrpo.bridge.sources import new_folder
+from megagrpo.bridge.sources import INDEX, SINGLE, new_folder
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
 

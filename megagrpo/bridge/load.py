@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from megagrpo.bridge.blocks import Block
 from megagrpo.bridge.families import blocks
+from megagrpo.bridge.sources import INDEX, SINGLE
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 @torch.no_grad()

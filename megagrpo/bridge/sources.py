@@ -10,9 +10,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megagrpo.bridge.load import INDEX, SINGLE
 from megagrpo.policy.hf_config import architecture_problems, read_raw_config
 
+INDEX = "model.safetensors.index.json"  # of a sharded checkpoint
+SINGLE = "model.safetensors"
 PACKAGE = "package:"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
