@@ -12,6 +12,7 @@ import sys
 
 from megagrpo.__main__ import parse
 from megagrpo.config import ConfigError
+from megagrpo.plan import plan
 
 SHUTDOWN_SECONDS = 180  # what the ranks have, after a signal, to finish their step and write a checkpoint
 
@@ -70,6 +71,8 @@ def main(arguments: list[str]) -> int:
     try:
         command = parse(["train", *arguments])
         ranks = num_ranks(command.config.parallel.model_parallel_size)
+        if problems := plan(command.config, ranks).problems:
+            raise ConfigError("\n".join(problems))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -50,6 +51,7 @@ def main(config: RunConfig, config_path: Path) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     layout = None
     try:
+        _check_plan(config)
         layout = _layout(config)
         with ExitStack() as resources:
             trainer = build(config, config_path.parent, layout, resources)
@@ -74,7 +76,6 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     run_folder = Path(config.run.output_dir) / config.run.name
     first = layout.world_rank == 0
     with _problems_of_the_config():
-        together(layout, lambda: _check_plan(config, layout.world_size), here=first)
         together(layout, lambda: check_urls(config.rollout.urls), here=first)
         model_folder = resolve_model(config.model.path)
         resume_from = together(layout, lambda: prepare_run_folder(config, run_folder), here=first)[0]
@@ -138,7 +139,7 @@ def prepare_run_folder(config: RunConfig, folder: Path) -> Path | None:
     checkpoint = newest_checkpoint(folder / "checkpoints")
     if config.run.resume and checkpoint is None:
         raise ValueError(f"run.resume: {folder} holds no complete checkpoint; start it without --resume")
-    if not config.run.resume and (folder / "metrics.jsonl").exists():
+    if not config.run.resume and (checkpoint is not None or _has_text(folder / "metrics.jsonl")):
         if not config.run.overwrite:
             raise ValueError(
                 f"run.name: {folder} holds an earlier run; continue it with --resume, pick another name, or set run.overwrite=true"
@@ -156,6 +157,10 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message="`torch.distributed.", category=FutureWarning)
 
 
+def _has_text(file: Path) -> bool:
+    return file.exists() and file.stat().st_size > 0
+
+
 def _layout(config: RunConfig) -> Layout:
     try:
         return init_layout(config.parallel, config.run.seed)
@@ -163,10 +168,10 @@ def _layout(config: RunConfig) -> Layout:
         raise ConfigError(str(error)) from error
 
 
-def _check_plan(config: RunConfig, world_size: int) -> None:
-    problems = plan(config, world_size, device.gpu_memory_gb()).problems
+def _check_plan(config: RunConfig) -> None:
+    problems = plan(config, int(os.environ.get("WORLD_SIZE", "1")), device.gpu_memory_gb()).problems
     if problems:
-        raise ValueError("\n".join(problems))
+        raise ConfigError("\n".join(problems))
 
 
 class _problems_of_the_config:

@@ -263,5 +263,7 @@ def _results_queue(filesystem_async, mp_mode=None):
 
 
 def _die_with_parent() -> None:
+    """And of nothing else: a SIGTERM for the whole process group must not take the queue from the rank that is about to save."""
     pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,98 @@
+"""What a person gets for a mistake: exit code 2, one readable message that names the key, and nothing left running."""
+
+import json
+import shutil
+import socket
+
+import pytest
+
+from tests.e2e import world
+
+
+def refused(run, *words):
+    """The run ended with exit code 2 before it trained anything, and its message holds `words`."""
+    assert run.code == 2, run.out + run.err
+    for word in words:
+        assert word in run.err, run.err
+    assert "Traceback" not in run.err and not run.lines
+
+
+CASES = {
+    "unknown key": (["train.learning_rat=1"], ["train.learning_rat: unknown key; did you mean train.learning_rate?"]),
+    "wrong type": (["run.max_steps=many"], ["run.max_steps", "integer", "'many'"]),
+    "two at once": (["run.max_steps=0", "rollout.num_generations=1"], ["run.max_steps", "rollout.num_generations", "2 problem(s)"]),
+    "missing model": (["model.path=/no/such/model"], ["model.path", "/no/such/model"]),
+    "missing data": (["data.train.source=/no/such.jsonl"], ["data.train", "/no/such.jsonl"]),
+    "missing column": (["data.prompt_column=questoin"], ["data.prompt_column", "`questoin`", "prompt, answer"]),
+    "missing renamed column": (["data.columns.solution=anwser"], ["data.columns.solution", "`anwser`", "did you mean", "answer"]),
+    "unknown reward": (["rewards.functions.0.function=exact_numbr"], ["exact_numbr", "exact_number"]),
+    "reward in no module": (
+        ["rewards.functions.0.function=no_such_module:f"],
+        ["rewards.functions[0]", "cannot be loaded", "'no_such_module'"],
+    ),
+    "reward argument": (["rewards.functions=[{function: exact_number, args: {speed: 2}}]"], ["args.speed", "no such argument"]),
+    "prompts too long": (["rollout.max_prompt_length=3"], ["data.train", "rollout.max_prompt_length 3"]),
+    "no server": (["rollout.urls=[http://127.0.0.1:9]"], ["rollout.urls", "http://127.0.0.1:9", "does not answer"]),
+    "no scheme": (["rollout.urls=[localhost]"], ["rollout.urls", "localhost", "does not answer"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mistake_in_the_config_is_named(case, tmp_path):
+    overrides, words = CASES[case]
+    refused(world.train(tmp_path, *overrides), *words)
+
+
+def test_a_tensor_parallel_size_that_does_not_fit_names_those_that_do(tmp_path):
+    refused(world.finish(world.start(tmp_path, "parallel.tp=3"), tmp_path), "num_attention_heads=4", "tp=3", "valid tp: 1, 2")
+
+
+def test_an_empty_data_set_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    refused(world.train(tmp_path, f"data.train.source={tmp_path}/empty.jsonl"), "data.train", "empty.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("wants_proof", ["wants column `proof`", "the data set has answer"]), ("no_such_function", ["no_such_function", "low_bytes"])],
+)
+def test_a_reward_function_of_ones_own_that_does_not_fit(name, words, tmp_path):
+    refused(world.train(tmp_path, f"rewards.functions.0.function={world.folder()}/rewards.py:{name}"), *words)
+
+
+def test_a_model_folder_without_weights_is_refused(tmp_path):
+    shutil.copytree(world.folder() / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    refused(world.train(tmp_path, f"model.path={tmp_path}/model"), "model.path", "model.safetensors")
+
+
+def test_a_model_of_an_unknown_architecture_is_refused(tmp_path):
+    shutil.copytree(world.folder() / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"model_type": "gpt9", "architectures": ["Gpt9ForCausalLM"]}))
+    refused(world.train(tmp_path, f"model.path={tmp_path}/model"), "model: architecture gpt9", "LlamaForCausalLM")
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused(world.train(tmp_path, f"rollout.port={port}", launched=True), f"rollout.port: {port}", "name another")
+
+
+def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path):
+    run = world.train(tmp_path, "rollout.extra_args=[--no-such-flag]", launched=True)
+    assert run.code == 1 and "Traceback" not in run.err
+    assert "vLLM server" in run.err and "ended with exit code" in run.err and "--no-such-flag" in run.err and "vllm_0.log" in run.err
+
+
+def test_a_reward_that_fails_costs_its_reward_alone(tmp_path):
+    own = f"{world.folder()}/rewards.py"
+    functions = json.dumps([{"function": f"{own}:{name}"} for name in ("low_bytes", "raises", "hangs")])
+    run = world.train(tmp_path, f"rewards.functions={functions}", "rewards.timeout=0.05", "rollout.prompts_per_step=2")
+    assert run.code == 0, run.err
+    for line in run.metrics:
+        assert line["rewards/raises/exceptions"] == line["rewards/hangs/timeouts"] == 8
+        assert line["rewards/raises/mean"] == line["rewards/hangs/mean"] == 0 and line["grad_norm"] > 0
+        assert line["reward"] == pytest.approx(line["rewards/low_bytes/mean"])
+    assert "no reward today" in run.err and "rewards/hangs/timeouts 8" in run.out

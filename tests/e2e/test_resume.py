@@ -1,0 +1,77 @@
+"""A run that stops and goes on is the run that never stopped; and what happens to folders of earlier runs."""
+
+import pytest
+import torch
+
+from tests.e2e import world
+
+MEASURED = ("time/", "tokens_per_second", "memory_gb", "wall_time")  # these differ from one run to the next
+ENGINE = ("token_mult_prob_error", "sampling/")  # vLLM's sums depend on which requests it happens to decode together
+
+
+def told(run):
+    """metrics.jsonl without what depends on the clock."""
+    return [{name: value for name, value in line.items() if not name.startswith(MEASURED + ENGINE)} for line in run.lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Four steps in one go."""
+    run = world.train(tmp_path_factory.mktemp("whole"), "run.max_steps=4")
+    assert run.code == 0, run.err
+    return run
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """Two steps, and two more with --resume."""
+    output = tmp_path_factory.mktemp("parts")
+    assert world.train(output, "run.max_steps=2").code == 0
+    run = world.train(output, "run.max_steps=4", "--resume")
+    assert run.code == 0, run.err
+    return run
+
+
+def test_a_resumed_run_goes_on_with_the_next_prompts_and_steps(whole, parts):
+    assert [line["step"] for line in parts.metrics] == [1, 2, 3, 4]
+    assert [row["prompt_id"] for row in parts.completions] == [row["prompt_id"] for row in whole.completions]
+    assert "after step 2" in parts.out and "step 1/" not in parts.out
+    assert parts.saved == ["step_000002", "step_000004"]
+
+
+def test_a_resumed_run_samples_the_same_and_tells_the_same(whole, parts):
+    assert [row["completion"] for row in parts.completions] == [row["completion"] for row in whole.completions]
+    for resumed, uninterrupted in zip(told(parts), told(whole), strict=True):
+        resumed["weight_version"] -= resumed["step"] > 2  # the engine of the resumed run was given the weights of step 2 once more
+        assert resumed == uninterrupted
+
+
+def test_a_resumed_run_ends_with_the_same_weights_and_moments_bit_by_bit(whole, parts):
+    expected, found = world.plain_tensors(whole.newest), world.plain_tensors(parts.newest)
+    assert len(expected) > 30 and found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    first = world.plain_tensors(parts.folder / "checkpoints" / "step_000002")
+    assert not any(torch.equal(first[name], tensor) for name, tensor in expected.items() if "exp_avg" in name)
+
+
+def test_a_run_that_has_taken_all_its_steps_has_nothing_left_to_resume(parts):
+    before = (parts.folder / "metrics.jsonl").read_text()
+    run = world.train(parts.folder.parent, "run.max_steps=4", "--resume")
+    assert (run.code, run.saved) == (0, parts.saved) and (run.folder / "metrics.jsonl").read_text() == before
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path):
+    run = world.train(tmp_path, "--resume")
+    assert run.code == 2
+    assert f"run.resume: {run.folder} holds no complete checkpoint; start it without --resume" in run.err
+    assert not run.folder.exists()
+
+
+def test_a_folder_with_an_earlier_run_is_refused_or_moved_aside(parts):
+    refused = world.train(parts.folder.parent)
+    assert refused.code == 2 and "holds an earlier run; continue it with --resume" in refused.err and "run.overwrite=true" in refused.err
+    moved = world.train(parts.folder.parent, "run.max_steps=1", "run.overwrite=true")
+    assert moved.code == 0 and [line["step"] for line in moved.lines] == [1] and moved.saved == ["step_000001"]
+    aside = parts.folder.with_name("run.1")
+    assert (aside / "checkpoints" / "step_000004" / "megagrpo.json").exists() and (aside / "metrics.jsonl").read_text().count("\n") == 4

@@ -1,0 +1,102 @@
+"""Three steps of a tiny model through launch/local.sh, with a vLLM server of its own: what a run leaves behind, and what it does not."""
+
+import math
+
+import pytest
+
+from megagrpo.config import load_config
+from tests.e2e import world
+
+STEPS, PROMPTS, GROUP = 3, 4, 4
+METRICS = {
+    *("step", "wall_time", "weight_version", "checkpoint/failures", "tokens_per_second", "memory_gb", "num_tokens"),
+    *("reward", "reward_std", "reward_std_batch", "frac_reward_zero_std", "rewards/low_bytes/mean", "rewards/low_bytes/std"),
+    *("rewards/low_bytes/timeouts", "rewards/low_bytes/exceptions", "rewards/low_bytes/unscorable"),
+    *("loss", "grad_norm", "learning_rate", "entropy"),
+    *("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
+    *("token_mult_prob_error", "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
+    *("completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio"),
+    *("time/step", "time/generate", "time/reward", "time/logprobs", "time/train", "time/sync"),
+}
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """The run, and the processes and files in shared memory that it had while it went on."""
+    output = tmp_path_factory.mktemp("run")
+    held_out = f"data.eval.source={world.folder()}/eval.jsonl"
+    options = ["run.max_steps=3", "run.tensorboard=true", "run.log_completions_steps=2", held_out]
+    process = world.start(output, *options, launched=True)
+    world.wait_for(lambda: world.steps_done(output) or process.poll() is not None, "first step")
+    processes = world.family(process.pid)
+    files = world.shared_memory(processes)
+    run = world.finish(process, output)
+    assert run.code == 0, run.out + run.err
+    return run, processes, files
+
+
+def test_every_step_and_evaluation_is_a_line_of_finite_metrics(watched):
+    run = watched[0]
+    assert [line["step"] for line in run.metrics] == [1, 2, 3]
+    for line in run.metrics:
+        optional = {"completions/mean_terminated_length"}  # absent when every response was cut
+        assert line.keys() - optional == METRICS
+        assert all(math.isfinite(value) for value in line.values())
+        assert line["weight_version"] == line["step"] + 1 and line["learning_rate"] == 1e-3 and line["grad_norm"] > 0
+        assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)  # vLLM and the trainer agree on every token
+    evaluations = [line for line in run.lines if "eval/reward" in line]
+    assert [line["step"] for line in evaluations] == [0, 3] and len(run.lines) == 5
+
+
+def test_every_rollout_is_a_line_of_completions(watched):
+    run = watched[0]
+    assert len(run.completions) == STEPS * PROMPTS * GROUP
+    for step, line in enumerate(run.metrics, 1):
+        rows = [row for row in run.completions if row["step"] == step]
+        prompts = [row["prompt_id"] for row in rows]
+        assert len(set(prompts)) == PROMPTS and prompts == [p for p in dict.fromkeys(prompts) for _ in range(GROUP)]
+        assert {row["weight_version"] for row in rows} == {step} and all(row["prompt"].startswith("What is") for row in rows)
+        assert sum(row["reward"] for row in rows) / len(rows) == pytest.approx(line["reward"])
+        assert sum(row["advantage"] for row in rows) == pytest.approx(0, abs=1e-9)
+        assert sum(row["num_tokens"] for row in rows) / len(rows) == pytest.approx(line["completions/mean_length"])
+        assert all((row["finish_reason"] == "length" and row["num_tokens"] == 12) or row["finish_reason"] == "stop" for row in rows)
+
+
+def test_the_config_that_ran_is_kept_and_loads_back(watched):
+    run = watched[0]
+    config = load_config(run.folder / "resolved.yaml")
+    assert config.run.max_steps == STEPS and config.rollout.num_generations == GROUP
+    words = world.arguments(run.folder.parent, "run.max_steps=3", "run.tensorboard=true", "run.log_completions_steps=2", launched=True)
+    given = load_config(words[0], [*words[1:], f"data.eval.source={world.folder()}/eval.jsonl"])
+    assert config == given
+
+
+def test_tensorboard_events_hold_every_step(watched):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(watched[0].folder / "tensorboard"))
+    events.Reload()
+    rewards = [(event.step, event.value) for event in events.Scalars("reward")]
+    assert rewards == [(line["step"], pytest.approx(line["reward"])) for line in watched[0].metrics]
+
+
+def test_the_last_step_is_saved(watched):
+    assert watched[0].saved == ["step_000003"]
+
+
+def test_the_console_tells_steps_evaluations_and_a_sample(watched):
+    lines = [line for line in watched[0].out.splitlines() if line.strip()]
+    for step, line in enumerate([line for line in lines if line.startswith("step ")], 1):
+        assert line.startswith(f"step {step}/3  reward ") and "= generate" in line
+    assert [line.split("  ")[0] for line in lines if line.startswith("evaluation")] == [f"evaluation after step {n}" for n in (0, 3)]
+    assert sum(line.startswith("    prompt    What is") for line in lines) == 1  # log_completions_steps=2: of step 2 alone
+    assert any(line.startswith("checkpoint ") and line.endswith("step_000003") for line in lines)
+    assert "Traceback" not in watched[0].err and "Error" not in watched[0].err
+
+
+def test_no_process_and_no_shared_memory_outlives_the_run(watched):
+    _, processes, files = watched
+    assert len(processes) >= 6  # trainer, reward worker, supervisor, and the three or more processes of vLLM
+    assert any(file.name.startswith("megagrpo-") for file in files)
+    assert [pid for pid in processes if world.alive(pid)] == []
+    assert [file for file in files if file.exists()] == []

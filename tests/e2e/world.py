@@ -1,0 +1,316 @@
+"""A world small enough for whole runs in seconds: a random Llama of 0.4 M weights with a byte tokenizer, questions, reward functions, a
+config that names them, and one vLLM server that all runs share. Made once per test process, gone with it.
+
+Runs go through `launch/local.sh` (`start`), or in a fork of pytest's process (`train`), which has imported everything already.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import run_ranks
+
+from megagrpo.__main__ import main
+from megagrpo.checkpoint import checkpoints
+from megagrpo.rollout.launcher import Launcher, ServerOptions
+
+# What a run imports on the way is imported here, once for all forks.
+for module in ("megagrpo.train", "torch.utils.tensorboard", "transformers.models.auto.tokenization_auto", "transformers.generation"):
+    importlib.import_module(module)
+
+REPOSITORY = Path(__file__).parents[2]
+SECONDS = 120.0  # that a run may take at most
+HEADS = 4
+
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>{% endif %}"
+)
+
+REWARDS = '''
+"""Reward functions of the tests."""
+
+import os
+import time
+
+
+def low_bytes(completions, answer, **columns):
+    """Share of characters below "a": any model gives it a spread, and can raise it."""
+    texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
+    return [sum(character < "a" for character in text) / max(1, len(text)) for text in texts]
+
+
+def raises(completions, **columns):
+    raise RuntimeError("no reward today")
+
+
+def hangs(completions, **columns):
+    time.sleep(600)
+
+
+def wants_proof(completions, proof):
+    return [0.0 for _ in completions]
+
+
+def slow(completions, seconds, **columns):
+    time.sleep(seconds)
+    return low_bytes(completions, None)
+'''
+
+CONFIG = """
+run: {{name: run, max_steps: 2, log_completions_steps: 0, tensorboard: false}}
+model: {{path: {model}, precision: fp32}}
+rollout:
+  prompts_per_step: 4
+  num_generations: 4
+  max_prompt_length: 48
+  max_completion_length: 12
+  max_num_seqs: 64
+  kv_cache_gb: 1
+data: {{train: {{source: {folder}/train.jsonl}}}}
+rewards:
+  workers: 1
+  functions: [{{function: {folder}/rewards.py:low_bytes}}]
+train: {{learning_rate: 1e-3, adam_epsilon: 1e-6, max_tokens_per_micro_batch: 256}}
+"""
+
+
+@functools.cache
+def folder() -> Path:
+    """Holds model/, train.jsonl, eval.jsonl, rewards.py and config.yaml."""
+    made = Path(tempfile.mkdtemp(prefix="megagrpo_world_"))
+    owner = os.getpid()
+    atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == owner else None)
+    run_ranks(_make_model, 1, made / "model")
+    numbers = random.Random(0)
+    for name, count in (("train", 24), ("eval", 4)):
+        pairs = [(numbers.randint(1, 99), numbers.randint(1, 99)) for _ in range(count)]
+        rows = [json.dumps({"prompt": f"What is {a} + {b}?", "answer": str(a + b)}) for a, b in pairs]
+        (made / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    (made / "rewards.py").write_text(REWARDS)
+    (made / "config.yaml").write_text(CONFIG.format(model=made / "model", folder=made))
+    return made
+
+
+def _make_model(path: Path) -> None:
+    """A random Llama and a tokenizer of bytes with a chat template, as Hugging Face saves them."""
+    import tokenizers
+    import torch
+    import transformers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    bare = tokenizers.Tokenizer(tokenizers.models.BPE({character: i for i, character in enumerate(alphabet)}, merges=[]))
+    bare.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = tokenizers.decoders.ByteLevel()
+    bare.add_special_tokens(["<|start|>", "<|end|>"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<|end|>", pad_token="<|end|>", chat_template=TEMPLATE)
+    fast.save_pretrained(path)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.08,
+        tie_word_embeddings=True,
+        eos_token_id=fast.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+
+
+@functools.cache
+def server() -> str:
+    """The address of a vLLM server on the model of the world."""
+    options = ServerOptions(str(folder() / "model"), "float32", 64, max_num_seqs=64, kv_cache_gb=1, omp_threads=1)
+    launcher = Launcher(options, folder() / "server")
+    launcher.start()
+    return launcher.wait()[0]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended: its exit code, what it printed, and its folder."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """All of metrics.jsonl; none when the run did not get that far."""
+        file = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of steps in metrics.jsonl."""
+        return [line for line in self.lines if "reward" in line]
+
+    @property
+    def completions(self) -> list[dict[str, Any]]:
+        """All of completions.jsonl."""
+        return [json.loads(line) for line in (self.folder / "completions.jsonl").read_text().splitlines()]
+
+    @property
+    def saved(self) -> list[str]:
+        """Everything in the folder of checkpoints, by name."""
+        return sorted(path.name for path in (self.folder / "checkpoints").glob("*"))
+
+    @property
+    def newest(self) -> Path:
+        """The newest complete checkpoint."""
+        return checkpoints(self.folder / "checkpoints")[-1]
+
+
+def arguments(output: Path, *overrides: str, launched: bool = False) -> list[str]:
+    """The command line of a run into `output`/run; it uses the shared server unless it launches its own."""
+    servers = [] if launched else [f"rollout.urls=[{server()}]"]
+    return [str(folder() / "config.yaml"), f"run.output_dir={output}", *servers, *overrides]
+
+
+def train(output: Path, *overrides: str, prepare: Callable[[], None] = lambda: None, launched: bool = False) -> Run:
+    """`megagrpo train` as one rank, in a fork. `prepare` is called in the fork before."""
+    words = ["train", *arguments(output, *overrides, launched=launched)]
+    with tempfile.TemporaryDirectory() as printed:
+        pid = _fork(words, Path(printed), prepare)
+        code = _wait(pid)
+        return Run(code, *(Path(printed, name).read_text() for name in ("out", "err")), output / "run")
+
+
+def start(output: Path, *overrides: str, launched: bool = False, **environment: str) -> subprocess.Popen:
+    """`launch/local.sh` in a process group of its own."""
+    command = [REPOSITORY / "launch" / "local.sh", *arguments(output, *overrides, launched=launched)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def finish(process: subprocess.Popen, output: Path, seconds: float = SECONDS) -> Run:
+    """What a started run has become; one that takes longer than `seconds` is killed and fails the test."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"not done after {seconds} s\n{out}\n{err}") from None
+    return Run(process.returncode, out, err, output / "run")
+
+
+def wait_for(happened: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
+    """What `happened` gives once it is true; AssertionError naming `what` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (result := happened()):
+        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
+        time.sleep(0.02)
+    return result
+
+
+def steps_done(output: Path) -> int:
+    """Lines of steps that a run, perhaps still going on, has written."""
+    file = output / "run" / "metrics.jsonl"
+    return file.read_text().count('"reward":') if file.exists() else 0
+
+
+def family(pid: int) -> list[int]:
+    """`pid` and all living processes below it."""
+    parents = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            parents[int(entry)] = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for member in found:
+        found += [child for child, parent in parents.items() if parent == member]
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def shared_memory(pids: list[int]) -> set[Path]:
+    """Files in /dev/shm that these processes have mapped, with the folder that holds the weights."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/maps").read_text().split()
+            found |= {Path(word) for word in words if word.startswith("/dev/shm/") and Path(word).exists()}
+    return found | {file.parent for file in found if file.parent != Path("/dev/shm")}
+
+
+def plain_tensors(checkpoint: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint, weights and optimizer, by name."""
+    return run_ranks(_plain_tensors, 1, checkpoint)[0]
+
+
+def _plain_tensors(checkpoint: Path) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load_plain_tensors(str(checkpoint))
+    return {name: value.clone() for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+
+def _fork(words: list[str], printed: Path, prepare: Callable[[], None]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():  # torch keeps two idle helper threads from its import on; no run needs them
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(printed / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        logging.getLogger().handlers.clear()  # pytest's
+        prepare()
+        code = main(words)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(code)  # no destructors: pytest's belong to the parent
+
+
+def _wait(pid: int) -> int:
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"not done after {SECONDS} s")
