@@ -80,7 +80,6 @@ class Trainer:
             if self.state.step == 0:
                 self.evaluate()
             while self.state.step < run.max_steps:
-                self.stop_if_requested()
                 self.timer.collect()
                 metrics = self.step()
                 self.state.step, self.state.cursor = self.state.step + 1, self.prompts.cursor
@@ -119,6 +118,7 @@ class Trainer:
                 scored = self.rewards.score([rollout for group in groups for rollout in group])
             return self.layout.dp_rank, scored, self.rewards.metrics()
 
+        self.stop_if_requested()
         parts = together(self.layout, generate_and_score, here=self.layout.is_dp_leader)
         self.stop_if_requested()
         parts = sorted((part for part in parts if part is not None), key=lambda part: part[0])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED = "/dev/shm/"
 VLLM_FILES = ("psm_", "vllm_")
+WEIGHTS = "megagrpo-{}.*"  # what a trainer of that process id publishes its weights in (weight_sync.py)
 
 
 def main() -> int:
@@ -44,6 +46,9 @@ def main() -> int:
     end(server, grace)
     for file in files:
         Path(file).unlink(missing_ok=True)
+    if os.getppid() != parent:
+        for folder in Path(SHARED).glob(WEIGHTS.format(parent)):
+            shutil.rmtree(folder, ignore_errors=True)
     return 0 if status is None else status
 
 

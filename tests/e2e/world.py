@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,8 @@ def wants_proof(completions, proof):
     return [0.0 for _ in completions]
 
 
-def slow(completions, seconds, **columns):
+def slow(completions, seconds, started, **columns):
+    open(started, "w").close()
     time.sleep(seconds)
     return low_bytes(completions, None)
 '''
@@ -194,13 +195,42 @@ def arguments(output: Path, *overrides: str, launched: bool = False) -> list[str
     return [str(folder() / "config.yaml"), f"run.output_dir={output}", *servers, *overrides]
 
 
-def train(output: Path, *overrides: str, prepare: Callable[[], None] = lambda: None, launched: bool = False) -> Run:
-    """`megagrpo train` as one rank, in a fork. `prepare` is called in the fork before."""
+@dataclass(frozen=True)
+class Forked:
+    """A run that goes on as `megagrpo train`, one rank, in a fork that leads a process group of its own."""
+
+    pid: int
+    output: Path
+    printed: Path
+
+    def out(self) -> str:
+        """What it has printed so far."""
+        return (self.printed / "out").read_text()
+
+    def wait(self, seconds: float = SECONDS) -> Run:
+        """What has become of it; AssertionError when it is not done after `seconds`."""
+        done = wait_for(lambda: os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), "end of the run", seconds)
+        code = done.si_status if done.si_code == os.CLD_EXITED else -done.si_status
+        return Run(code, self.out(), (self.printed / "err").read_text(), self.output / "run")
+
+
+@contextlib.contextmanager
+def running(output: Path, *overrides: str, prepare: Callable[[], None] = lambda: None, launched: bool = False) -> Iterator[Forked]:
+    """A run into `output`/run, killed on the way out if it is still there. `prepare` is called in the fork before."""
     words = ["train", *arguments(output, *overrides, launched=launched)]
     with tempfile.TemporaryDirectory() as printed:
         pid = _fork(words, Path(printed), prepare)
-        code = _wait(pid)
-        return Run(code, *(Path(printed, name).read_text() for name in ("out", "err")), output / "run")
+        try:
+            yield Forked(pid, output, Path(printed))
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def train(output: Path, *overrides: str, prepare: Callable[[], None] = lambda: None, launched: bool = False) -> Run:
+    """A run into `output`/run from its beginning to its end."""
+    with running(output, *overrides, prepare=prepare, launched=launched) as run:
+        return run.wait()
 
 
 def start(output: Path, *overrides: str, launched: bool = False, **environment: str) -> subprocess.Popen:
@@ -266,6 +296,11 @@ def shared_memory(pids: list[int]) -> set[Path]:
     return found | {file.parent for file in found if file.parent != Path("/dev/shm")}
 
 
+def weights_in_shared_memory(pid: int) -> list[Path]:
+    """Folders in which the trainer `pid` hands weights over."""
+    return list(Path("/dev/shm").glob(f"megagrpo-{pid}.*"))
+
+
 def plain_tensors(checkpoint: Path) -> dict[str, Any]:
     """Every tensor of a checkpoint, weights and optimizer, by name."""
     return run_ranks(_plain_tensors, 1, checkpoint)[0]
@@ -288,6 +323,7 @@ def _fork(words: list[str], printed: Path, prepare: Callable[[], None]) -> int:
         return pid
     code = 1
     try:
+        os.setsid()
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(printed / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
@@ -302,15 +338,3 @@ def _fork(words: list[str], printed: Path, prepare: Callable[[], None]) -> int:
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(code)  # no destructors: pytest's belong to the parent
-
-
-def _wait(pid: int) -> int:
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError(f"not done after {SECONDS} s")

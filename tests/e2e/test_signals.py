@@ -1,0 +1,83 @@
+"""Ctrl-C, SIGTERM and SIGKILL at any moment: what is saved, how the run ends, and that nothing is left running."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.e2e import world
+
+LONG = ["run.max_steps=1000", "run.save_steps=2", "run.save_total_limit=1"]
+
+
+def continues(output, step, *overrides):
+    """The run in `output` goes on after `step` and takes two more steps."""
+    run = world.train(output, f"run.max_steps={step + 2}", "--resume", *overrides)
+    assert run.code == 0, run.err
+    assert [line["step"] for line in run.metrics] == list(range(1, step + 3))
+    assert sorted({row["step"] for row in run.completions}) == list(range(1, step + 3))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("to", [os.kill, os.killpg], ids=["trainer", "process_group"])
+def test_a_signal_saves_after_the_last_finished_step(number, to, tmp_path):
+    with world.running(tmp_path, *LONG) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 3, "third step")
+        family = world.family(trainer.pid)
+        to(trainer.pid, number)
+        run = trainer.wait()
+    assert run.code == 128 + number, run.err
+    step = len(run.metrics)
+    assert f"stop requested ({number.name}) after step {step}" in run.out and "Traceback" not in run.err
+    assert run.saved == [f"step_{step:06d}"]
+    assert not world.weights_in_shared_memory(trainer.pid)
+    world.wait_for(lambda: not any(map(world.alive, family)), "end of all processes", seconds=5)
+    continues(tmp_path, step)
+
+
+def reported(folder):
+    """Whether a worker of the engine has told that it took in new weights."""
+    return any(folder.glob("replies/*/worker*.json"))
+
+
+def test_a_signal_does_not_wait_for_a_long_generation(tmp_path):
+    slow = ["rollout.max_num_seqs=1", "rollout.prompts_per_step=2400", "rollout.num_generations=16", "run.max_steps=5"]
+    with world.running(tmp_path, *slow) as trainer:
+        world.wait_for(lambda: [*map(reported, world.weights_in_shared_memory(trainer.pid))] == [True], "first sync")
+        time.sleep(1)
+        os.kill(trainer.pid, signal.SIGTERM)
+        asked = time.monotonic()
+        run = trainer.wait()
+        seconds = time.monotonic() - asked
+    assert run.code == 143 and "after step 0" in run.out and run.saved == [] and run.completions == []
+    assert seconds < 3
+    assert world.train(tmp_path, "run.max_steps=1", "run.overwrite=true").code == 0  # the server is as good as before
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    own = f"rewards.functions=[{{function: {world.folder()}/rewards.py:slow, args: {{seconds: 600, started: {tmp_path}/started}}}}]"
+    with world.running(tmp_path, own, "rewards.timeout=700") as trainer:
+        world.wait_for(lambda: (tmp_path / "started").exists(), "reward under way")
+        family = world.family(trainer.pid)
+        os.kill(trainer.pid, signal.SIGINT)
+        time.sleep(0.5)
+        assert world.alive(trainer.pid)
+        os.kill(trainer.pid, signal.SIGINT)
+        run = trainer.wait(seconds=10)
+    assert run.code == 130 and "interrupted" in run.err and "Traceback" not in run.err
+    world.wait_for(lambda: not any(map(world.alive, family)), "end of all processes", seconds=5)
+
+
+def test_nothing_outlives_a_killed_trainer_and_its_run_goes_on(tmp_path):
+    with world.running(tmp_path, *LONG, launched=True) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 3, "third step")
+        family = world.family(trainer.pid)
+        files = world.shared_memory(family)
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+        assert len(family) >= 7 and len(files) >= 3  # trainer, checkpoint queue, reward worker, supervisor, and vLLM's
+        world.wait_for(lambda: not any(map(world.alive, family)), "end of all processes", seconds=15)
+        world.wait_for(lambda: not any(file.exists() for file in files), "end of all files in shared memory", seconds=5)
+    (saved,) = [path for path in (tmp_path / "run" / "checkpoints").glob("step_*")]
+    continues(tmp_path, int(saved.name.removeprefix("step_")))
