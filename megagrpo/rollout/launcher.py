@@ -197,6 +197,7 @@ class Launcher:
         else:
             # A prompt that is split over two batches rewinds its seeded generator, which torch cannot do on a CPU: the engine dies.
             switches.append("--no-enable-chunked-prefill")
+            flags["--block-size"] = 32  # the responses to a prompt share its full blocks; vLLM's 128 here exceeds most short prompts
             flags["--max-num-batched-tokens"] = max(o.max_model_len, MAX_BATCHED_TOKENS)
         if o.enforce_eager or self.devices is None:  # compiling on CPU takes longer than it saves
             switches.append("--enforce-eager")
