@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.bridge.export import copy_side_files
 from megagrpo.bridge.megatron_io import HF_FILES
@@ -95,17 +96,22 @@ class Checkpointer:
 
     def _write(self, partial: Path) -> None:
         sharded, metadata = self._sharded_state(is_loading=False, with_rng=True)
-        dist_checkpointing.save(sharded, str(partial), content_metadata=metadata, async_strategy="mcore")
+        try:
+            dist_checkpointing.save(sharded, str(partial), content_metadata=metadata, async_strategy="mcore")
+        except CheckpointException as error:  # no Exception to Python; the first rank alone knows who failed
+            who = ", ".join(f"rank {rank}" for rank in error.failures) or "a rank"
+            free = shutil.disk_usage(self.folder).free / 2**30
+            raise OSError(f"{who} could not write its part (the log says more); {free:.2f} GiB are free") from error
 
     def _publish(self, partial: Path, final: Path, state: TrainState) -> None:
         (partial / HF_FILES).mkdir()
         copy_side_files(self.model_folder, partial / HF_FILES)
         (partial / STATE_FILE).write_text(json.dumps({"state": asdict(state), "layout": self._layout_of_rng()}, indent=1))
         if final.exists():
-            shutil.rmtree(final)
+            _remove(final)
         partial.rename(final)
         for old in checkpoints(self.folder)[: -self.keep]:
-            shutil.rmtree(old)
+            _remove(old)
 
     def _sharded_state(self, is_loading: bool, with_rng: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": "fully_reshardable"}
@@ -131,6 +137,12 @@ class Checkpointer:
 
     def _layout_of_rng(self) -> dict[str, int]:
         return {"tp": self.layout.tp_size, "pp": self.layout.pp_size}
+
+
+def _remove(checkpoint: Path) -> None:
+    """Under another name first: what a kill or an error leaves of it is not taken for a checkpoint, and goes with the next save."""
+    aside = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.partial"))
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def checkpoints(folder: Path) -> list[Path]:
