@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -51,6 +52,7 @@ def main(config: RunConfig, config_path: Path) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     layout = None
     try:
+        _end_with_torchrun()
         _check_plan(config)
         layout = _layout(config)
         with ExitStack() as resources:
@@ -110,6 +112,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     if layout.is_dp_leader:
         limits = dict(max_num_seqs=config.rollout.max_num_seqs, request_timeout=config.rollout.request_timeout)
         engine = VllmEngine(urls, tokenizer.decode, logs=logs, **limits)
+    with _problems_of_the_config():
+        weight_sync = WeightSync(engine if first else None, layout, dtype)
     trainer = Trainer(
         config=config,
         layout=layout,
@@ -122,7 +126,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         rewards=rewards,
         stop_token_ids=tokenizer.eos_token_ids,
         weights=partial(blocks, policy.chunks, hf_config, layout),
-        weight_sync=resources.enter_context(WeightSync(engine if first else None, layout, dtype)),
+        weight_sync=resources.enter_context(weight_sync),
         checkpointer=Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit, model_folder),
         writer=writer,
     )
@@ -216,6 +220,13 @@ def _launcher(config: RunConfig, model_folder: Path, run_folder: Path, dtype: st
 
 def _step_of(checkpoint: Path | None) -> int:
     return 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
+
+
+def _end_with_torchrun() -> None:
+    """A torchrun that is killed outright cannot end its ranks: have the kernel send them SIGTERM then, on which they save and stop."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _stop_on_signals(trainer: Trainer) -> None:

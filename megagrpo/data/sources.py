@@ -14,6 +14,8 @@ import datasets
 
 from megagrpo.config import DatasetSection
 
+datasets.disable_progress_bars()  # they say how a file of some rows is copied into the cache, once per rank
+
 GYM_PREFIX = "reasoning_gym:"
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 

@@ -35,7 +35,7 @@ class MegatronPolicy:
         self.chunks = build_model(
             hf_config, layout, dtype=self.dtype, recompute=config.model.recompute, sequence_parallel=config.parallel.sequence_parallel
         )
-        self.model = wrap_data_parallel(self.chunks, config.train)
+        self.model = wrap_data_parallel(self.chunks, config.train, layout.dp_size)
         self.optimizer = build_optimizer(self.model, config.train, self.dtype)
         self.scheduler = build_scheduler(self.optimizer, config.train, config.run.max_steps * config.algorithm.num_iterations)
         self.shares_prompts = _shares_prompts(config.train.share_prompts)
@@ -142,12 +142,13 @@ class MegatronPolicy:
             chunk.scale_gradients(1.0 / self._denominator)
 
     def _reduce_metrics(self, per_micro_batch: list[dict[str, tuple[Tensor, Tensor]]]) -> dict[str, float]:
-        """Sums of this rank's micro-batches, then of all data-parallel ranks: equal on every rank of the world."""
+        """Sums of this rank's micro-batches, then of all data-parallel ranks: equal on every rank of the world. What nothing was counted
+        for is left out: when no sample taught anything there is no entropy, rather than one of 0."""
         mine = merge_sums([to_floats(m) for m in per_micro_batch]) if self.layout.is_last_stage and self.layout.tp_rank == 0 else None
         everyone = merge_sums([m for m in self.layout.all_gather_objects(mine) if m is not None])
-        return {
-            name: total if _is_extreme(name) or name == "loss" else total / max(count, 1.0) for name, (total, count) in everyone.items()
-        }
+        loss, _ = everyone.pop("loss")
+        counted = {name: total if _is_extreme(name) else total / count for name, (total, count) in everyone.items() if count}
+        return {"loss": loss} | counted
 
 
 def _shares_prompts(wanted: bool | None) -> bool:

@@ -10,12 +10,14 @@ import megagrpo.parallel.device  # noqa: F401  (prepares the platform before meg
 from megagrpo.config import TrainSection
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
+from megatron.core.optimizer.param_layout import FullParamLayout  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
 
-def wrap_data_parallel(chunks: Sequence[torch.nn.Module], train: TrainSection) -> list[DistributedDataParallel]:
-    """Each model chunk with float32 gradient buffers that are summed over the data-parallel ranks.
+def wrap_data_parallel(chunks: Sequence[torch.nn.Module], train: TrainSection, dp_size: int) -> list[DistributedDataParallel]:
+    """Each model chunk with float32 gradient buffers that are summed over the `dp_size` data-parallel ranks.
 
     A NaN or infinite gradient raises before it reaches the weights.
     """
@@ -24,7 +26,27 @@ def wrap_data_parallel(chunks: Sequence[torch.nn.Module], train: TrainSection) -
         use_distributed_optimizer=train.distributed_optimizer,
         check_for_nan_in_grad=True,
     )
-    return [DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+    layouts = [_buffer_layout(chunk, config, dp_size) for chunk in chunks]
+    return [
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=layout)
+        for index, (chunk, layout) in enumerate(zip(chunks, layouts, strict=True))
+    ]
+
+
+def _buffer_layout(chunk: torch.nn.Module, config: DistributedDataParallelConfig, dp_size: int) -> FullParamLayout | None:
+    """Where each parameter lies in the gradient buffers, with the padding between buckets counted as content.
+
+    megatron-core 0.19 joins the buckets without their padding when it saves the optimizer's state, and then cuts it at offsets that
+    include the padding. With tied embeddings on two pipeline stages, which have a bucket of their own, a checkpoint then holds shifted
+    master weights. Can go when `sharded_param_state_fully_reshardable` cuts where it joined.
+    """
+    if not config.use_distributed_optimizer:
+        return None
+    parameters = [p for p in chunk.parameters() if p.requires_grad]
+    layout = DistributedOptimizer.compute_full_param_layout(parameters, None, dp_size, config)
+    for buffer in layout.layouts.values():
+        buffer.per_bucket_numel_unpadded[:-1] = [stop - start for start, stop in buffer.bucket_indices[:-1]]
+    return layout
 
 
 def build_optimizer(wrapped: Sequence[DistributedDataParallel], train: TrainSection, dtype: torch.dtype) -> MegatronOptimizer:

@@ -1,0 +1,105 @@
+"""A checkpoint of one layout continues in another: the next step gives the weights that the unbroken run gives."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from ranks import run_ranks
+
+from megagrpo.algorithms.losses import denominator, make_loss
+from megagrpo.bridge.families import blocks
+from megagrpo.bridge.load import load_hf
+from megagrpo.checkpoint import Checkpointer
+from megagrpo.config import RunConfig
+from megagrpo.data.packing import PackingRules, pack
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.types import TrainSample, TrainState
+
+STATE = TrainState(step=1, weight_version=2, cursor=8)
+# 96 is no multiple of 128, so megatron-core pads between the buckets of its gradient buffer.
+SIZES = dict(vocab_size=103, hidden_size=96, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, intermediate_size=64)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A random tiny Llama with tied embeddings, which two pipeline stages both hold."""
+    folder = tmp_path_factory.mktemp("model")
+    run_ranks(_make_model, 1, folder)
+    return folder
+
+
+def _make_model(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=64)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def settings(parallel: dict) -> RunConfig:
+    return RunConfig.model_validate(
+        dict(
+            model=dict(path="x", precision="fp32"),
+            parallel=parallel,
+            rollout=dict(max_prompt_length=8, max_completion_length=8),
+            data=dict(train=dict(source="x")),
+            rewards=dict(functions=[dict(function="exact_number")]),
+            train=dict(learning_rate=1e-2, adam_epsilon=1e-3, max_tokens_per_micro_batch=64),
+        )
+    )
+
+
+def samples() -> list[TrainSample]:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.arange(9) >= 4
+    return [
+        TrainSample(torch.randint(0, 103, (9,), generator=generator), mask, torch.where(mask, -4.6, 0.0), advantage=(-1.0) ** i)
+        for i in range(8)
+    ]
+
+
+def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool) -> dict:
+    """This rank's blocks after two steps, with a checkpoint between them, or after the second one alone, from the checkpoint."""
+    config = settings(parallel)
+    layout = init_layout(config.parallel)
+    hf_config = load_hf_config(model)
+    policy = MegatronPolicy(config, layout, hf_config)
+    load_hf(policy.chunks, hf_config, model, layout)
+    policy.weights_changed()
+    checkpointer = Checkpointer(checkpoints, layout, policy, 1, model)
+    p = config.parallel
+    batch = pack(samples(), PackingRules(max_tokens=64, at_least=p.pp, multiple_of=p.pp), layout.dp_rank, layout.dp_size)
+    divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
+    if resume:
+        assert checkpointer.load(checkpointer.latest()) == STATE
+    else:
+        policy.train_step(batch, make_loss(config), divisor)
+        checkpointer.save(STATE)
+    policy.train_step(batch, make_loss(config), divisor)
+    held = {}
+    for _, parameter, found in blocks(policy.chunks, hf_config, layout):
+        held |= {(b.name, b.shape, b.dim, b.start, b.stop): b.read(parameter.detach()).numpy().copy() for b in found}
+    layout.close()
+    return held
+
+
+def full_tensors(ranks: list[dict]) -> dict[str, torch.Tensor]:
+    full = {}
+    for (name, shape, dim, start, stop), values in [item for held in ranks for item in held.items()]:
+        full.setdefault(name, torch.full(shape, torch.nan)).narrow(dim, start, stop - start).copy_(torch.from_numpy(values))
+    return full
+
+
+ONE, DP2, TP2, PP2, VPP = ({}, 1), ({}, 2), (dict(tp=2), 2), (dict(pp=2), 2), (dict(pp=2, vpp=2), 2)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(PP2, PP2), (PP2, ONE), (VPP, TP2), (DP2, ONE), (TP2, PP2), (ONE, DP2), ((dict(pp=2), 4), PP2)], ids=str
+)
+def test_a_run_continues_from_a_checkpoint_of_another_layout(saved, loaded, model, tmp_path):
+    unbroken = full_tensors(run_ranks(train_steps, saved[1], saved[0], model, tmp_path, False))
+    resumed = full_tensors(run_ranks(train_steps, loaded[1], loaded[0], model, tmp_path, True))
+    assert resumed.keys() == unbroken.keys()
+    for name, tensor in unbroken.items():
+        assert ((resumed[name] - tensor).norm() / tensor.norm()).item() < 1e-6, name
