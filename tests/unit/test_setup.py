@@ -80,7 +80,7 @@ WORKING = {
 def test_done_work_is_skipped_until_what_it_depends_on_changes(machine):
     installed = machine.clone / "installed"
     assert machine("cpu", tools=WORKING).returncode == 0
-    assert installed.read_text() == "pip install -q -c constraints-cpu.txt -e .[cpu,quickstart,data,wandb,dev]\n"
+    assert installed.read_text() == "pip install -q --compile-bytecode -c constraints-cpu.txt -e .[cpu,quickstart,data,wandb,dev]\n"
     again = machine("cpu", tools=WORKING)
     assert again.stdout == "setup: .venv is up to date (cpu)\n" and len(installed.read_text().splitlines()) == 1
     with open(machine.clone / "constraints-cpu.txt", "a") as file:
