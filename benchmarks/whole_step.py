@@ -51,6 +51,7 @@ def cpu_seconds() -> float:
 def run_megagrpo(args: argparse.Namespace) -> list[Step]:
     from megagrpo.config import load_config
     from megagrpo.parallel.layout import init_layout
+    from megagrpo.rollout import vllm_server
     from megagrpo.train import build
 
     config = load_config(
@@ -67,11 +68,18 @@ def run_megagrpo(args: argparse.Namespace) -> list[Step]:
             f"rewards.functions=[{{function: '{HERE}:spread'}}]",
         ],
     )
+    request = vllm_server._request
+
+    def request_of_full_length(*inputs):
+        body = request(*inputs)
+        body["sampling_params"] |= {"ignore_eos": True, "stop_token_ids": []}
+        return body
+
+    vllm_server._request = request_of_full_length
     layout = init_layout(config.parallel)
     steps = []
     with ExitStack() as resources:
         trainer = build(config, QUICKSTART.parent, layout, resources)
-        trainer.stop_token_ids = ()
         trainer.sync()
         for _ in range(1 + args.steps):
             trainer.timer.collect()
