@@ -73,8 +73,8 @@ class Checkpointer:
         state, _ = self._sharded_state(is_loading=True, with_rng=same_layout)
         try:
             loaded = dist_checkpointing.load(state, str(path))
-        except Exception as e:
-            raise CheckpointError(f"{path} does not fit this model: {e}") from e
+        except (Exception, CheckpointException) as e:  # the latter is no Exception to Python
+            raise CheckpointError(f"{path} cannot be read, or does not fit this model: {e}") from e
         for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True):
             chunk.load_state_dict(loaded[name])
         with torch.no_grad():  # float32 shards are views of leaves, which autograd would guard

@@ -60,6 +60,11 @@ def low_bytes(completions, answer, **columns):
     return [sum(character < "a" for character in text) / max(1, len(text)) for text in texts]
 
 
+def seldom(completions, answer, **columns):
+    """1 for about one in four completions: some groups agree, others do not."""
+    return [float(share > 0.5) for share in low_bytes(completions, answer)]
+
+
 def raises(completions, **columns):
     raise RuntimeError("no reward today")
 

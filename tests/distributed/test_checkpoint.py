@@ -1,0 +1,111 @@
+"""Checkpoints over two ranks: complete or absent, whatever fails and on whichever rank."""
+
+import os
+import resource
+import shutil
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_policy import Case, config, hf_folder, packing_rules, samples
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.bridge.load import load_hf
+from megagrpo.checkpoint import Checkpointer, CheckpointError, checkpoints, newest_checkpoint
+from megagrpo.data.packing import pack
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.types import TrainState
+
+TP2 = Case("tp2", 2, dict(tp=2))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a tiny model."""
+    folder = tmp_path_factory.mktemp("model")
+    run_ranks(hf_folder, 1, "llama", folder)
+    return folder
+
+
+def checkpointer(model, folder, keep=2):
+    """This rank's part of a policy that has taken one step from the weights of `model`, and what saves it."""
+    settings = config(TP2)
+    layout = init_layout(settings.parallel)
+    hf_config = load_hf_config(model)
+    policy = MegatronPolicy(settings, layout, hf_config)
+    load_hf(policy.chunks, hf_config, model, layout)
+    policy.weights_changed()
+    batch = pack(samples(), packing_rules(TP2, settings), layout.dp_rank, layout.dp_size)
+    policy.train_step(batch, make_loss(settings), batch.num_tokens)
+    return policy, Checkpointer(folder, layout, policy, keep, model)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def limit_files(limit):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def _one_rank_cannot_write(model, folder, failing):
+    _, saver = checkpointer(model, folder)
+    saver.save(TrainState(step=1))
+    if int(os.environ["RANK"]) == failing:
+        limit_files(50_000)
+    with pytest.raises(CheckpointError) as caught:
+        saver.save(TrainState(step=2))
+    left = names(folder)
+    torch.distributed.barrier()
+    limit_files(resource.RLIM_INFINITY)
+    saver.save(TrainState(step=3))
+    return str(caught.value), left, names(folder)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_when_one_rank_cannot_write_no_rank_has_saved_and_the_next_save_works(failing, model, tmp_path):
+    for message, left, after in run_ranks(_one_rank_cannot_write, 2, model, tmp_path, failing):
+        assert "no checkpoint was written to" in message and "step_000002, earlier ones are kept" in message
+        assert [name for name in left if not name.startswith(".")] == ["step_000001"] and after == ["step_000001", "step_000003"]
+    assert f"rank {failing} could not write its part" in run_ranks(_one_rank_cannot_write, 2, model, tmp_path / "again", failing)[0][0]
+
+
+def _round_trip(model, folder):
+    policy, saver = checkpointer(model, folder, keep=1)
+    weights = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+    torch.manual_seed(5)
+    saved = TrainState(step=7, weight_version=9, cursor=56)
+    path = saver.save(saved)
+    drawn = torch.rand(4)
+    with torch.no_grad():
+        for chunk in policy.chunks:
+            for parameter in chunk.parameters():
+                parameter.zero_()
+    restored = saver.load(path)
+    found = [p.detach() for chunk in policy.chunks for p in chunk.parameters()]
+    saver.save(TrainState(step=8))
+    return restored == saved, all(map(torch.equal, found, weights)), torch.equal(torch.rand(4), drawn), names(folder)
+
+
+def test_state_weights_and_generators_come_back(model, tmp_path):
+    assert run_ranks(_round_trip, 2, model, tmp_path) == [(True, True, True, ["step_000008"])] * 2
+
+
+def _load_broken(model, folder):
+    _, saver = checkpointer(model, folder)
+    path = saver.save(TrainState(step=1))
+    if os.environ["RANK"] == "0":
+        (path / "__0_0.distcp").unlink()
+        shutil.copytree(path, folder / "step_000002")
+        (folder / "step_000002" / "megagrpo.json").unlink()
+    torch.distributed.barrier()
+    for broken, message in ((path, "cannot be read"), (folder / "step_000002", "is not a complete checkpoint")):
+        with pytest.raises(CheckpointError, match=message):
+            saver.load(broken)
+    return newest_checkpoint(folder) == path and checkpoints(folder) == [path]
+
+
+def test_a_folder_that_is_no_complete_checkpoint_is_refused(model, tmp_path):
+    assert run_ranks(_load_broken, 2, model, tmp_path) == [True, True]

@@ -1,0 +1,129 @@
+"""Every option of a run does what it says, seen in what the run leaves behind; the expected numbers are naive formulas."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from tests.e2e import world
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Two steps with nothing changed."""
+    return succeeded(world.train(tmp_path_factory.mktemp("plain")))
+
+
+def succeeded(run):
+    assert run.code == 0, run.err
+    return run
+
+
+def texts(run):
+    return [row["completion"] for row in run.completions]
+
+
+def largest_difference(one, other):
+    """Between the weights of the newest checkpoints of two runs, relative to the largest weight of each tensor."""
+    first, second = world.plain_tensors(one.newest), world.plain_tensors(other.newest)
+    weights = [name for name in first if not name.startswith("optimizer") and first[name].is_floating_point()]
+    assert len(weights) > 10
+    return max(((first[name] - second[name]).abs().max() / first[name].abs().max()).item() for name in weights)
+
+
+def test_a_run_learns(tmp_path):
+    run = succeeded(world.train(tmp_path, "run.max_steps=12", "rollout.num_generations=8", "train.learning_rate=3e-3"))
+    rewards = [line["reward"] for line in run.metrics]
+    assert statistics.fmean(rewards[-3:]) > statistics.fmean(rewards[:3]) + 0.25
+
+
+def test_a_seed_repeats_itself_and_another_one_differs(plain, tmp_path):
+    again, other = succeeded(world.train(tmp_path / "again")), succeeded(world.train(tmp_path / "other", "run.seed=7"))
+    assert texts(again) == texts(plain) and largest_difference(again, plain) == 0
+    assert not set(texts(other)) & set(texts(plain))
+    assert [row["prompt_id"] for row in other.completions] != [row["prompt_id"] for row in plain.completions]
+
+
+def test_without_shuffling_prompts_come_in_the_order_of_the_data_set(tmp_path):
+    run = succeeded(world.train(tmp_path, "data.shuffle=false", "rollout.prompts_per_step=20", "rollout.num_generations=2"))
+    drawn = [row["prompt_id"] for row in run.completions][::2]
+    assert drawn == [position % 24 for position in range(40)]  # the second epoch begins within the second step
+
+
+def test_the_second_iteration_on_a_batch_clips(plain, tmp_path):
+    narrow = ["algorithm.epsilon=1e-4", "run.max_steps=1"]
+    one = succeeded(world.train(tmp_path / "one", *narrow))
+    two = succeeded(world.train(tmp_path / "two", *narrow, "algorithm.num_iterations=2"))
+    assert texts(one) == texts(two)
+    assert one.metrics[0]["clip_ratio/region_mean"] == 0 and two.metrics[0]["clip_ratio/region_mean"] > 0.2
+    assert one.metrics[0]["time/logprobs"] < two.metrics[0]["time/logprobs"]
+    assert largest_difference(one, two) > 0
+
+
+def test_the_kl_to_the_reference_is_zero_until_the_policy_moves(plain, tmp_path):
+    run = succeeded(world.train(tmp_path, "algorithm.beta=0.5", "run.max_steps=3"))
+    first, second, third = (line["kl"] for line in run.metrics)
+    assert 0 <= first < 1e-6 < second < third
+    assert "kl" not in plain.metrics[0] and "  kl " in run.out and "  kl " not in plain.out
+
+
+def test_evaluation_comes_first_last_and_every_so_many_steps(tmp_path):
+    held_out = [f"data.eval.source={world.folder()}/eval.jsonl", "evaluation.steps=2", "run.max_steps=3"]
+    run = succeeded(world.train(tmp_path, *held_out, "evaluation.temperature=1", "evaluation.num_generations=2"))
+    evaluations = [line for line in run.lines if "eval/reward" in line]
+    assert [line["step"] for line in evaluations] == [0, 2, 3]
+    assert {row["step"] for row in run.completions} == {1, 2, 3}  # those of training alone
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_are_scaled_as_asked(scale, tmp_path):
+    run = succeeded(world.train(tmp_path, f"algorithm.scale_rewards={scale}", "run.max_steps=1"))
+    rewards = [row["reward"] for row in run.completions]
+    groups = [rewards[i : i + 4] for i in range(0, len(rewards), 4)]
+    deviation = {"group": statistics.stdev, "batch": lambda group: statistics.stdev(rewards), "none": lambda group: 1 - 1e-4}[scale]
+    expected = [(r - statistics.fmean(group)) / (deviation(group) + 1e-4) for group in groups for r in group]
+    assert [row["advantage"] for row in run.completions] == pytest.approx(expected)
+
+
+def test_leaving_out_samples_without_advantage_changes_no_weight(tmp_path):
+    seldom = f"rewards.functions=[{{function: {world.folder()}/rewards.py:seldom}}]"
+    runs = [succeeded(world.train(tmp_path / skip, seldom, f"algorithm.skip_zero_advantage={skip}")) for skip in ("true", "false")]
+    assert texts(runs[0]) == texts(runs[1]) and 0 < runs[0].metrics[0]["frac_reward_zero_std"] < 1
+    assert largest_difference(*runs) < 1e-5
+    assert runs[0].metrics[0]["loss"] == pytest.approx(runs[1].metrics[0]["loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("option", ["model.recompute=full", "train.max_tokens_per_micro_batch=60", "train.distributed_optimizer=false"])
+def test_what_saves_memory_changes_no_weight(option, plain, tmp_path):
+    run = succeeded(world.train(tmp_path, option))
+    assert texts(run) == texts(plain)
+    assert largest_difference(run, plain) < 1e-4
+
+
+@pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
+def test_the_learning_rate_follows_its_schedule(shape, tmp_path):
+    steps, warmup, peak, end = 5, 2, 1e-3, 1e-4
+    schedule = [f"train.lr_scheduler_type={shape}", f"train.warmup_steps={warmup}", f"train.min_learning_rate={end}"]
+    run = succeeded(world.train(tmp_path, *schedule, f"run.max_steps={steps}", "rollout.prompts_per_step=1"))
+    expected = []
+    for step in range(1, steps + 1):
+        done = (step - warmup) / (steps - warmup)
+        fraction = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[shape]
+        expected.append(peak * step / warmup if step <= warmup else end + (peak - end) * fraction)
+    assert [line["learning_rate"] for line in run.metrics] == pytest.approx(expected)
+
+
+def test_loggers_and_samples_can_be_turned_off_and_on(plain, tmp_path):
+    assert not (plain.folder / "tensorboard").exists() and not (plain.folder / "wandb").exists()
+    assert "response" not in plain.out
+    pytest.importorskip("wandb")
+    run = succeeded(world.train(tmp_path, "run.wandb=offline", "run.log_completions_steps=1"))
+    assert len(list((run.folder / "wandb").glob("offline-run-*/*.wandb"))) == 1
+    assert run.out.count("    prompt    ") == 2 and [line["reward"] for line in run.metrics] == [line["reward"] for line in plain.metrics]
+
+
+def test_temperature_belongs_to_both_sides(tmp_path):
+    run = succeeded(world.train(tmp_path, "rollout.temperature=0.5"))
+    assert all(line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3) for line in run.metrics)
+    assert torch.tensor([line["entropy"] for line in run.metrics]).lt(5).all()  # near log(258) = 5.55 at temperature 1
