@@ -19,7 +19,7 @@ def _fork_instead_of_spawn() -> None:
 
 def _nap_instead_of_spin() -> None:
     """Let processes nap while they wait for each other's messages. vLLM polls in a busy loop, so the engine takes a core away from the
-    worker that it waits for: with two cores generation takes 1.7 times as long. Can go when vLLM has a setting for it."""
+    worker that it waits for. Can go when vLLM has a setting for it."""
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = functools.partial(time.sleep, 0.0005)
