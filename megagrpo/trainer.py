@@ -118,7 +118,6 @@ class Trainer:
                 scored = self.rewards.score([rollout for group in groups for rollout in group])
             return self.layout.dp_rank, scored, self.rewards.metrics()
 
-        self.stop_if_requested()
         parts = together(self.layout, generate_and_score, here=self.layout.is_dp_leader)
         self.stop_if_requested()
         parts = sorted((part for part in parts if part is not None), key=lambda part: part[0])

@@ -39,7 +39,7 @@ class Engine(Protocol):
         """`n` rollouts of each prompt, in the order of `prompts`. The same arguments and weights give the same tokens."""
 
     def interrupt(self) -> None:
-        """Have the `generate` that is under way, if any, raise EngineInterrupted soon. May be called from a signal handler."""
+        """Have the `generate` that is under way, and every later one, raise EngineInterrupted. May be called from a signal handler."""
 
     def load_weights(self, manifest: Path, version: int, replies: Path) -> list[dict[str, Any]]:
         """Take in the weights that `manifest` lists and stay paused; what each worker reports about it, read from `replies`."""

@@ -53,6 +53,7 @@ class VllmEngine:
         self.logs = dict(zip(urls, logs, strict=False))
         self.weight_version = 0
         self.dead: set[str] = set()
+        self._interrupted = False
         self._under_way: tuple[asyncio.AbstractEventLoop, asyncio.Task] | None = None  # what `interrupt` ends
 
     def close(self) -> None:
@@ -82,14 +83,17 @@ class VllmEngine:
         return groups
 
     def interrupt(self) -> None:
-        """Have the `generate` that is under way, if any, close its connections, on which vLLM drops the requests, and raise
-        EngineInterrupted. May be called from a signal handler."""
+        """Have the `generate` that is under way close its connections, on which vLLM drops the requests, and raise EngineInterrupted;
+        every later one raises it at once. May be called from a signal handler."""
+        self._interrupted = True
         if self._under_way is not None:
             loop, task = self._under_way
             loop.call_soon_threadsafe(task.cancel)
 
     async def _work_off(self, jobs: deque[_Job], n: int, groups: list[list[Rollout] | None]) -> None:
         self._under_way = asyncio.get_running_loop(), asyncio.current_task()
+        if self._interrupted:  # looked at after the line above, so that no interrupt falls between the two
+            raise asyncio.CancelledError
         left = len(jobs)
 
         async def serve(client: httpx.AsyncClient, url: str) -> None:

@@ -4,7 +4,9 @@ import os
 import signal
 
 import pytest
+from ranks import run_ranks
 
+from megagrpo.__main__ import main
 from tests.e2e import world
 
 MEASURED = ("time/", "tokens_per_second", "memory_gb", "wall_time")
@@ -27,10 +29,14 @@ def same_first_step(run, expected):
     assert len(run.metrics) == 2 and run.saved == ["step_000002"]
 
 
-@pytest.mark.parametrize("layout", [{"parallel.tp": 2}, {"parallel.pp": 2}], ids=["tp2", "pp2"])
-def test_two_ranks_of_one_model(layout, one_rank, tmp_path):
-    run = world.finish(world.start(tmp_path, *(f"{key}={value}" for key, value in layout.items())), tmp_path)
-    same_first_step(run, one_rank)
+def test_two_tensor_parallel_ranks(one_rank, tmp_path):
+    same_first_step(world.finish(world.start(tmp_path, "parallel.tp=2"), tmp_path), one_rank)
+
+
+def test_two_pipeline_stages(one_rank, tmp_path):
+    words = ["train", *world.arguments(tmp_path, "parallel.pp=2")]
+    codes = run_ranks(main, 2, words)
+    same_first_step(world.Run(max(codes), "", "", tmp_path / "run"), one_rank)
 
 
 def test_two_copies_of_the_model_and_a_signal_to_their_launcher(one_rank, tmp_path):

@@ -6,6 +6,9 @@ import time
 
 import pytest
 
+from megagrpo.rollout.engine import EngineInterrupted
+from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.types import Prompt, SamplingParams
 from tests.e2e import world
 
 LONG = ["run.max_steps=1000", "run.save_steps=2", "run.save_total_limit=1"]
@@ -19,8 +22,11 @@ def continues(output, step, *overrides):
     assert sorted({row["step"] for row in run.completions}) == list(range(1, step + 3))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-@pytest.mark.parametrize("to", [os.kill, os.killpg], ids=["trainer", "process_group"])
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [(signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg), (signal.SIGINT, os.killpg)],
+    ids=["SIGTERM", "SIGTERM to the group", "SIGINT to the group"],
+)
 def test_a_signal_saves_after_the_last_finished_step(number, to, tmp_path):
     with world.running(tmp_path, *LONG) as trainer:
         world.wait_for(lambda: world.steps_done(tmp_path) >= 3, "third step")
@@ -53,6 +59,13 @@ def test_a_signal_does_not_wait_for_a_long_generation(tmp_path):
     assert run.code == 143 and "after step 0" in run.out and run.saved == [] and run.completions == []
     assert seconds < 3
     assert world.train(tmp_path, "run.max_steps=1", "run.overwrite=true").code == 0  # the server is as good as before
+
+
+def test_an_engine_that_was_interrupted_generates_no_more():
+    engine = VllmEngine([world.server()], str)
+    engine.interrupt()
+    with pytest.raises(EngineInterrupted):
+        engine.generate([Prompt(0, (5, 6, 7), "")], 1, SamplingParams(1.0, 8), seed=0)
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
