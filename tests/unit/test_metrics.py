@@ -167,7 +167,7 @@ def test_wandb_works_offline_and_leaves_no_process(tmp_path):
 
 def test_the_step_line_reads_in_one_glance():
     assert printed("step", 3, STEP) == (
-        "step  3/12  reward  0.520  std 0.310  entropy 1.900  grad   2.30   11.3s = generate 6.1 + train 5.2\n"
+        "step  3/10  reward  0.520  std 0.310  entropy 1.900  grad   2.30   11.3s = generate 6.1 + train 5.2\n"
     )
     assert "kl 0.1000" in printed("step", 3, STEP, overrides=("algorithm.beta=0.1",))
 
