@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.bridge.export import copy_side_files
 from megagrpo.bridge.megatron_io import HF_FILES
+from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import together
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -95,6 +96,7 @@ class Checkpointer:
         partial.mkdir()
 
     def _write(self, partial: Path) -> None:
+        device.release_memory()  # writing takes two more copies of weights and optimizer state
         sharded, metadata = self._sharded_state(is_loading=False, with_rng=True)
         try:
             dist_checkpointing.save(sharded, str(partial), content_metadata=metadata, async_strategy="mcore")

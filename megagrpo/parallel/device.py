@@ -84,6 +84,14 @@ def memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
+def release_memory() -> None:
+    """Give freed memory that allocators hold back to the device or to the system."""
+    if has_gpu():
+        torch.cuda.empty_cache()
+    else:
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine can run here: it needs a GPU and the package."""
     return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
