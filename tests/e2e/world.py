@@ -229,6 +229,8 @@ def running(output: Path, *overrides: str, prepare: Callable[[], None] = lambda:
             yield Forked(pid, output, Path(printed))
         finally:
             os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
