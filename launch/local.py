@@ -1,7 +1,7 @@
 """Starts one trainer process per rank on this machine, through torchrun when there are several; `local.sh` calls it.
 
 Ranks: `NPROC` from the environment, else every GPU, else `parallel.tp * parallel.pp` of the config. Exit code: the trainer's, 2 for a
-config that is wrong, 128 + the signal's number when Ctrl-C or SIGTERM ended several ranks.
+config that is wrong, 128 + the signal's number when Ctrl-C or SIGTERM ended the run.
 """
 
 from __future__ import annotations
