@@ -74,7 +74,7 @@ def test_the_ranks_together_hold_the_model_and_what_is_held_twice():
 
 def test_bf16_weights_gradients_and_sharded_optimizer_state_add_up(folder):
     layout = ("model.precision=bf16", "algorithm.beta=0.1")
-    made = trainer_memory(config(folder, *layout), parse_hf_config(LLAMA), dp=4)["generate"]
+    made = trainer_memory(config(folder, "train.distributed_optimizer=true", *layout), parse_hf_config(LLAMA), dp=4)["generate"]
     gib = 134_515_008 / 2**30
     assert made == pytest.approx({"weights": 2 * gib, "gradients": 4 * gib, "optimizer": 12 * gib / 4, "reference": 2 * gib})
     whole = trainer_memory(config(folder, "train.distributed_optimizer=false", *layout), parse_hf_config(LLAMA), dp=4)["generate"]
