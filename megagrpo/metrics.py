@@ -191,7 +191,17 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class TensorBoardSink:
+class _NumbersOnly:
+    """What a sink does with text: nothing."""
+
+    def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+
+class TensorBoardSink(_NumbersOnly):
     """Scalars as TensorBoard events."""
 
     def __init__(self, folder: Path, restored_step: int):
@@ -206,17 +216,11 @@ class TensorBoardSink:
 
     evaluation = step
 
-    def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass
-
     def close(self) -> None:
         self._writer.close()
 
 
-class WandbSink:
+class WandbSink(_NumbersOnly):
     """Weights & Biases, online or offline. A resumed run continues under the id kept in `wandb_id`."""
 
     def __init__(self, folder: Path, config: RunConfig):
@@ -243,12 +247,6 @@ class WandbSink:
         self._run.log(dict(metrics), step=step)
 
     evaluation = step
-
-    def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass
 
     def close(self) -> None:
         self._run.finish()

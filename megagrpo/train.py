@@ -40,8 +40,6 @@ from megagrpo.rollout.vllm_server import VllmEngine, check_urls
 from megagrpo.trainer import Trainer
 from megagrpo.weight_sync import WeightSync
 
-log = logging.getLogger("megagrpo")
-
 
 def main(config: RunConfig, config_path: Path) -> int:
     """The exit code of a run: 0 at its end, 128 + the signal's number when it was asked to stop, 1 for what fails on the way.
