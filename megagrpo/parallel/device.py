@@ -71,12 +71,6 @@ def resolve_precision(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def synchronize() -> None:
-    """Wait until the device has finished; a no-op on a CPU."""
-    if has_gpu():
-        torch.cuda.synchronize()
-
-
 def memory_gb() -> float:
     """Peak memory of this process so far in GiB: of the GPU where there is one, resident memory otherwise."""
     if has_gpu():
