@@ -13,7 +13,7 @@ from megagrpo.algorithms.advantages import group_advantages, reward_statistics, 
 from megagrpo.algorithms.losses import denominator
 from megagrpo.checkpoint import Checkpointer, CheckpointError
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import PackingRules, pack
+from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.prompts import PromptSource
 from megagrpo.metrics import MetricsWriter, PhaseTimer
 from megagrpo.parallel.device import memory_gb
@@ -61,7 +61,8 @@ class Trainer:
         scored, metrics = self.rollout(prompts, config.rollout.num_generations, config.rollout.temperature)
         rewards = rewards_by_group(scored, config.rollout.num_generations)
         advantages = group_advantages(rewards, config.algorithm.scale_rewards)
-        batch = pack(to_samples(scored, advantages), self.packing_rules(), self.layout.dp_rank, self.layout.dp_size)
+        rules = packing_rules(config, self.policy.shares_prompts)
+        batch = pack(to_samples(scored, advantages), rules, self.layout.dp_rank, self.layout.dp_size)
         batch = self.with_logprobs(batch)
         for _ in range(config.algorithm.num_iterations):
             metrics |= self.train(batch)
@@ -123,18 +124,6 @@ class Trainer:
         parts = sorted((part for part in parts if part is not None), key=lambda part: part[0])
         counters = {name: sum(counted[name] for _, _, counted in parts) for name in parts[0][2] if name.endswith(COUNTERS)}
         return [s for _, scored, _ in parts for s in scored], counters
-
-    def packing_rules(self) -> PackingRules:
-        """How this configuration and layout want samples cut into micro-batches."""
-        parallel, algorithm = self.config.parallel, self.config.algorithm
-        return PackingRules(
-            max_tokens=self.config.train.max_tokens_per_micro_batch,
-            at_least=parallel.pp,
-            multiple_of=parallel.pp if parallel.vpp > 1 else 1,
-            align=parallel.tp if parallel.sequence_parallel else 1,
-            skip_zero_advantage=algorithm.skip_zero_advantage and algorithm.beta == 0,
-            share_prompts=self.policy.shares_prompts,
-        )
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Old log-probs when the policy will have moved on from them, reference log-probs when the loss has a KL term."""

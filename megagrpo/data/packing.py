@@ -13,6 +13,7 @@ from math import ceil
 
 import torch
 
+from megagrpo.config import RunConfig
 from megagrpo.types import MicroBatch, TrainBatch, TrainSample
 
 
@@ -28,6 +29,19 @@ class PackingRules:
     align: int = 1
     skip_zero_advantage: bool = False
     share_prompts: bool = False
+
+
+def packing_rules(config: RunConfig, share_prompts: bool) -> PackingRules:
+    """How a configuration wants samples cut into micro-batches; `share_prompts` says whether its policy can share them."""
+    parallel, algorithm = config.parallel, config.algorithm
+    return PackingRules(
+        max_tokens=config.train.max_tokens_per_micro_batch,
+        at_least=parallel.pp,
+        multiple_of=parallel.pp if parallel.vpp > 1 else 1,
+        align=parallel.tp if parallel.sequence_parallel else 1,
+        skip_zero_advantage=algorithm.skip_zero_advantage and algorithm.beta == 0,
+        share_prompts=share_prompts,
+    )
 
 
 def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, dp_size: int = 1) -> TrainBatch:

@@ -67,6 +67,11 @@ class MegatronPolicy:
 
         Raises RuntimeError when a gradient is NaN or infinite; the weights are as before then.
         """
+        return self.backward(batch, loss_fn, denominator) | self.update()
+
+    def backward(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, float]:
+        """The gradient that `train_step` follows, in the parameters' float32 `main_grad`; loss and metrics of the whole step. With the
+        distributed optimizer each data-parallel rank holds its own part of the sum."""
 
         def loss(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict]:
             logprobs, entropy = self._logprobs_and_entropy(output, micro_batch, chunk)
@@ -79,15 +84,16 @@ class MegatronPolicy:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        per_micro_batch = self._run(batch.micro_batches, loss, forward_only=False)
+        metrics = self._reduce_metrics(self._run(batch.micro_batches, loss, forward_only=False))
+        metrics["loss"] /= denominator
+        return metrics
+
+    def update(self) -> dict[str, float]:
+        """Clip the gradient that `backward` left and follow it: one step of optimizer and learning rate; gradient norm before the clip."""
         self.scheduler.step(increment=1)
         _, grad_norm, _ = self.optimizer.step()
-        metrics = self._reduce_metrics(per_micro_batch)
-        metrics["loss"] /= denominator
-        if grad_norm is not None:
-            metrics["grad_norm"] = float(grad_norm)
-        metrics["learning_rate"] = learning_rate(self.optimizer)
-        return metrics
+        norm = {} if grad_norm is None else {"grad_norm": float(grad_norm)}
+        return norm | {"learning_rate": learning_rate(self.optimizer)}
 
     def _run(self, micro_batches: Sequence[MicroBatch], last_stage: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Send the micro-batches through Megatron's pipeline schedule; `last_stage` turns the final hidden states into what is returned."""

@@ -1,0 +1,121 @@
+"""Run a function on N ranks of this machine that find their process group ready, and leave nothing behind.
+
+Without a GPU the ranks are forks: torch and megatron-core are imported once, so a rank costs a tenth of a second and not the thirteen
+seconds of a fresh interpreter. What starts threads or a process group belongs into a rank then, not into the caller: a fork keeps the
+locks of threads that it does not have. A CUDA driver does not survive a fork, so on GPUs the ranks are fresh interpreters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megagrpo.parallel.layout  # noqa: F401  (imported before the forks, once for all)
+from megagrpo.parallel import device
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, died or did not finish; the message holds its traceback."""
+
+
+def run_ranks(
+    function: Callable[..., Any], n: int, *args, timeout: float = 120.0, env: dict[str, str] | None = None, start: str | None = None
+) -> list[Any]:
+    """`function(*args)` on `n` ranks at once; what each returned (picklable), in rank order.
+
+    A rank finds a default process group ready, which `init_layout` uses. The first failure kills the others and raises RankFailed with the
+    failing rank's traceback; so does a rank that is not done after `timeout` seconds. Ranks die with the caller, whatever kills it.
+    `start` is "fork" or "spawn", for which function and arguments must be picklable; the machine decides when it is empty.
+    """
+    context = multiprocessing.get_context(start or ("spawn" if device.has_gpu() else "fork"))
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        ranks: dict[int, BaseProcess] = {}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            for rank in range(n):
+                ranks[rank] = context.Process(target=_rank, args=(rank, n, Path(folder), os.getpid(), function, args, env or {}))
+                with warnings.catch_warnings():  # torch keeps two idle helper threads from its import on; no rank needs them
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    ranks[rank].start()
+            _wait(ranks, Path(folder), timeout)
+        finally:
+            for process in ranks.values():
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        return [pickle.loads((Path(folder) / f"result_{rank}").read_bytes()) for rank in range(n)]
+
+
+def _wait(ranks: dict[int, BaseProcess], folder: Path, timeout: float) -> None:
+    """Return when every rank has ended well; RankFailed as soon as one has not."""
+    deadline = time.monotonic() + timeout
+    while running := [rank for rank, process in ranks.items() if process.exitcode is None]:
+        if any(process.exitcode for process in ranks.values()):
+            break
+        if time.monotonic() > deadline:
+            raise RankFailed(f"ranks {running} are not done after {timeout:g} s")
+        time.sleep(0.005)
+    if any(process.exitcode for process in ranks.values()):
+        raise RankFailed(_explain(ranks, folder))
+
+
+def _explain(ranks: dict[int, BaseProcess], folder: Path) -> str:
+    """Which rank failed first, as far as that can be told: one that died without a word, or raised something else than that its
+    connection to a peer was lost."""
+    time.sleep(0.2)  # let the peers write theirs
+    texts = {int(file.name.removeprefix("error_")): file.read_text() for file in folder.glob("error_*")}
+    for rank, process in ranks.items():
+        if process.exitcode and rank not in texts:
+            code = process.exitcode
+            return f"rank {rank}: {f'killed by {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'}"
+    own = [rank for rank, text in sorted(texts.items()) if "Connection" not in text.splitlines()[-1]]
+    culprit = own[0] if own else min(texts)
+    return f"rank {culprit}:\n{texts[culprit]}"
+
+
+def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable, args: tuple, env: dict[str, str]) -> None:
+    """The life of one rank; never returns."""
+    _die_with(parent)
+    code = 1
+    try:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n), **env)
+        if not device.has_gpu():
+            torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool
+        device.select_local_device()
+        torch.distributed.init_process_group(device.backend(), init_method=f"file://{folder}/store", rank=rank, world_size=n)
+        result = function(*args)
+        (folder / f"result_{rank}").write_bytes(pickle.dumps(result))
+        code = 0
+    except BaseException:
+        unfinished = folder / f"writing_{rank}"
+        unfinished.write_text(traceback.format_exc())
+        unfinished.rename(folder / f"error_{rank}")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for child in multiprocessing.active_children():
+            child.terminate()
+        os._exit(code)  # no destructors: a fork's belong to its parent
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent is gone, which may have happened already."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,81 @@
+"""Ranks of this machine: results in rank order, failures with a name, nothing left behind."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import RankFailed, run_ranks
+
+
+def sum_of_ranks(offset: int) -> float:
+    import torch
+
+    total = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(total)
+    return total.item() + dist.get_rank()
+
+
+def test_every_rank_is_in_the_group_and_results_come_in_rank_order():
+    assert run_ranks(sum_of_ranks, 2, 10) == [21.0, 22.0]
+
+
+def test_ranks_can_be_fresh_interpreters():
+    assert run_ranks(sum_of_ranks, 1, 10, start="spawn") == [10.0]
+
+
+def raise_on_the_last(number: int):
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if number:
+            os.kill(os.getpid(), number)
+        raise LookupError("no such thing")
+    dist.barrier()
+
+
+def test_the_rank_that_raised_is_named_and_not_those_that_lost_their_peer():
+    with pytest.raises(RankFailed, match=r"(?s)rank 2:.*LookupError: no such thing"):
+        run_ranks(raise_on_the_last, 3, 0)
+
+
+def test_a_rank_that_was_killed_is_named_with_the_signal():
+    with pytest.raises(RankFailed, match="rank 2: killed by SIGKILL"):
+        run_ranks(raise_on_the_last, 3, signal.SIGKILL)
+
+
+def test_ranks_that_do_not_finish_are_named_and_ended():
+    started = time.monotonic()
+    with pytest.raises(RankFailed, match=r"ranks \[1\] are not done after 1 s"):
+        run_ranks(lambda: time.sleep(60 * dist.get_rank()), 2, timeout=1)
+    assert time.monotonic() - started < 10
+
+
+def start_sleepers(folder: Path):
+    run_ranks(lambda: (folder / str(os.getpid())).touch() or time.sleep(120), 2)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_ranks_end_with_whoever_started_them(number, tmp_path):
+    caller = multiprocessing.get_context("fork").Process(target=start_sleepers, args=(tmp_path,))
+    caller.start()
+    pids = wait_for(lambda: [int(file.name) for file in tmp_path.iterdir()], lambda pids: len(pids) == 2)
+    os.kill(caller.pid, number)
+    caller.join(20)
+    assert not any(wait_for(lambda: [is_alive(pid) for pid in pids], lambda alive: not any(alive)))
+
+
+def wait_for(look, enough, seconds: float = 20):
+    """What `look()` gives once `enough` of it, or at the end of `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not enough(found := look()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
