@@ -1,7 +1,7 @@
 """Starts one trainer process per rank on this machine, through torchrun when there are several; `local.sh` calls it.
 
-Ranks: `NPROC` from the environment, else every GPU, else `parallel.tp * parallel.pp` of the config. Exit code: the trainer's, 2 for a
-config that is wrong, 128 + the signal's number when Ctrl-C or SIGTERM ended the run.
+Ranks: `NPROC` from the environment, else every GPU, else `tp * cp * pp` of the config's section `parallel`. Exit code: the trainer's, 2
+for a config that is wrong, 128 + the signal's number when Ctrl-C or SIGTERM ended the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def num_ranks(model_parallel_size: int) -> int:
     if not wanted:
         return num_gpus() or model_parallel_size
     if not wanted.isdigit() or int(wanted) == 0:
-        raise ConfigError(f"NPROC={wanted}: must be a positive number of ranks; leave it unset for tp * pp")
+        raise ConfigError(f"NPROC={wanted}: must be a positive number of ranks; leave it unset for tp * cp * pp")
     return int(wanted)
 
 

@@ -42,7 +42,7 @@ class Checkpointer:
 
     def __init__(self, folder: Path, layout: Layout, policy: MegatronPolicy, keep: int, model_folder: Path):
         self.folder, self.layout, self.policy, self.keep, self.model_folder = folder, layout, policy, keep, model_folder
-        held = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()) if layout.dp_rank == 0 else 0
+        held = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()) if layout.dp_cp_rank == 0 else 0
         self._bytes_needed = sum(layout.all_gather_objects(held)) * BYTES_PER_PARAMETER
 
     def latest(self) -> Path | None:
@@ -117,7 +117,7 @@ class Checkpointer:
 
     def _sharded_state(self, is_loading: bool, with_rng: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": "fully_reshardable"}
-        local = metadata | {"dp_cp_group": self.layout.dp_group}
+        local = metadata | {"dp_cp_group": self.layout.dp_cp_group}
         state: dict[str, Any] = {
             name: chunk.sharded_state_dict(metadata=local) for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
         }
@@ -135,7 +135,7 @@ class Checkpointer:
         layout = self.layout
         state = [{"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}]
         shape, place = (layout.pp_size, layout.tp_size), (layout.pp_rank, layout.tp_rank)
-        return ShardedObject("rng", state, shape, place, replica_id=layout.dp_rank)
+        return ShardedObject("rng", state, shape, place, replica_id=layout.dp_cp_rank)
 
     def _layout_of_rng(self) -> dict[str, int]:
         return {"tp": self.layout.tp_size, "pp": self.layout.pp_size}

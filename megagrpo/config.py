@@ -72,6 +72,9 @@ class ParallelSection(Section):
     """Pipeline-parallel size."""
     vpp: PositiveInt = 1
     """Virtual pipeline stages per rank (interleaved schedule); needs pp > 1."""
+    cp: PositiveInt = 1
+    """Context-parallel size: cuts every sequence into 2 x cp chunks and gives each rank two of them, so that a rank holds 1/cp of the
+    tokens."""
     sequence_parallel: bool = False
     """Shard norms and residuals over the tensor-parallel group along the sequence; needs tp > 1."""
     timeout_minutes: PositiveFloat = 30.0
@@ -79,8 +82,18 @@ class ParallelSection(Section):
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tp * self.pp
+        """Ranks of one replica: they work on the same micro-batches."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def sequence_align(self) -> int:
+        """Every packed sequence is padded to a multiple of this many tokens, so that it can be cut into 2 x cp equal chunks."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def micro_batch_align(self) -> int:
+        """Every micro-batch is padded to a multiple of this many tokens: sequence parallelism cuts each context-parallel rank's part."""
+        return self.sequence_align * (self.tp if self.sequence_parallel else 1)
 
 
 class AlgorithmSection(Section):

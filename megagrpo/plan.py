@@ -51,9 +51,10 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
     parallel = config.parallel
     problems = _layout_problems(config, world_size) + _reward_problems(config)
     dp = max(1, world_size // parallel.model_parallel_size)
+    context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
     virtual = f" (vpp {parallel.vpp})" if parallel.vpp > 1 else ""
     rows = [
-        ("layout", f"{world_size} rank(s) = tp {parallel.tp} x pp {parallel.pp}{virtual} x dp {dp}"),
+        ("layout", f"{world_size} rank(s) = tp {parallel.tp}{context} x pp {parallel.pp}{virtual} x dp {dp}"),
         ("rollout", _rollout_text(config)),
         ("step", _step_text(config, dp)),
     ]
@@ -156,10 +157,10 @@ def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> di
     resident = {
         "weights": parameters * weight_bytes,
         "gradients": parameters * 4,
-        "optimizer": parameters * optimizer_bytes / (dp if train.distributed_optimizer else 1),
+        "optimizer": parameters * optimizer_bytes / (dp * p.cp if train.distributed_optimizer else 1),
         "reference": parameters * weight_bytes if config.algorithm.beta else 0,
     }
-    tokens = train.max_tokens_per_micro_batch
+    tokens = train.max_tokens_per_micro_batch / p.cp
     one_layer, kept = (elements * tokens * weight_bytes for elements in _activation_elements(config, model))
     if p.vpp > 1:  # interleaved 1F1B: chunks of layers / (pp vpp) whose backward is still to come
         in_flight = (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
@@ -211,14 +212,15 @@ def _layout_problems(config: RunConfig, world_size: int) -> list[str]:
         below = world_size // p.model_parallel_size * p.model_parallel_size
         nearest = [str(n) for n in (below, below + p.model_parallel_size) if n]
         problems.append(
-            f"world_size: {world_size} is not a multiple of parallel.tp x parallel.pp = {p.tp} x {p.pp} = {p.model_parallel_size}; "
-            f"use {' or '.join(nearest)} ranks"
+            f"world_size: {world_size} is not a multiple of parallel.tp x parallel.cp x parallel.pp = {p.tp} x {p.cp} x {p.pp} = "
+            f"{p.model_parallel_size}; use {' or '.join(nearest)} ranks"
         )
-    longest, budget = config.rollout.max_model_len, config.train.max_tokens_per_micro_batch
-    if p.sequence_parallel and budget // p.tp * p.tp < longest <= budget:
+    longest, budget, align = config.rollout.max_model_len, config.train.max_tokens_per_micro_batch, p.micro_batch_align
+    if budget // align * align < longest <= budget:
+        factors = " x ".join(["2 x parallel.cp"] * (p.cp > 1) + ["parallel.tp"] * p.sequence_parallel)
         problems.append(
-            f"train.max_tokens_per_micro_batch: {budget} is cut to {budget // p.tp * p.tp}, a multiple of parallel.tp={p.tp}, and the "
-            f"longest sample has {longest} tokens; use {ceil(longest / p.tp) * p.tp}"
+            f"train.max_tokens_per_micro_batch: {budget} is cut to {budget // align * align}, a multiple of {factors} = {align}, "
+            f"and the longest sample has {longest} tokens; use {ceil(longest / align) * align}"
         )
     return problems
 

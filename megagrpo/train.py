@@ -88,9 +88,10 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     dtype = str(device.resolve_precision(config.model.precision)).removeprefix("torch.")
     writer = MetricsWriter(run_folder, config, restored_step=_step_of(resume_from)) if first else MetricsWriter.silent()
     resources.callback(writer.close)
+    context = f" x cp {layout.cp_size}" if layout.cp_size > 1 else ""
     writer.message(
         f"{config.run.name}: {config.model.path} in {dtype} on {layout.world_size} rank(s) "
-        f"= tp {layout.tp_size} x pp {layout.pp_size} x dp {layout.dp_size}; everything goes to {run_folder}"
+        f"= tp {layout.tp_size}{context} x pp {layout.pp_size} x dp {layout.dp_size}; everything goes to {run_folder}"
     )
     launcher = _launcher(config, model_folder, run_folder, dtype) if first and not config.rollout.urls else None
     if launcher is not None:

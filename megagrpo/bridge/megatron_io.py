@@ -24,7 +24,7 @@ METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True,
 
 def model_state(chunks: list[nn.Module], layout: Layout) -> dict[str, Any]:
     """Sharded state of the chunks: under "model" when there is one, "model0", "model1", ... for virtual pipeline stages."""
-    metadata = METADATA | {"dp_cp_group": layout.dp_group}
+    metadata = METADATA | {"dp_cp_group": layout.dp_cp_group}
     return {name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks)}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -20,15 +20,20 @@ from megagrpo.types import MicroBatch, TrainBatch, TrainSample
 @dataclass(frozen=True)
 class PackingRules:
     """`max_tokens` is strict. `at_least` micro-batches per rank keep a pipeline busy; their number is a multiple of `multiple_of`
-    (interleaved schedules need the pipeline size); T is padded to a multiple of `align` (sequence parallelism needs the tensor-parallel
+    (interleaved schedules need the pipeline size). Each sequence is padded to a multiple of `sequence_align` (context parallelism cuts it
+    into equal chunks) and T to a multiple of `align`, itself one of `sequence_align` (sequence parallelism needs the tensor-parallel
     size). With `share_prompts` the responses to one prompt are computed behind a single copy of it."""
 
     max_tokens: int
     at_least: int = 1
     multiple_of: int = 1
     align: int = 1
+    sequence_align: int = 1
     skip_zero_advantage: bool = False
     share_prompts: bool = False
+
+
+UNLIMITED = PackingRules(max_tokens=sys.maxsize)
 
 
 def packing_rules(config: RunConfig, share_prompts: bool) -> PackingRules:
@@ -38,7 +43,8 @@ def packing_rules(config: RunConfig, share_prompts: bool) -> PackingRules:
         max_tokens=config.train.max_tokens_per_micro_batch,
         at_least=parallel.pp,
         multiple_of=parallel.pp if parallel.vpp > 1 else 1,
-        align=parallel.tp if parallel.sequence_parallel else 1,
+        align=parallel.micro_batch_align,
+        sequence_align=parallel.sequence_align,
         skip_zero_advantage=algorithm.skip_zero_advantage and algorithm.beta == 0,
         share_prompts=share_prompts,
     )
@@ -51,10 +57,10 @@ def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, 
     """
     trained = [s for s in samples if not (rules.skip_zero_advantage and s.advantage == 0)]
     bundles = bundle(trained, rules)
-    bins = assign([packed_length(b) for b in bundles], rules, dp_size)
+    bins = assign([packed_length(b, rules.sequence_align) for b in bundles], rules, dp_size)
     mine = [[sample for i in indices for sample in bundles[i]] for indices in bins[dp_rank::dp_size]]
     return TrainBatch(
-        micro_batches=tuple(build_micro_batch(chosen, rules.align, rules.share_prompts) for chosen in mine),
+        micro_batches=tuple(build_micro_batch(chosen, rules) for chosen in mine),
         num_tokens=sum(int(loss_mask_of(s).sum()) for s in samples),
         num_sequences=len(samples),
     )
@@ -65,19 +71,28 @@ def bundle(samples: Sequence[TrainSample], rules: PackingRules) -> list[list[Tra
     bundles: list[list[TrainSample]] = []
     for sample in samples:
         last = bundles[-1] if bundles and rules.share_prompts and same_prompt(bundles[-1][0], sample) else None
-        if last is not None and packed_length([*last, sample]) <= rules.max_tokens // rules.align * rules.align:
+        if last is not None and packed_length([*last, sample], rules.sequence_align) <= rules.max_tokens // rules.align * rules.align:
             last.append(sample)
         else:
             bundles.append([sample])
     return bundles
 
 
-def packed_length(bundle: Sequence[TrainSample]) -> int:
-    """Tokens of samples that share their prompt: the prompt without its last token once, the rest of each."""
-    if len(bundle) == 1:
-        return bundle[0].token_ids.numel()
-    shared = prompt_length(bundle[0]) - 1
-    return shared + sum(s.token_ids.numel() - shared for s in bundle)
+def packed_length(bundle: Sequence[TrainSample], sequence_align: int = 1) -> int:
+    """Tokens, padding included, of samples that share their prompt: what they share once, the rest of each."""
+    shared = shared_length(bundle, sequence_align)
+    return shared + sum(padded(s.token_ids.numel() - shared, sequence_align) for s in bundle)
+
+
+def shared_length(bundle: Sequence[TrainSample], sequence_align: int = 1) -> int:
+    """Tokens that samples with the same prompt can share: all but its last, whose label is another one in each of them, and of these as
+    many as need no padding, which would stand between the prompt and what continues it."""
+    return (prompt_length(bundle[0]) - 1) // sequence_align * sequence_align if len(bundle) > 1 else 0
+
+
+def padded(length: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `length`."""
+    return -(-length // multiple) * multiple
 
 
 def prompt_length(sample: TrainSample) -> int:
@@ -99,7 +114,8 @@ def assign(lengths: Sequence[int], rules: PackingRules, num_ranks: int) -> list[
     longest = max(lengths, default=0)
     if longest > budget:
         raise ValueError(
-            f"a sample of {longest} tokens exceeds train.max_tokens_per_micro_batch {rules.max_tokens}; raise it to {longest} or more"
+            f"a sample of {longest} tokens exceeds train.max_tokens_per_micro_batch {rules.max_tokens}; raise it to "
+            f"{padded(longest, rules.align)} or more"
         )
     per_rank = max(rules.at_least, ceil(sum(lengths) / budget / num_ranks), 1)
     while True:
@@ -124,7 +140,8 @@ def _fill(lengths: Sequence[int], num_bins: int, budget: int) -> list[list[int]]
 
 @dataclass(frozen=True)
 class _Sequence:
-    """The tokens [start, stop) of a sample, continuing sequence number `prefix` of the micro-batch unless it is -1."""
+    """The tokens [start, stop) of a sample, padded when it is shorter, continuing sequence number `prefix` of the micro-batch unless it is
+    -1."""
 
     sample: TrainSample
     start: int
@@ -132,12 +149,12 @@ class _Sequence:
     prefix: int = -1
 
 
-def build_micro_batch(samples: Sequence[TrainSample], align: int = 1, share_prompts: bool = False) -> MicroBatch:
+def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLIMITED) -> MicroBatch:
     """Pack samples end to end. With none (a rank that got no sample), two tokens that count for nothing stand in: every rank must run
     its backward pass, or the others wait for it for ever."""
-    sequences = _sequences(samples, share_prompts)
+    sequences = _sequences(samples, rules)
     used = sum(s.stop - s.start for s in sequences)
-    padding = -used % align if used else max(2, align)
+    padding = -used % rules.align if used else max(2, rules.align)
     if padding:
         sequences.append(_Sequence(_nothing(padding), 0, padding))
     cut = [(s, slice(s.start, s.stop)) for s in sequences]
@@ -154,21 +171,27 @@ def build_micro_batch(samples: Sequence[TrainSample], align: int = 1, share_prom
     )
 
 
-def _sequences(samples: Sequence[TrainSample], share_prompts: bool) -> list[_Sequence]:
-    """Whole samples, or where neighbours share a prompt, the prompt and what follows it.
-
-    The prompt's last token stays with each response: its label is the response's first token, another one in each.
-    """
+def _sequences(samples: Sequence[TrainSample], rules: PackingRules) -> list[_Sequence]:
+    """Whole samples, or where neighbours share a prompt, what they share and then the rest of each."""
     sequences: list[_Sequence] = []
-    for group in bundle(samples, PackingRules(max_tokens=sys.maxsize, share_prompts=share_prompts)):
-        shared = prompt_length(group[0]) - 1
-        if len(group) == 1 or shared < 1:
-            sequences += [_Sequence(s, 0, s.token_ids.numel()) for s in group]
-            continue
-        prefix = len(sequences)
-        sequences.append(_Sequence(group[0], 0, shared))
-        sequences += [_Sequence(s, shared, s.token_ids.numel(), prefix) for s in group]
+    for group in bundle(samples, replace(rules, max_tokens=sys.maxsize)):
+        shared, prefix = shared_length(group, rules.sequence_align), -1
+        if shared:
+            prefix = len(sequences)
+            sequences.append(_Sequence(group[0], 0, shared))
+        for sample in group:
+            stop = shared + padded(sample.token_ids.numel() - shared, rules.sequence_align)
+            sequences.append(_Sequence(_lengthened(sample, stop), shared, stop, prefix))
     return sequences
+
+
+def _lengthened(sample: TrainSample, length: int) -> TrainSample:
+    """The sample with tokens that count for nothing up to `length`."""
+    if length == sample.token_ids.numel():
+        return sample
+    more = _nothing(length - sample.token_ids.numel())
+    rows = ("token_ids", "response_mask", "rollout_logprobs")
+    return replace(sample, **{row: torch.cat([getattr(sample, row), getattr(more, row)]) for row in rows})
 
 
 def _nothing(length: int) -> TrainSample:

@@ -22,9 +22,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # iso
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes, ranks and groups of the tensor (tp), pipeline (pp) and data (dp) axes. Ranks are numbered tp fastest, then dp, then pp.
+    """Sizes, ranks and groups of the tensor (tp), context (cp), data (dp) and pipeline (pp) axes. Ranks are numbered in this order,
+    tp fastest.
 
-    A replica is the tp x pp ranks that hold one copy of the model together. Groups named `cpu_` carry Python objects over gloo.
+    A replica is the tp x cp x pp ranks that work on the same micro-batches; dp x cp ranks hold the same weights. `cpu_group`, of the
+    whole world, carries Python objects over gloo.
     """
 
     world_size: int
@@ -32,16 +34,17 @@ class Layout:
     tp_size: int
     tp_rank: int
     tp_group: dist.ProcessGroup
+    cp_size: int
+    cp_rank: int
+    cp_group: dist.ProcessGroup
     pp_size: int
     pp_rank: int
     pp_group: dist.ProcessGroup
     dp_size: int
     dp_rank: int
-    dp_group: dist.ProcessGroup
+    dp_cp_group: dist.ProcessGroup
     vpp: int
-    model_parallel_group: dist.ProcessGroup
     cpu_group: dist.ProcessGroup
-    cpu_replica_group: dist.ProcessGroup
     process_groups: ProcessGroupCollection
 
     @property
@@ -57,7 +60,17 @@ class Layout:
     @property
     def is_dp_leader(self) -> bool:
         """Whether this rank speaks for its replica, with the engine for one."""
-        return self.tp_rank == 0 and self.pp_rank == 0
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == 0
+
+    @property
+    def dp_cp_size(self) -> int:
+        """How many ranks hold the same weights."""
+        return self.dp_size * self.cp_size
+
+    @property
+    def dp_cp_rank(self) -> int:
+        """This rank's number among those that hold the same weights."""
+        return self.dp_rank * self.cp_size + self.cp_rank
 
     def chunk_is_first(self, chunk: int) -> bool:
         """Whether model chunk `chunk` of this rank embeds the tokens."""
@@ -66,12 +79,6 @@ class Layout:
     def chunk_is_last(self, chunk: int) -> bool:
         """Whether model chunk `chunk` of this rank computes logits."""
         return self.is_last_stage and chunk == self.vpp - 1
-
-    def broadcast_object_in_replica(self, obj: Any = None) -> Any:
-        """What the replica's leader passed, on every rank of the replica. Picklable objects only."""
-        box = [obj]
-        dist.broadcast_object_list(box, group=self.cpu_replica_group, group_src=0)
-        return box[0]
 
     def all_gather_objects(self, obj: Any) -> list[Any]:
         """`obj` of every rank of the world, in rank order. Picklable objects only."""
@@ -94,7 +101,7 @@ def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
     """Form the process groups of this job and seed each rank's generators.
 
     The world is torchrun's (or any launcher's that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT), a default process group that
-    exists already, or this one process. Raises ValueError when tp x pp does not divide the world.
+    exists already, or this one process. Raises ValueError when tp x cp x pp does not divide the world.
     """
     timeout = timedelta(minutes=parallel.timeout_minutes)
     device.select_local_device()
@@ -102,13 +109,14 @@ def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
     world_size = dist.get_world_size()
     if world_size % parallel.model_parallel_size:
         raise ValueError(
-            f"parallel: tp {parallel.tp} x pp {parallel.pp} = {parallel.model_parallel_size} does not divide the world of {world_size} "
-            f"ranks; start a multiple of {parallel.model_parallel_size} ranks or lower tp or pp"
+            f"parallel: tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} = {parallel.model_parallel_size} does not divide the world "
+            f"of {world_size} ranks; start a multiple of {parallel.model_parallel_size} ranks or lower tp, cp or pp"
         )
     # Megatron gives every subgroup its own timeout and ignores the one of the world.
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         distributed_timeout_minutes=parallel.timeout_minutes,
     )
@@ -133,26 +141,21 @@ def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:
         tp_size=parallel.tp,
         tp_rank=ps.get_tensor_model_parallel_rank(),
         tp_group=ps.get_tensor_model_parallel_group(),
+        cp_size=parallel.cp,
+        cp_rank=ps.get_context_parallel_rank(),
+        cp_group=ps.get_context_parallel_group(),
         pp_size=parallel.pp,
         pp_rank=ps.get_pipeline_model_parallel_rank(),
         pp_group=ps.get_pipeline_model_parallel_group(),
         dp_size=ps.get_data_parallel_world_size(),
         dp_rank=ps.get_data_parallel_rank(),
-        dp_group=ps.get_data_parallel_group(),
+        dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
         vpp=parallel.vpp,
-        model_parallel_group=ps.get_model_parallel_group(),
-        cpu_group=_cpu_twin(dist.group.WORLD, timeout),
-        cpu_replica_group=_cpu_twin(ps.get_model_parallel_group(), timeout),
+        cpu_group=_cpu_world(timeout),
         process_groups=ProcessGroupCollection.use_mpu_process_groups(),
     )
 
 
-def _cpu_twin(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group over the ranks of `group`: itself when it is one. Collective over the world."""
-    if dist.get_backend(group) == "gloo":
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    everyone: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, ranks)
-    twin, _ = dist.new_subgroups_by_enumeration(sorted({tuple(r) for r in everyone}), timeout=timeout, backend="gloo")
-    return twin
+def _cpu_world(timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group over all ranks: the default group when it is one."""
+    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(timeout=timeout, backend="gloo")

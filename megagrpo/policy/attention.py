@@ -19,6 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megagrpo.policy.context_attention import context_attention
 from megagrpo.policy.elementwise import rotate
 
 # A batch takes sequences down to this share of its longest, so at most 30 % of its rows are padding.
@@ -27,11 +28,12 @@ MIN_FILL = 0.7
 MAX_GROUPED_LENGTH = 128
 
 
-def pack_params(cu_seqlens: Tensor, prefixes: Tensor | None = None) -> PackedSeqParams:
+def pack_params(cu_seqlens: Tensor, prefixes: Tensor | None = None, own: Tensor | None = None) -> PackedSeqParams:
     """Megatron's description of a pack with borders `cu_seqlens` [S + 1] int32, for a model forward of batch size 1.
 
     `prefixes` [S] int64 names, for each sequence, the one it continues, or -1: it sees that one's tokens before its own, and its
-    positions go on from there. A prefix has no prefix of its own. Only `TorchAttention` knows prefixes.
+    positions go on from there. A prefix has no prefix of its own. Only `TorchAttention` knows prefixes. `own` [T/cp] int64 are the
+    places in the pack of the tokens that a context-parallel rank holds, when it does not hold them all.
     """
     lengths = cu_seqlens.diff()
     before = prefix_lengths(lengths, prefixes)
@@ -39,7 +41,9 @@ def pack_params(cu_seqlens: Tensor, prefixes: Tensor | None = None) -> PackedSeq
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
     )
-    packed.prefixes, packed.positions_before = prefixes, before
+    if own is not None:  # Transformer Engine wants these as well; padding is a part of the sequence that it ends, no token sees it
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
+    packed.prefixes, packed.positions_before, packed.own = prefixes, before, own
     return packed
 
 
@@ -125,12 +129,13 @@ class Rotary:
         self.frequencies, self.factor = frequencies, factor
 
     def of_pack(self, packed: PackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, d / 2] of each token's place in its sample, computed by the first layer that asks."""
+        """cos and sin [T, 1, d / 2], or [T/cp, 1, d / 2], of each token's place in its sample, computed by the first layer that asks."""
         if not hasattr(packed, "rotation"):
             borders = packed.cu_seqlens_q
             first = packed.positions_before - borders[:-1]
             positions = torch.arange(int(borders[-1]), device=borders.device) + first.repeat_interleave(borders.diff())
-            packed.rotation = self.at(positions[:, None], dtype)
+            own = positions if packed.own is None else positions[packed.own]
+            packed.rotation = self.at(own[:, None], dtype)
         return packed.rotation
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -162,6 +167,7 @@ class TorchAttention(MegatronModule):
         assert attn_mask_type == AttnMaskType.causal and config.window_size is None and config.softmax_type == "vanilla"
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "no tensor-parallel dropout generator"
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
+        self.cp_group = pg_collection.cp if pg_collection is not None and pg_collection.cp.size() > 1 else None
 
     def forward(
         self,
@@ -174,7 +180,7 @@ class TorchAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Packed: query [T, h, d], key and value [T, g, d] -> [T, h * d]. Plain: [L, S, h, d] -> [L, S, h * d]; `attention_mask` is
-        ignored, the mask is causal. Context parallelism would gather keys and values here."""
+        ignored, the mask is causal. T is T/cp when the ranks of a context-parallel group share the pack."""
         assert attention_bias is None
         if packed_seq_params is None:
             if self.rotary is not None:
@@ -182,13 +188,20 @@ class TorchAttention(MegatronModule):
                 query, key = rotate(query, cos, sin), rotate(key, cos, sin)
             q, k, v = (t.transpose(0, 1) for t in (query, key, value))
             return causal_attention(q, k, v, self.scale).transpose(0, 1)
+        if self.cp_group is not None:
+            query, key = self._rotated(query, key, packed_seq_params)
+            return context_attention(query, key, value, packed_seq_params, self.cp_group, self.scale)
         batches = _batches_of(packed_seq_params)
         assert batches.back.numel() == query.shape[0], f"cu_seqlens end at {batches.back.numel()}, the pack has {query.shape[0]} tokens"
-        if self.rotary is not None:
-            cos, sin = self.rotary.of_pack(packed_seq_params, query.dtype)
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query, key = self._rotated(query, key, packed_seq_params)
         outputs = []
         for rows in batches.rows:
             q, k, v = (t.index_select(0, rows.flatten()).view(*rows.shape, *t.shape[1:]) for t in (query, key, value))
             outputs.append(causal_attention(q, k, v, self.scale).flatten(0, 1))
         return torch.cat(outputs).index_select(0, batches.back)
+
+    def _rotated(self, query: Tensor, key: Tensor, packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
+        if self.rotary is None:
+            return query, key
+        cos, sin = self.rotary.of_pack(packed, query.dtype)
+        return rotate(query, cos, sin), rotate(key, cos, sin)

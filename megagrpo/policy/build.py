@@ -104,6 +104,8 @@ def transformer_config(
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp_size,
+        cp_comm_type="p2p",  # of Transformer Engine: keys and values go round the ranks in a ring
         sequence_parallel=sequence_parallel,
         # Micro-batches differ in length. Megatron insists on this dispatcher then, even without experts.
         variable_seq_lengths=True,

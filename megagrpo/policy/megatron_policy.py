@@ -1,4 +1,4 @@
-"""The policy: a Megatron-Core model under any TP x PP x DP layout that gives log-probs of a batch and takes one optimizer step on it."""
+"""The policy: a Megatron-Core model in any TP x CP x PP x DP layout that gives log-probs of a batch and takes one optimizer step on it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 import megagrpo.parallel.device as device
 from megagrpo.config import RunConfig
+from megagrpo.parallel.context import gather_rows, own_tokens
 from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.vocab_logprobs import vocab_logprobs
 from megagrpo.policy.attention import pack_params
@@ -35,7 +36,7 @@ class MegatronPolicy:
         self.chunks = build_model(
             hf_config, layout, dtype=self.dtype, recompute=config.model.recompute, sequence_parallel=config.parallel.sequence_parallel
         )
-        self.model = wrap_data_parallel(self.chunks, config.train, layout.dp_size)
+        self.model = wrap_data_parallel(self.chunks, config.train, layout.dp_cp_size)
         self.optimizer = build_optimizer(self.model, config.train, self.dtype)
         self.scheduler = build_scheduler(self.optimizer, config.train, config.run.max_steps * config.algorithm.num_iterations)
         self.shares_prompts = _shares_prompts(config.train.share_prompts)
@@ -53,7 +54,7 @@ class MegatronPolicy:
     def logprobs(self, batch: TrainBatch) -> list[Tensor | None]:
         """Log-probs [T] float32 of every micro-batch's labels, 0 where the loss mask is 0.
 
-        They exist on the last pipeline stage, the only one that computes losses; None elsewhere.
+        They exist on the last pipeline stage, the only one that computes losses, on every context-parallel rank; None elsewhere.
         """
 
         def collect(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
@@ -100,11 +101,12 @@ class MegatronPolicy:
 
         def forward_step(iterator, model: torch.nn.Module):
             micro_batch = next(iterator)
+            own = self._own_tokens(micro_batch)
             output = model(
-                input_ids=micro_batch.token_ids[None],
-                position_ids=micro_batch.position_ids[None],
+                input_ids=micro_batch.token_ids[own][None],
+                position_ids=micro_batch.position_ids[own][None],
                 attention_mask=None,
-                packed_seq_params=pack_params(micro_batch.cu_seqlens, micro_batch.prefixes),
+                packed_seq_params=pack_params(micro_batch.cu_seqlens, micro_batch.prefixes, own if self.layout.cp_size > 1 else None),
             )
             return output, partial(last_stage, micro_batch=micro_batch, chunk=model)
 
@@ -124,19 +126,28 @@ class MegatronPolicy:
             )
 
     def _logprobs_and_entropy(self, hidden: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor]:
-        """(logprobs [T], entropy [T]) float32 from the last stage's hidden states; 0, and no logits computed, where the loss mask is 0."""
-        selected = micro_batch.loss_mask.nonzero()[:, 0]
+        """(logprobs [T], entropy [T]) float32 from the last stage's hidden states; 0, and no logits computed, where the loss mask is 0.
+
+        The one place where context parallelism ends: each rank computes its own tokens, and all of them get the whole.
+        """
+        own = self._own_tokens(micro_batch)
+        selected = micro_batch.loss_mask[own].nonzero()[:, 0]
         logprobs, entropy = vocab_logprobs(
             head_input(chunk, hidden).index_select(0, selected),
             lm_head(chunk),
-            micro_batch.labels.index_select(0, selected),
+            micro_batch.labels[own[selected]],
             group=self.layout.tp_group,
             temperature=self.config.rollout.temperature,
             vocab_size=self.hf_config.vocab_size,
             chunk=self.config.train.logprob_chunk,
         )
-        zeros = logprobs.new_zeros(micro_batch.num_tokens)
-        return zeros.index_copy(0, selected, logprobs), zeros.index_copy(0, selected, entropy)
+        rows = logprobs.new_zeros(2, own.numel()).index_copy(1, selected, torch.stack((logprobs, entropy)))
+        logprobs, entropy = gather_rows(rows, micro_batch.cu_seqlens, self.layout.cp_group)
+        return logprobs, entropy.detach()
+
+    def _own_tokens(self, micro_batch: MicroBatch) -> Tensor:
+        """[T/cp]: places of the tokens that this context-parallel rank runs through the model."""
+        return own_tokens(micro_batch.cu_seqlens, self.layout.cp_size, self.layout.cp_rank)
 
     def _finalize_gradients(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
         """Megatron's reductions over DP, tied embeddings and sequence-parallel norms; then one division by the step's denominator.
@@ -150,8 +161,10 @@ class MegatronPolicy:
     def _reduce_metrics(self, per_micro_batch: list[dict[str, tuple[Tensor, Tensor]]]) -> dict[str, float]:
         """Sums of this rank's micro-batches, then of all data-parallel ranks: equal on every rank of the world. What nothing was counted
         for is left out: when no sample taught anything there is no entropy, rather than one of 0."""
-        mine = merge_sums([to_floats(m) for m in per_micro_batch]) if self.layout.is_last_stage and self.layout.tp_rank == 0 else None
-        everyone = merge_sums([m for m in self.layout.all_gather_objects(mine) if m is not None])
+        layout = self.layout
+        counts = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0  # the others computed the same losses
+        mine = merge_sums([to_floats(m) for m in per_micro_batch]) if counts else None
+        everyone = merge_sums([m for m in layout.all_gather_objects(mine) if m is not None])
         loss, _ = everyone.pop("loss")
         counted = {name: total if _is_extreme(name) else total / count for name, (total, count) in everyone.items() if count}
         return {"loss": loss} | counted

@@ -16,8 +16,9 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
 
-def wrap_data_parallel(chunks: Sequence[torch.nn.Module], train: TrainSection, dp_size: int) -> list[DistributedDataParallel]:
-    """Each model chunk with float32 gradient buffers that are summed over the `dp_size` data-parallel ranks.
+def wrap_data_parallel(chunks: Sequence[torch.nn.Module], train: TrainSection, dp_cp_size: int) -> list[DistributedDataParallel]:
+    """Each model chunk with float32 gradient buffers that are summed over the `dp_cp_size` data- and context-parallel
+    ranks, which hold the same weights.
 
     A NaN or infinite gradient raises before it reaches the weights.
     """
@@ -26,14 +27,14 @@ def wrap_data_parallel(chunks: Sequence[torch.nn.Module], train: TrainSection, d
         use_distributed_optimizer=train.distributed_optimizer,
         check_for_nan_in_grad=True,
     )
-    layouts = [_buffer_layout(chunk, config, dp_size) for chunk in chunks]
+    layouts = [_buffer_layout(chunk, config, dp_cp_size) for chunk in chunks]
     return [
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=layout)
         for index, (chunk, layout) in enumerate(zip(chunks, layouts, strict=True))
     ]
 
 
-def _buffer_layout(chunk: torch.nn.Module, config: DistributedDataParallelConfig, dp_size: int) -> FullParamLayout | None:
+def _buffer_layout(chunk: torch.nn.Module, config: DistributedDataParallelConfig, dp_cp_size: int) -> FullParamLayout | None:
     """Where each parameter lies in the gradient buffers, with the padding between buckets counted as content.
 
     megatron-core 0.19 joins the buckets without their padding when it saves the optimizer's state, and then cuts it at offsets that
@@ -43,7 +44,7 @@ def _buffer_layout(chunk: torch.nn.Module, config: DistributedDataParallelConfig
     if not config.use_distributed_optimizer:
         return None
     parameters = [p for p in chunk.parameters() if p.requires_grad]
-    layout = DistributedOptimizer.compute_full_param_layout(parameters, None, dp_size, config)
+    layout = DistributedOptimizer.compute_full_param_layout(parameters, None, dp_cp_size, config)
     for buffer in layout.layouts.values():
         buffer.per_bucket_numel_unpadded[:-1] = [stop - start for start, stop in buffer.bucket_indices[:-1]]
     return layout

@@ -315,7 +315,7 @@ def test_a_tied_model_may_carry_its_head_as_well(models, tmp_path):
 def test_a_layout_that_does_not_fit_is_refused_with_the_valid_sizes(models):
     with pytest.raises(RankFailed, match=r"num_key_value_heads=2 is not divisible by tp=3; valid tp: 1, 2"):
         run_ranks(only_load, 3, models["llama tied"][0], dict(tp=3))
-    with pytest.raises(RankFailed, match=r"tp 2 x pp 1 = 2 does not divide the world of 3 ranks"):
+    with pytest.raises(RankFailed, match=r"tp 2 x cp 1 x pp 1 = 2 does not divide the world of 3 ranks"):
         run_ranks(only_load, 3, models["llama tied"][0], dict(tp=2))
 
 

@@ -99,7 +99,8 @@ def packing_rules(case: Case, settings: RunConfig) -> PackingRules:
         max_tokens=settings.train.max_tokens_per_micro_batch,
         at_least=parallel.pp,
         multiple_of=parallel.pp if parallel.vpp > 1 else 1,
-        align=parallel.tp if parallel.sequence_parallel else 1,
+        align=parallel.micro_batch_align,
+        sequence_align=parallel.sequence_align,
         share_prompts=case.share_prompts,
     )
 

@@ -6,6 +6,8 @@ import torch
 from megagrpo.data.packing import PackingRules, assign, build_micro_batch, imbalance, pack
 from megagrpo.types import TrainSample
 
+SHARE = PackingRules(max_tokens=64, share_prompts=True)
+
 
 def sample(prompt=2, response=3, advantage=1.0, first=10):
     length = prompt + response
@@ -67,7 +69,7 @@ def test_samples_without_advantage_are_left_out_but_still_count():
 
 
 def test_micro_batches_are_padded_to_the_alignment_with_a_sequence_that_counts_for_nothing():
-    batch = build_micro_batch([sample()], align=4)
+    batch = build_micro_batch([sample()], PackingRules(max_tokens=64, align=4))
     assert batch.num_tokens == 8
     assert batch.cu_seqlens.tolist() == [0, 5, 8]
     assert not batch.loss_mask[5:].any()
@@ -97,7 +99,7 @@ def group(prompt, responses, first=10):
 
 
 def test_responses_to_one_prompt_share_all_of_it_but_its_last_token():
-    batch = build_micro_batch(group(3, [2, 1]), share_prompts=True)
+    batch = build_micro_batch(group(3, [2, 1]), SHARE)
     assert batch.token_ids.tolist() == [10, 11, 12, 100, 101, 12, 200]
     assert batch.labels.tolist() == [11, 12, 100, 101, 0, 200, 0]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3]
@@ -124,6 +126,6 @@ def test_a_group_above_the_budget_is_split_and_its_prompt_repeated():
 
 
 def test_prompts_of_one_token_have_nothing_to_share():
-    batch = build_micro_batch(group(1, [2, 3]), share_prompts=True)
+    batch = build_micro_batch(group(1, [2, 3]), SHARE)
     assert batch.prefixes is None
     assert batch.cu_seqlens.tolist() == [0, 3, 7]

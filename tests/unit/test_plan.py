@@ -97,12 +97,16 @@ def test_recomputation_and_smaller_micro_batches_lower_the_activations(folder):
             6,
             ["parallel.pp=2", "parallel.tp=2"],
             [
-                "world_size: 6 is not a multiple of parallel.tp x parallel.pp = 2 x 2 = 4; use 4 or 8 ranks",
+                "world_size: 6 is not a multiple of parallel.tp x parallel.cp x parallel.pp = 2 x 1 x 2 = 4; use 4 or 8 ranks",
                 "parallel.tp: num_attention_heads=9 is not divisible by tp=2; valid tp: 1, 3",
                 "parallel.tp: num_key_value_heads=3 is not divisible by tp=2; valid tp: 1, 3",
             ],
         ),
-        (1, ["parallel.pp=3"], ["world_size: 1 is not a multiple of parallel.tp x parallel.pp = 1 x 3 = 3; use 3 ranks"]),
+        (
+            1,
+            ["parallel.pp=3"],
+            ["world_size: 1 is not a multiple of parallel.tp x parallel.cp x parallel.pp = 1 x 1 x 3 = 3; use 3 ranks"],
+        ),
         (
             1,
             ["rollout.tp=2"],
@@ -130,14 +134,33 @@ def test_recomputation_and_smaller_micro_batches_lower_the_activations(folder):
             3,
             ["parallel.tp=3", "parallel.sequence_parallel=true", "train.max_tokens_per_micro_batch=88"],
             [
-                "train.max_tokens_per_micro_batch: 88 is cut to 87, a multiple of parallel.tp=3, and the longest sample has 88 tokens; "
+                "train.max_tokens_per_micro_batch: 88 is cut to 87, a multiple of parallel.tp = 3, and the longest sample has 88 tokens; "
                 "use 90"
+            ],
+        ),
+        (
+            6,
+            ["parallel.tp=3", "parallel.sequence_parallel=true", "parallel.cp=2", "train.max_tokens_per_micro_batch=94"],
+            [
+                "train.max_tokens_per_micro_batch: 94 is cut to 84, a multiple of 2 x parallel.cp x parallel.tp = 12, and the longest "
+                "sample has 88 tokens; use 96"
             ],
         ),
     ],
 )
 def test_all_problems_name_the_key_the_rule_and_the_nearest_valid_values(folder, world_size, overrides, expected):
     assert plan(config(folder, *overrides), world_size).problems == expected
+
+
+def test_context_parallelism_shares_the_activations_and_the_sharded_optimizer(folder):
+    def memory(*overrides: str) -> dict[str, float]:
+        made = config(folder, "train.distributed_optimizer=true", "train.logprob_chunk=64", *overrides)
+        return trainer_memory(made, parse_hf_config(LLAMA), dp=1)["train"]
+
+    whole, half = memory(), memory("parallel.cp=2")
+    for part, share in {"weights": 1, "gradients": 1, "logits": 1, "activations": 0.5, "optimizer": 0.5}.items():
+        assert half[part] == pytest.approx(share * whole[part]), part
+    assert "= tp 1 x cp 2 x pp 1 x dp 3" in str(plan(config(folder, "parallel.cp=2"), 6))
 
 
 def test_an_unknown_reward_is_a_problem_with_its_place(folder):
