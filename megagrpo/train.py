@@ -85,15 +85,16 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         eval_prompts = _eval_prompts(config, tokenizer, base_folder)
         rewards = own_part(layout, lambda: _rewards(config, base_folder, prompts.columns, resources), here=layout.is_dp_leader)
 
-    dtype = str(device.resolve_precision(config.model.precision)).removeprefix("torch.")
+    dtype = device.resolve_precision(config.model.precision)
+    engine_dtype = _name(device.engine_precision(dtype))
     writer = MetricsWriter(run_folder, config, restored_step=_step_of(resume_from)) if first else MetricsWriter.silent()
     resources.callback(writer.close)
     context = f" x cp {layout.cp_size}" if layout.cp_size > 1 else ""
     writer.message(
-        f"{config.run.name}: {config.model.path} in {dtype} on {layout.world_size} rank(s) "
+        f"{config.run.name}: {config.model.path} in {_name(dtype)} on {layout.world_size} rank(s) "
         f"= tp {layout.tp_size}{context} x pp {layout.pp_size} x dp {layout.dp_size}; everything goes to {run_folder}"
     )
-    launcher = _launcher(config, model_folder, run_folder, dtype) if first and not config.rollout.urls else None
+    launcher = _launcher(config, model_folder, run_folder, engine_dtype) if first and not config.rollout.urls else None
     if launcher is not None:
         resources.callback(launcher.stop)
     with _problems_of_the_config():
@@ -112,7 +113,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         limits = dict(max_num_seqs=config.rollout.max_num_seqs, request_timeout=config.rollout.request_timeout)
         engine = VllmEngine(urls, tokenizer.decode, logs=logs, **limits)
     with _problems_of_the_config():
-        weight_sync = WeightSync(engine if first else None, layout, dtype)
+        weight_sync = WeightSync(engine if first else None, layout, engine_dtype)
     trainer = Trainer(
         config=config,
         layout=layout,
@@ -215,6 +216,10 @@ def _launcher(config: RunConfig, model_folder: Path, run_folder: Path, dtype: st
     return Launcher(
         options, run_folder, num_servers=r.servers, port=r.port, devices=device.visible_gpus(), startup_timeout=r.startup_timeout
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _step_of(checkpoint: Path | None) -> int:

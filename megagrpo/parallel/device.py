@@ -24,6 +24,8 @@ from multiprocessing.managers import SyncManager
 
 import torch
 
+from megagrpo.parallel import wide_products
+
 _CPU = torch.device("cpu")
 _installed = False
 
@@ -65,10 +67,25 @@ def gpu_memory_gb() -> float | None:
 def resolve_precision(precision: str) -> torch.dtype:
     """Compute dtype for `model.precision`; "auto" is bf16 where the hardware multiplies bf16, float32 elsewhere."""
     if precision == "auto":
-        precision = "bf16" if has_gpu() or _cpu_flags() & {"avx512_bf16", "amx_bf16"} else "fp32"
+        precision = "bf16" if _multiplies_bf16() else "fp32"
     if precision not in ("bf16", "fp32"):
         raise ValueError(f"precision: {precision!r} is not one of auto, bf16, fp32")
     return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def engine_precision(trainer: torch.dtype) -> torch.dtype:
+    """What the engine computes in: the trainer's dtype, or float32 from the same weights on CPUs whose bf16 products are emulated."""
+    return trainer if _multiplies_bf16() else torch.float32
+
+
+def prepare_precision(dtype: torch.dtype) -> None:
+    """Make products of `dtype` as fast as this machine can. Idempotent."""
+    if dtype == torch.bfloat16 and not _multiplies_bf16():
+        wide_products.install()
+
+
+def _multiplies_bf16() -> bool:
+    return has_gpu() or bool(_cpu_flags() & {"avx512_bf16", "amx_bf16"})
 
 
 def memory_gb() -> float:

@@ -49,6 +49,7 @@ def build_model(
     problems = model_problems(hf_config.raw, _Sizes(layout.tp_size, layout.pp_size, layout.vpp))
     if problems:
         raise ValueError("\n".join(problems))
+    device.prepare_precision(dtype)
     config = transformer_config(
         hf_config, layout, dtype=dtype, recompute=recompute, sequence_parallel=sequence_parallel, init_weights=init_weights
     )

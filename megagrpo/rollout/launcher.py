@@ -32,7 +32,7 @@ LOG_LINES = 30  # shown when a server does not start
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What every server of a run has in common. `dtype` is the trainer's compute precision, float32 or bfloat16."""
+    """What every server of a run has in common. `dtype` is what vLLM computes in, float32 or bfloat16."""
 
     model: str
     dtype: str

@@ -53,6 +53,14 @@ def test_a_named_precision_is_taken_and_auto_follows_the_hardware(name, dtype, m
         device.resolve_precision("fp64")
 
 
+@cpu_only
+def test_the_engine_computes_in_float32_where_bf16_products_are_emulated(monkeypatch):
+    monkeypatch.setattr(device, "_cpu_flags", lambda: frozenset({"avx2"}))
+    assert device.engine_precision(torch.bfloat16) == torch.float32
+    monkeypatch.setattr(device, "_cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    assert device.engine_precision(torch.bfloat16) == torch.bfloat16 and device.engine_precision(torch.float32) == torch.float32
+
+
 def test_peak_memory_is_in_gib():
     assert 0.05 < device.memory_gb() < 1000
 
