@@ -78,7 +78,13 @@ class Megagrpo:
                 "model": {"path": "random", "precision": precision},
                 "data": {"train": {"source": "none"}},
                 "rewards": {"functions": [{"function": "exact_number"}]},
-                "train": {"learning_rate": LEARNING_RATE, "adam_beta2": BETAS[1], "adam_epsilon": EPSILON, "max_grad_norm": MAX_NORM},
+                "train": {
+                    "learning_rate": LEARNING_RATE,
+                    "adam_beta2": BETAS[1],
+                    "adam_epsilon": EPSILON,
+                    "max_grad_norm": MAX_NORM,
+                    "distributed_optimizer": False,
+                },
             }
         )
         self.policy = MegatronPolicy(config, init_layout(config.parallel), parse_hf_config(SMOLLM2_135M))
