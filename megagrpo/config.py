@@ -125,6 +125,9 @@ class RolloutSection(Section):
     """Longest response in tokens."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer's log-probs are of the same distribution."""
+    mismatch_threshold: Annotated[float, Field(ge=1)] | None = 1.05
+    """Warn when a step's `token_mult_prob_error` is above this; empty never warns. 1.05 is the gate of NeMo-RL's functional tests in
+    bf16; in fp32 the two sides agree to 1.001."""
     servers: PositiveInt = 1
     """vLLM servers to start, each with `tp` devices."""
     tp: PositiveInt = 1
@@ -224,6 +227,8 @@ class TrainSection(Section):
     """Decoupled weight decay (not on norms and biases)."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip the global gradient norm to this; 0 does not clip."""
+    max_skipped_steps: PositiveInt = 5
+    """Stop after so many optimizer steps in a row whose loss or gradient was NaN or infinite. Each is skipped: it changes no weight."""
     max_tokens_per_micro_batch: PositiveInt = 4096
     """Token budget of one packed micro-batch; the longest sample must fit."""
     share_prompts: bool | None = None

@@ -26,7 +26,8 @@ STEP_COLUMNS = [
     ("tok/s", "tokens_per_second", "{:5.0f}"),
 ]
 EVALUATION_COLUMNS = [c for c in STEP_COLUMNS if c[0] in ("reward", "length", "cut")]
-ALARMS = ("/timeouts", "/exceptions", "/unscorable", "/failures")  # endings of counters that are shown when they are not 0
+# Endings of counters that are shown when they are not 0.
+ALARMS = ("/timeouts", "/exceptions", "/unscorable", "/failures", "/skipped_steps", "/alarms")
 PHASES = ["generate", "reward", "logprobs", "train", "sync"]
 
 

@@ -37,7 +37,7 @@ from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.launcher import Launcher, ServerOptions
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_server import VllmEngine, check_urls
-from megagrpo.trainer import Trainer
+from megagrpo.trainer import BrokenTraining, Trainer
 from megagrpo.weight_sync import WeightSync
 
 
@@ -61,7 +61,7 @@ def main(config: RunConfig, config_path: Path) -> int:
         return 128 + stopped_by if stopped_by else 0
     except ConfigError:
         raise
-    except (RankError, EngineError, WeightSyncError, CheckpointError) as error:
+    except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining) as error:
         print(f"rank {layout.world_rank} stops: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted; the newest checkpoint is the last thing that was saved", file=sys.stderr)

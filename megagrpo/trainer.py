@@ -19,6 +19,7 @@ from megagrpo.metrics import MetricsWriter, PhaseTimer
 from megagrpo.parallel.device import memory_gb
 from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import together
+from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.rewards.scorer import RewardScorer
@@ -53,6 +54,7 @@ class Trainer:
     stop_signal: int = 0  # the number of the signal that asked this rank to stop
     saved_step: int = 0  # of the newest checkpoint; a run that has not begun needs none
     failed_saves: int = 0
+    skipped_in_a_row: int = 0
 
     def step(self) -> dict[str, float]:
         """One outer iteration; its metrics, the same on every rank. Raises StopRequested before anything was trained."""
@@ -84,7 +86,9 @@ class Trainer:
                 self.timer.collect()
                 metrics = self.step()
                 self.state.step, self.state.cursor = self.state.step + 1, self.prompts.cursor
+                self.check_mismatch(metrics)
                 self.writer.step(self.state.step, self.with_speed(metrics))
+                self.stop_if_broken()
                 last = self.state.step == run.max_steps
                 if last or (evaluation.steps and self.state.step % evaluation.steps == 0):
                     self.evaluate()
@@ -133,10 +137,50 @@ class Trainer:
         return batch.with_logprobs(old=old, ref=ref)
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """One optimizer step on the batch."""
+        """One optimizer step on the batch; none, and the metrics without those of the optimizer, when a number in it is not finite."""
         divisor = denominator(batch, self.config.algorithm.loss_type, self.config.rollout.max_completion_length)
         with self.timer("train"):
-            return self.policy.train_step(batch, self.loss_fn, divisor)
+            try:
+                metrics = self.policy.train_step(batch, self.loss_fn, divisor)
+            except NonFiniteError as error:
+                self.count_skip(error)
+                return error.metrics
+        self.skipped_in_a_row = 0
+        return metrics
+
+    def count_skip(self, error: NonFiniteError) -> None:
+        """Count and report an optimizer step that was left out, with the tensor's name as Hugging Face has it."""
+        self.state.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        tensor, where = error.tensor, "of no gradient, but of the loss"
+        if tensor is not None:
+            found = next((blocks for name, _, blocks in self.weights() if name == tensor.name), [])
+            names = sorted({block.name for block in self.layout.all_gather_objects(found)[tensor.rank]})
+            where = f"in the {tensor.kind} of {', '.join(names)} on rank {tensor.rank}"
+        self.writer.message(
+            f"warning: step {self.state.step + 1}: optimizer step skipped, no weight has changed: NaN or infinity {where}; "
+            f"loss {error.metrics['loss']:g}; skipped in a row {self.skipped_in_a_row} of {self.config.train.max_skipped_steps} allowed"
+        )
+
+    def stop_if_broken(self) -> None:
+        """Raise BrokenTraining on every rank when too many optimizer steps in a row were skipped."""
+        if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
+            raise BrokenTraining(
+                f"train.max_skipped_steps: {self.skipped_in_a_row} optimizer steps in a row met NaN or infinity; the warnings name the "
+                "tensors. Resume from a checkpoint with a lower train.learning_rate"
+            )
+
+    def check_mismatch(self, metrics: dict[str, float]) -> None:
+        """Count and report a step whose engine and trainer disagree by more than the threshold."""
+        threshold, error = self.config.rollout.mismatch_threshold, metrics.get("token_mult_prob_error", 1.0)
+        if threshold is None or not error > threshold:
+            return
+        self.state.mismatch_alarms += 1
+        self.writer.message(
+            f"warning: step {self.state.step}: token_mult_prob_error {error:.6g} is above rollout.mismatch_threshold {threshold:g}: vLLM "
+            "sampled from another distribution than the trainer computes. After a jump, look at weight_version in completions.jsonl and "
+            "at the server's log; from the first step on, at rollout.extra_args, and try model.precision=fp32"
+        )
 
     def sync(self) -> None:
         """Give the engine the policy's weights; they are verified there before this returns."""
@@ -187,7 +231,12 @@ class Trainer:
         times = self.timer.collect()
         speed = {"tokens_per_second": metrics["num_tokens"] / times["time/step"], "memory_gb": memory_gb()}
         counters = {"weight_version": float(self.state.weight_version), "checkpoint/failures": float(self.failed_saves)}
+        counters |= {"train/skipped_steps": float(self.state.skipped_steps), "mismatch/alarms": float(self.state.mismatch_alarms)}
         return metrics | times | speed | counters
+
+
+class BrokenTraining(RuntimeError):
+    """Step after step has no finite gradient: going on would generate for nothing."""
 
 
 class StopRequested(Exception):

@@ -139,3 +139,5 @@ class TrainState:
     step: int = 0  # outer iterations finished
     weight_version: int = 0  # weight syncs finished
     cursor: int = 0  # prompts drawn since the start
+    skipped_steps: int = 0  # optimizer steps left out because their loss or gradient was NaN or infinite
+    mismatch_alarms: int = 0  # steps whose train/rollout mismatch was above the threshold

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algorithms.kl import k3
+from megagrpo.algorithms.mismatch import mismatch_metrics
 from megagrpo.config import RunConfig
 from megagrpo.types import LossFn, LossInputs, LossOutput, MicroBatch, TrainBatch
 
@@ -26,7 +27,8 @@ def make_loss(config: RunConfig) -> LossFn:
         old = policy.detach() if batch.old_logprobs is None else batch.old_logprobs
         ratio = (policy - old).exp()
         per_token = clipped_policy_loss(ratio, batch.advantages, algorithm.epsilon, epsilon_high)
-        metrics = clip_metrics(ratio, batch, algorithm.epsilon, epsilon_high) | mismatch_metrics(old, batch)
+        metrics = clip_metrics(ratio, batch, algorithm.epsilon, epsilon_high)
+        metrics |= mismatch_metrics(old, batch.rollout_logprobs, batch.loss_mask)
         metrics["entropy"] = masked_sum(inputs.entropy, batch.loss_mask)
         if batch.ref_logprobs is not None:
             kl = k3(policy, batch.ref_logprobs)
@@ -89,17 +91,4 @@ def clip_metrics(ratio: Tensor, batch: MicroBatch, epsilon: float, epsilon_high:
         "clip_ratio/low_mean": masked_sum(low.float(), batch.loss_mask),
         "clip_ratio/high_mean": masked_sum(high.float(), batch.loss_mask),
         "clip_ratio/region_mean": masked_sum((low | high).float(), batch.loss_mask),
-    }
-
-
-def mismatch_metrics(old_logprobs: Tensor, batch: MicroBatch) -> Sums:
-    """How far the engine's log-probs are from the trainer's for the same weights: 1 and 0 when they agree.
-
-    `token_mult_prob_error` is the mean of exp|old - rollout| (NeMo-RL); `sampling/sampling_logp_difference` is |old - rollout| (TRL).
-    """
-    difference = torch.where(batch.loss_mask, (old_logprobs.detach() - batch.rollout_logprobs).abs(), 0.0)
-    return {
-        "token_mult_prob_error": masked_sum(difference.exp(), batch.loss_mask),
-        "sampling/sampling_logp_difference/mean": masked_sum(difference, batch.loss_mask),
-        "sampling/sampling_logp_difference/max": (difference.max(), batch.loss_mask.sum().float()),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.vocab_logprobs import vocab_logprobs
 from megagrpo.policy.attention import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
+from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_weight, culprit
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.optimizer import build_optimizer, build_scheduler, learning_rate, wrap_data_parallel
 from megagrpo.types import LossFn, LossInputs, MicroBatch, TrainBatch
@@ -45,6 +47,7 @@ class MegatronPolicy:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
             chunk.config.finalize_model_grads_func = self._finalize_gradients
         self._denominator = 1
+        self._bad_tensor: BadTensor | None = None
 
     def weights_changed(self) -> None:
         """Tell the optimizer that the model's weights were written from outside: its float32 masters are copied from them anew."""
@@ -66,13 +69,14 @@ class MegatronPolicy:
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, float]:
         """One optimizer step on the sum of `loss_fn` over all ranks' micro-batches divided by `denominator`; metrics of the whole step.
 
-        Raises RuntimeError when a gradient is NaN or infinite; the weights are as before then.
+        Raises NonFiniteError; weights, optimizer and learning-rate schedule are as before then.
         """
         return self.backward(batch, loss_fn, denominator) | self.update()
 
     def backward(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, float]:
         """The gradient that `train_step` follows, in the parameters' float32 `main_grad`; loss and metrics of the whole step. With the
-        distributed optimizer each data-parallel rank holds its own part of the sum."""
+        distributed optimizer each data-parallel rank holds its own part of the sum. Raises NonFiniteError on every rank when the loss
+        or a gradient is NaN or infinite on any of them."""
 
         def loss(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict]:
             logprobs, entropy = self._logprobs_and_entropy(output, micro_batch, chunk)
@@ -85,8 +89,10 @@ class MegatronPolicy:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        metrics = self._reduce_metrics(self._run(batch.micro_batches, loss, forward_only=False))
+        metrics, bad = self._reduce_metrics(self._run(batch.micro_batches, loss, forward_only=False))
         metrics["loss"] /= denominator
+        if bad is not None or not math.isfinite(metrics["loss"]):
+            raise NonFiniteError(bad, metrics)
         return metrics
 
     def update(self) -> dict[str, float]:
@@ -154,20 +160,30 @@ class MegatronPolicy:
 
         `num_tokens`, Megatron's own count, is not used: ours is exact before the first forward pass and includes skipped samples.
         """
+        self._bad_tensor = self._find_bad_tensor(summed=False)
         finalize_model_grads(model, None, **kwargs)
         for chunk in model:
             chunk.scale_gradients(1.0 / self._denominator)
+        self._bad_tensor = self._bad_tensor or self._find_bad_tensor(summed=True)
 
-    def _reduce_metrics(self, per_micro_batch: list[dict[str, tuple[Tensor, Tensor]]]) -> dict[str, float]:
+    def _find_bad_tensor(self, summed: bool) -> BadTensor | None:
+        """What to blame on this rank when a gradient is not finite: a weight if one is bad, else the first such gradient."""
+        where = (self.chunks, self.layout.pp_rank, self.layout.world_rank)
+        gradient = bad_gradient(*where, summed)
+        return gradient and (bad_weight(*where) or gradient)
+
+    def _reduce_metrics(self, per_micro_batch: list[dict[str, tuple[Tensor, Tensor]]]) -> tuple[dict[str, float], BadTensor | None]:
         """Sums of this rank's micro-batches, then of all data-parallel ranks: equal on every rank of the world. What nothing was counted
-        for is left out: when no sample taught anything there is no entropy, rather than one of 0."""
+        for is left out: when no sample taught anything there is no entropy, rather than one of 0. With them the tensor to blame when any
+        rank has found a gradient that is not finite."""
         layout = self.layout
         counts = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0  # the others computed the same losses
         mine = merge_sums([to_floats(m) for m in per_micro_batch]) if counts else None
-        everyone = merge_sums([m for m in layout.all_gather_objects(mine) if m is not None])
+        gathered = layout.all_gather_objects((mine, self._bad_tensor))
+        everyone = merge_sums([sums for sums, _ in gathered if sums is not None])
         loss, _ = everyone.pop("loss")
         counted = {name: total if _is_extreme(name) else total / count for name, (total, count) in everyone.items() if count}
-        return {"loss": loss} | counted
+        return {"loss": loss} | counted, culprit(bad for _, bad in gathered)
 
 
 def _shares_prompts(wanted: bool | None) -> bool:

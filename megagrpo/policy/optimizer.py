@@ -18,15 +18,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # i
 
 def wrap_data_parallel(chunks: Sequence[torch.nn.Module], train: TrainSection, dp_cp_size: int) -> list[DistributedDataParallel]:
     """Each model chunk with float32 gradient buffers that are summed over the `dp_cp_size` data- and context-parallel
-    ranks, which hold the same weights.
-
-    A NaN or infinite gradient raises before it reaches the weights.
-    """
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=train.distributed_optimizer,
-        check_for_nan_in_grad=True,
-    )
+    ranks, which hold the same weights."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=train.distributed_optimizer)
     layouts = [_buffer_layout(chunk, config, dp_cp_size) for chunk in chunks]
     return [
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=layout)

@@ -1,0 +1,205 @@
+"""A NaN on one rank: every rank leaves the optimizer step out and names the same tensor, nothing has changed, and training goes on as if
+the step had never been."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from functools import partial
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_policy import Case, config, hf_folder, packing_rules, samples
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.bridge.families import blocks
+from megagrpo.bridge.load import load_hf
+from megagrpo.data.packing import pack
+from megagrpo.metrics import MetricsWriter
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.trainer import BrokenTraining, Trainer
+
+PLAIN, SHARDED = dict(distributed_optimizer=False), dict(distributed_optimizer=True)
+CASES = [
+    Case("one_rank", 1, {}, train=PLAIN),
+    Case("tp2", 2, dict(tp=2), train=PLAIN),
+    Case("pp2", 2, dict(pp=2), train=PLAIN),
+    Case("pp2_vpp2_distributed_optimizer", 2, dict(pp=2, vpp=2), train=SHARDED),
+    Case("dp2", 2, {}, train=PLAIN),
+    Case("dp2_distributed_optimizer", 2, {}, train=SHARDED),
+    Case("tp2_dp2_distributed_optimizer", 4, dict(tp=2), train=SHARDED),
+]
+DOWN = "model.layers.{}.mlp.down_proj.weight"
+# What a trainer has besides, and an optimizer step on a batch that is there does not touch.
+NOT_NEEDED = dict.fromkeys(["reference", "prompts", "eval_prompts", "engine", "rewards", "stop_token_ids", "weight_sync", "checkpointer"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a tiny model."""
+    folder = tmp_path_factory.mktemp("model")
+    run_ranks(hf_folder, 1, "llama", folder)
+    return folder
+
+
+class Messages:
+    """A sink that keeps what a person would read."""
+
+    def __init__(self):
+        self.lines = []
+
+    def message(self, text):
+        self.lines.append(text)
+
+
+class Training:
+    """One rank of a trainer that is given its batches."""
+
+    def __init__(self, case, model, layout):
+        settings, hf = config(case, beta=0.0), load_hf_config(model)
+        self.policy = MegatronPolicy(settings, layout, hf)
+        load_hf(self.policy.chunks, hf, model, layout)
+        self.policy.weights_changed()
+        self.batch = pack(samples(), packing_rules(case, settings), layout.dp_rank, layout.dp_size)
+        self.loss, self.said = make_loss(settings), Messages()
+        writer = MetricsWriter.silent()
+        writer._sinks["messages"] = self.said
+        weights = partial(blocks, self.policy.chunks, hf, layout)
+        self.trainer = Trainer(settings, layout, self.policy, loss_fn=self.loss, weights=weights, writer=writer, **NOT_NEEDED)
+
+    def step(self):
+        return self.trainer.train(self.batch)
+
+    def parameter(self, hf_name):
+        """The parameter of this rank that holds the tensor."""
+        return next(p for _, p, found in self.trainer.weights() if hf_name in [block.name for block in found])
+
+    def state(self):
+        """Everything an optimizer step changes on this rank, copied: weights, masters, moments, counts, schedule."""
+        weights = [p.detach().clone() for chunk in self.policy.chunks for p in chunk.parameters()]
+        inner = [o.optimizer for o in getattr(self.policy.optimizer, "chained_optimizers", [self.policy.optimizer])]
+        states = [value.clone() for o in inner for state in o.state.values() for value in state.values()]
+        masters = [p.detach().clone() for o in inner for group in o.param_groups for p in group["params"]]
+        counts = [{k: v for k, v in group.items() if k != "params"} for o in inner for group in o.param_groups]
+        assert len(states) >= 2 and all(s.any() for s in states[:2])
+        return weights + states + masters, counts, dict(self.policy.scheduler.state_dict())
+
+
+def same(one, other):
+    return len(one[0]) == len(other[0]) and all(map(torch.equal, one[0], other[0])) and one[1:] == other[1:]
+
+
+def _nan_token_in_the_loss(training, replica):
+    """NaN for one token of the loss of one data-parallel replica."""
+
+    def loss(inputs):
+        output = training.loss(inputs)
+        if training.trainer.layout.dp_rank == replica:
+            first = inputs.micro_batch.loss_mask.nonzero()[0, 0]
+            return dataclasses.replace(output, numerator=output.numerator + math.nan * inputs.policy_logprobs[first])
+        return output
+
+    training.trainer.loss_fn = loss
+    return lambda: setattr(training.trainer, "loss_fn", training.loss)
+
+
+def _nan_in_a_gradient(training, rank, hf_name):
+    """One NaN in the gradient of one rank's part of one tensor; the loss is finite."""
+    if int(os.environ["RANK"]) != rank:
+        return lambda: None
+
+    def spoil(gradient):
+        gradient = gradient.clone()
+        gradient.view(-1)[5] = math.nan
+        return gradient
+
+    return training.parameter(hf_name).register_hook(spoil).remove
+
+
+def _infinite_weight(training, rank, hf_name):
+    """One infinite element of one rank's part of one tensor."""
+    if int(os.environ["RANK"]) != rank:
+        return lambda: None
+    element = training.parameter(hf_name).data.view(-1)[7:8]
+    kept = element.clone()
+    element.fill_(math.inf)
+    return lambda: element.copy_(kept)
+
+
+def _good_bad_good(case, model, plant, *arguments):
+    """What a run whose second step is spoilt said, whether that step changed nothing, and whether it ends like a run without it."""
+    layout = init_layout(config(case).parallel)
+    ends = []
+    for spoilt in (False, True):
+        training = Training(case, model, layout)
+        training.step()
+        if spoilt:
+            before = training.state()
+            mend = plant(training, *arguments)
+            metrics = training.step()
+            mend()
+            unchanged = same(before, training.state())
+            assert training.trainer.state.skipped_steps == 1 and "grad_norm" not in metrics
+        metrics = training.step()
+        assert training.trainer.skipped_in_a_row == 0 and metrics["grad_norm"] > 0
+        ends.append((training.state(), metrics))
+    (one, one_metrics), (other, other_metrics) = ends
+    return training.said.lines, unchanged, same(one, other) and one_metrics == other_metrics
+
+
+def check(results, *fragments):
+    for said, unchanged, as_if_never in results:
+        assert unchanged and as_if_never
+        assert len(said) == 1 and all(fragment in said[0] for fragment in ("skipped in a row 1 of 5", *fragments)), said
+
+
+# The replica that is spoilt, and the first rank of its last stage.
+@pytest.mark.parametrize(("case", "replica", "rank"), list(zip(CASES, (0, 0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 1, 1, 2), strict=True)), ids=str)
+def test_a_nan_in_one_replicas_loss_changes_nothing_anywhere(case, replica, rank, model):
+    check(run_ranks(_good_bad_good, case.ranks, case, model, _nan_token_in_the_loss, replica), f"on rank {rank}; loss nan")
+
+
+@pytest.mark.parametrize(
+    ("case", "rank", "layer"), [(CASES[1], 1, 2), (CASES[2], 0, 1), (CASES[3], 1, 3), (CASES[4], 1, 0), (CASES[6], 2, 3)], ids=str
+)
+def test_a_nan_in_one_ranks_gradient_is_named(case, rank, layer, model):
+    results = run_ranks(_good_bad_good, case.ranks, case, model, _nan_in_a_gradient, rank, DOWN.format(layer))
+    check(results, f"NaN or infinity in the gradient of {DOWN.format(layer)} on rank {rank}; loss -0.")
+
+
+@pytest.mark.parametrize(("case", "rank", "layer"), [(CASES[0], 0, 1), (CASES[1], 1, 2), (CASES[2], 0, 1), (CASES[5], 1, 3)], ids=str)
+def test_an_infinite_weight_is_named_and_not_the_gradients_it_spoils(case, rank, layer, model):
+    results = run_ranks(_good_bad_good, case.ranks, case, model, _infinite_weight, rank, DOWN.format(layer))
+    check(results, f"NaN or infinity in the weight of {DOWN.format(layer)} on rank {rank}; loss nan")
+
+
+def _bad_loss_alone(case, model):
+    training = Training(case, model, init_layout(config(case).parallel))
+    training.trainer.loss_fn = lambda inputs: dataclasses.replace(
+        output := training.loss(inputs), numerator=output.numerator + torch.tensor(math.inf)
+    )
+    training.step()
+    return training.said.lines
+
+
+def test_a_bad_loss_with_good_gradients_is_skipped_too(model):
+    assert "of no gradient, but of the loss; loss inf" in run_ranks(_bad_loss_alone, 1, CASES[0], model)[0][0]
+
+
+def _bad_step_after_step(case, model):
+    training = Training(case, model, init_layout(config(case).parallel))
+    _nan_token_in_the_loss(training, 1)
+    for _ in range(4):
+        training.step()
+        training.trainer.stop_if_broken()
+    training.step()
+    with pytest.raises(BrokenTraining, match=r"train\.max_skipped_steps: 5 optimizer steps in a row met NaN"):
+        training.trainer.stop_if_broken()
+
+
+def test_training_stops_on_every_rank_after_too_many_in_a_row(model):
+    run_ranks(_bad_step_after_step, 2, CASES[4], model)
