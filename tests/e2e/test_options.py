@@ -123,6 +123,18 @@ def test_loggers_and_samples_can_be_turned_off_and_on(plain, tmp_path):
     assert run.out.count("    prompt    ") == 2 and [line["reward"] for line in run.metrics] == [line["reward"] for line in plain.metrics]
 
 
+def test_a_mismatch_above_the_threshold_is_said_and_counted(plain, tmp_path):
+    """At a threshold of 1 the rounding of two systems is enough; the default allows it."""
+    run = succeeded(world.train(tmp_path, "rollout.mismatch_threshold=1"))
+    warnings = [line for line in run.out.splitlines() if "above rollout.mismatch_threshold 1:" in line]
+    errors = [line["token_mult_prob_error"] for line in run.metrics]
+    for step, (error, line) in enumerate(zip(errors, warnings, strict=True), 1):
+        assert line.startswith(f"warning: step {step}: token_mult_prob_error {error:.6g} is above")
+    assert [line["mismatch/alarms"] for line in run.metrics] == [1, 2] and min(errors) > 1
+    assert [line["mismatch/alarms"] for line in plain.metrics] == [0, 0] and "mismatch" not in plain.out
+    assert texts(run) == texts(plain)
+
+
 def test_temperature_belongs_to_both_sides(tmp_path):
     run = succeeded(world.train(tmp_path, "rollout.temperature=0.5"))
     assert all(line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3) for line in run.metrics)

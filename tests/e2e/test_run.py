@@ -14,7 +14,8 @@ METRICS = {
     *("rewards/low_bytes/timeouts", "rewards/low_bytes/exceptions", "rewards/low_bytes/unscorable"),
     *("loss", "grad_norm", "learning_rate", "entropy"),
     *("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
-    *("token_mult_prob_error", "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
+    *("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "mismatch/alarms", "train/skipped_steps"),
+    *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
     *("completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio"),
     *("time/step", "time/generate", "time/reward", "time/logprobs", "time/train", "time/sync"),
 }
@@ -44,6 +45,7 @@ def test_every_step_and_evaluation_is_a_line_of_finite_metrics(watched):
         assert all(math.isfinite(value) for value in line.values())
         assert line["weight_version"] == line["step"] + 1 and line["learning_rate"] == 1e-3 and line["grad_norm"] > 0
         assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)  # vLLM and the trainer agree on every token
+        assert line["mismatch/alarms"] == line["train/skipped_steps"] == 0
     evaluations = [line for line in run.lines if "eval/reward" in line]
     assert [line["step"] for line in evaluations] == [0, 3] and len(run.lines) == 5
 
