@@ -100,7 +100,12 @@ class AlgorithmSection(Section):
     loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo"] = "dapo"
     """How token losses are averaged: grpo by sequence then batch, dapo and bnpo by token, dr_grpo by sequences x max_completion_length."""
     beta: NonNegativeFloat = 0.0
-    """Weight of the k3 KL penalty to the reference model; 0 builds no reference."""
+    """Weight of the KL penalty to the reference model; 0 builds no reference."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var", "full_forward", "full_reverse"] = "k3"
+    """The KL term of a token: estimated from its log-probs, or exact over the whole vocabulary, forward KL(ref || policy) or reverse
+    KL(policy || ref). Estimators differ in their gradient more than in their value: docs/kl.md."""
+    use_bias_correction_kl: bool = False
+    """Multiply the estimate by the probability ratio, gradient included: its gradient then averages to that of KL(policy || ref)."""
     epsilon: NonNegativeFloat = 0.2
     """Lower clip range of the probability ratio."""
     epsilon_high: NonNegativeFloat | None = None
@@ -112,6 +117,11 @@ class AlgorithmSection(Section):
     skip_zero_advantage: bool = True
     """Leave samples whose advantage is exactly 0 out of the forward and backward pass when beta is 0: their gradient is 0.
     They still count in every denominator, so the update is the same."""
+
+    @property
+    def full_kl(self) -> bool:
+        """Whether the KL term is exact over the whole vocabulary."""
+        return self.kl_estimator.startswith("full_")
 
 
 class RolloutSection(Section):
@@ -235,7 +245,7 @@ class TrainSection(Section):
     """Compute a prompt once for all its responses in a micro-batch: the same gradient from fewer tokens. Empty: wherever the attention can
     (it cannot with Transformer Engine)."""
     logprob_chunk: PositiveInt = 1024
-    """Tokens whose logits exist at once in the LM head."""
+    """Rows of the LM head whose logits exist at once, for all tokens of a micro-batch."""
     distributed_optimizer: bool = True
     """Shard optimizer state and master weights over the data-parallel ranks."""
 
@@ -272,8 +282,12 @@ class RunConfig(Section):
 
 def cross_field_problems(config: RunConfig) -> list[str]:
     """Rules that span fields, as `key: what is wrong; what to do`. Pure function of a config whose fields are each valid."""
-    p, t, r = config.parallel, config.train, config.rollout
+    p, t, r, a = config.parallel, config.train, config.rollout, config.algorithm
     problems = []
+    if a.full_kl and a.use_bias_correction_kl:
+        problems.append(
+            f"algorithm.use_bias_correction_kl: {a.kl_estimator} is exact and takes no correction; set it to false or choose k1 or k3"
+        )
     if p.sequence_parallel and p.tp == 1:
         problems.append("parallel.sequence_parallel: needs parallel.tp > 1; set it to false or raise tp")
     if p.vpp > 1 and p.pp == 1:

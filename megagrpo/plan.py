@@ -167,14 +167,29 @@ def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> di
     else:
         in_flight = p.pp - stage
     activations = model.num_layers / p.pp * kept * in_flight + (one_layer if config.model.recompute == "full" else 0)
-    # float32 logits of a chunk, their exponentials, and in the backward pass their gradient
-    chunk = min(train.logprob_chunk, tokens) * model.padded_vocab(p.tp) / p.tp * 4 if stage == p.pp - 1 else 0
+    forward, backward, ref_hidden = _head_bytes(config, model, dp, weight_bytes) if stage == p.pp - 1 else (0, 0, 0)
     phases = {
         "generate": resident,
-        "logprobs": resident | {"activations": one_layer, "logits": 2 * chunk},
-        "train": resident | {"activations": activations, "logits": 3 * chunk},
+        "logprobs": resident | {"activations": one_layer, "logits": forward, "ref_hidden": ref_hidden},
+        "train": resident | {"activations": activations, "logits": max(forward, backward), "ref_hidden": ref_hidden},
     }
     return {phase: {part: size / GIB for part, size in parts.items()} for phase, parts in phases.items()}
+
+
+def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) -> tuple[float, float, float]:
+    """(bytes of the LM head's forward pass, of its backward pass, of what exact KL keeps of the reference for the whole step).
+
+    Forward: float32 tiles of logits and their exponentials; with exact KL also the reference's logits and the differences. Backward: a tile
+    of each model, and the gradients of head and hidden states until they are added to the others.
+    """
+    tokens, shard, exact = config.train.max_tokens_per_micro_batch, model.padded_vocab(config.parallel.tp) // config.parallel.tp, 0
+    if config.algorithm.beta and config.algorithm.full_kl:
+        rollout = config.rollout
+        samples = rollout.prompts_per_step * rollout.num_generations
+        exact = samples * rollout.max_completion_length / dp * model.hidden_size * weight_bytes
+    tile = tokens * min(config.train.logprob_chunk, shard) * 4
+    gradients = shard * model.hidden_size * weight_bytes + tokens * model.hidden_size * 4
+    return tile * (4 if exact else 2), tile * (2 if exact else 1) + gradients, exact
 
 
 def _activation_elements(config: RunConfig, model: HfConfig) -> tuple[float, float]:

@@ -132,9 +132,9 @@ class Trainer:
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Old log-probs when the policy will have moved on from them, reference log-probs when the loss has a KL term."""
         with self.timer("logprobs"):
-            old = self.policy.logprobs(batch) if self.config.algorithm.num_iterations > 1 else None
-            ref = self.reference.logprobs(batch) if self.reference is not None else None
-        return batch.with_logprobs(old=old, ref=ref)
+            if self.config.algorithm.num_iterations > 1:
+                batch = batch.with_logprobs(old=self.policy.logprobs(batch))
+            return batch if self.reference is None else self.reference.annotate(batch)
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on the batch; none, and the metrics without those of the optimizer, when a number in it is not finite."""

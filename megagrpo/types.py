@@ -84,7 +84,8 @@ class MicroBatch:
     rollout_logprobs: Tensor  # [T] float32
     prefixes: Tensor | None = None  # [S] int64, the sequence that each one continues, or -1; None: no sequence continues another
     old_logprobs: Tensor | None = None  # [T] float32; None: the policy itself, gradient stopped
-    ref_logprobs: Tensor | None = None  # [T] float32; None: no KL term
+    ref_logprobs: Tensor | None = None  # [T] float32; None: no sampled KL term
+    ref_head: RefHead | None = None  # what the exact KL needs of the reference; None: no exact KL term
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +97,14 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class RefHead:
+    """Where the reference's logits of one micro-batch come from: they are computed a tile at a time, when they are needed."""
+
+    hidden: Tensor  # [N, H] final hidden states at the loss tokens that this rank holds, in order
+    weight: Tensor  # [V/tp, H] this rank's rows of the LM head that reads them
+
+
+@dataclass(frozen=True)
 class TrainBatch:
     """The micro-batches of this data-parallel rank, and counts over the whole step that every rank agrees on."""
 
@@ -104,10 +113,19 @@ class TrainBatch:
     num_sequences: int  # samples of the step, over all ranks, the same
 
     def with_logprobs(self, old: list[Tensor] | None = None, ref: list[Tensor] | None = None) -> TrainBatch:
-        """A copy whose micro-batches carry old_ and ref_ log-probs, one [T] tensor per micro-batch."""
-        n = len(self.micro_batches)
-        rows = zip(self.micro_batches, old or [None] * n, ref or [None] * n, strict=True)
-        return replace(self, micro_batches=tuple(replace(m, old_logprobs=o, ref_logprobs=r) for m, o, r in rows))
+        """A copy whose micro-batches carry these old_ and ref_ log-probs, one [T] tensor per micro-batch; what is not given stays."""
+        given = {name: rows for name, rows in (("old_logprobs", old), ("ref_logprobs", ref)) if rows is not None}
+        return self._with_rows(**given)
+
+    def with_ref_heads(self, heads: list[RefHead | None]) -> TrainBatch:
+        """A copy whose micro-batches carry these."""
+        return self._with_rows(ref_head=heads)
+
+    def _with_rows(self, **rows: list[Any]) -> TrainBatch:
+        micro_batches = self.micro_batches
+        for name, values in rows.items():
+            micro_batches = tuple(replace(m, **{name: value}) for m, value in zip(micro_batches, values, strict=True))
+        return replace(self, micro_batches=micro_batches)
 
 
 @dataclass(frozen=True)
@@ -117,6 +135,7 @@ class LossInputs:
     policy_logprobs: Tensor  # [T] float32, with gradient
     entropy: Tensor  # [T] float32, no gradient
     micro_batch: MicroBatch
+    full_kl: Tensor | None = None  # [T] float32, with gradient: KL to the reference over the whole vocabulary; None: not asked for
 
 
 @dataclass(frozen=True)

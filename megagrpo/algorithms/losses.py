@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megagrpo.algorithms.kl import k3
+from megagrpo.algorithms.kl import token_kl
 from megagrpo.algorithms.mismatch import mismatch_metrics
 from megagrpo.config import RunConfig
 from megagrpo.types import LossFn, LossInputs, LossOutput, MicroBatch, TrainBatch
@@ -30,8 +30,10 @@ def make_loss(config: RunConfig) -> LossFn:
         metrics = clip_metrics(ratio, batch, algorithm.epsilon, epsilon_high)
         metrics |= mismatch_metrics(old, batch.rollout_logprobs, batch.loss_mask)
         metrics["entropy"] = masked_sum(inputs.entropy, batch.loss_mask)
+        kl = inputs.full_kl
         if batch.ref_logprobs is not None:
-            kl = k3(policy, batch.ref_logprobs)
+            kl = token_kl(policy, batch.ref_logprobs, ratio, algorithm.kl_estimator, algorithm.use_bias_correction_kl)
+        if kl is not None:
             per_token = per_token + algorithm.beta * kl
             metrics["kl"] = masked_sum(kl.detach(), batch.loss_mask)
         return LossOutput(numerator=reduce_tokens(per_token, batch, algorithm.loss_type), metrics=metrics)

@@ -14,13 +14,14 @@ import megagrpo.parallel.device as device
 from megagrpo.config import RunConfig
 from megagrpo.parallel.context import gather_rows, own_tokens
 from megagrpo.parallel.layout import Layout
+from megagrpo.parallel.vocab_kl import vocab_logprobs_and_kl
 from megagrpo.parallel.vocab_logprobs import vocab_logprobs
 from megagrpo.policy.attention import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_weight, culprit
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.optimizer import build_optimizer, build_scheduler, learning_rate, wrap_data_parallel
-from megagrpo.types import LossFn, LossInputs, MicroBatch, TrainBatch
+from megagrpo.types import LossFn, LossInputs, MicroBatch, RefHead, TrainBatch
 
 from megatron.core.distributed import finalize_model_grads  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
@@ -61,8 +62,23 @@ class MegatronPolicy:
         """
 
         def collect(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
-            return self._logprobs_and_entropy(output, micro_batch, chunk)[0]
+            return self._loss_inputs(output, micro_batch, chunk).policy_logprobs
 
+        return self._collect(batch, collect)
+
+    @torch.no_grad()
+    def heads(self, batch: TrainBatch) -> list[RefHead | None]:
+        """What the LM head multiplies for every micro-batch's loss tokens, on the last pipeline stage; None elsewhere. The weight is the
+        head's own storage, not a copy."""
+
+        def collect(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, non_loss_data: bool) -> RefHead:
+            _, selected = self._own_loss_tokens(micro_batch)
+            return RefHead(head_input(chunk, output).index_select(0, selected), lm_head(chunk).detach())
+
+        return self._collect(batch, collect)
+
+    def _collect(self, batch: TrainBatch, collect: Callable[..., Any]) -> list[Any]:
+        """What `collect` makes of each micro-batch's hidden states on the last stage; None elsewhere."""
         rows = self._run(batch.micro_batches, collect, forward_only=True)
         return rows if self.layout.is_last_stage else [None] * len(batch.micro_batches)
 
@@ -79,8 +95,7 @@ class MegatronPolicy:
         or a gradient is NaN or infinite on any of them."""
 
         def loss(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict]:
-            logprobs, entropy = self._logprobs_and_entropy(output, micro_batch, chunk)
-            result = loss_fn(LossInputs(policy_logprobs=logprobs, entropy=entropy, micro_batch=micro_batch))
+            result = loss_fn(self._loss_inputs(output, micro_batch, chunk))
             sums = {"loss": (result.numerator.detach(), torch.ones(()))} | result.metrics
             # Megatron would divide by the second value; the division is ours (see _finalize_gradients).
             return result.numerator, torch.ones((), dtype=torch.int), sums
@@ -131,29 +146,37 @@ class MegatronPolicy:
                 collect_non_loss_data=forward_only,
             )
 
-    def _logprobs_and_entropy(self, hidden: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor]:
-        """(logprobs [T], entropy [T]) float32 from the last stage's hidden states; 0, and no logits computed, where the loss mask is 0.
+    def _loss_inputs(self, hidden: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> LossInputs:
+        """Log-probs, entropy and exact KL of a micro-batch from the last stage's hidden states; 0, and no logits computed, where the loss
+        mask is 0.
 
         The one place where context parallelism ends: each rank computes its own tokens, and all of them get the whole.
         """
-        own = self._own_tokens(micro_batch)
-        selected = micro_batch.loss_mask[own].nonzero()[:, 0]
-        logprobs, entropy = vocab_logprobs(
-            head_input(chunk, hidden).index_select(0, selected),
-            lm_head(chunk),
-            micro_batch.labels[own[selected]],
+        own, selected = self._own_loss_tokens(micro_batch)
+        arguments = (head_input(chunk, hidden).index_select(0, selected), lm_head(chunk), micro_batch.labels[own[selected]])
+        options = dict(
             group=self.layout.tp_group,
             temperature=self.config.rollout.temperature,
             vocab_size=self.hf_config.vocab_size,
             chunk=self.config.train.logprob_chunk,
         )
-        rows = logprobs.new_zeros(2, own.numel()).index_copy(1, selected, torch.stack((logprobs, entropy)))
-        logprobs, entropy = gather_rows(rows, micro_batch.cu_seqlens, self.layout.cp_group)
-        return logprobs, entropy.detach()
+        if (ref := micro_batch.ref_head) is None:
+            found = vocab_logprobs(*arguments, **options)
+        else:
+            direction = self.config.algorithm.kl_estimator.removeprefix("full_")
+            found = vocab_logprobs_and_kl(*arguments, ref.hidden, ref.weight, direction=direction, **options)
+        rows = found[0].new_zeros(len(found), own.numel()).index_copy(1, selected, torch.stack(found))
+        logprobs, entropy, *full_kl = gather_rows(rows, micro_batch.cu_seqlens, self.layout.cp_group)
+        return LossInputs(logprobs, entropy.detach(), micro_batch, *full_kl)
 
     def _own_tokens(self, micro_batch: MicroBatch) -> Tensor:
         """[T/cp]: places of the tokens that this context-parallel rank runs through the model."""
         return own_tokens(micro_batch.cu_seqlens, self.layout.cp_size, self.layout.cp_rank)
+
+    def _own_loss_tokens(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(`_own_tokens`, which of them are loss tokens [N])."""
+        own = self._own_tokens(micro_batch)
+        return own, micro_batch.loss_mask[own].nonzero()[:, 0]
 
     def _finalize_gradients(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
         """Megatron's reductions over DP, tied embeddings and sequence-parallel norms; then one division by the step's denominator.

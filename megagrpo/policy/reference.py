@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.types import TrainBatch
+from megagrpo.types import RefHead, TrainBatch
 
 
 class Reference:
@@ -17,6 +17,18 @@ class Reference:
     def __init__(self, policy: MegatronPolicy):
         self._policy = policy
         self._weights = [p.detach().clone() for p in self._parameters()]
+
+    def annotate(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with what its KL term needs: the reference's log-probs, or for a full_ estimator its hidden states at the loss tokens
+        (N x H elements per micro-batch, kept on the last pipeline stage until the batch is dropped)."""
+        if self._policy.config.algorithm.full_kl:
+            return batch.with_ref_heads(self.heads(batch))
+        return batch.with_logprobs(ref=self.logprobs(batch))
+
+    def heads(self, batch: TrainBatch) -> list[RefHead | None]:
+        """As `MegatronPolicy.heads`, of the reference."""
+        with self._swapped():
+            return self._policy.heads(batch)
 
     def logprobs(self, batch: TrainBatch) -> list[Tensor | None]:
         """As `MegatronPolicy.logprobs`, of the reference."""

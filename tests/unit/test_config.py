@@ -61,6 +61,15 @@ def test_fields_that_disagree_are_all_reported(tmp_path):
     assert [p.split(":")[0] for p in rest] == ["parallel.sequence_parallel", "evaluation.steps"]
 
 
+def test_an_exact_kl_takes_no_correction(tmp_path):
+    path = write(tmp_path, SMALLEST + "algorithm: {kl_estimator: full_reverse, use_bias_correction_kl: true}\n")
+    _, problem = problems(path)
+    assert problem == (
+        "algorithm.use_bias_correction_kl: full_reverse is exact and takes no correction; set it to false or choose k1 or k3"
+    )
+    assert load_config(path, ["algorithm.kl_estimator=k3"]).algorithm.use_bias_correction_kl
+
+
 def test_a_wrong_value_does_not_cause_a_second_problem_about_its_default(tmp_path):
     path = write(tmp_path, SMALLEST + "parallel: {tp: two, sequence_parallel: true}\n")
     assert len(problems(path)) == 2

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.algorithms.kl import k3
+from megagrpo.algorithms.kl import ESTIMATORS
 from megagrpo.algorithms.losses import denominator, make_loss
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import PackingRules, build_micro_batch, pack
@@ -56,7 +56,8 @@ def run(inputs, settings, with_ref=True):
 @pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda c: f"{c['source']} {c['name']}")
 def test_loss_and_gradient_equal_the_reference_systems(case):
     inputs = VECTORS["inputs"]
-    settings = config(loss_type=case["loss_type"], beta=case["beta"], epsilon=case["epsilon"], epsilon_high=case["epsilon_high"])
+    names = ("loss_type", "beta", "epsilon", "epsilon_high", "use_bias_correction_kl")
+    settings = config(**{name: case[name] for name in names if name in case})
     rollout = settings.rollout.model_copy(update={"max_completion_length": case["max_completion_length"]})
     settings = settings.model_copy(update={"rollout": rollout})
     batch, policy, output, divisor = run(inputs, settings)
@@ -66,6 +67,9 @@ def test_loss_and_gradient_equal_the_reference_systems(case):
     mask = torch.tensor(inputs["mask"]).bool()
     torch.testing.assert_close(grad[batch.loss_mask], torch.tensor(case["grad_logps"]).double()[mask], rtol=1e-5, atol=1e-7)
     assert grad[~batch.loss_mask].abs().max() == 0
+    if "kl" in case["metrics"] and "trl" in case["source"]:
+        total, count = output.metrics["kl"]
+        assert (total / count).item() == pytest.approx(case["metrics"]["kl"], rel=1e-6)
 
 
 @pytest.mark.parametrize("case", [c for c in VECTORS["cases"] if "trl" in c["source"]], ids=lambda c: c["name"])
@@ -93,13 +97,26 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gr
     assert output.metrics["clip_ratio/region_mean"][0] == 0
 
 
-def test_kl_is_zero_at_the_reference_and_its_gradient_pulls_towards_it():
-    policy = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    ref = torch.tensor([-1.0, -1.0, -4.0])
-    kl = k3(policy, ref)
-    (grad,) = torch.autograd.grad(kl.sum(), policy)
-    assert kl[0] == 0 and (kl[1:] > 0).all()
-    assert grad[0] == 0 and grad[1] < 0 < grad[2]
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "low_var"])
+def test_the_kl_term_is_that_of_the_estimator_in_the_config(estimator):
+    inputs = VECTORS["inputs"]
+    batch, policy, output, _ = run(inputs, config(loss_type="dapo", beta=0.5, kl_estimator=estimator))
+    _, _, without, _ = run(inputs, config(loss_type="dapo"))
+    expected = torch.where(batch.loss_mask, ESTIMATORS[estimator](policy, rows(inputs, "ref")), 0.0).sum()
+    assert output.metrics["kl"][0].item() == pytest.approx(expected.item())
+    assert (output.numerator - without.numerator).item() == pytest.approx(0.5 * expected.item())
+
+
+@pytest.mark.parametrize("estimator", ["full_forward", "full_reverse"])
+def test_an_exact_kl_term_is_taken_from_the_policy_as_it_is(estimator):
+    inputs = VECTORS["inputs"]
+    batch = replace(build_micro_batch(samples_of(inputs)), old_logprobs=rows(inputs, "old"))
+    policy, full_kl = rows(inputs, "new"), rows(inputs, "entropy").requires_grad_()
+    loss = make_loss(config(loss_type="dapo", beta=0.5, kl_estimator=estimator))
+    output = loss(LossInputs(policy, rows(inputs, "entropy"), batch, full_kl))
+    (grad,) = torch.autograd.grad(output.numerator, full_kl)
+    assert torch.equal(grad, 0.5 * batch.loss_mask)
+    assert output.metrics["kl"][0].item() == pytest.approx(full_kl[batch.loss_mask].sum().item())
 
 
 def test_mismatch_metrics_are_those_of_the_engine_against_old_logprobs():
