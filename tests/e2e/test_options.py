@@ -45,6 +45,15 @@ def test_a_seed_repeats_itself_and_another_one_differs(plain, tmp_path):
     assert [row["prompt_id"] for row in other.completions] != [row["prompt_id"] for row in plain.completions]
 
 
+def test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine(plain, tmp_path):
+    run = succeeded(world.train(tmp_path, "model.precision=bf16"))
+    assert "in bfloat16 on" in run.out and "in float32 on" in plain.out
+    assert all(1.0001 < line["token_mult_prob_error"] < 1.02 for line in run.metrics)
+    assert all(line["token_mult_prob_error"] < 1.0001 for line in plain.metrics)
+    kept = {tensor.dtype for name, tensor in world.plain_tensors(run.newest).items() if name.startswith("optimizer") and tensor.numel() > 100}
+    assert kept == {torch.float32}
+
+
 def test_without_shuffling_prompts_come_in_the_order_of_the_data_set(tmp_path):
     run = succeeded(world.train(tmp_path, "data.shuffle=false", "rollout.prompts_per_step=20", "rollout.num_generations=2"))
     drawn = [row["prompt_id"] for row in run.completions][::2]
