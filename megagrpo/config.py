@@ -75,6 +75,11 @@ class ParallelSection(Section):
     cp: PositiveInt = 1
     """Context-parallel size: cuts every sequence into 2 x cp chunks and gives each rank two of them, so that a rank holds 1/cp of the
     tokens."""
+    ep: PositiveInt = 1
+    """Expert-parallel size: ranks that share out the experts of a mixture-of-experts model. They are ranks that tp and dp have already,
+    regrouped for the experts, so ep needs none of its own."""
+    etp: PositiveInt | None = None
+    """Tensor-parallel size inside each expert; `tp` when empty."""
     sequence_parallel: bool = False
     """Shard norms and residuals over the tensor-parallel group along the sequence; needs tp > 1."""
     timeout_minutes: PositiveFloat = 30.0
@@ -94,6 +99,16 @@ class ParallelSection(Section):
     def micro_batch_align(self) -> int:
         """Every micro-batch is padded to a multiple of this many tokens: sequence parallelism cuts each context-parallel rank's part."""
         return self.sequence_align * (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that hold one expert together."""
+        return self.etp or self.tp
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks that hold one copy of all experts."""
+        return self.ep * self.expert_tp * self.pp
 
 
 class AlgorithmSection(Section):

@@ -53,7 +53,7 @@ class Local:
     """What a rule may know about one parameter of this rank."""
 
     param: Tensor
-    tp_size: int
+    tp_size: int  # of the group that cuts this parameter: another one for experts
     tp_rank: int
     hf: HfConfig
 
@@ -123,6 +123,7 @@ def gated(gate: str, up: str) -> Rule:
     return rule
 
 
-def in_layer(block: Block, layer: int | None) -> Block:
-    """The block with {L} in its name filled in."""
-    return block if layer is None else dataclasses.replace(block, name=block.name.replace("{L}", str(layer)))
+def in_layer(block: Block, layer: int | None, expert: int | None = None) -> Block:
+    """The block with {L} and {E} in its name filled in."""
+    name = block.name.replace("{L}", str(layer)).replace("{E}", str(expert))
+    return dataclasses.replace(block, name=name)

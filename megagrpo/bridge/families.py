@@ -35,20 +35,41 @@ DENSE: dict[str, Rule] = {
     "mlp.linear_fc1.weight": gated(_MLP + "gate_proj.weight", _MLP + "up_proj.weight"),
     "mlp.linear_fc2.weight": same(_MLP + "down_proj.weight"),
 }
+# Folder and projections (gate, up, down) of the experts in Hugging Face's names; the router is FOLDER.gate.
+EXPERTS: dict[str, tuple[str, tuple[str, str, str]]] = {
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+}
 QKV_BIAS: dict[str, Rule] = {"self_attention.linear_qkv.bias": qkv(_ATTENTION + "{p}_proj.bias")}
 QK_NORM: dict[str, Rule] = {
     "self_attention.q_layernorm.weight": same(_ATTENTION + "q_norm.weight"),
     "self_attention.k_layernorm.weight": same(_ATTENTION + "k_norm.weight"),
 }
 
+
+def _experts(family: str) -> dict[str, Rule]:
+    """Rules of the router and of every expert, with {E} for its number."""
+    folder, projections = EXPERTS[family]
+    gate, up, down = (f"{_LAYER}{folder}.experts.{{E}}.{p}.weight" for p in projections)
+    return {
+        "mlp.router.weight": same(f"{_LAYER}{folder}.gate.weight"),
+        "mlp.experts.linear_fc1.weight": gated(gate, up),
+        "mlp.experts.linear_fc2.weight": same(down),
+    }
+
+
 TABLES: dict[str, dict[str, Rule]] = {
     "llama": DENSE,
     "mistral": DENSE,
     "qwen2": DENSE | QKV_BIAS,
     "qwen3": DENSE | QK_NORM,
+    "qwen3_moe": DENSE | QK_NORM | _experts("qwen3_moe"),
+    "mixtral": DENSE | _experts("mixtral"),
 }
 
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# Each expert a module of its own, or Transformer Engine's grouped linear with one weight per expert.
+_EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)")
 
 
 def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor, list[Block]]]:
@@ -66,12 +87,35 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
             key, layer = (place[2], _block_number(model, int(place[1]))) if place else (name, None)
             if key == HEAD and hf_config.tied_embeddings:
                 key = EMBEDDING  # the last stage's copy
+            tensor_parallel, expert = (layout.tp_size, layout.tp_rank), None
+            if part := _EXPERT.fullmatch(key):
+                key, tensor_parallel = part[1] + part[3], (layout.etp_size, layout.etp_rank)
+                expert = int(part[2] or part[4]) + layout.ep_rank * (hf_config.experts.count // layout.ep_size)
             if key not in table:
                 raise KeyError(f"family {hf_config.family} has no rule for Megatron parameter {name}")
-            local = Local(param, layout.tp_size, layout.tp_rank, hf_config)
-            yield f"chunk{i}.{name}" if i else name, param, [in_layer(block, layer) for block in table[key](local)]
+            found = table[key](Local(param, *tensor_parallel, hf_config))
+            yield f"chunk{i}.{name}" if i else name, param, [in_layer(block, layer, expert) for block in found]
 
 
 def _block_number(model: nn.Module, index: int) -> int:
     """Number of the decoder block, from 0 over all pipeline stages, that the hybrid layer at `index` belongs to."""
-    return (model.decoder.layers[index].layer_number - 1) // len(BLOCK)
+    return (model.decoder.layers[index].layer_number - 1) // BLOCK
+
+
+def tensor_names(hf_config: HfConfig) -> set[str]:
+    """Every tensor name of the whole model; a tied model may carry the head as well."""
+    names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    attention = ["input_layernorm.weight", "post_attention_layernorm.weight"] + [f"self_attn.{p}_proj.weight" for p in "qkvo"]
+    attention += [f"self_attn.{p}_proj.bias" for p in "qkv"] if hf_config.qkv_bias else []
+    attention += [f"self_attn.{p}_norm.weight" for p in "qk"] if hf_config.qk_norm else []
+    dense = [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
+    mixed = _expert_names(hf_config) if hf_config.experts else []
+    for block in range(hf_config.num_layers):
+        names |= {f"model.layers.{block}.{part}" for part in attention + (mixed if hf_config.has_experts(block) else dense)}
+    return names
+
+
+def _expert_names(hf_config: HfConfig) -> list[str]:
+    folder, projections = EXPERTS[hf_config.family]
+    each = [f"{folder}.experts.{e}.{p}.weight" for e in range(hf_config.experts.count) for p in projections]
+    return [f"{folder}.gate.weight", *each]

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from megagrpo.bridge.blocks import Block
-from megagrpo.bridge.families import blocks
+from megagrpo.bridge.families import blocks, tensor_names
 from megagrpo.bridge.sources import INDEX, SINGLE
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
@@ -26,7 +26,7 @@ def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, la
     """
     wanted = [(param, block) for _, param, found in blocks(chunks, hf_config, layout) for block in found]
     with Checkpoint(folder) as checkpoint:
-        checkpoint.check_names({block.name for _, block in wanted}, _names_of_model(hf_config))
+        checkpoint.check_names({block.name for _, block in wanted}, tensor_names(hf_config))
         for param, block in wanted:
             block.view(param.data).copy_(checkpoint.read(block).view(block.view(param.data).shape))
     _zero_padding(chunks, hf_config, layout)
@@ -61,6 +61,11 @@ class Checkpoint:
         """ValueError when a `wanted` tensor is missing or one on disk is not among those `known` to the model."""
         missing = sorted(wanted - set(self.files))
         unused = sorted(name for name in set(self.files) - known if not name.endswith("rotary_emb.inv_freq"))
+        if fused := next((name for name in unused if name.endswith(".experts.gate_up_proj")), None):
+            raise ValueError(
+                f"model: {self.folder} holds all experts of a block in one tensor ({fused}); save one tensor per expert, as the "
+                "save_pretrained of transformers does"
+            )
         if missing:
             raise ValueError(f"model: {self.folder} lacks {_list(missing)}")
         if unused:
@@ -90,16 +95,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise ValueError(f"model: {folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read")
     with safe_open(folder / SINGLE, framework="pt") as file:
         return dict.fromkeys(file.keys(), SINGLE)
-
-
-def _names_of_model(hf_config: HfConfig) -> set[str]:
-    """Every tensor name of the whole model; a tied model may carry the head as well, which is then not read."""
-    names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    parts = [f"self_attn.{p}_proj.weight" for p in "qkvo"] + [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
-    parts += ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    parts += [f"self_attn.{p}_proj.bias" for p in "qkv"] if hf_config.qkv_bias else []
-    parts += [f"self_attn.{p}_norm.weight" for p in "qk"] if hf_config.qk_norm else []
-    return names | {f"model.layers.{layer}.{part}" for layer in range(hf_config.num_layers) for part in parts}
 
 
 def _list(names: list[str]) -> str:

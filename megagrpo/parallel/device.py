@@ -249,7 +249,8 @@ def _patch_megatron() -> None:
     try:
         _import_quietly()
         from megatron.core.dist_checkpointing.strategies import filesystem_async
-        from megatron.core.tensor_parallel import random
+        from megatron.core.tensor_parallel import mappings, random
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
     finally:
         torch.compile = compile_function
     # Indexes torch.cuda.default_generators in a queued call: on a CPU it would never run, and recomputed dropout would differ.
@@ -259,6 +260,26 @@ def _patch_megatron() -> None:
     # Advises a package that does not install on every CPU machine.
     logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(lambda record: "NVRx" not in record.getMessage())
     filesystem_async.get_write_results_queue = functools.partial(_results_queue, filesystem_async)
+    # all_to_all_single wants a sequence of numbers; Megatron makes one only of tensors that it moves away from a GPU.
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy_where_asked
+    # gloo gathers tensors of one length only; an expert that several tensor-parallel ranks hold gets another length from each. Can go
+    # with a gloo that gathers ragged tensors.
+    mappings._gather_along_first_dim = functools.partial(_gather_ragged, mappings._gather_along_first_dim)
+
+
+def _as_numpy_where_asked(tensor, as_numpy: bool = False, record_stream: bool = False):
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _gather_ragged(gather, tensor, group, output_split_sizes=None, use_global_buffer=False):
+    """Megatron's gather along the first dimension, in which every rank pads to the longest and what is padding is cut out again."""
+    if group.size() == 1 or output_split_sizes is None:
+        return gather(tensor, group, None, use_global_buffer)
+    longest = max(output_split_sizes)
+    padded = tensor.new_zeros(longest, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    parts = gather(padded, group).split(longest) if longest else [tensor] * group.size()
+    return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
 
 
 def _import_quietly() -> None:

@@ -27,6 +27,7 @@ class Layout:
 
     A replica is the tp x cp x pp ranks that work on the same micro-batches; dp x cp ranks hold the same weights. `cpu_group`, of the
     whole world, carries Python objects over gloo.
+    Experts see the same ranks in other groups: each stage's tp x cp x dp ranks are etp (inside an expert) x ep (over experts) x copies.
     """
 
     world_size: int
@@ -44,6 +45,11 @@ class Layout:
     dp_rank: int
     dp_cp_group: dist.ProcessGroup
     vpp: int
+    ep_size: int
+    ep_rank: int
+    etp_size: int
+    etp_rank: int
+    expert_copy: int  # this rank's number among those that hold the same experts
     cpu_group: dist.ProcessGroup
     process_groups: ProcessGroupCollection
 
@@ -101,7 +107,7 @@ def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
     """Form the process groups of this job and seed each rank's generators.
 
     The world is torchrun's (or any launcher's that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT), a default process group that
-    exists already, or this one process. Raises ValueError when tp x cp x pp does not divide the world.
+    exists already, or this one process. Raises ValueError when tp x cp x pp, or ep x etp x pp, does not divide the world.
     """
     timeout = timedelta(minutes=parallel.timeout_minutes)
     device.select_local_device()
@@ -112,12 +118,19 @@ def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
             f"parallel: tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} = {parallel.model_parallel_size} does not divide the world "
             f"of {world_size} ranks; start a multiple of {parallel.model_parallel_size} ranks or lower tp, cp or pp"
         )
+    if world_size % parallel.expert_parallel_size:
+        raise ValueError(
+            f"parallel: ep {parallel.ep} x etp {parallel.expert_tp} x pp {parallel.pp} = {parallel.expert_parallel_size} does not divide "
+            f"the world of {world_size} ranks; start a multiple of {parallel.expert_parallel_size} ranks or lower ep or etp"
+        )
     # Megatron gives every subgroup its own timeout and ignores the one of the world.
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         context_parallel_size=parallel.cp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expert_tp,
         distributed_timeout_minutes=parallel.timeout_minutes,
     )
     model_parallel_cuda_manual_seed(seed)
@@ -151,6 +164,11 @@ def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:
         dp_rank=ps.get_data_parallel_rank(),
         dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
         vpp=parallel.vpp,
+        ep_size=parallel.ep,
+        ep_rank=ps.get_expert_model_parallel_rank(),
+        etp_size=parallel.expert_tp,
+        etp_rank=ps.get_expert_tensor_parallel_rank(),
+        expert_copy=ps.get_expert_data_parallel_rank(),
         cpu_group=_cpu_world(timeout),
         process_groups=ProcessGroupCollection.use_mpu_process_groups(),
     )

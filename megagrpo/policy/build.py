@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.attention import Rotary, TorchAttention
 from megagrpo.policy.hf_config import HfConfig, model_problems
-from megagrpo.policy.specs import BLOCK, local_spec, transformer_engine_spec
+from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_engine_spec
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.tensor_parallel import ColumnParallelLinear  # isort: skip
@@ -27,7 +28,7 @@ RECOMPUTE = {
     "none": {},
     "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
     # A decoder block is two hybrid layers; one checkpoint at the entry of each block.
-    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=len(BLOCK)),
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=BLOCK),
 }
 
 
@@ -46,7 +47,8 @@ def build_model(
     `init_weights=False` weights are uninitialised memory, for callers that load all of them. Raises ValueError when the model
     cannot be cut into the layout.
     """
-    problems = model_problems(hf_config.raw, _Sizes(layout.tp_size, layout.pp_size, layout.vpp))
+    sizes = _Sizes(layout.tp_size, layout.pp_size, layout.vpp, layout.ep_size, layout.etp_size)
+    problems = model_problems(hf_config.raw, sizes)
     if problems:
         raise ValueError("\n".join(problems))
     device.prepare_precision(dtype)
@@ -61,6 +63,8 @@ class _Sizes:
     tp: int
     pp: int
     vpp: int
+    ep: int
+    expert_tp: int
 
 
 def weights_dtype(hf_config: HfConfig) -> torch.dtype:
@@ -82,7 +86,7 @@ def transformer_config(
     # Its own default of cuda_graph_modules makes it warn on every construction.
     warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron")
     return TransformerConfig(
-        num_layers=hf_config.num_layers * len(BLOCK),
+        num_layers=hf_config.num_layers * BLOCK,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_heads,
         num_query_groups=hf_config.num_kv_heads,
@@ -125,6 +129,26 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
         **RECOMPUTE[recompute],
+        **_experts_config(hf_config, layout),
+    )
+
+
+def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
+    """The part of Megatron's configuration that a mixture of experts needs. No token is dropped and nothing balances the router."""
+    experts = hf_config.experts
+    if experts is None:
+        return {}
+    return dict(
+        num_moe_experts=experts.count,
+        moe_ffn_hidden_size=experts.intermediate_size,
+        moe_router_topk=experts.per_token,
+        # Softmax over the chosen experts equals softmax over all of them, scaled to add up to 1.
+        moe_router_pre_softmax=not experts.normalized,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_grouped_gemm=device.has_transformer_engine(),
+        expert_model_parallel_size=layout.ep_size,
+        expert_tensor_parallel_size=layout.etp_size,
     )
 
 
@@ -136,7 +160,7 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
         spec(hf_config.qk_norm),
         vocab_size=hf_config.padded_vocab(layout.tp_size),
         max_sequence_length=hf_config.max_positions,
-        hybrid_layer_pattern="|".join([BLOCK * (hf_config.num_layers // stages)] * stages),
+        hybrid_layer_pattern=layer_pattern(hf_config, [hf_config.num_layers // stages] * stages),
         pre_process=layout.chunk_is_first(chunk),
         post_process=layout.chunk_is_last(chunk),
         share_embeddings_and_output_weights=hf_config.tied_embeddings,

@@ -15,11 +15,12 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Family:
-    """What tells a model family from the others: which biases and norms its attention has."""
+    """What tells a model family from the others: which biases and norms its attention has, and whether it mixes experts."""
 
     architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: bool = False
 
 
 FAMILIES = {
@@ -27,12 +28,25 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts=True),
+    "mixtral": Family("MixtralForCausalLM", experts=True),
 }
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: in the decoder blocks `blocks` a router sends each token through `per_token` of `count` MLPs."""
+
+    count: int
+    per_token: int
+    intermediate_size: int  # of one expert
+    normalized: bool  # whether the weights of a token's experts are scaled to add up to 1
+    blocks: frozenset[int]
+
+
+@dataclass(frozen=True)
 class HfConfig:
-    """The architecture of a dense decoder. `raw` is config.json as read; the rest is what building and converting need."""
+    """The architecture of a decoder. `raw` is config.json as read; the rest is what building and converting need."""
 
     family: str
     num_layers: int
@@ -40,7 +54,8 @@ class HfConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # of the MLP in blocks without experts
+    experts: Experts | None
     vocab_size: int
     tied_embeddings: bool
     qkv_bias: bool
@@ -56,6 +71,10 @@ class HfConfig:
         """V: the vocabulary rounded up to a multiple of the tensor-parallel size. Rows from `vocab_size` on belong to no token."""
         return -(-self.vocab_size // tp_size) * tp_size
 
+    def has_experts(self, block: int) -> bool:
+        """Whether decoder block `block`, counted from 0, has a mixture of experts in place of an MLP."""
+        return self.experts is not None and block in self.experts.blocks
+
 
 class Sizes(Protocol):
     """The part of the `parallel` section that the model must agree with."""
@@ -63,6 +82,8 @@ class Sizes(Protocol):
     tp: int
     pp: int
     vpp: int
+    ep: int
+    expert_tp: int
 
 
 def load_hf_config(folder: str | Path) -> HfConfig:
@@ -97,6 +118,7 @@ def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
         num_kv_heads=_kv_heads(raw),
         head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
         intermediate_size=raw["intermediate_size"],
+        experts=_experts(raw),
         vocab_size=raw["vocab_size"],
         tied_embeddings=raw.get("tie_word_embeddings", False),
         qkv_bias=family.qkv_bias,
@@ -117,13 +139,14 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
         names = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
         return [f"model: architecture {model_type or raw.get('architectures')} is not supported; supported: {names}"]
     required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    missing = [f"model: config.json lacks {key}" for key in required if key not in raw]
+    missing = [f"model: config.json lacks {key}" for key in required if key not in raw] + _missing_expert_sizes(raw)
     # value that the model code of this project stands for -> what other values would need
     fixed = {
         "hidden_act": ("silu", "only silu is supported"),
         "mlp_bias": (False, "a bias in the MLP is not supported"),
         "quantization_config": (None, "quantized weights cannot be trained; use the original weights"),
         "attention_dropout": (0, "dropout is not supported; set it to 0"),
+        "router_jitter_noise": (0, "noise in the router is not supported; set it to 0"),
     }
     if raw["model_type"] != "qwen2":  # its biases do not depend on this key
         fixed["attention_bias"] = (False, "a bias in the output projection of attention is not supported")
@@ -144,16 +167,65 @@ def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[str]:
     if problems:
         return problems
     tp = parallel.tp
-    heads, groups, width = raw["num_attention_heads"], _kv_heads(raw), raw["intermediate_size"]
-    for key, size in (("num_attention_heads", heads), ("num_key_value_heads", groups), ("intermediate_size", width)):
+    experts = _experts(raw)
+    all_mixed = experts is not None and len(experts.blocks) == raw["num_hidden_layers"]
+    sizes = {"num_attention_heads": raw["num_attention_heads"], "num_key_value_heads": _kv_heads(raw)}
+    if not all_mixed:
+        sizes["intermediate_size"] = raw["intermediate_size"]
+    for key, size in sizes.items():
         if size % tp:
-            valid = [d for d in _divisors(min(heads, groups)) if not (heads % d or groups % d or width % d)]
+            valid = [d for d in _divisors(_kv_heads(raw)) if not any(n % d for n in sizes.values())]
             problems.append(f"parallel.tp: {key}={size} is not divisible by tp={tp}; valid tp: {_words(valid)}")
     layers, stages = raw["num_hidden_layers"], parallel.pp * parallel.vpp
     if layers % stages:
         valid = _words(_divisors(layers))
         problems.append(f"parallel.pp: num_hidden_layers={layers} is not divisible by pp x vpp = {stages}; valid pp x vpp: {valid}")
+    return problems + _expert_problems(raw["model_type"], experts, parallel)
+
+
+def _expert_problems(family: str, experts: Experts | None, parallel: Sizes) -> list[str]:
+    problems = []
+    if experts is None:
+        if parallel.ep > 1:
+            problems.append(f"parallel.ep: {parallel.ep}, but {family} has no experts; set it to 1")
+        if parallel.expert_tp != parallel.tp:
+            problems.append(f"parallel.etp: {parallel.expert_tp}, but {family} has no experts; leave it empty")
+        return problems
+    if experts.count % parallel.ep:
+        valid = _words(_divisors(experts.count))
+        problems.append(f"parallel.ep: the model's {experts.count} experts are not divisible by ep={parallel.ep}; valid ep: {valid}")
+    if (width := experts.intermediate_size) % parallel.expert_tp:
+        valid = _words(_divisors(width))
+        problems.append(f"parallel.etp: the experts' width {width} is not divisible by etp={parallel.expert_tp}; valid etp: {valid}")
     return problems
+
+
+def _missing_expert_sizes(raw: dict[str, Any]) -> list[str]:
+    if not FAMILIES[raw["model_type"]].experts:
+        return []
+    required = [("num_experts_per_tok",), ("num_experts", "num_local_experts")]
+    if raw["model_type"] == "qwen3_moe":
+        required.append(("moe_intermediate_size",))
+    missing = [f"model: config.json lacks {' or '.join(keys)}" for keys in required if not any(raw.get(key) for key in keys)]
+    if not missing and "num_hidden_layers" in raw and not _experts(raw).blocks:
+        missing.append("model: mlp_only_layers and decoder_sparse_step leave no block with experts; a dense model is a qwen3")
+    return missing
+
+
+def _experts(raw: dict[str, Any]) -> Experts | None:
+    """The mixture of experts that config.json describes, by the defaults of transformers; None for a dense family."""
+    if not FAMILIES[raw["model_type"]].experts:
+        return None
+    mixtral = raw["model_type"] == "mixtral"
+    dense, every = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step") or 1
+    blocks = [b for b in range(raw["num_hidden_layers"]) if mixtral or (b not in dense and (b + 1) % every == 0)]
+    return Experts(
+        count=raw.get("num_experts") or raw["num_local_experts"],
+        per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["intermediate_size"] if mixtral else raw["moe_intermediate_size"],
+        normalized=mixtral or raw.get("norm_topk_prob", False),
+        blocks=frozenset(blocks),
+    )
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def _buffer_layout(chunk: torch.nn.Module, config: DistributedDataParallelConfig
     if not config.use_distributed_optimizer:
         return None
     parameters = [p for p in chunk.parameters() if p.requires_grad]
-    layout = DistributedOptimizer.compute_full_param_layout(parameters, None, dp_cp_size, config)
+    copies_of_experts = chunk.pg_collection.expt_dp.size()
+    layout = DistributedOptimizer.compute_full_param_layout(parameters, None, dp_cp_size, config, copies_of_experts)
     for buffer in layout.layouts.values():
         buffer.per_bucket_numel_unpadded[:-1] = [stop - start for start, stop in buffer.bucket_indices[:-1]]
     return layout

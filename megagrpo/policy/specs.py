@@ -1,12 +1,13 @@
 """Layer specs of HybridModel: Transformer Engine's where it runs, plain torch and Megatron's own linears elsewhere.
 
-A decoder block is two hybrid layers, "*" attention and "-" MLP. Both specs write the same checkpoint keys.
+A decoder block is two hybrid layers, "*" attention and "-" MLP or "E" experts. Both specs write the same checkpoint keys.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -16,14 +17,23 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from megagrpo.policy.attention import TorchAttention
 from megagrpo.policy.elementwise import rms_norm, swiglu
+from megagrpo.policy.hf_config import HfConfig
 
-BLOCK = "*-"  # one decoder block in HybridModel's layer pattern
+BLOCK = 2  # hybrid layers in one decoder block
+
+
+def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
+    """HybridModel's layer pattern of the whole model, for stages of so many decoder blocks each."""
+    symbols = iter(["*E" if hf_config.has_experts(block) else "*-" for block in range(hf_config.num_layers)])
+    return "|".join("".join(next(symbols) for _ in range(blocks)) for blocks in stages)
 
 
 class RMSNorm(torch.nn.Module):
@@ -84,11 +94,17 @@ def local_spec(qk_norm: bool) -> ModuleSpec:
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     )
+    experts = MoESubmodules(experts=functools.partial(SequentialMLP, submodules=mlp))
+    # Transformer Engine's spec keeps this norm apart, because the router reads its output as well.
+    moe_layer = TransformerLayerSubmodules(
+        pre_mlp_layernorm=RMSNorm, mlp=functools.partial(MoELayer, submodules=experts), mlp_bda=get_bias_dropout_add
+    )
     return ModuleSpec(
         module=LocalHybridStack,
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention_layer),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp_layer),
+            moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=moe_layer),
         ),
     )
 

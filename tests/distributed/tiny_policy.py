@@ -23,6 +23,7 @@ SIZES = dict(
     max_position_embeddings=128,
     initializer_range=0.1,
 )
+EXPERTS = dict(head_dim=16, moe_intermediate_size=32, num_experts_per_tok=2)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ def hf_folder(family: str, folder: Path) -> Path:
     configs = {
         "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
         "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=False),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES | EXPERTS, num_experts=8, norm_topk_prob=True, mlp_only_layers=[1]),
+        "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
     }
     model = transformers.AutoModelForCausalLM.from_config(configs[family]())
     with torch.no_grad():
