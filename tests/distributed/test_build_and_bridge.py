@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
 )
 YARN_ROPE = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+EXPERTS = dict(head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 MODELS = {
     "llama tied": ("Llama", dict(tie_word_embeddings=True)),
     "llama untied": ("Llama", dict(tie_word_embeddings=False)),
@@ -49,6 +51,9 @@ MODELS = {
     "mistral": ("Mistral", dict(sliding_window=None, head_dim=16)),
     "qwen2": ("Qwen2", dict()),
     "qwen3": ("Qwen3", dict(head_dim=24, tie_word_embeddings=True)),
+    "qwen3_moe": ("Qwen3Moe", dict(**EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], tie_word_embeddings=True)),
+    "qwen3_moe, weights not scaled": ("Qwen3Moe", dict(**EXPERTS, norm_topk_prob=False, decoder_sparse_step=2)),
+    "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
     "qwen3 yarn": ("Qwen3", dict(head_dim=24, rope_parameters=YARN_ROPE)),
 }
 PACKS = ([7, 40, 1, 12], [30])  # lengths of the sequences in each micro-batch; both even in sum, as sequence parallelism needs
@@ -133,6 +138,12 @@ def check_model(folder: Path, out: Path, sizes: dict, sequence_parallel: bool, l
     return [o.numpy() for o in own], [b.detach().numpy() for b in by_hand]
 
 
+def num_ranks(sizes: dict) -> int:
+    """The smallest world of these sizes."""
+    parallel = ParallelSection(**sizes)
+    return math.lcm(parallel.model_parallel_size, parallel.expert_parallel_size)
+
+
 def whole(per_rank, tp: int, pack: int) -> torch.Tensor:
     """Join the vocabulary shards of the last stage, whose ranks come last, and drop the padding."""
     return torch.cat([torch.from_numpy(shards[pack]) for shards in per_rank[-tp:]], -1)[:, : TINY["vocab_size"]]
@@ -151,12 +162,22 @@ def whole(per_rank, tp: int, pack: int) -> torch.Tensor:
         ("qwen2", dict(pp=4), False),
         ("qwen3", dict(tp=2, pp=2), False),
         ("qwen3", dict(tp=2), True),
+        ("qwen3_moe", dict(tp=2), True),
+        ("qwen3_moe", dict(ep=2), False),
+        ("qwen3_moe", dict(tp=2, ep=2), True),
+        ("qwen3_moe", dict(tp=2, ep=2, etp=1), True),
+        ("qwen3_moe", dict(pp=2, ep=2), False),
+        ("mixtral", dict(tp=2), True),
+        ("mixtral", dict(ep=2), False),
+        ("mixtral", dict(tp=2, ep=2), True),
+        ("mixtral", dict(tp=2, ep=2, etp=1), True),
+        ("mixtral", dict(pp=2, ep=2), False),
     ],
     ids=str,
 )
 def test_logits_equal_transformers_and_the_export_equals_the_source(name, sizes, sequence_parallel, models, tmp_path):
     folder, expected = models[name]
-    tp, n = sizes.get("tp", 1), sizes.get("tp", 1) * sizes.get("pp", 1)
+    tp, n = sizes.get("tp", 1), num_ranks(sizes)
     results = run_ranks(check_model, n, folder, tmp_path / "out", sizes, sequence_parallel, 100_000 if n > 1 else 10**9)
     for way in (0, 1):
         for pack, reference in enumerate(expected):

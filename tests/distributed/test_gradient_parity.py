@@ -79,7 +79,7 @@ def _save_step(case: Case, folder: str, distributed_optimizer: bool, out: str) -
         torch.save(result, out)
 
 
-def _run(case: Case, folder: Path, out: Path, distributed_optimizer: bool = False) -> dict:
+def run_step(case: Case, folder: Path, out: Path, distributed_optimizer: bool = False) -> dict:
     run_ranks(_save_step, case.ranks, case, str(folder), distributed_optimizer, str(out))
     return torch.load(out)
 
@@ -87,7 +87,7 @@ def _run(case: Case, folder: Path, out: Path, distributed_optimizer: bool = Fals
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def one_process(request, tmp_path_factory):
     folder = hf_folder(request.param, tmp_path_factory.mktemp(request.param))
-    return folder, _run(Case("one process", 1, {}), folder, folder / "one_process.pt")
+    return folder, run_step(Case("one process", 1, {}), folder, folder / "one_process.pt")
 
 
 def relative_errors(found: dict, expected: dict) -> dict[str, float]:
@@ -99,7 +99,7 @@ def relative_errors(found: dict, expected: dict) -> dict[str, float]:
 def test_every_gradient_and_next_weight_equals_one_process(one_process, case, tmp_path):
     folder, expected = one_process
     assert all(g.norm() > 0 for g in expected["gradients"].values())
-    found = _run(case, folder, tmp_path / "found.pt")
+    found = run_step(case, folder, tmp_path / "found.pt")
     errors = relative_errors(found["gradients"], expected["gradients"])
     worst = max(errors, key=errors.get)
     assert errors[worst] < 1e-5, f"{worst}: {errors[worst]:.1e}"
@@ -112,6 +112,6 @@ def test_every_gradient_and_next_weight_equals_one_process(one_process, case, tm
 @pytest.mark.parametrize("case", [LAYOUTS[3], LAYOUTS[7]], ids=str)
 def test_the_distributed_optimizer_takes_the_same_step(one_process, case, tmp_path):
     folder, expected = one_process
-    found = _run(case, folder, tmp_path / "found.pt", distributed_optimizer=True)
+    found = run_step(case, folder, tmp_path / "found.pt", distributed_optimizer=True)
     assert max(relative_errors(found["weights"], expected["weights"]).values()) < 1e-5
     assert found["metrics"]["grad_norm"] == pytest.approx(expected["metrics"]["grad_norm"], rel=1e-5)
