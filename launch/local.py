@@ -1,6 +1,6 @@
 """Starts one trainer process per rank on this machine, through torchrun when there are several; `local.sh` calls it.
 
-Ranks: `NPROC` from the environment, else every GPU, else `tp * cp * pp` of the config's section `parallel`. Exit code: the trainer's, 2
+Ranks: `NPROC` from the environment, else every GPU, else as few as the config's section `parallel` takes. Exit code: the trainer's, 2
 for a config that is wrong, 128 + the signal's number when Ctrl-C or SIGTERM ended the run.
 """
 
@@ -29,13 +29,13 @@ def num_gpus() -> int:
     return listing.count("GPU ")
 
 
-def num_ranks(model_parallel_size: int) -> int:
+def num_ranks(smallest_world: int) -> int:
     """Ranks to start; a positive integer in `NPROC` wins."""
     wanted = os.environ.get("NPROC", "")
     if not wanted:
-        return num_gpus() or model_parallel_size
+        return num_gpus() or smallest_world
     if not wanted.isdigit() or int(wanted) == 0:
-        raise ConfigError(f"NPROC={wanted}: must be a positive number of ranks; leave it unset for tp * cp * pp")
+        raise ConfigError(f"NPROC={wanted}: must be a positive number of ranks; leave it unset for as few as the config takes")
     return int(wanted)
 
 
@@ -70,7 +70,7 @@ def torchrun(ranks: int, trainer: list[str]) -> int:
 def main(arguments: list[str]) -> int:
     try:
         command = parse(["train", *arguments])
-        ranks = num_ranks(command.config.parallel.model_parallel_size)
+        ranks = num_ranks(command.config.parallel.smallest_world)
         if problems := plan(command.config, ranks).problems:
             raise ConfigError("\n".join(problems))
     except ConfigError as error:

@@ -8,6 +8,7 @@ PyYAML only, so a login node can check a run. What needs the model's own `config
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -109,6 +110,11 @@ class ParallelSection(Section):
     def expert_parallel_size(self) -> int:
         """Ranks that hold one copy of all experts."""
         return self.ep * self.expert_tp * self.pp
+
+    @property
+    def smallest_world(self) -> int:
+        """The fewest ranks that make whole replicas and whole sets of experts."""
+        return lcm(self.model_parallel_size, self.expert_parallel_size)
 
 
 class AlgorithmSection(Section):

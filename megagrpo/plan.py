@@ -13,7 +13,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config import RunConfig
+from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.policy.hf_config import HfConfig, model_problems, parse_hf_config, read_raw_config
 from megagrpo.rewards import registry
 
@@ -40,8 +40,8 @@ class Plan:
 
 
 def main(config: RunConfig, world_size: int | None = None, gpu_memory_gb: float | None = None) -> int:
-    """Prints the plan; exit code 2 when something is wrong. Without `world_size`: the ranks of one copy of the model."""
-    made = plan(config, world_size or config.parallel.model_parallel_size, gpu_memory_gb)
+    """Prints the plan; exit code 2 when something is wrong. Without `world_size`: as few ranks as the layout takes."""
+    made = plan(config, world_size or config.parallel.smallest_world, gpu_memory_gb)
     print(made, file=sys.stderr if made.problems else sys.stdout)
     return 2 if made.problems else 0
 
@@ -67,7 +67,9 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
         return Plan(problems + unfit, rows)
     model = parse_hf_config(raw)
     rows.insert(0, ("model", _model_text(config.model.path, model)))
-    problems += unfit + _rollout_problems(config, model)
+    if model.experts:
+        rows.insert(2, ("experts", _experts_text(config, model, world_size)))
+    problems += unfit + _expert_problems(config, model) + _rollout_problems(config, model)
     if unfit:
         return Plan(problems, rows)
     memory = trainer_memory(config, model, dp)
@@ -114,18 +116,35 @@ def model_shape(path: str) -> dict[str, Any]:
         ) from None
 
 
-def layer_parameters(model: HfConfig, tp: int = 1) -> int:
-    """Parameters of one layer on one of `tp` ranks."""
+def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
+    """Parameters of one layer on one of `tp` ranks, without experts; their router is on every rank."""
     projections = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
     biases = model.head_dim * (model.num_heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
-    mlp = 3 * model.hidden_size * model.intermediate_size
     norms = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    if model.has_experts(layer):
+        return (projections + biases) // tp + norms + model.experts.count * model.hidden_size
+    mlp = 3 * model.hidden_size * model.intermediate_size
     return (projections + biases + mlp) // tp + norms
 
 
+def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
+    """Parameters of experts on one rank of each pipeline stage."""
+    if model.experts is None:
+        return [0] * parallel.pp
+    one = 3 * model.hidden_size * model.experts.intermediate_size // parallel.expert_tp
+    return [one * model.experts.count // parallel.ep * sum(map(model.has_experts, layers)) for layers in _stages(model, parallel.pp)]
+
+
+def _stages(model: HfConfig, pp: int) -> list[range]:
+    """The layers of each pipeline stage; with virtual stages other ones, as many of them."""
+    size = model.num_layers // pp
+    return [range(stage * size, (stage + 1) * size) for stage in range(pp)]
+
+
 def stage_parameters(model: HfConfig, tp: int, pp: int) -> list[int]:
-    """Parameters on one rank of each pipeline stage; a tied output layer is a second copy when it sits on another stage."""
-    stages = [model.num_layers // pp * layer_parameters(model, tp)] * pp
+    """Parameters on one rank of each pipeline stage, without experts; a tied output layer is a second copy when it sits on another
+    stage."""
+    stages = [sum(layer_parameters(model, layer, tp) for layer in layers) for layers in _stages(model, pp)]
     embedding = model.padded_vocab(tp) // tp * model.hidden_size
     stages[0] += embedding
     stages[-1] += model.hidden_size
@@ -137,7 +156,14 @@ def stage_parameters(model: HfConfig, tp: int, pp: int) -> list[int]:
 def num_parameters(model: HfConfig) -> int:
     """Parameters of the whole model, as transformers counts them."""
     padding = (model.padded_vocab(1) - model.vocab_size) * model.hidden_size
-    return stage_parameters(model, 1, 1)[0] - padding
+    return stage_parameters(model, 1, 1)[0] + stage_experts(model, ParallelSection())[0] - padding
+
+
+def num_active_parameters(model: HfConfig) -> int:
+    """Parameters that one token goes through: of each mixture, the experts it is sent to."""
+    everything = stage_experts(model, ParallelSection())[0]
+    used = everything * model.experts.per_token // model.experts.count if model.experts else 0
+    return num_parameters(model) - everything + used
 
 
 # ------------------------------------------------------------------------------------------------------------------- the memory
@@ -151,13 +177,15 @@ def trainer_memory(config: RunConfig, model: HfConfig, dp: int) -> dict[str, dic
 
 def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> dict[str, dict[str, float]]:
     p, train = config.parallel, config.train
-    parameters = stage_parameters(model, p.tp, p.pp)[stage]
+    outside, experts = stage_parameters(model, p.tp, p.pp)[stage], stage_experts(model, p)[stage]
+    parameters = outside + experts
+    copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
     weight_bytes = 4 if config.model.precision == "fp32" else 2
     optimizer_bytes = 8 if weight_bytes == 4 else 12  # two moments, and master weights beside bf16
     resident = {
         "weights": parameters * weight_bytes,
         "gradients": parameters * 4,
-        "optimizer": parameters * optimizer_bytes / (dp * p.cp if train.distributed_optimizer else 1),
+        "optimizer": (outside / copies + experts / expert_copies if train.distributed_optimizer else parameters) * optimizer_bytes,
         "reference": parameters * weight_bytes if config.algorithm.beta else 0,
     }
     tokens = train.max_tokens_per_micro_batch / p.cp
@@ -196,11 +224,17 @@ def _activation_elements(config: RunConfig, model: HfConfig) -> tuple[float, flo
     """(elements that one layer keeps per token without recomputation, with the configured one).
 
     The residual and the normed input of attention and of the MLP; q, k, v and the attention output; gate, up, silu and their product.
+    A token that goes through k experts has k MLPs, each with a copy of its input and output, spread evenly over the ranks.
     """
     tp = config.parallel.tp
     shards = tp if config.parallel.sequence_parallel else 1
     attention = model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads) / tp
-    everything = 4 * model.hidden_size / shards + attention + 4 * model.intermediate_size / tp
+    mlp = 4 * model.intermediate_size / tp
+    if model.experts:
+        sent = model.experts.per_token / tp * (4 * model.experts.intermediate_size + 2 * model.hidden_size)
+        mixed = len(model.experts.blocks) / model.num_layers
+        mlp = mixed * sent + (1 - mixed) * mlp
+    everything = 4 * model.hidden_size / shards + attention + mlp
     return everything, model.hidden_size / shards if config.model.recompute == "full" else everything
 
 
@@ -224,11 +258,16 @@ def _smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str
 def _layout_problems(config: RunConfig, world_size: int) -> list[str]:
     p, problems = config.parallel, []
     if world_size % p.model_parallel_size:
-        below = world_size // p.model_parallel_size * p.model_parallel_size
-        nearest = [str(n) for n in (below, below + p.model_parallel_size) if n]
+        nearest = [str(n) for n in _multiples(p.smallest_world, world_size)]
         problems.append(
             f"world_size: {world_size} is not a multiple of parallel.tp x parallel.cp x parallel.pp = {p.tp} x {p.cp} x {p.pp} = "
             f"{p.model_parallel_size}; use {' or '.join(nearest)} ranks"
+        )
+    elif world_size % p.expert_parallel_size:
+        nearest = [str(n) for n in _multiples(p.smallest_world, world_size)]
+        problems.append(
+            f"world_size: {world_size} is not a multiple of parallel.ep x parallel.etp x parallel.pp = {p.ep} x {p.expert_tp} x {p.pp} = "
+            f"{p.expert_parallel_size}; use {' or '.join(nearest)} ranks"
         )
     longest, budget, align = config.rollout.max_model_len, config.train.max_tokens_per_micro_batch, p.micro_batch_align
     if budget // align * align < longest <= budget:
@@ -238,6 +277,19 @@ def _layout_problems(config: RunConfig, world_size: int) -> list[str]:
             f"and the longest sample has {longest} tokens; use {ceil(longest / align) * align}"
         )
     return problems
+
+
+def _multiples(of: int, near: int) -> list[int]:
+    """The positive multiples of `of` on both sides of `near`."""
+    below = near // of * of
+    return [n for n in (below, below + of) if n]
+
+
+def _expert_problems(config: RunConfig, model: HfConfig) -> list[str]:
+    p = config.parallel
+    if model.experts and p.tp > 1 and not p.sequence_parallel:
+        return [f"parallel.sequence_parallel: {model.family} has experts, which with parallel.tp={p.tp} need it; set it to true"]
+    return []
 
 
 def _reward_problems(config: RunConfig) -> list[str]:
@@ -258,7 +310,7 @@ def _rollout_problems(config: RunConfig, model: HfConfig) -> list[str]:
     if not r.urls and r.tp not in valid:
         problems.append(
             f"rollout.tp: vLLM cannot split {model.num_heads} heads, {model.num_kv_heads} KV heads and intermediate_size="
-            f"{model.intermediate_size} over tp={r.tp}; valid tp: {', '.join(map(str, valid))}"
+            f"{' and '.join(map(str, _mlp_widths(model)))} over tp={r.tp}; valid tp: {', '.join(map(str, valid))}"
         )
     if r.max_model_len > model.max_positions:
         problems.append(
@@ -276,8 +328,13 @@ def _rollout_problems(config: RunConfig, model: HfConfig) -> list[str]:
 
 
 def _vllm_can_split(model: HfConfig, tp: int) -> bool:
-    whole = model.num_heads % tp == 0 and model.intermediate_size % tp == 0
+    whole = not any(size % tp for size in (model.num_heads, *_mlp_widths(model)))
     return whole and (model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0)
+
+
+def _mlp_widths(model: HfConfig) -> list[int]:
+    everywhere = all(map(model.has_experts, range(model.num_layers)))
+    return ([] if everywhere else [model.intermediate_size]) + ([model.experts.intermediate_size] if model.experts else [])
 
 
 def _too_big(config: RunConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float) -> str:
@@ -299,9 +356,18 @@ def _too_big(config: RunConfig, memory: dict[str, dict[str, float]], smallest: f
 
 def _model_text(path: str, model: HfConfig) -> str:
     embeddings = "tied" if model.tied_embeddings else "untied"
+    active = f" ({num_active_parameters(model) / 1e6:,.1f}M active)" if model.experts else ""
     return (
-        f"{path}: {model.family}, {num_parameters(model) / 1e6:,.1f}M parameters, {model.num_layers} layers, {model.num_heads} heads, "
-        f"{model.num_kv_heads} KV heads, {embeddings} embeddings"
+        f"{path}: {model.family}, {num_parameters(model) / 1e6:,.1f}M parameters{active}, {model.num_layers} layers, "
+        f"{model.num_heads} heads, {model.num_kv_heads} KV heads, {embeddings} embeddings"
+    )
+
+
+def _experts_text(config: RunConfig, model: HfConfig, world_size: int) -> str:
+    p, experts = config.parallel, model.experts
+    return (
+        f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token; the ranks of a stage = etp {p.expert_tp} x "
+        f"ep {p.ep} x {max(1, world_size // p.expert_parallel_size)} copies, {experts.count // p.ep} experts on each"
     )
 
 

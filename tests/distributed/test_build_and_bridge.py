@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import runpy
 import sys
 from pathlib import Path
@@ -140,8 +139,7 @@ def check_model(folder: Path, out: Path, sizes: dict, sequence_parallel: bool, l
 
 def num_ranks(sizes: dict) -> int:
     """The smallest world of these sizes."""
-    parallel = ParallelSection(**sizes)
-    return math.lcm(parallel.model_parallel_size, parallel.expert_parallel_size)
+    return ParallelSection(**sizes).smallest_world
 
 
 def whole(per_rank, tp: int, pack: int) -> torch.Tensor:
