@@ -50,7 +50,8 @@ def test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine(plain, tm
     assert "in bfloat16 on" in run.out and "in float32 on" in plain.out
     assert all(1.0001 < line["token_mult_prob_error"] < 1.02 for line in run.metrics)
     assert all(line["token_mult_prob_error"] < 1.0001 for line in plain.metrics)
-    kept = {tensor.dtype for name, tensor in world.plain_tensors(run.newest).items() if name.startswith("optimizer") and tensor.numel() > 100}
+    tensors = world.plain_tensors(run.newest).items()
+    kept = {tensor.dtype for name, tensor in tensors if name.startswith("optimizer") and tensor.numel() > 100}
     assert kept == {torch.float32}
 
 
