@@ -97,13 +97,13 @@ class RunningSoftmax:
         self.total, self.moment, self.cross = (torch.zeros_like(self.maximum) for _ in range(3))
 
     def add(self, logits: Tensor, scratch: Tensor, difference: Tensor | None = None) -> None:
-        """Fold in a tile of logits, which is overwritten, as is `scratch`, of the same shape; `difference` is its part of d."""
+        """Fold in a tile of logits; `difference` is its part of d. All three tensors are overwritten."""
         self._rise_to(torch.maximum(self.maximum, logits.amax(dim=-1)))
         exponentials = torch.exp(logits.sub_(self.maximum[:, None]), out=scratch)
         self.total += exponentials.sum(dim=-1)
-        self.moment += torch.linalg.vecdot(exponentials, logits)
+        self.moment += logits.mul_(exponentials).sum(dim=-1)
         if difference is not None:
-            self.cross += torch.linalg.vecdot(exponentials, difference)
+            self.cross += difference.mul_(exponentials).sum(dim=-1)
 
     def combine(self, shard: VocabShard) -> None:
         """Make the sums those of the whole vocabulary."""

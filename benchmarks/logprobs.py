@@ -1,0 +1,180 @@
+"""Log-probs of T labels from an LM head, forward and backward: `vocab_logprobs` beside three other ways, on one device.
+
+    python benchmarks/logprobs.py --hidden 576 --dtype fp32
+
+Every contender gets hidden states [T, H], a head [V, H], labels [T] and the gradient of the loss in each log-prob, and gives the gradients of
+hidden states and head:
+
+- megagrpo: `vocab_logprobs`, which also gives the entropy. Tiles [T, chunk] of logits, computed again in the backward pass: four products of
+  T x V x H where the others need three.
+- plain: log_softmax over the whole [T, V] logits in float32, and autograd.
+- liger-style: what transformers with liger-kernel's fused linear losses does, written in plain PyTorch: `--liger-chunk` tokens at a time, loss
+  and gradients of a chunk together, gradients of the head summed up. Only a loss that is known token by token inside the kernel can be computed
+  so; the gradients in the log-probs are therefore given to it beforehand.
+- megatron: the logits times Megatron's `vocab_parallel_cross_entropy`, of a tensor-parallel group of one.
+
+Columns: median wall and CPU seconds of repetitions that take turns in one process; memory above what inputs take, at the peak, of a process that
+runs one contender once; the largest difference of a gradient from the plain one in float32, over the largest gradient. With bf16 the inputs are
+bf16 for all, and the difference is from float32 arithmetic on the same inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is imported
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import torch
+from torch import Tensor
+
+from megagrpo.config import ParallelSection
+from megagrpo.parallel import device
+from megagrpo.parallel.layout import init_layout
+from megagrpo.parallel.vocab_logprobs import vocab_logprobs
+
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip  (after megagrpo, which prepares the platform)
+
+Gradients = tuple[Tensor, Tensor]
+Contender = Callable[[Tensor, Tensor, Tensor, Tensor], Gradients]
+
+
+def megagrpo(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor, *, chunk: int) -> Gradients:
+    logprobs, _ = vocab_logprobs(hidden, weight, labels, chunk=chunk)
+    return torch.autograd.grad(logprobs, (hidden, weight), upstream)
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor) -> Gradients:
+    return torch.autograd.grad(plain_logprobs(hidden, weight, labels), (hidden, weight), upstream)
+
+
+def plain_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return (hidden @ weight.t()).float().log_softmax(-1).gather(1, labels[:, None])[:, 0]
+
+
+def liger_style(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor, *, chunk: int) -> Gradients:
+    grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+    for start in range(0, hidden.shape[0], chunk):
+        rows = slice(start, start + chunk)
+        part = hidden[rows].detach().requires_grad_()
+        logprobs = plain_logprobs(part, weight, labels[rows])
+        grad_hidden[rows], grad = torch.autograd.grad(logprobs, (part, weight), upstream[rows])
+        grad_weight += grad
+    return grad_hidden, grad_weight.to(weight.dtype)
+
+
+def megatron(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor) -> Gradients:
+    logits = (hidden @ weight.t())[:, None]
+    losses = vocab_parallel_cross_entropy(logits, labels[:, None])
+    return torch.autograd.grad(losses[:, 0], (hidden, weight), -upstream)
+
+
+def contenders(args: argparse.Namespace) -> dict[str, Contender]:
+    return {
+        **{f"megagrpo, chunk {chunk}": partial(megagrpo, chunk=chunk) for chunk in args.chunks},
+        "plain": plain,
+        f"liger-style, chunk {args.liger_chunk}": partial(liger_style, chunk=args.liger_chunk),
+        "megatron": megatron,
+    }
+
+
+def inputs(args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    dtype, place = device.resolve_precision(args.dtype), device.device()
+    hidden = torch.randn(args.tokens, args.hidden, device=place, dtype=dtype)
+    weight = (torch.randn(args.vocab, args.hidden, device=place) * 2 * args.hidden**-0.5).to(dtype)  # logits of standard deviation 2
+    labels = torch.randint(0, args.vocab, (args.tokens,), device=place)
+    return hidden.requires_grad_(), weight.requires_grad_(), labels, torch.randn(args.tokens, device=place)
+
+
+def wait() -> None:
+    if device.has_gpu():
+        torch.cuda.synchronize()
+
+
+def measure_time(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
+    """(median wall seconds, median CPU seconds, largest relative gradient difference) of each contender; who goes first rotates."""
+    given = inputs(args)
+    exact = [g.float() for g in plain(*(t.detach().float().requires_grad_() if t.is_floating_point() else t for t in given))]
+    names, times, differences = list(contenders(args).items()), {}, {}
+    for repeat in range(args.repeats):
+        for name, contender in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            wall, cpu = time.perf_counter(), time.process_time()
+            found = contender(*given)
+            wait()
+            times.setdefault(name, []).append((time.perf_counter() - wall, time.process_time() - cpu))
+            differences[name] = max(difference(f, e) for f, e in zip(found, exact, strict=True))
+            del found
+    return {name: (*map(statistics.median, zip(*times[name], strict=True)), differences[name]) for name, _ in names}
+
+
+def difference(found: Tensor, exact: Tensor) -> float:
+    """Largest absolute difference over the largest absolute value."""
+    return ((found - exact).abs().max() / exact.abs().max()).item()
+
+
+def measure_memory(args: argparse.Namespace, name: str) -> float:
+    """GiB above the inputs at the peak of one run of a contender, in this process."""
+    given = inputs(args)
+    contender = contenders(args)[name]
+    contender(*(t[:8] if t is not given[1] else t for t in given))  # libraries allocate their own memory on first use
+    if device.has_gpu():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        contender(*given)
+        return (torch.cuda.max_memory_allocated() - before) / 2**30
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forget the peak so far (man proc)
+    before = resident("VmRSS")
+    contender(*given)
+    return (resident("VmHWM") - before) / 2**20
+
+
+def resident(name: str) -> int:
+    """KiB of resident memory: VmRSS is now, VmHWM the peak."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=576)
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[1024], help="train.logprob_chunk: rows of the head in a tile")
+    parser.add_argument("--liger-chunk", type=int, default=512, help="tokens of a chunk")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--memory-of", metavar="NAME", help="measure one contender's memory and nothing else")
+    args = parser.parse_args()
+
+    torch.set_num_threads(args.threads)
+    init_layout(ParallelSection())
+    device.prepare_precision(device.resolve_precision(args.dtype))
+    if args.memory_of:
+        print(measure_memory(args, args.memory_of))
+        return
+    command = [sys.executable, *sys.argv]
+    memory = {
+        name: float(subprocess.run([*command, "--memory-of", name], check=True, capture_output=True, text=True).stdout)
+        for name in contenders(args)
+    }
+    print(
+        f"{args.dtype}, T={args.tokens} H={args.hidden} V={args.vocab}, {args.threads} threads, median of {args.repeats}, "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
+    print(f"{'contender':28} {'s':>8} {'CPU s':>8} {'peak GiB':>9} {'gradient difference':>20}")
+    for name, (wall, cpu, worst) in measure_time(args).items():
+        print(f"{name:28} {wall:8.2f} {cpu:8.2f} {memory[name]:9.2f} {worst:20.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
