@@ -2,20 +2,20 @@
 
     python benchmarks/logprobs.py --hidden 576 --dtype fp32
 
-Every contender gets hidden states [T, H], a head [V, H], labels [T] and the gradient of the loss in each log-prob, and gives the gradients of
-hidden states and head:
+Every contender gets hidden states [T, H], a head [V, H], labels [T] and the gradient of the loss in each log-prob, and gives the
+gradients of hidden states and head:
 
-- megagrpo: `vocab_logprobs`, which also gives the entropy. Tiles [T, chunk] of logits, computed again in the backward pass: four products of
-  T x V x H where the others need three.
+- megagrpo: `vocab_logprobs`, which also gives the entropy. Tiles [T, chunk] of logits, computed again in the backward pass: four products
+  of T x V x H where the others need three.
 - plain: log_softmax over the whole [T, V] logits in float32, and autograd.
-- liger-style: what transformers with liger-kernel's fused linear losses does, written in plain PyTorch: `--liger-chunk` tokens at a time, loss
-  and gradients of a chunk together, gradients of the head summed up. Only a loss that is known token by token inside the kernel can be computed
-  so; the gradients in the log-probs are therefore given to it beforehand.
+- liger-style: what transformers with liger-kernel's fused linear losses does, written in plain PyTorch: `--liger-chunk` tokens at a time,
+  loss and gradients of a chunk together, gradients of the head summed up. Only a loss that is known token by token inside the kernel can
+  be computed so; the gradients in the log-probs are therefore given to it beforehand.
 - megatron: the logits times Megatron's `vocab_parallel_cross_entropy`, of a tensor-parallel group of one.
 
-Columns: median wall and CPU seconds of repetitions that take turns in one process; memory above what inputs take, at the peak, of a process that
-runs one contender once; the largest difference of a gradient from the plain one in float32, over the largest gradient. With bf16 the inputs are
-bf16 for all, and the difference is from float32 arithmetic on the same inputs.
+Columns: median wall and CPU seconds of repetitions that take turns in one process; memory above what inputs take, at the peak, of a
+process that runs one contender once; the largest difference of a gradient from the plain one in float32, over the largest gradient. With
+bf16 the inputs are bf16 for all, and the difference is from float32 arithmetic on the same inputs.
 """
 
 from __future__ import annotations

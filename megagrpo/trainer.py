@@ -70,7 +70,7 @@ class Trainer:
             metrics |= self.train(batch)
         self.sync()
         self.writer.completions(self.state.step + 1, scored, advantages.flatten().tolist())
-        return metrics | reward_statistics(rewards) | rollout_metrics(scored)
+        return metrics | batch.packing | reward_statistics(rewards) | rollout_metrics(scored)
 
     def run(self) -> int:
         """Steps until `run.max_steps` or a request to stop, with evaluation and checkpoints between them.

@@ -111,6 +111,7 @@ class TrainBatch:
     micro_batches: tuple[MicroBatch, ...]
     num_tokens: int  # loss tokens of the step, over all ranks, samples left out for zero advantage included
     num_sequences: int  # samples of the step, over all ranks, the same
+    packing: dict[str, float] = field(default_factory=dict)  # metrics of how even the packing is, over all ranks
 
     def with_logprobs(self, old: list[Tensor] | None = None, ref: list[Tensor] | None = None) -> TrainBatch:
         """A copy whose micro-batches carry these old_ and ref_ log-probs, one [T] tensor per micro-batch; what is not given stays."""

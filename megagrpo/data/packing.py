@@ -51,18 +51,20 @@ def packing_rules(config: RunConfig, share_prompts: bool) -> PackingRules:
 
 
 def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, dp_size: int = 1) -> TrainBatch:
-    """The micro-batches of data-parallel rank `dp_rank`, and the counts of the whole step.
+    """The micro-batches of data-parallel rank `dp_rank`, the counts of the whole step, and how even the packing is (`imbalances`).
 
     Samples left out for zero advantage still count, so the update is the same. Raises ValueError when a sample exceeds the token budget.
     """
     trained = [s for s in samples if not (rules.skip_zero_advantage and s.advantage == 0)]
     bundles = bundle(trained, rules)
-    bins = assign([packed_length(b, rules.sequence_align) for b in bundles], rules, dp_size)
+    lengths = [packed_length(b, rules.sequence_align) for b in bundles]
+    bins = assign(lengths, rules, dp_size)
     mine = [[sample for i in indices for sample in bundles[i]] for indices in bins[dp_rank::dp_size]]
     return TrainBatch(
         micro_batches=tuple(build_micro_batch(chosen, rules) for chosen in mine),
         num_tokens=sum(int(loss_mask_of(s).sum()) for s in samples),
         num_sequences=len(samples),
+        packing=imbalances([sum(lengths[i] for i in indices) for indices in bins], dp_size),
     )
 
 
@@ -108,7 +110,9 @@ def same_prompt(one: TrainSample, other: TrainSample) -> bool:
 def assign(lengths: Sequence[int], rules: PackingRules, num_ranks: int) -> list[list[int]]:
     """Bundle indices of each micro-batch: k * num_ranks bins for the smallest admissible k, longest bundle first into the emptiest bin.
 
-    Bin b belongs to rank b % num_ranks. Every bin holds at most `max_tokens` after alignment.
+    Bin b belongs to rank b % num_ranks. Every bin holds at most `max_tokens` after alignment, and no two differ by more than the longest
+    bundle: the fuller one was the emptier one when it got its last. Bins are dealt to ranks from the fullest down, so the k bins of one
+    rank and those of another differ by no more than the longest bundle either. Raises ValueError when a bundle exceeds the budget.
     """
     budget = rules.max_tokens // rules.align * rules.align
     longest = max(lengths, default=0)
@@ -122,7 +126,7 @@ def assign(lengths: Sequence[int], rules: PackingRules, num_ranks: int) -> list[
         per_rank = ceil(per_rank / rules.multiple_of) * rules.multiple_of
         bins = _fill(lengths, per_rank * num_ranks, budget)
         if bins is not None:
-            return bins
+            return sorted(bins, key=lambda b: -sum(lengths[i] for i in b))
         per_rank += 1
 
 
@@ -210,6 +214,14 @@ def _shift(row: torch.Tensor) -> torch.Tensor:
     return torch.cat([row[1:], row.new_zeros(1)])
 
 
-def imbalance(batch_tokens: Sequence[int]) -> float:
-    """Largest over mean number of tokens per rank: 1.0 is perfect balance."""
-    return max(batch_tokens) * len(batch_tokens) / max(sum(batch_tokens), 1)
+def imbalances(loads: Sequence[int], num_ranks: int) -> dict[str, float]:
+    """Metrics of a packing whose bins, as `assign` orders them, hold `loads` tokens: the largest over the mean of all micro-batches, and of
+    the data-parallel ranks. With L the longest bundle and m the mean micro-batch, in tokens, and k micro-batches on a rank they are at most
+    1 + L / m and 1 + L / (k m)."""
+    per_rank = [sum(loads[rank::num_ranks]) for rank in range(num_ranks)]
+    return {"packing/micro_batch_imbalance": imbalance(loads), "packing/rank_imbalance": imbalance(per_rank)}
+
+
+def imbalance(loads: Sequence[int]) -> float:
+    """Largest over mean number of tokens: 1.0 is perfect balance, also of nothing."""
+    return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0

@@ -1,9 +1,10 @@
 import random
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from megagrpo.data.packing import PackingRules, assign, build_micro_batch, imbalance, pack
+from megagrpo.data.packing import PackingRules, assign, build_micro_batch, imbalances, pack, padded
 from megagrpo.types import TrainSample
 
 SHARE = PackingRules(max_tokens=64, share_prompts=True)
@@ -80,12 +81,96 @@ def test_a_sample_above_the_budget_is_an_error_that_names_the_setting():
         pack([sample()], PackingRules(max_tokens=4))
 
 
-def test_loads_are_balanced_over_ranks():
+@dataclass
+class Mix:
+    """A random packing problem: what the trainer's layouts and data could ask for, shrunken."""
+
+    samples: list
+    rules: PackingRules
+    dp: int
+
+
+def random_mix(seed):
+    draw = random.Random(seed)
+    sequence_align = draw.choice([1, 1, 4, 8])
+    align = sequence_align * draw.choice([1, 2, 3])
+    longest = draw.choice([8, 40, 200])
+    samples = []
+    for _ in range(draw.randint(0, 30)):
+        prompt, skew = draw.randint(1, longest // 2), draw.choice([1, 1, 4])
+        responses = [max(1, draw.randint(1, longest // 2) // skew) for _ in range(draw.randint(1, 6))]
+        samples += group(prompt, responses, first=1000 * len(samples))
+    for number, one in enumerate(samples):  # no response token stands twice
+        one.token_ids[one.response_mask] = torch.arange(1_000_000 + 1000 * number, 1_000_000 + 1000 * number + int(one.response_mask.sum()))
+    samples = [replace(s, advantage=draw.choice([-1.0, 0.0, 2.0])) for s in samples]
+    budget = padded(max((padded(s.token_ids.numel(), sequence_align) for s in samples), default=1), align) * draw.choice([1, 2, 5])
+    rules = PackingRules(
+        max_tokens=budget + draw.randint(0, align - 1),
+        at_least=draw.choice([1, 2, 4]),
+        multiple_of=draw.choice([1, 1, 2]),
+        align=align,
+        sequence_align=sequence_align,
+        skip_zero_advantage=draw.random() < 0.3,
+        share_prompts=draw.random() < 0.5,
+    )
+    return Mix(samples, rules, draw.choice([1, 2, 3, 8]))
+
+
+def loss_tokens(rows):
+    """What must be trained, in no order: (label, advantage) of every loss token."""
+    return sorted((label, advantage) for labels, advantages in rows for label, advantage in zip(labels, advantages, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_mix_is_packed_whole_within_the_budget_evenly_and_alike_on_every_rank(seed):
+    mix = random_mix(seed)
+    rules = mix.rules
+    batches = [pack(mix.samples, rules, rank, mix.dp) for rank in range(mix.dp)]
+    micro_batches = [m for batch in batches for m in batch.micro_batches]
+    (count,) = {len(batch.micro_batches) for batch in batches}
+    assert count >= rules.at_least and count % rules.multiple_of == 0
+    assert all(m.num_tokens <= rules.max_tokens and m.num_tokens % rules.align == 0 for m in micro_batches if m.loss_mask.any())
+    assert not any((m.cu_seqlens.diff() % rules.sequence_align).any() for m in micro_batches)
+
+    trained = [s for s in mix.samples if s.advantage != 0 or not rules.skip_zero_advantage]
+    expected = loss_tokens((s.token_ids[s.response_mask].tolist(), [s.advantage] * int(s.response_mask.sum())) for s in trained)
+    assert loss_tokens((m.labels[m.loss_mask].tolist(), m.advantages[m.loss_mask].tolist()) for m in micro_batches) == expected
+    assert {(b.num_tokens, b.num_sequences) for b in batches} == {(sum(int(s.response_mask.sum()) for s in mix.samples), len(mix.samples))}
+    assert all(b.packing == batches[0].packing for b in batches)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_micro_batch_and_no_rank_is_fuller_than_another_by_more_than_the_longest_sample(seed):
+    draw = random.Random(seed)
+    spread = draw.choice([1, 10, 400])
+    lengths = [draw.randint(400 // spread, 400) for _ in range(draw.randint(1, 120))]
+    ranks = draw.choice([1, 2, 3, 7])
+    bins = assign(lengths, PackingRules(max_tokens=draw.choice([400, 900, 4000]), at_least=draw.choice([1, 4])), ranks)
+    loads = [sum(lengths[i] for i in b) for b in bins]
+    per_rank = [sum(loads[rank::ranks]) for rank in range(ranks)]
+    longest, mean = max(lengths), sum(loads) / len(loads)
+    assert loads == sorted(loads, reverse=True)
+    assert max(loads) - min(loads) <= longest and max(per_rank) - min(per_rank) <= longest
+    found = imbalances(loads, ranks)
+    assert found == {
+        "packing/micro_batch_imbalance": pytest.approx(max(loads) / mean),
+        "packing/rank_imbalance": pytest.approx(max(per_rank) / (sum(per_rank) / ranks)),
+    }
+    assert found["packing/micro_batch_imbalance"] <= 1 + longest / mean
+    assert found["packing/rank_imbalance"] <= 1 + longest / (len(bins) // ranks * mean)
+
+
+def test_many_samples_are_all_but_perfectly_balanced():
     draw = random.Random(0)
-    lengths = [draw.randint(10, 200) for _ in range(256)]
-    bins = assign(lengths, PackingRules(max_tokens=4096), num_ranks=4)
-    loads = [sum(lengths[i] for b in bins[rank::4] for i in b) for rank in range(4)]
-    assert imbalance(loads) < 1.01
+    samples = [sample(draw.randint(10, 100), draw.randint(10, 100)) for _ in range(256)]
+    found = pack(samples, PackingRules(max_tokens=4096), dp_size=4).packing
+    assert 1 <= found["packing/rank_imbalance"] < 1.001
+    assert 1 <= found["packing/micro_batch_imbalance"] < 1.01
+
+
+def test_a_step_that_trains_nothing_is_balanced():
+    found = pack([sample(advantage=0.0)], PackingRules(max_tokens=16, skip_zero_advantage=True), dp_size=2)
+    assert set(found.packing.values()) == {1.0}
 
 
 def group(prompt, responses, first=10):
