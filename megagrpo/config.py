@@ -73,6 +73,9 @@ class ParallelSection(Section):
     """Pipeline-parallel size."""
     vpp: PositiveInt = 1
     """Virtual pipeline stages per rank (interleaved schedule); needs pp > 1."""
+    pipeline_layers: list[PositiveInt] | None = None
+    """Decoder layers of each pipeline stage in model order, pp x vpp numbers; as many on each when empty. Fewer on the first and the last
+    stage make room for the embedding and the LM head."""
     cp: PositiveInt = 1
     """Context-parallel size: cuts every sequence into 2 x cp chunks and gives each rank two of them, so that a rank holds 1/cp of the
     tokens."""
@@ -313,6 +316,11 @@ def cross_field_problems(config: RunConfig) -> list[str]:
         problems.append("parallel.sequence_parallel: needs parallel.tp > 1; set it to false or raise tp")
     if p.vpp > 1 and p.pp == 1:
         problems.append(f"parallel.vpp: {p.vpp} needs parallel.pp > 1; set vpp to 1 or raise pp")
+    if p.pipeline_layers is not None and len(p.pipeline_layers) != p.pp * p.vpp:
+        problems.append(
+            f"parallel.pipeline_layers: {p.pipeline_layers} gives {len(p.pipeline_layers)} stage(s), pp {p.pp} x vpp {p.vpp} make "
+            f"{p.pp * p.vpp}; give one number of layers per stage"
+        )
     if r.max_model_len > t.max_tokens_per_micro_batch:
         problems.append(
             f"train.max_tokens_per_micro_batch: {t.max_tokens_per_micro_batch} cannot hold the longest sample, "

@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.policy.hf_config import HfConfig, model_problems, parse_hf_config, read_raw_config
+from megagrpo.policy.hf_config import HfConfig, model_problems, parse_hf_config, read_raw_config, stage_layers
 from megagrpo.rewards import registry
 
 GIB = 2**30
@@ -52,9 +53,11 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
     problems = _layout_problems(config, world_size) + _reward_problems(config)
     dp = max(1, world_size // parallel.model_parallel_size)
     context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
-    virtual = f" (vpp {parallel.vpp})" if parallel.vpp > 1 else ""
+    stages = [f"vpp {parallel.vpp}"] * (parallel.vpp > 1)
+    stages += [f"layers {' '.join(map(str, parallel.pipeline_layers))}"] if parallel.pipeline_layers else []
+    stages = f" ({', '.join(stages)})" if stages else ""
     rows = [
-        ("layout", f"{world_size} rank(s) = tp {parallel.tp}{context} x pp {parallel.pp}{virtual} x dp {dp}"),
+        ("layout", f"{world_size} rank(s) = tp {parallel.tp}{context} x pp {parallel.pp}{stages} x dp {dp}"),
         ("rollout", _rollout_text(config)),
         ("step", _step_text(config, dp)),
     ]
@@ -132,31 +135,32 @@ def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
     if model.experts is None:
         return [0] * parallel.pp
     one = 3 * model.hidden_size * model.experts.intermediate_size // parallel.expert_tp
-    return [one * model.experts.count // parallel.ep * sum(map(model.has_experts, layers)) for layers in _stages(model, parallel.pp)]
+    return [one * model.experts.count // parallel.ep * sum(map(model.has_experts, layers)) for layers in layers_of_ranks(model, parallel)]
 
 
-def _stages(model: HfConfig, pp: int) -> list[range]:
-    """The layers of each pipeline stage; with virtual stages other ones, as many of them."""
-    size = model.num_layers // pp
-    return [range(stage * size, (stage + 1) * size) for stage in range(pp)]
+def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int]]:
+    """The numbers of the layers on a rank of each pipeline stage, those of all its virtual stages together."""
+    pieces = [range(start, stop) for start, stop in pairwise(accumulate(stage_layers(model.num_layers, parallel), initial=0))]
+    return [[layer for piece in pieces[stage :: parallel.pp] for layer in piece] for stage in range(parallel.pp)]
 
 
-def stage_parameters(model: HfConfig, tp: int, pp: int) -> list[int]:
+def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
     """Parameters on one rank of each pipeline stage, without experts; a tied output layer is a second copy when it sits on another
     stage."""
-    stages = [sum(layer_parameters(model, layer, tp) for layer in layers) for layers in _stages(model, pp)]
+    tp = parallel.tp
+    sizes = [sum(layer_parameters(model, layer, tp) for layer in layers) for layers in layers_of_ranks(model, parallel)]
     embedding = model.padded_vocab(tp) // tp * model.hidden_size
-    stages[0] += embedding
-    stages[-1] += model.hidden_size
-    if pp > 1 or not model.tied_embeddings:
-        stages[-1] += embedding
-    return stages
+    sizes[0] += embedding
+    sizes[-1] += model.hidden_size
+    if parallel.pp > 1 or not model.tied_embeddings:
+        sizes[-1] += embedding
+    return sizes
 
 
 def num_parameters(model: HfConfig) -> int:
     """Parameters of the whole model, as transformers counts them."""
     padding = (model.padded_vocab(1) - model.vocab_size) * model.hidden_size
-    return stage_parameters(model, 1, 1)[0] + stage_experts(model, ParallelSection())[0] - padding
+    return stage_parameters(model, ParallelSection())[0] + stage_experts(model, ParallelSection())[0] - padding
 
 
 def num_active_parameters(model: HfConfig) -> int:
@@ -177,7 +181,7 @@ def trainer_memory(config: RunConfig, model: HfConfig, dp: int) -> dict[str, dic
 
 def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> dict[str, dict[str, float]]:
     p, train = config.parallel, config.train
-    outside, experts = stage_parameters(model, p.tp, p.pp)[stage], stage_experts(model, p)[stage]
+    outside, experts = stage_parameters(model, p)[stage], stage_experts(model, p)[stage]
     parameters = outside + experts
     copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
     weight_bytes = 4 if config.model.precision == "fp32" else 2
@@ -194,7 +198,7 @@ def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> di
         in_flight = (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
     else:
         in_flight = p.pp - stage
-    activations = model.num_layers / p.pp * kept * in_flight + (one_layer if config.model.recompute == "full" else 0)
+    activations = len(layers_of_ranks(model, p)[stage]) * kept * in_flight + (one_layer if config.model.recompute == "full" else 0)
     forward, backward, ref_hidden = _head_bytes(config, model, dp, weight_bytes) if stage == p.pp - 1 else (0, 0, 0)
     phases = {
         "generate": resident,
@@ -210,11 +214,12 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
     Forward: float32 tiles of logits and their exponentials; with exact KL also the reference's logits and the differences. Backward: a tile
     of each model, and the gradients of head and hidden states until they are added to the others.
     """
-    tokens, shard, exact = config.train.max_tokens_per_micro_batch, model.padded_vocab(config.parallel.tp) // config.parallel.tp, 0
+    tokens = config.train.max_tokens_per_micro_batch / config.parallel.cp
+    shard, exact = model.padded_vocab(config.parallel.tp) // config.parallel.tp, 0
     if config.algorithm.beta and config.algorithm.full_kl:
         rollout = config.rollout
         samples = rollout.prompts_per_step * rollout.num_generations
-        exact = samples * rollout.max_completion_length / dp * model.hidden_size * weight_bytes
+        exact = samples * rollout.max_completion_length / (dp * config.parallel.cp) * model.hidden_size * weight_bytes
     tile = tokens * min(config.train.logprob_chunk, shard) * 4
     gradients = shard * model.hidden_size * weight_bytes + tokens * model.hidden_size * 4
     return tile * (4 if exact else 2), tile * (2 if exact else 1) + gradients, exact

@@ -45,6 +45,7 @@ class Layout:
     dp_rank: int
     dp_cp_group: dist.ProcessGroup
     vpp: int
+    pipeline_layers: tuple[int, ...] | None
     ep_size: int
     ep_rank: int
     etp_size: int
@@ -164,6 +165,7 @@ def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:
         dp_rank=ps.get_data_parallel_rank(),
         dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
         vpp=parallel.vpp,
+        pipeline_layers=None if parallel.pipeline_layers is None else tuple(parallel.pipeline_layers),
         ep_size=parallel.ep,
         ep_rank=ps.get_expert_model_parallel_rank(),
         etp_size=parallel.expert_tp,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.attention import Rotary, TorchAttention
-from megagrpo.policy.hf_config import HfConfig, model_problems
+from megagrpo.policy.hf_config import HfConfig, model_problems, stage_layers
 from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_engine_spec
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip  (after megagrpo.parallel, which prepares the platform)
@@ -47,8 +47,7 @@ def build_model(
     `init_weights=False` weights are uninitialised memory, for callers that load all of them. Raises ValueError when the model
     cannot be cut into the layout.
     """
-    sizes = _Sizes(layout.tp_size, layout.pp_size, layout.vpp, layout.ep_size, layout.etp_size)
-    problems = model_problems(hf_config.raw, sizes)
+    problems = model_problems(hf_config.raw, _sizes(layout))
     if problems:
         raise ValueError("\n".join(problems))
     device.prepare_precision(dtype)
@@ -63,8 +62,13 @@ class _Sizes:
     tp: int
     pp: int
     vpp: int
+    pipeline_layers: tuple[int, ...] | None
     ep: int
     expert_tp: int
+
+
+def _sizes(layout: Layout) -> _Sizes:
+    return _Sizes(layout.tp_size, layout.pp_size, layout.vpp, layout.pipeline_layers, layout.ep_size, layout.etp_size)
 
 
 def weights_dtype(hf_config: HfConfig) -> torch.dtype:
@@ -154,13 +158,12 @@ def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
 
 def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout, chunk: int) -> nn.Module:
     spec = transformer_engine_spec if device.has_transformer_engine() else local_spec
-    stages = layout.pp_size * layout.vpp
     model = HybridModel(
         config,
         spec(hf_config.qk_norm),
         vocab_size=hf_config.padded_vocab(layout.tp_size),
         max_sequence_length=hf_config.max_positions,
-        hybrid_layer_pattern=layer_pattern(hf_config, [hf_config.num_layers // stages] * stages),
+        hybrid_layer_pattern=layer_pattern(hf_config, stage_layers(hf_config.num_layers, _sizes(layout))),
         pre_process=layout.chunk_is_first(chunk),
         post_process=layout.chunk_is_last(chunk),
         share_embeddings_and_output_weights=hf_config.tied_embeddings,

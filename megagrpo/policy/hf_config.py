@@ -6,6 +6,7 @@ Imports no torch, so `plan.py` can check a run on a login node.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,6 +83,7 @@ class Sizes(Protocol):
     tp: int
     pp: int
     vpp: int
+    pipeline_layers: Sequence[int] | None
     ep: int
     expert_tp: int
 
@@ -176,11 +178,32 @@ def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[str]:
         if size % tp:
             valid = [d for d in _divisors(_kv_heads(raw)) if not any(n % d for n in sizes.values())]
             problems.append(f"parallel.tp: {key}={size} is not divisible by tp={tp}; valid tp: {_words(valid)}")
-    layers, stages = raw["num_hidden_layers"], parallel.pp * parallel.vpp
-    if layers % stages:
-        valid = _words(_divisors(layers))
-        problems.append(f"parallel.pp: num_hidden_layers={layers} is not divisible by pp x vpp = {stages}; valid pp x vpp: {valid}")
-    return problems + _expert_problems(raw["model_type"], experts, parallel)
+    return problems + _stage_problems(raw["num_hidden_layers"], parallel) + _expert_problems(raw["model_type"], experts, parallel)
+
+
+def _stage_problems(layers: int, parallel: Sizes) -> list[str]:
+    stages = parallel.pp * parallel.vpp
+    example = f"parallel.pipeline_layers=[{','.join(map(str, _nearly_even(layers, stages)))}]"
+    if parallel.pipeline_layers is not None and sum(parallel.pipeline_layers) != layers:
+        given = f"parallel.pipeline_layers: {list(parallel.pipeline_layers)} sums to {sum(parallel.pipeline_layers)}"
+        return [f"{given}, not to num_hidden_layers={layers}" + (f"; {example} would do" if stages <= layers else "")]
+    if parallel.pipeline_layers is None and layers % stages:
+        valid = f"num_hidden_layers={layers} is not divisible by pp x vpp = {stages}; valid pp x vpp: {_words(_divisors(layers))}"
+        return [f"parallel.pp: {valid}" + (f"; or set {example}" if stages <= layers else "")]
+    return []
+
+
+def stage_layers(layers: int, parallel: Sizes) -> list[int]:
+    """Decoder layers of each pipeline stage, virtual ones included, in model order."""
+    stages = parallel.pp * parallel.vpp
+    return [layers // stages] * stages if parallel.pipeline_layers is None else list(parallel.pipeline_layers)
+
+
+def _nearly_even(layers: int, stages: int) -> list[int]:
+    """`stages` numbers that sum to `layers`; what is over goes to middle stages first, because the first one embeds and the last one has
+    the LM head."""
+    favoured = [*range(1, stages - 1), 0][: layers % stages]
+    return [layers // stages + (stage in favoured) for stage in range(stages)]
 
 
 def _expert_problems(family: str, experts: Experts | None, parallel: Sizes) -> list[str]:

@@ -156,6 +156,7 @@ def whole(per_rank, tp: int, pack: int) -> torch.Tensor:
         ("llama tied", dict(tp=2, pp=2), True),
         ("llama tied", dict(pp=2, vpp=2), False),
         ("llama untied", dict(tp=2, pp=2, vpp=2), False),
+        ("llama untied", dict(pp=2, pipeline_layers=[1, 3]), False),
         ("qwen2", dict(tp=2), True),
         ("qwen2", dict(pp=4), False),
         ("qwen3", dict(tp=2, pp=2), False),
@@ -217,7 +218,17 @@ def load_in_another(checkpoint: Path, out: Path, sizes: dict):
     layout.close()
 
 
-@pytest.mark.parametrize(("written", "read"), [(dict(tp=2, pp=2), {}), ({}, dict(pp=2, vpp=2)), (dict(pp=2, vpp=2), dict(tp=2))], ids=str)
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (dict(tp=2, pp=2), {}),
+        ({}, dict(pp=2, vpp=2)),
+        (dict(pp=2, vpp=2), dict(tp=2)),
+        (dict(pp=2, pipeline_layers=[3, 1]), {}),
+        (dict(pp=3, pipeline_layers=[1, 2, 1]), dict(pp=2, pipeline_layers=[1, 3])),
+    ],
+    ids=str,
+)
 def test_a_megatron_checkpoint_of_one_layout_reads_in_another(written, read, models, tmp_path):
     folder, _ = models["qwen3"]
     run_ranks(save_in_one_layout, written.get("tp", 1) * written.get("pp", 1), folder, tmp_path / "megatron", written)

@@ -69,7 +69,8 @@ def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool) ->
     policy.weights_changed()
     checkpointer = Checkpointer(checkpoints, layout, policy, 1, model)
     p = config.parallel
-    batch = pack(samples(), PackingRules(max_tokens=64, at_least=p.pp, multiple_of=p.pp), layout.dp_rank, layout.dp_size)
+    rules = PackingRules(max_tokens=64, at_least=p.pp, multiple_of=p.pp, align=p.micro_batch_align, sequence_align=p.sequence_align)
+    batch = pack(samples(), rules, layout.dp_rank, layout.dp_size)
     divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
     if resume:
         assert checkpointer.load(checkpointer.latest()) == STATE
@@ -92,10 +93,25 @@ def full_tensors(ranks: list[dict]) -> dict[str, torch.Tensor]:
 
 
 ONE, DP2, TP2, PP2, VPP = ({}, 1), ({}, 2), (dict(tp=2), 2), (dict(pp=2), 2), (dict(pp=2, vpp=2), 2)
+CP2, CP2_DP2, UNEVEN = (dict(cp=2), 2), (dict(cp=2), 4), (dict(pp=2, pipeline_layers=[1, 3]), 2)
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(PP2, PP2), (PP2, ONE), (VPP, TP2), (DP2, ONE), (TP2, PP2), (ONE, DP2), ((dict(pp=2), 4), PP2)], ids=str
+    ("saved", "loaded"),
+    [
+        (PP2, PP2),
+        (PP2, ONE),
+        (VPP, TP2),
+        (DP2, ONE),
+        (TP2, PP2),
+        (ONE, DP2),
+        ((dict(pp=2), 4), PP2),
+        (CP2_DP2, TP2),
+        (DP2, CP2),
+        (UNEVEN, ONE),
+        (VPP, UNEVEN),
+    ],
+    ids=str,
 )
 def test_a_run_continues_from_a_checkpoint_of_another_layout(saved, loaded, model, tmp_path):
     unbroken = full_tensors(run_ranks(train_steps, saved[1], saved[0], model, tmp_path, False))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from test_gradient_parity import relative_errors, run_step
+from test_gradient_parity import assert_equal, relative_errors, run_step
 from tiny_policy import Case, hf_folder
 
 TP2 = dict(tp=2, sequence_parallel=True)
@@ -18,6 +18,9 @@ LAYOUTS = [
     Case("tp2_ep2_etp2", 4, TP2 | dict(ep=2, etp=2)),
     Case("etp2", 2, dict(etp=2)),
     Case("pp2_ep2", 4, dict(pp=2, ep=2)),
+    Case("pp2_uneven_ep2", 4, dict(pp=2, ep=2, pipeline_layers=[1, 3])),
+    Case("cp2_ep2", 2, dict(cp=2, ep=2)),
+    Case("cp2_tp2_ep4_etp1", 4, TP2 | dict(cp=2, ep=4, etp=1)),
     Case("pp2_vpp2_ep2", 4, dict(pp=2, vpp=2, ep=2)),
     Case("full_recompute_ep2", 2, dict(ep=2), model=dict(recompute="full")),
     Case("shared_prompts_ep2", 2, dict(ep=2), share_prompts=True),
@@ -51,15 +54,6 @@ def with_idle_experts(family: str, folder: Path) -> None:
         rows[2:4] = -rows[:2]
         rows[IDLE.start :] = 0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def assert_equal(found: dict, expected: dict) -> None:
-    for part in ("gradients", "weights"):
-        errors = relative_errors(found[part], expected[part])
-        worst = max(errors, key=errors.get)
-        assert errors[worst] < 1e-5, f"{part}, {worst}: {errors[worst]:.1e}"
-    for name, value in expected["metrics"].items():
-        assert found["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from megagrpo.algorithms.losses import denominator, make_loss
 from megagrpo.bridge.load import load_hf
 from megagrpo.data.packing import pack
 from megagrpo.parallel.layout import init_layout
+from megagrpo.policy import context_attention
 from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
@@ -99,17 +100,57 @@ def relative_errors(found: dict, expected: dict) -> dict[str, float]:
 def test_every_gradient_and_next_weight_equals_one_process(one_process, case, tmp_path):
     folder, expected = one_process
     assert all(g.norm() > 0 for g in expected["gradients"].values())
-    found = run_step(case, folder, tmp_path / "found.pt")
-    errors = relative_errors(found["gradients"], expected["gradients"])
-    worst = max(errors, key=errors.get)
-    assert errors[worst] < 1e-5, f"{worst}: {errors[worst]:.1e}"
+    assert_equal(run_step(case, folder, tmp_path / "found.pt"), expected)
+
+
+def assert_equal(found: dict, expected: dict) -> None:
+    """Every gradient, next weight and metric of two results of `one_step`."""
+    for part in ("gradients", "weights"):
+        errors = relative_errors(found[part], expected[part])
+        worst = max(errors, key=errors.get)
+        assert errors[worst] < 1e-5, f"{part}, {worst}: {errors[worst]:.1e}"
     for name, value in expected["metrics"].items():
         assert found["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-    weight_errors = relative_errors(found["weights"], expected["weights"])
-    assert max(weight_errors.values()) < 1e-5
 
 
-@pytest.mark.parametrize("case", [LAYOUTS[3], LAYOUTS[7]], ids=str)
+UNEVEN = [
+    Case("pp2_uneven", 2, dict(pp=2, pipeline_layers=[2, 3])),
+    Case("pp3_uneven_cp2", 6, dict(pp=3, cp=2, pipeline_layers=[1, 3, 1])),
+    Case("pp2_vpp2_uneven", 2, dict(pp=2, vpp=2, pipeline_layers=[1, 2, 1, 1])),
+]
+
+
+@pytest.fixture(scope="module")
+def five_layers(tmp_path_factory):
+    """A model whose layers no number of stages divides, and its step in one process."""
+    folder = tmp_path_factory.mktemp("five_layers")
+    run_ranks(hf_folder, 1, "llama", folder, dict(num_hidden_layers=5))
+    return folder, run_step(Case("one process", 1, {}), folder, folder / "one_process.pt")
+
+
+@pytest.mark.parametrize("case", UNEVEN, ids=str)
+def test_stages_may_hold_any_number_of_layers(five_layers, case, tmp_path):
+    folder, expected = five_layers
+    assert_equal(run_step(case, folder, tmp_path / "found.pt"), expected)
+
+
+def _step_with_slices_in_order(case: Case, folder: str, distributed_optimizer: bool, out: str) -> None:
+    context_attention.gathered_places = lambda cu_seqlens, cp_size: torch.arange(int(cu_seqlens[-1]))
+    _save_step(case, folder, distributed_optimizer, out)
+
+
+def test_keys_that_are_not_put_back_in_order_are_seen_in_the_gradients(one_process, tmp_path):
+    folder, expected = one_process
+    run_ranks(_step_with_slices_in_order, 2, Case("cp2", 2, dict(cp=2)), str(folder), False, str(tmp_path / "wrong.pt"))
+    wrong = torch.load(tmp_path / "wrong.pt")
+    assert max(relative_errors(wrong["gradients"], expected["gradients"]).values()) > 0.1
+    assert abs(wrong["metrics"]["loss"] / expected["metrics"]["loss"] - 1) > 1e-3
+
+
+SHARDED = [case for case in LAYOUTS if case.name in ("dp2", "tp2_dp2", "cp2_dp2")]
+
+
+@pytest.mark.parametrize("case", SHARDED, ids=str)
 def test_the_distributed_optimizer_takes_the_same_step(one_process, case, tmp_path):
     folder, expected = one_process
     found = run_step(case, folder, tmp_path / "found.pt", distributed_optimizer=True)

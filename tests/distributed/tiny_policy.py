@@ -39,16 +39,17 @@ class Case:
         return self.name
 
 
-def hf_folder(family: str, folder: Path) -> Path:
+def hf_folder(family: str, folder: Path, changes: dict | None = None) -> Path:
     """A random tiny checkpoint of one family, made by transformers."""
     import transformers
 
     torch.manual_seed(0)
+    sizes = SIZES | (changes or {})
     configs = {
-        "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
-        "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=False),
-        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES | EXPERTS, num_experts=8, norm_topk_prob=True, mlp_only_layers=[1]),
-        "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
+        "llama": lambda: transformers.LlamaConfig(**sizes, tie_word_embeddings=True),
+        "qwen2": lambda: transformers.Qwen2Config(**sizes, tie_word_embeddings=False),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**sizes | EXPERTS, num_experts=8, norm_topk_prob=True, mlp_only_layers=[1]),
+        "mixtral": lambda: transformers.MixtralConfig(**sizes, num_local_experts=4),
     }
     model = transformers.AutoModelForCausalLM.from_config(configs[family]())
     with torch.no_grad():

@@ -56,9 +56,10 @@ def test_all_problems_come_at_once_with_key_value_and_suggestion(tmp_path):
 
 
 def test_fields_that_disagree_are_all_reported(tmp_path):
-    path = write(tmp_path, SMALLEST + "parallel: {sequence_parallel: true}\nevaluation: {steps: 2}\n")
+    path = write(tmp_path, SMALLEST + "parallel: {sequence_parallel: true, pp: 2, pipeline_layers: [4]}\nevaluation: {steps: 2}\n")
     _, *rest = problems(path)
-    assert [p.split(":")[0] for p in rest] == ["parallel.sequence_parallel", "evaluation.steps"]
+    assert [p.split(":")[0] for p in rest] == ["parallel.sequence_parallel", "parallel.pipeline_layers", "evaluation.steps"]
+    assert "[4] gives 1 stage(s), pp 2 x vpp 1 make 2; give one number of layers per stage" in rest[1]
 
 
 def test_an_exact_kl_takes_no_correction(tmp_path):

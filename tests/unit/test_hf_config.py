@@ -1,5 +1,6 @@
 """Reading config.json and the rules a layout must obey, without torch."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -34,7 +35,30 @@ def test_problems_name_the_key_and_the_valid_sizes():
     assert two[1].startswith("parallel.tp: num_key_value_heads=3 is not divisible by tp=2")
     assert len(two) == 2  # 1536 is divisible
     (deep,) = model_problems(SMOLLM2, ParallelSection(pp=4, vpp=2))
-    assert deep == "parallel.pp: num_hidden_layers=30 is not divisible by pp x vpp = 8; valid pp x vpp: 1, 2, 3, 5, 6, 10, 15, 30"
+    assert deep == (
+        "parallel.pp: num_hidden_layers=30 is not divisible by pp x vpp = 8; valid pp x vpp: 1, 2, 3, 5, 6, 10, 15, 30; "
+        "or set parallel.pipeline_layers=[3,4,4,4,4,4,4,3]"
+    )
+
+
+def test_layers_per_stage_must_add_up_and_the_suggestion_does():
+    assert model_problems(SMOLLM2, ParallelSection(pp=4, pipeline_layers=[6, 9, 9, 6])) == []
+    (problem,) = model_problems(SMOLLM2, ParallelSection(pp=4, pipeline_layers=[6, 9, 9, 7]))
+    assert problem == (
+        "parallel.pipeline_layers: [6, 9, 9, 7] sums to 31, not to num_hidden_layers=30; parallel.pipeline_layers=[7,8,8,7] would do"
+    )
+    for layers, pp in itertools.product(range(1, 13), range(1, 13)):
+        problems = model_problems(SMOLLM2 | {"num_hidden_layers": layers}, ParallelSection(pp=pp))
+        if pp > layers:  # no stage without a layer
+            assert "pipeline_layers" not in problems[0]
+        elif layers % pp:
+            suggested = json.loads(problems[0].partition("parallel.pipeline_layers=")[2])
+            assert (
+                len(suggested) == pp
+                and model_problems(SMOLLM2 | {"num_hidden_layers": layers}, ParallelSection(pp=pp, pipeline_layers=suggested)) == []
+            )
+        else:
+            assert problems == []
 
 
 def test_heads_that_divide_but_groups_that_do_not_are_reported():

@@ -8,12 +8,12 @@ import torch
 import transformers
 
 from megagrpo import plan as plan_module
-from megagrpo.config import load_config
-from megagrpo.plan import model_shape, num_parameters, plan, stage_parameters, trainer_memory
+from megagrpo.config import ParallelSection, load_config
+from megagrpo.plan import layer_parameters, layers_of_ranks, model_shape, num_parameters, plan, stage_parameters, trainer_memory
 from megagrpo.policy.hf_config import parse_hf_config
 
 REPOSITORY = Path(__file__).parents[2]
-CONFIGS = {"quickstart": 1, "quickstart_tp3": 3, "quickstart_pp2": 2, "qwen2.5_7b_gsm8k_8gpu": 8}
+CONFIGS = {"quickstart": 1, "quickstart_tp3": 3, "quickstart_pp2": 2, "quickstart_cp2": 2, "qwen2.5_7b_gsm8k_8gpu": 8}
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 576,
@@ -66,9 +66,9 @@ def test_parameters_are_counted_as_transformers_does(raw):
 def test_the_ranks_together_hold_the_model_and_what_is_held_twice():
     model = parse_hf_config(LLAMA)
     norms = 576 * (2 * 30 + 1)  # not sharded
-    assert 3 * stage_parameters(model, 3, 1)[0] == num_parameters(model) + 2 * norms
+    assert 3 * stage_parameters(model, ParallelSection(tp=3))[0] == num_parameters(model) + 2 * norms
     embedding = 49152 * 576
-    first, second = stage_parameters(model, 1, 2)
+    first, second = stage_parameters(model, ParallelSection(pp=2))
     assert first + second == num_parameters(model) + embedding and second - first == 576
 
 
@@ -129,7 +129,10 @@ def test_logits_cost_a_tile_and_exact_kl_the_hidden_states_of_the_reference(fold
         (
             4,
             ["parallel.pp=4"],
-            ["parallel.pp: num_hidden_layers=30 is not divisible by pp x vpp = 4; valid pp x vpp: 1, 2, 3, 5, 6, 10, 15, 30"],
+            [
+                "parallel.pp: num_hidden_layers=30 is not divisible by pp x vpp = 4; valid pp x vpp: 1, 2, 3, 5, 6, 10, 15, 30; or set "
+                "parallel.pipeline_layers=[7,8,8,7]"
+            ],
         ),
         (
             1,
@@ -166,13 +169,29 @@ def test_all_problems_name_the_key_the_rule_and_the_nearest_valid_values(folder,
     assert plan(config(folder, *overrides), world_size).problems == expected
 
 
+def test_uneven_stages_are_planned_with_their_own_layers(folder):
+    made = plan(config(folder, "parallel.pp=2", "parallel.vpp=2", "parallel.pipeline_layers=[5,9,9,7]"), 2)
+    assert made.problems == [] and "= tp 1 x pp 2 (vpp 2, layers 5 9 9 7) x dp 1" in str(made)
+    model = parse_hf_config(LLAMA)
+    first, second = layers_of_ranks(model, ParallelSection(pp=2, vpp=2, pipeline_layers=[5, 9, 9, 7]))
+    assert first == [*range(5), *range(14, 23)] and second == [*range(5, 14), *range(23, 30)]
+    even, uneven = (stage_parameters(model, ParallelSection(pp=2, pipeline_layers=layers)) for layers in (None, [16, 14]))
+    assert uneven[0] - even[0] == even[1] - uneven[1] == layer_parameters(model, 0)
+
+    def activations(*layers: int) -> float:
+        made = config(folder, "parallel.pp=2", f"parallel.pipeline_layers={list(layers)}")
+        return trainer_memory(made, model, dp=1)["train"]["activations"]
+
+    assert activations(20, 10) == pytest.approx(activations(18, 12) * 20 / 18)  # both times the first stage's
+
+
 def test_context_parallelism_shares_the_activations_and_the_sharded_optimizer(folder):
     def memory(*overrides: str) -> dict[str, float]:
-        made = config(folder, "train.distributed_optimizer=true", "train.logprob_chunk=64", *overrides)
+        made = config(folder, "train.distributed_optimizer=true", *overrides)
         return trainer_memory(made, parse_hf_config(LLAMA), dp=1)["train"]
 
     whole, half = memory(), memory("parallel.cp=2")
-    for part, share in {"weights": 1, "gradients": 1, "logits": 1, "activations": 0.5, "optimizer": 0.5}.items():
+    for part, share in {"weights": 1, "gradients": 1, "activations": 0.5, "optimizer": 0.5}.items():
         assert half[part] == pytest.approx(share * whole[part]), part
     assert "= tp 1 x cp 2 x pp 1 x dp 3" in str(plan(config(folder, "parallel.cp=2"), 6))
 
