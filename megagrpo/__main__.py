@@ -13,6 +13,7 @@ from megagrpo.config import ConfigError, RunConfig, load_config, render_help
 USAGE = """\
 megagrpo train CONFIG [key=value ...] [--resume]    run GRPO as one rank; launch/local.sh starts every rank of this machine
 megagrpo plan  CONFIG [key=value ...] [world_size=N] [gpu_memory_gb=G]    check a run and show what each rank holds; needs no GPU
+megagrpo audit RUN --step N [--json] [--model FOLDER]    recompute a step that a run has dumped; needs no GPU
 
 CONFIG is a YAML file; key=value replaces one of its values, as in train.learning_rate=1e-5 or rewards.functions.0.weight=2.
 megagrpo COMMAND --help prints every key. Exit code 2: the config or the command line is wrong."""
@@ -78,8 +79,13 @@ def _take_sizes(overrides: list[str]) -> tuple[list[str], dict[str, float]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        command = parse(sys.argv[1:] if arguments is None else arguments)
+        if arguments[:1] == ["audit"]:
+            from megagrpo.audit import command as audit
+
+            return audit.main(arguments[1:])
+        command = parse(arguments)
         if command.name == "plan":
             from megagrpo import plan
 

@@ -283,6 +283,11 @@ class EvaluationSection(Section):
     """Responses per held-out prompt."""
 
 
+class DebugSection(Section):
+    dump_steps: list[PositiveInt] = []
+    """Steps to write to `dumps/` of the run, weights included, for `megagrpo audit`. The run itself stays the same."""
+
+
 class RunConfig(Section):
     """Everything a run needs. `defaults:` in a YAML names the file it starts from."""
 
@@ -295,6 +300,7 @@ class RunConfig(Section):
     rewards: RewardsSection
     train: TrainSection = TrainSection()
     evaluation: EvaluationSection = EvaluationSection()
+    debug: DebugSection = DebugSection()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
@@ -331,6 +337,8 @@ def cross_field_problems(config: RunConfig) -> list[str]:
         problems.append(f"train.warmup_steps: {t.warmup_steps} is more than the run's {optimizer_steps} optimizer steps")
     if t.min_learning_rate > t.learning_rate:
         problems.append(f"train.min_learning_rate: {t.min_learning_rate} is above train.learning_rate {t.learning_rate}")
+    if late := [step for step in config.debug.dump_steps if step > config.run.max_steps]:
+        problems.append(f"debug.dump_steps: step {late[0]} never comes, run.max_steps is {config.run.max_steps}; name an earlier step")
     if config.evaluation.steps and config.data.eval is None:
         problems.append("evaluation.steps: needs data.eval; name held-out prompts or set steps to 0")
     if config.evaluation.num_generations > 1 and config.evaluation.temperature == 0:

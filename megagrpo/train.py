@@ -24,6 +24,7 @@ from megagrpo.checkpoint import Checkpointer, CheckpointError, newest_checkpoint
 from megagrpo.config import ConfigError, RunConfig, save_resolved
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
+from megagrpo.dump import StepDumps
 from megagrpo.metrics import MetricsWriter
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout, init_layout
@@ -114,6 +115,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         engine = VllmEngine(urls, tokenizer.decode, logs=logs, **limits)
     with _problems_of_the_config():
         weight_sync = WeightSync(engine if first else None, layout, engine_dtype)
+    checkpointer = Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit, model_folder)
     trainer = Trainer(
         config=config,
         layout=layout,
@@ -127,8 +129,9 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         stop_token_ids=tokenizer.eos_token_ids,
         weights=partial(blocks, policy.chunks, hf_config, layout),
         weight_sync=resources.enter_context(weight_sync),
-        checkpointer=Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit, model_folder),
+        checkpointer=checkpointer,
         writer=writer,
+        dumps=StepDumps(config, policy, run_folder / "dumps", model_folder, writer.message),
     )
     if resume_from is not None:
         trainer.restore(resume_from)

@@ -15,6 +15,7 @@ from megagrpo.checkpoint import Checkpointer, CheckpointError
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.prompts import PromptSource
+from megagrpo.dump import StepDumps
 from megagrpo.metrics import MetricsWriter, PhaseTimer
 from megagrpo.parallel.device import memory_gb
 from megagrpo.parallel.layout import Layout
@@ -49,6 +50,7 @@ class Trainer:
     weight_sync: WeightSync
     checkpointer: Checkpointer
     writer: MetricsWriter
+    dumps: StepDumps
     state: TrainState = field(default_factory=TrainState)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     stop_signal: int = 0  # the number of the signal that asked this rank to stop
@@ -66,8 +68,10 @@ class Trainer:
         rules = packing_rules(config, self.policy.shares_prompts)
         batch = pack(to_samples(scored, advantages), rules, self.layout.dp_rank, self.layout.dp_size)
         batch = self.with_logprobs(batch)
+        self.dumps.begin(self.state.step + 1)
         for _ in range(config.algorithm.num_iterations):
             metrics |= self.train(batch)
+        self.dumps.finish(scored, advantages.flatten().tolist())
         self.sync()
         self.writer.completions(self.state.step + 1, scored, advantages.flatten().tolist())
         return metrics | batch.packing | reward_statistics(rewards) | rollout_metrics(scored)
@@ -139,13 +143,15 @@ class Trainer:
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on the batch; none, and the metrics without those of the optimizer, when a number in it is not finite."""
         divisor = denominator(batch, self.config.algorithm.loss_type, self.config.rollout.max_completion_length)
+        loss_fn = self.dumps.record(self.loss_fn)
         with self.timer("train"):
             try:
-                metrics = self.policy.train_step(batch, self.loss_fn, divisor)
+                metrics = self.policy.train_step(batch, loss_fn, divisor)
+                self.skipped_in_a_row = 0
             except NonFiniteError as error:
+                metrics = error.metrics
                 self.count_skip(error)
-                return error.metrics
-        self.skipped_in_a_row = 0
+        self.dumps.measured(metrics, divisor)
         return metrics
 
     def count_skip(self, error: NonFiniteError) -> None:

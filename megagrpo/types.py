@@ -65,6 +65,7 @@ class TrainSample:
     response_mask: Tensor  # [L] bool, True on response tokens
     rollout_logprobs: Tensor  # [L] float32, 0 on the prompt
     advantage: float
+    index: int = -1  # place among the step's samples; -1 for what is no sample
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class MicroBatch:
     loss_mask: Tensor  # [T] bool, the tokens that count: decided here and nowhere else
     advantages: Tensor  # [T] float32, constant in a sample
     rollout_logprobs: Tensor  # [T] float32
+    samples: Tensor  # [S] int64, `TrainSample.index` of the sample that each sequence belongs to
     prefixes: Tensor | None = None  # [S] int64, the sequence that each one continues, or -1; None: no sequence continues another
     old_logprobs: Tensor | None = None  # [T] float32; None: the policy itself, gradient stopped
     ref_logprobs: Tensor | None = None  # [T] float32; None: no sampled KL term

@@ -76,10 +76,10 @@ def reward_statistics(rewards: Tensor) -> dict[str, float]:
 def to_samples(scored: Sequence[ScoredRollout], advantages: Tensor) -> list[TrainSample]:
     """One training sample per rollout; `advantages` [P, G] in the same order."""
     flat = advantages.flatten().tolist()
-    return [_to_sample(s, advantage) for s, advantage in zip(scored, flat, strict=True)]
+    return [_to_sample(s, advantage, index) for index, (s, advantage) in enumerate(zip(scored, flat, strict=True))]
 
 
-def _to_sample(scored: ScoredRollout, advantage: float) -> TrainSample:
+def _to_sample(scored: ScoredRollout, advantage: float, index: int) -> TrainSample:
     rollout = scored.rollout
     prompt_length, response_length = len(rollout.prompt.token_ids), len(rollout.response_ids)
     mask = torch.zeros(prompt_length + response_length, dtype=torch.bool)
@@ -87,4 +87,4 @@ def _to_sample(scored: ScoredRollout, advantage: float) -> TrainSample:
     logprobs = torch.zeros(prompt_length + response_length)
     logprobs[prompt_length:] = torch.tensor(rollout.rollout_logprobs)
     token_ids = torch.tensor(rollout.prompt.token_ids + rollout.response_ids, dtype=torch.int64)
-    return TrainSample(token_ids=token_ids, response_mask=mask, rollout_logprobs=logprobs, advantage=advantage)
+    return TrainSample(token_ids=token_ids, response_mask=mask, rollout_logprobs=logprobs, advantage=advantage, index=index)

@@ -108,8 +108,9 @@ def save_hf(
     source_folder: str | Path,
     *,
     max_shard_bytes: int = 5 * 2**30,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the model as a Hugging Face folder: safetensors in the dtype that config.json names, split into files of at most
+    """Write the model as a Hugging Face folder: safetensors in `dtype` (None: the one that config.json names), split into files of at most
     `max_shard_bytes` with an index when there are several, and config and tokenizer copied from `source_folder`.
 
     Collective; rank 0 writes. The folder appears complete or not at all, also when a rank dies or the disk fills. Raises ValueError when
@@ -118,7 +119,7 @@ def save_hf(
     out_folder, source_folder = Path(out_folder), Path(source_folder)
     refuse_non_empty(out_folder, layout)
     sources = find_sources(chunks, hf_config, layout)
-    dtype = getattr(torch, hf_config.dtype)
+    dtype = dtype or getattr(torch, hf_config.dtype)
     with torch.no_grad():
         stream = _stream(chunks, hf_config, layout, sources, dtype, writer=0)
         failure = None

@@ -17,6 +17,7 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.bridge.families import blocks
 from megagrpo.bridge.load import load_hf
 from megagrpo.data.packing import pack
+from megagrpo.dump import StepDumps
 from megagrpo.metrics import MetricsWriter
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.hf_config import load_hf_config
@@ -68,8 +69,9 @@ class Training:
         self.loss, self.said = make_loss(settings), Messages()
         writer = MetricsWriter.silent()
         writer._sinks["messages"] = self.said
+        dumps = StepDumps(settings, self.policy, model, model, writer.message)
         weights = partial(blocks, self.policy.chunks, hf, layout)
-        self.trainer = Trainer(settings, layout, self.policy, loss_fn=self.loss, weights=weights, writer=writer, **NOT_NEEDED)
+        self.trainer = Trainer(settings, layout, self.policy, loss_fn=self.loss, weights=weights, writer=writer, dumps=dumps, **NOT_NEEDED)
 
     def step(self):
         return self.trainer.train(self.batch)

@@ -12,8 +12,8 @@ LEVELS = [
     {"config", "config_io", "types"},
     {"algorithms", "rewards", "data", "parallel"},
     {"policy", "bridge", "rollout", "console"},
-    {"weight_sync", "checkpoint", "metrics"},
-    {"trainer", "plan", "verify", "report"},
+    {"weight_sync", "checkpoint", "metrics", "dump"},
+    {"trainer", "plan", "verify", "report", "audit"},
     {"train", "__main__"},
 ]
 MAX_LINES = 420

@@ -1,0 +1,259 @@
+"""Every quantity of a dumped step beside its recomputed twin, in the order in which the step makes them: the first that differs is where
+to look."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megagrpo.audit import naive
+from megagrpo.audit.recompute import Recomputed, recompute
+from megagrpo.audit.saved import Sample, Step, Update
+from megagrpo.config import RewardsSection
+from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
+from megagrpo.rewards.registry import BUILT_IN, display_names
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.types import Prompt, Rollout
+
+EXACT, ROUNDING = 0.0, 1e-6  # ROUNDING: of one number stored in float32
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """How far a run may be from float64. `logprobs` and `entropy` in nats, of single tokens; `means` over tokens in nats; `loss` relative
+    to the mean absolute token loss; `grad_norm` relative."""
+
+    logprobs: float
+    means: float
+    loss: float
+    grad_norm: float
+
+
+TOLERANCES = {
+    "float32": Tolerances(logprobs=1e-3, means=1e-4, loss=1e-4, grad_norm=1e-3),
+    "bfloat16": Tolerances(logprobs=0.5, means=0.02, loss=0.02, grad_norm=0.05),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One quantity: how many numbers were compared, and of the one that is furthest off (by its tolerance) the place, both values, their
+    difference and what was allowed. `note` says how it was compared where that is a choice."""
+
+    quantity: str
+    count: int
+    passed: bool
+    difference: float
+    allowed: float
+    place: str = ""
+    dumped: float | str = 0.0
+    recomputed: float | str = 0.0
+    note: str = ""
+
+
+def check_step(step: Step) -> Iterator[Check]:
+    """All checks of a step, in order, as they are done: the costly ones come last."""
+    yield _tokens(step)
+    yield from (_masks(step, update) for update in step.updates)
+    rewards, check = _rewards(step)
+    yield check
+    algorithm = step.config.algorithm
+    advantages = naive.group_advantages(rewards, step.config.rollout.num_generations, algorithm.scale_rewards)
+    dumped = [float(s.text["advantage"]) for s in step.samples]
+    yield compare("advantages", dumped, advantages, ROUNDING, lambda i: f"sample {i}")
+    rows = [_Rows(step, update) for update in step.updates]
+    for of in rows:
+        yield of.compare(
+            "advantages in the batch", "advantage", [torch.full((s.length,), a) for s, a in zip(step.samples, advantages, strict=True)]
+        )
+        yield of.compare("rollout log-probs", "rollout_logprobs", [s.rollout_logprobs for s in step.samples])
+    for of, result in zip(rows, recompute(step, advantages), strict=True):
+        yield from _numbers(step, of, result)
+
+
+def compare(
+    quantity: str,
+    dumped: Sequence[float] | Tensor,
+    recomputed: Sequence[float] | Tensor,
+    tolerance: float,
+    place: Callable[[int], str],
+    size: float = 1.0,
+    note: str = "",
+) -> Check:
+    """Numbers pairwise. Allowed is `tolerance` times `size`, or times the recomputed number where that is larger. NaN equals NaN only."""
+    found, expected = (torch.as_tensor(values, dtype=torch.float64) for values in (dumped, recomputed))
+    if not expected.numel():
+        return Check(quantity, 0, True, 0.0, tolerance * size, note=note)
+    difference = torch.where((found == expected) | (found.isnan() & expected.isnan()), 0.0, (found - expected).abs()).nan_to_num(
+        nan=math.inf
+    )
+    allowed = tolerance * torch.clamp(expected.abs(), min=size).nan_to_num(nan=size, posinf=size)
+    worst = int((difference - allowed).argmax())
+    passed = bool((difference <= allowed).all())
+    values = difference[worst].item(), allowed[worst].item(), place(worst), found[worst].item(), expected[worst].item()
+    return Check(quantity, expected.numel(), passed, *values, note=note)
+
+
+def _tokens(step: Step) -> Check:
+    """Lengths within their limits, endings that fit their reasons, text that is the tokens' text, and the batch's tokens those sampled."""
+    tokenizer, note = _tokenizer(step)
+    problems = [(problem, f"sample {i}") for i, sample in enumerate(step.samples) for problem in _sample_problems(sample, step, tokenizer)]
+    for update in step.updates:
+        for sample, token, token_id in zip(*(update.rows[name].tolist() for name in ("sample", "token", "token_id")), strict=True):
+            if 0 <= sample < len(step.samples) and 0 <= token < step.samples[sample].length:
+                if (expected := int(step.samples[sample].token_ids[token])) != token_id:
+                    problems.append((f"trained on {token_id}, sampled {expected}", f"sample {sample} token {token}"))
+    return _listed("tokens", sum(s.length for s in step.samples), problems, note)
+
+
+def _tokenizer(step: Step) -> tuple[Tokenizer | None, str]:
+    try:
+        return load_tokenizer(step.config.model.tokenizer or step.model, step.model), "text decoded again"
+    except ValueError as error:
+        return None, f"text not decoded: {error}"
+
+
+def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) -> Iterator[str]:
+    rollout, response, reason = step.config.rollout, sample.token_ids[sample.prompt_length :].tolist(), sample.text["finish_reason"]
+    if sample.prompt_length > rollout.max_prompt_length:
+        yield f"a prompt of {sample.prompt_length} tokens, rollout.max_prompt_length {rollout.max_prompt_length}"
+    if not 0 < len(response) <= rollout.max_completion_length:
+        yield f"a response of {len(response)} tokens, rollout.max_completion_length {rollout.max_completion_length}"
+    if reason == "length" and len(response) != rollout.max_completion_length:
+        yield f"cut after {len(response)} tokens, rollout.max_completion_length {rollout.max_completion_length}"
+    if tokenizer is None or not response:
+        return
+    if reason == "stop" and response[-1] not in tokenizer.eos_token_ids:
+        yield f"ended with token {response[-1]}, which ends nothing"
+    if tokenizer.decode(response) != sample.text["response"]:
+        yield "the text is not that of the tokens"
+
+
+def _masks(step: Step, update: Update) -> Check:
+    """Loss tokens are those of the responses, each once; of samples that teach nothing none, where they are left out."""
+    algorithm = step.config.algorithm
+    left_out = algorithm.skip_zero_advantage and algorithm.beta == 0
+    expected = {
+        (i, token)
+        for i, sample in enumerate(step.samples)
+        if not (left_out and float(sample.text["advantage"]) == 0)
+        for token in range(sample.prompt_length, sample.length)
+    }
+    found = Counter(zip(update.rows["sample"].tolist(), update.rows["token"].tolist(), strict=True))
+    problems = [("not in the loss", place) for place in sorted(expected - found.keys())]
+    problems += [("in the loss by mistake", place) for place in sorted(found.keys() - expected)]
+    problems += [(f"in the loss {times} times", place) for place, times in sorted(found.items()) if times > 1 and place in expected]
+    named = [(problem, f"sample {sample} token {token}") for problem, (sample, token) in problems]
+    return _listed(_name("masks", step, update), len(expected), named)
+
+
+def _listed(quantity: str, count: int, problems: list[tuple[str, str]], note: str = "") -> Check:
+    """A check of yes and no: the difference is how many are wrong, of which the first is shown."""
+    first, place = problems[0] if problems else ("", "")
+    return Check(quantity, count, not problems, float(len(problems)), EXACT, place, first, "", note)
+
+
+def _rewards(step: Step) -> tuple[list[float], Check]:
+    """The reward of each sample, recomputed; functions of ours are run again, of others the dumped values are taken."""
+    functions = step.config.rewards.functions
+    names = display_names([f.function for f in functions])
+    again = [i for i, f in enumerate(functions) if f.function in BUILT_IN]
+    values = [[s.text["rewards"][name] for name in names] for s in step.samples]
+    if again:
+        section = RewardsSection(functions=[functions[i] for i in again], timeout=step.config.rewards.timeout, workers=1)
+        with RewardScorer(section, step.config.rollout.max_completion_length) as scorer:
+            for row, scored in zip(values, scorer.score([_rollout(s) for s in step.samples]), strict=True):
+                for i, value in zip(again, scored.rewards.values(), strict=True):
+                    row[i] = value
+    summed = [naive.weighted_sum(row, [f.weight for f in functions]) for row in values]
+    dumped = [float(s.text["reward"]) for s in step.samples]
+    kept = [name for i, name in enumerate(names) if i not in again]
+    said = [f"run again: {', '.join(names[i] for i in again)}"] if again else []
+    said += [f"weighted sum of what is dumped: {', '.join(kept)}"] if kept else []
+    return summed, compare("rewards", dumped, summed, ROUNDING, lambda i: f"sample {i}", note="; ".join(said))
+
+
+def _rollout(sample: Sample) -> Rollout:
+    text, ids = sample.text, tuple(sample.token_ids.tolist())
+    prompt = Prompt(text["prompt_id"], ids[: sample.prompt_length], text["prompt"], text["columns"])
+    response = ids[sample.prompt_length :]
+    return Rollout(prompt, response, tuple([0.0] * len(response)), text["finish_reason"], text["weight_version"], text["response"])
+
+
+class _Rows:
+    """The rows of one optimizer step that speak of a token of some sample; others are the masks' matter."""
+
+    def __init__(self, step: Step, update: Update):
+        self.step, self.update = step, update
+        sample, token = update.rows["sample"].long(), update.rows["token"].long()
+        lengths = torch.tensor([s.length for s in step.samples])
+        self._valid = (sample >= 0) & (sample < len(lengths)) & (token >= 0) & (token < lengths[sample.clamp(0, len(lengths) - 1)])
+        self.sample, self.token = sample[self._valid], token[self._valid]
+        self._place = (lengths.cumsum(0) - lengths)[self.sample] + self.token
+
+    def dumped(self, name: str) -> Tensor | None:
+        return self.update.rows[name][self._valid].double() if name in self.update.rows else None
+
+    def recomputed(self, rows: Sequence[Tensor | None]) -> Tensor:
+        """Rows [L] or [Lr] of each sample at the tokens of these rows; NaN where there is none."""
+        whole = []
+        for sample, row in zip(self.step.samples, rows, strict=True):
+            row = torch.full((sample.length,), math.nan) if row is None else row
+            before = row.new_full((sample.length - row.numel(),), math.nan)
+            whole.append(torch.cat([before, row]).double())
+        return torch.cat(whole)[self._place]
+
+    def compare(self, quantity: str, name: str, rows: Sequence[Tensor | None], tolerance: float = ROUNDING, note: str = "") -> Check:
+        quantity = _name(quantity, self.step, self.update)
+        return compare(quantity, self.dumped(name), self.recomputed(rows), tolerance, self._where, note=note)
+
+    def _where(self, i: int) -> str:
+        return f"sample {int(self.sample[i])} token {int(self.token[i])}"
+
+
+def _numbers(step: Step, rows: _Rows, result: Recomputed) -> Iterator[Check]:
+    """What the model computed."""
+    tolerances, update = TOLERANCES[step.dtype], rows.update
+    for quantity, name in (
+        ("policy log-probs", "policy_logprobs"),
+        ("old log-probs", "old_logprobs"),
+        ("reference log-probs", "ref_logprobs"),
+    ):
+        if rows.dumped(name) is not None:
+            yield rows.compare(quantity, name, getattr(result, name), tolerances.logprobs)
+    yield rows.compare("entropy", "entropy", result.entropy, tolerances.logprobs)
+
+    def single(quantity: str, dumped: float, recomputed: float, tolerance: float, size: float = 1.0) -> Check:
+        return compare(_name(quantity, step, update), [dumped], [recomputed], tolerance, lambda _: "", size)
+
+    for name, value in _means(rows, result).items():
+        yield single(name, update.metric(name), value, tolerances.means)
+    yield single("denominator", update.denominator, _denominator(step), EXACT)
+    yield single("loss", update.metric("loss"), result.loss, tolerances.loss, result.loss_size)
+    yield single("grad_norm", update.metric("grad_norm"), result.grad_norm, tolerances.grad_norm, 0.0)
+
+
+def _means(rows: _Rows, result: Recomputed) -> dict[str, float]:
+    """Metrics that are means over the loss tokens, under the names they have in metrics.jsonl."""
+    if not rows.sample.numel():
+        return {}
+    old = rows.recomputed(result.old_logprobs)
+    means = naive.mismatch(old, rows.recomputed([s.rollout_logprobs for s in rows.step.samples]))
+    means["entropy"] = rows.recomputed(result.entropy).mean().item()
+    if any(row is not None for row in result.kl):
+        means = {"kl": rows.recomputed(result.kl).mean().item()} | means
+    return means
+
+
+def _denominator(step: Step) -> int:
+    responses = [s.length - s.prompt_length for s in step.samples]
+    return naive.denominator(responses, step.config.algorithm.loss_type, step.config.rollout.max_completion_length)
+
+
+def _name(quantity: str, step: Step, update: Update) -> str:
+    return quantity if len(step.updates) == 1 else f"{quantity}, optimizer step {update.number}"

@@ -1,0 +1,102 @@
+"""`megagrpo audit RUN --step N`: is what a run computed in one step what the formulas say?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megagrpo.audit.checks import TOLERANCES, Check, check_step
+from megagrpo.audit.saved import Step, load_step
+from megagrpo.config import ConfigError
+
+USAGE = """\
+megagrpo audit RUN --step N [--json] [--model FOLDER]    recompute a dumped step in float64 and name the first number that differs
+
+RUN is the run's folder; `debug.dump_steps` tells a run what to dump. --model says where the model that the run started from lies now.
+Exit code 0: every quantity is within its tolerance; 1: one is not; 2: there is no such dump.
+
+Tolerances by the run's precision (single log-probs and means in nats, loss by mean absolute token loss, gradient norm relative):
+""" + "\n".join(
+    f"  {dtype:8}  log-probs {t.logprobs:g}  means {t.means:g}  loss {t.loss:g}  gradient norm {t.grad_norm:g}"
+    for dtype, t in TOLERANCES.items()
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ConfigError(f"{message}\n\n{USAGE}")
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code of `megagrpo audit`; ConfigError for a wrong command line and for a dump that is not there."""
+    parser = _Parser(prog="megagrpo audit", add_help=False)
+    parser.add_argument("run", nargs="?", type=Path)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    given = parser.parse_args(arguments)
+    if given.help:
+        print(USAGE)
+        return 0
+    if given.run is None or given.step is None:
+        parser.error("audit needs the folder of a run and --step")
+    step = load_step(given.run, given.step, given.model)
+    checks = list(check_step(step))
+    if given.json:
+        print(json.dumps(as_json(step, checks), indent=1))
+    else:
+        show(step, checks)
+    return 0 if all(check.passed for check in checks) else 1
+
+
+def as_json(step: Step, checks: Iterable[Check]) -> dict:
+    """Verdict, first difference and every check; infinity and NaN as text."""
+    rows = [{k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(check).items()} for check in checks]
+    first = next((row for row in rows if not row["passed"]), None)
+    return {"dump": str(step.folder), "precision": step.dtype, "passed": first is None, "first_difference": first, "checks": rows}
+
+
+def show(step: Step, checks: list[Check]) -> None:
+    """A table of all quantities, and what it comes to."""
+    console = Console(highlight=False, soft_wrap=True)
+    tokens = sum(s.length - s.prompt_length for s in step.samples)
+    layout = " x ".join(f"{axis} {size}" for axis, size in step.layout.items() if axis != "world" and size > 1) or "one rank"
+    console.print(f"{step.folder}: {len(step.samples)} samples, {tokens} response tokens, {step.dtype} on {layout}; beside float64:")
+    table = Table(box=None, pad_edge=False)
+    for column, side in (
+        ("quantity", "left"),
+        ("numbers", "right"),
+        ("largest difference", "right"),
+        ("allowed", "right"),
+        ("where", "left"),
+    ):
+        table.add_column(column, justify=side, no_wrap=True)
+    for check in checks:
+        allowed = "exact" if check.allowed == 0 else f"{check.allowed:.1e}"
+        style = "" if check.passed else "red"
+        where = " ".join(filter(None, (check.place if check.difference else "", f"({check.note})" if check.note else "")))
+        table.add_row(check.quantity, str(check.count), f"{check.difference:.1e}", allowed, where, style=style)
+    console.print(table)
+    console.print(verdict(checks))
+
+
+def verdict(checks: Iterable[Check]) -> str:
+    """One line: that all agree, or the first that does not."""
+    first = next((check for check in checks if not check.passed), None)
+    if first is None:
+        return "agrees: every quantity is within its tolerance"
+    place = f" at {first.place}" if first.place else ""
+    if isinstance(first.dumped, str):
+        return f"differs first in {first.quantity}{place}: {first.dumped} ({first.difference:g} such)"
+    return (
+        f"differs first in {first.quantity}{place}: the run has {first.dumped:.9g}, float64 has {first.recomputed:.9g}, "
+        f"off by {first.difference:.2e} where {first.allowed:.1e} is allowed"
+    )

@@ -1,0 +1,96 @@
+"""One GRPO step written out as the papers have it, in float64, a sample at a time: transformers' model, the full softmax, torch's autograd.
+
+No packing, no chunks, no parallelism, and nothing that the trainer computes with: this is what it is measured against. transformers
+computes rotary angles, and the routing of mixtures of experts, in float32 whatever the weights are.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+
+from megagrpo.config import AlgorithmSection
+
+
+def load_model(folder: Path, dtype: str) -> nn.Module:
+    """The weights in `folder`, rounded to `dtype` as the trainer holds them, in a float64 model."""
+    from transformers import AutoModelForCausalLM  # slow to import
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa").double().eval()
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):  # transformers would round to float32 on the way
+            module.forward = MethodType(_rms_norm, module)
+    return model
+
+
+def _rms_norm(self: nn.Module, hidden: Tensor) -> Tensor:
+    return self.weight * hidden * (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+
+def log_softmax(model: nn.Module, token_ids: Tensor, temperature: float) -> Tensor:
+    """[L - 1, V] log-probs of every next token of one sample."""
+    return (model(token_ids[None]).logits[0, :-1] / temperature).log_softmax(dim=-1)
+
+
+def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float:
+    """Of the functions that could score; NaN when none could."""
+    scored = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
+    return sum(scored) if scored else math.nan
+
+
+def group_advantages(rewards: Sequence[float], group_size: int, scale: str) -> list[float]:
+    """(reward - mean of its group) / (std + 1e-4), the std of its group or of the whole step, or undivided; 0 where there is no reward
+    or nothing to compare with. Standard deviations are unbiased."""
+    known = [r for r in rewards if not math.isnan(r)]
+    advantages = []
+    for start in range(0, len(rewards), group_size):
+        group = rewards[start : start + group_size]
+        of_group = [r for r in group if not math.isnan(r)]
+        among = {"group": of_group, "batch": known, "none": []}[scale]
+        divisor = statistics.stdev(among) + 1e-4 if len(among) > 1 else 1.0
+        flat = len(set(of_group)) < 2
+        advantages += [0.0 if flat or math.isnan(r) else (r - statistics.fmean(of_group)) / divisor for r in group]
+    return advantages
+
+
+def kl_term(policy: Tensor, reference: Tensor, picked: Tensor, ratio: Tensor, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr] the KL term of each response token. policy, reference [Lr, V] log-probs; picked, ratio [Lr] of the sampled tokens."""
+    chosen = reference.gather(1, picked[:, None])[:, 0]
+    d = chosen - policy.gather(1, picked[:, None])[:, 0]
+    return d.exp() - d - 1
+
+
+def token_losses(logprobs: Tensor, old: Tensor, advantage: float, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr] -min(ratio A, clip(ratio) A) of each response token (Schulman et al. 2017, eq. 7)."""
+    high = algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
+    ratio = (logprobs - old).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - algorithm.epsilon, 1 + high) * advantage)
+
+
+def denominator(response_lengths: Sequence[int], loss_type: str, max_completion_length: int) -> int:
+    """What the sum over the step is divided by."""
+    if loss_type in ("dapo", "bnpo"):
+        return max(1, sum(response_lengths))
+    return max(1, len(response_lengths)) * (max_completion_length if loss_type == "dr_grpo" else 1)
+
+
+def mismatch(old: Tensor, rollout: Tensor) -> dict[str, float]:
+    """Means over tokens [K] of how far apart trainer and engine are, after NeMo-RL."""
+    p, q = old.exp(), rollout.exp()
+    m = (p + q) / 2
+
+    def divergence(x: Tensor) -> Tensor:
+        return x - x.log() - 1
+
+    return {
+        "token_mult_prob_error": torch.maximum(p / q, q / p).mean().item(),
+        "gen_kl_error": divergence(p / q).mean().item(),
+        "policy_kl_error": divergence(q / p).mean().item(),
+        "js_divergence_error": ((divergence(p / m) + divergence(q / m)) / 2).mean().item(),
+    }

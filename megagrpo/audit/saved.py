@@ -1,0 +1,95 @@
+"""Reading what `dump.py` has written; the layout of the files is described there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megagrpo.config import ConfigError, RunConfig
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response with its prompt. `token_ids` and `rollout_logprobs` [L] run over both."""
+
+    token_ids: Tensor
+    prompt_length: int
+    rollout_logprobs: Tensor
+    text: dict[str, Any]  # prompt, columns, response, finish_reason, rewards, reward, advantage
+
+    @property
+    def length(self) -> int:
+        return self.token_ids.numel()
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer step. `rows` as the loss saw them, one per loss token; `weights` is where those before it lie."""
+
+    number: int  # from 1
+    weights: Path
+    denominator: int
+    metrics: dict[str, float]
+    rows: dict[str, Tensor]
+
+    def metric(self, name: str) -> float:
+        """NaN for what the run did not measure: a step that was skipped has no gradient norm."""
+        return float(self.metrics.get(name, "nan"))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One dumped step of a run. `model` is what the run started from: its reference."""
+
+    folder: Path
+    config: RunConfig
+    dtype: str
+    model: Path
+    layout: dict[str, int]
+    samples: list[Sample]
+    updates: list[Update]
+
+
+def load_step(run: Path, step: int, model: Path | None = None) -> Step:
+    """The dump of one step. `model` is where the model lies that the run started from, None: where it lay then.
+
+    ConfigError, with the steps that are there, when this one is not, and when weights that it needs are gone.
+    """
+    folder = run / "dumps" / f"step_{step:06d}"
+    file = folder / "step.json"
+    if not file.is_file():
+        there = [str(int(p.parent.name.removeprefix("step_"))) for p in sorted(run.glob("dumps/step_*/step.json"))]
+        raise ConfigError(f"--step: {run} holds no dump of step {step}; it has {', '.join(there) or 'none: set debug.dump_steps'}")
+    contents = json.loads(file.read_text())
+    model = model or Path(contents["model"])
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"--model: {model} holds no config.json; give the folder of the model that the run started from")
+    return Step(
+        folder=folder,
+        config=RunConfig.model_validate(contents["config"]),
+        dtype=contents["dtype"],
+        model=model,
+        layout=contents["layout"],
+        samples=_samples(load_file(folder / "samples.safetensors"), contents["samples"]),
+        updates=[_update(folder, model, number, update) for number, update in enumerate(contents["updates"], 1)],
+    )
+
+
+def _samples(rows: dict[str, Tensor], texts: list[dict[str, Any]]) -> list[Sample]:
+    borders, prompts = rows["borders"].tolist(), rows["prompt_lengths"].tolist()
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(borders)]
+    return [
+        Sample(rows["token_ids"][span], prompt, rows["rollout_logprobs"][span], text)
+        for span, prompt, text in zip(spans, prompts, texts, strict=True)
+    ]
+
+
+def _update(folder: Path, model: Path, number: int, saved: dict[str, Any]) -> Update:
+    weights = folder / saved["weights"] if saved["weights"] else model
+    return Update(number, weights, saved["denominator"], saved["metrics"], load_file(folder / saved["rows"]))
