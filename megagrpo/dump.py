@@ -5,7 +5,7 @@ step.json         samples with texts, rewards, advantages; per optimizer step it
                   Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
 samples.safetensors   `token_ids` [sum of L], `borders` [N + 1], `prompt_lengths` [N], `rollout_logprobs` [sum of L] (0 on the prompt)
 update_K.safetensors  one row per loss token as optimizer step K saw it: `sample`, `token` (its place there), `token_id`, `advantage`,
-                  `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `entropy`; of the log-probs those that exist
+                  `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `entropy`, `full_kl`; those that the step has
 weights_K/        the weights before optimizer step K as a Hugging Face folder; the very first are those of the model, and not written
 
 A dump is complete or absent, and a step that is dumped computes the same as one that is not.
@@ -155,6 +155,7 @@ def loss_tokens(inputs: LossInputs) -> Rows:
         "ref_logprobs": batch.ref_logprobs,
         "rollout_logprobs": batch.rollout_logprobs,
         "entropy": inputs.entropy,
+        "full_kl": None if inputs.full_kl is None else inputs.full_kl.detach(),
     }
     return {name: row.index_select(0, chosen).cpu() for name, row in rows.items() if row is not None}
 

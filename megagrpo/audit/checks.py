@@ -227,12 +227,14 @@ def _numbers(step: Step, rows: _Rows, result: Recomputed) -> Iterator[Check]:
         if rows.dumped(name) is not None:
             yield rows.compare(quantity, name, getattr(result, name), tolerances.logprobs)
     yield rows.compare("entropy", "entropy", result.entropy, tolerances.logprobs)
+    if rows.dumped("full_kl") is not None:
+        yield rows.compare("full-vocabulary KL", "full_kl", result.kl, tolerances.logprobs)
 
     def single(quantity: str, dumped: float, recomputed: float, tolerance: float, size: float = 1.0) -> Check:
         return compare(_name(quantity, step, update), [dumped], [recomputed], tolerance, lambda _: "", size)
 
     for name, value in _means(rows, result).items():
-        yield single(name, update.metric(name), value, tolerances.means)
+        yield single(f"mean {name}", update.metric(name), value, tolerances.means)
     yield single("denominator", update.denominator, _denominator(step), EXACT)
     yield single("loss", update.metric("loss"), result.loss, tolerances.loss, result.loss_size)
     yield single("grad_norm", update.metric("grad_norm"), result.grad_norm, tolerances.grad_norm, 0.0)

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
 
 from megagrpo.audit.checks import TOLERANCES, Check, check_step
 from megagrpo.audit.saved import Step, load_step
@@ -48,12 +47,13 @@ def main(arguments: list[str]) -> int:
         return 0
     if given.run is None or given.step is None:
         parser.error("audit needs the folder of a run and --step")
+    disable_progress_bar()
     step = load_step(given.run, given.step, given.model)
     checks = list(check_step(step))
     if given.json:
         print(json.dumps(as_json(step, checks), indent=1))
     else:
-        show(step, checks)
+        print(as_text(step, checks))
     return 0 if all(check.passed for check in checks) else 1
 
 
@@ -64,28 +64,23 @@ def as_json(step: Step, checks: Iterable[Check]) -> dict:
     return {"dump": str(step.folder), "precision": step.dtype, "passed": first is None, "first_difference": first, "checks": rows}
 
 
-def show(step: Step, checks: list[Check]) -> None:
-    """A table of all quantities, and what it comes to."""
-    console = Console(highlight=False, soft_wrap=True)
+def as_text(step: Step, checks: list[Check]) -> str:
+    """A line for every quantity, and what it comes to."""
     tokens = sum(s.length - s.prompt_length for s in step.samples)
     layout = " x ".join(f"{axis} {size}" for axis, size in step.layout.items() if axis != "world" and size > 1) or "one rank"
-    console.print(f"{step.folder}: {len(step.samples)} samples, {tokens} response tokens, {step.dtype} on {layout}; beside float64:")
-    table = Table(box=None, pad_edge=False)
-    for column, side in (
-        ("quantity", "left"),
-        ("numbers", "right"),
-        ("largest difference", "right"),
-        ("allowed", "right"),
-        ("where", "left"),
-    ):
-        table.add_column(column, justify=side, no_wrap=True)
+    width = max(len(check.quantity) for check in checks)
+    lines = [
+        f"{step.folder}: {len(step.samples)} samples, {tokens} response tokens, {step.dtype} on {layout}, beside float64",
+        f"  {'quantity':{width}}  numbers  largest difference  allowed  where",
+    ]
     for check in checks:
-        allowed = "exact" if check.allowed == 0 else f"{check.allowed:.1e}"
-        style = "" if check.passed else "red"
-        where = " ".join(filter(None, (check.place if check.difference else "", f"({check.note})" if check.note else "")))
-        table.add_row(check.quantity, str(check.count), f"{check.difference:.1e}", allowed, where, style=style)
-    console.print(table)
-    console.print(verdict(checks))
+        mark, allowed = " " if check.passed else "!", f"{check.allowed:.1e}" if check.allowed else "exact"
+        remarks = [check.place if check.difference else "", f"({check.note})" if check.note else ""]
+        line = (
+            f"{mark} {check.quantity:{width}}  {check.count:7d}  {check.difference:18.1e}  {allowed:>7}  {' '.join(filter(None, remarks))}"
+        )
+        lines.append(line.rstrip())
+    return "\n".join([*lines, verdict(checks)])
 
 
 def verdict(checks: Iterable[Check]) -> str:

@@ -61,9 +61,20 @@ def group_advantages(rewards: Sequence[float], group_size: int, scale: str) -> l
 
 def kl_term(policy: Tensor, reference: Tensor, picked: Tensor, ratio: Tensor, algorithm: AlgorithmSection) -> Tensor:
     """[Lr] the KL term of each response token. policy, reference [Lr, V] log-probs; picked, ratio [Lr] of the sampled tokens."""
-    chosen = reference.gather(1, picked[:, None])[:, 0]
-    d = chosen - policy.gather(1, picked[:, None])[:, 0]
-    return d.exp() - d - 1
+    if algorithm.kl_estimator == "full_forward":
+        return (reference.exp() * (reference - policy)).sum(dim=-1)
+    if algorithm.kl_estimator == "full_reverse":
+        return (policy.exp() * (policy - reference)).sum(dim=-1)
+    d = (reference - policy).gather(1, picked[:, None])[:, 0]
+    clamped = d.clamp(-20, 20)
+    estimates = {
+        "k1": -d,
+        "k2": d.square() / 2,
+        "k3": d.exp() - d - 1,
+        "abs": d.abs(),
+        "low_var": (clamped.exp() - clamped - 1).clamp(max=10),
+    }
+    return estimates[algorithm.kl_estimator] * (ratio if algorithm.use_bias_correction_kl else 1)
 
 
 def token_losses(logprobs: Tensor, old: Tensor, advantage: float, algorithm: AlgorithmSection) -> Tensor:

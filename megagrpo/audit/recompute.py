@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from megagrpo.audit import naive
-from megagrpo.audit.saved import Step, Update
+from megagrpo.audit.saved import Step
 
 
 @dataclass
@@ -25,18 +26,18 @@ class Recomputed:
     grad_norm: float = 0.0
 
 
-def recompute(step: Step, advantages: list[float]) -> list[Recomputed]:
+def recompute(step: Step, advantages: list[float]) -> Iterator[Recomputed]:
     """Every optimizer step of `step`, with `advantages` of its samples. Two models of float64 are in memory at most, and one gradient."""
     reference = naive.load_model(step.model, step.dtype).requires_grad_(False) if step.config.algorithm.beta else None
-    done: list[Recomputed] = []
+    first: Recomputed | None = None
     for update in step.updates:
-        model = naive.load_model(update.weights, step.dtype)
-        done.append(_recompute_update(step, update, advantages, model, reference, done[0] if done else None))
-    return done
+        result = _recompute_update(step, advantages, naive.load_model(update.weights, step.dtype), reference, first)
+        first = first or result
+        yield result
 
 
 def _recompute_update(
-    step: Step, update: Update, advantages: list[float], model: nn.Module, reference: nn.Module | None, first: Recomputed | None
+    step: Step, advantages: list[float], model: nn.Module, reference: nn.Module | None, first: Recomputed | None
 ) -> Recomputed:
     algorithm, rollout = step.config.algorithm, step.config.rollout
     responses = [sample.length - sample.prompt_length for sample in step.samples]

@@ -27,14 +27,16 @@ def same_first_step(run, expected):
         if not name.startswith(MEASURED):
             assert run.metrics[0][name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
     assert len(run.metrics) == 2 and run.saved == ["step_000002"]
+    code, said = world.audit(run.folder, "--step", 2)
+    assert code == 0, said
 
 
 def test_two_tensor_parallel_ranks(one_rank, tmp_path):
-    same_first_step(world.finish(world.start(tmp_path, "parallel.tp=2"), tmp_path), one_rank)
+    same_first_step(world.finish(world.start(tmp_path, "parallel.tp=2", "debug.dump_steps=[2]"), tmp_path), one_rank)
 
 
 def test_two_pipeline_stages(one_rank, tmp_path):
-    words = ["train", *world.arguments(tmp_path, "parallel.pp=2")]
+    words = ["train", *world.arguments(tmp_path, "parallel.pp=2", "debug.dump_steps=[2]")]
     codes = run_ranks(main, 2, words)
     same_first_step(world.Run(max(codes), "", "", tmp_path / "run"), one_rank)
 

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import importlib
+import io
 import json
 import logging
 import multiprocessing
@@ -306,6 +307,18 @@ def shared_memory(pids: list[int]) -> set[Path]:
 def weights_in_shared_memory(pid: int) -> list[Path]:
     """Folders in which the trainer `pid` hands weights over."""
     return list(Path("/dev/shm").glob(f"megagrpo-{pid}.*"))
+
+
+def audit(*words: Any) -> tuple[int, str]:
+    """Exit code and output of `megagrpo audit` with these words."""
+    return run_ranks(_audit, 1, ["audit", *map(str, words)])[0]
+
+
+def _audit(words: list[str]) -> tuple[int, str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(words)
+    return code, said.getvalue()
 
 
 def plain_tensors(checkpoint: Path) -> dict[str, Any]:
