@@ -126,7 +126,7 @@ class StepDumps:
         contents = {
             "step": self._step,
             "dtype": str(self._policy.dtype).removeprefix("torch."),
-            "layout": {"world": layout.world_size, "tp": layout.tp_size, "cp": layout.cp_size, "pp": layout.pp_size, "dp": layout.dp_size},
+            "layout": {axis: getattr(layout, f"{axis}_size") for axis in ("tp", "cp", "pp", "dp", "ep")},
             "versions": {package: _version(package) for package in PACKAGES},
             "model": str(self._model_folder.resolve()),
             "updates": self._updates,
