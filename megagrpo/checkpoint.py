@@ -42,7 +42,7 @@ class Checkpointer:
 
     def __init__(self, folder: Path, layout: Layout, policy: MegatronPolicy, keep: int, model_folder: Path):
         self.folder, self.layout, self.policy, self.keep, self.model_folder = folder, layout, policy, keep, model_folder
-        held = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()) if layout.dp_cp_rank == 0 else 0
+        held = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters() if _is_first_copy(p, layout))
         self._bytes_needed = sum(layout.all_gather_objects(held)) * BYTES_PER_PARAMETER
 
     def latest(self) -> Path | None:
@@ -139,6 +139,11 @@ class Checkpointer:
 
     def _layout_of_rng(self) -> dict[str, int]:
         return {"tp": self.layout.tp_size, "pp": self.layout.pp_size}
+
+
+def _is_first_copy(parameter: torch.Tensor, layout: Layout) -> bool:
+    """Whether no rank before this one holds the parameter; Megatron marks those that are not copied over dp x cp, the experts."""
+    return (layout.dp_cp_rank if getattr(parameter, "allreduce", True) else layout.expert_copy) == 0
 
 
 def _remove(checkpoint: Path) -> None:

@@ -22,6 +22,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip 
 from megatron.core.tensor_parallel import ColumnParallelLinear  # isort: skip
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.transformer_layer import MoETransformerLayer  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 
 RECOMPUTE = {
@@ -172,10 +173,20 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
         pg_collection=layout.process_groups,
         vp_stage=chunk if layout.vpp > 1 else None,
     )
+    _set_experts_apart(model)
     _set_rotary(model, hf_config)
     if model.post_process:
         model.output_layer.__class__ = LMHead
     return model.to(device.device())
+
+
+def _set_experts_apart(model: HybridModel) -> None:
+    """Give experts gradient buffers and an optimizer of their own in every layout, so that all write the same checkpoint. Megatron does
+    it only where their groups differ from those of other parameters."""
+    for layer in model.decoder.layers:
+        if isinstance(layer, MoETransformerLayer):
+            for parameter in layer.mlp.experts.parameters():
+                parameter.allreduce = False
 
 
 def _set_rotary(model: HybridModel, hf_config: HfConfig) -> None:

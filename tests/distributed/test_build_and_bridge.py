@@ -293,6 +293,14 @@ def run_tool(name: str, *arguments) -> int:
     return left.value.code
 
 
+def test_the_converters_spread_experts_over_ranks(models, tmp_path):
+    folder, _ = models["mixtral"]
+    there = ("hf_to_megatron.py", folder, tmp_path / "megatron", "--tp", 2, "--ep", 2, "--etp", 1)
+    back = ("megatron_to_hf.py", tmp_path / "megatron", tmp_path / "hf", "--pp", 2)
+    assert run_ranks(run_tool, 2, *there) == run_ranks(run_tool, 2, *back) == [0, 0]
+    assert all(torch.equal(read_folder(tmp_path / "hf")[name], tensor) for name, tensor in read_folder(folder).items())
+
+
 def test_the_converters_go_there_and_back_and_never_overwrite(models, tmp_path):
     folder, _ = models["qwen2"]
     there = ("hf_to_megatron.py", folder, tmp_path / "megatron", "--tp", 2)
@@ -309,6 +317,19 @@ def test_the_converters_go_there_and_back_and_never_overwrite(models, tmp_path):
 
 def only_load(folder: Path, sizes: dict):
     load_in(init_layout(ParallelSection(**sizes)), folder)
+
+
+def fuse_experts(tensors: dict[str, torch.Tensor]):
+    """As transformers keeps them in memory: gate and up projections of all experts of a block in one tensor."""
+    prefix = "model.layers.0.mlp.experts."
+    parts = [tensors.pop(f"{prefix}{e}.{p}_proj.weight") for e in range(8) for p in ("gate", "up")]
+    tensors[f"{prefix}gate_up_proj"] = torch.stack(parts).view(8, 64, 96)
+
+
+def test_a_checkpoint_with_fused_experts_is_refused_with_a_way_out(models, tmp_path):
+    folder = broken_copy(models["qwen3_moe"][0], tmp_path, fuse_experts)
+    with pytest.raises(RankFailed, match=r"holds all experts of a block in one tensor \(model\.layers\.0\.mlp\.experts\.gate_up_proj\)"):
+        run_ranks(only_load, 1, folder, {})
 
 
 def broken_copy(folder: Path, target: Path, change) -> Path:
@@ -347,6 +368,8 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_valid_sizes(models):
         run_ranks(only_load, 3, models["llama tied"][0], dict(tp=3))
     with pytest.raises(RankFailed, match=r"tp 2 x cp 1 x pp 1 = 2 does not divide the world of 3 ranks"):
         run_ranks(only_load, 3, models["llama tied"][0], dict(tp=2))
+    with pytest.raises(RankFailed, match=r"ep 2 x etp 2 x pp 1 = 4 does not divide the world of 2 ranks"):
+        run_ranks(only_load, 2, models["mixtral"][0], dict(tp=2, ep=2))
 
 
 def export_into(folder: Path, out: Path):

@@ -92,6 +92,21 @@ def full_tensors(ranks: list[dict]) -> dict[str, torch.Tensor]:
     return full
 
 
+@pytest.fixture(scope="module")
+def model_with_experts(tmp_path_factory) -> Path:
+    """A random tiny Qwen3-MoE whose first two blocks are dense: the first of two pipeline stages has no experts."""
+    folder = tmp_path_factory.mktemp("model_with_experts")
+    run_ranks(_make_model_with_experts, 1, folder)
+    return folder
+
+
+def _make_model_with_experts(folder: Path) -> None:
+    torch.manual_seed(0)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[0, 1], head_dim=16)
+    config = transformers.Qwen3MoeConfig(**SIZES | experts, initializer_range=0.1, max_position_embeddings=64)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
 ONE, DP2, TP2, PP2, VPP = ({}, 1), ({}, 2), (dict(tp=2), 2), (dict(pp=2), 2), (dict(pp=2, vpp=2), 2)
 CP2, CP2_DP2, UNEVEN = (dict(cp=2), 2), (dict(cp=2), 4), (dict(pp=2, pipeline_layers=[1, 3]), 2)
 
@@ -114,6 +129,32 @@ CP2, CP2_DP2, UNEVEN = (dict(cp=2), 2), (dict(cp=2), 4), (dict(pp=2, pipeline_la
     ids=str,
 )
 def test_a_run_continues_from_a_checkpoint_of_another_layout(saved, loaded, model, tmp_path):
+    assert_continues(saved, loaded, model, tmp_path)
+
+
+EP2, PP2_EP2 = (dict(ep=2), 2), (dict(pp=2, ep=2), 4)
+TP2_ETP1, TP2_EP2 = (dict(tp=2, etp=1, sequence_parallel=True), 2), (dict(tp=2, ep=2, sequence_parallel=True), 4)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(EP2, ONE), (ONE, TP2_EP2), (PP2_EP2, TP2_ETP1), (TP2_EP2, PP2_EP2)], ids=str)
+def test_experts_go_from_any_number_of_expert_parallel_ranks_to_any_other(saved, loaded, model_with_experts, tmp_path):
+    assert_continues(saved, loaded, model_with_experts, tmp_path)
+
+
+def space_that_a_checkpoint_takes(parallel: dict, model: Path, checkpoints: Path) -> int:
+    layout = init_layout(settings(parallel).parallel)
+    policy = MegatronPolicy(settings(parallel), layout, load_hf_config(model))
+    layout_bytes = Checkpointer(checkpoints, layout, policy, 1, model)._bytes_needed
+    layout.close()
+    return layout_bytes
+
+
+def test_every_expert_is_counted_once_in_the_space_that_a_checkpoint_takes(model_with_experts, tmp_path):
+    (one,) = run_ranks(space_that_a_checkpoint_takes, 1, {}, model_with_experts, tmp_path)
+    assert run_ranks(space_that_a_checkpoint_takes, 4, dict(ep=2), model_with_experts, tmp_path) == [one] * 4
+
+
+def assert_continues(saved: tuple, loaded: tuple, model: Path, tmp_path: Path) -> None:
     unbroken = full_tensors(run_ranks(train_steps, saved[1], saved[0], model, tmp_path, False))
     resumed = full_tensors(run_ranks(train_steps, loaded[1], loaded[0], model, tmp_path, True))
     assert resumed.keys() == unbroken.keys()
