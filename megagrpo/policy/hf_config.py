@@ -141,7 +141,7 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
         names = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
         return [f"model: architecture {model_type or raw.get('architectures')} is not supported; supported: {names}"]
     required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    missing = [f"model: config.json lacks {key}" for key in required if key not in raw] + _missing_expert_sizes(raw)
+    missing = [f"model: config.json lacks {key}" for key in required if key not in raw] + _expert_size_problems(raw)
     # value that the model code of this project stands for -> what other values would need
     fixed = {
         "hidden_act": ("silu", "only silu is supported"),
@@ -223,16 +223,21 @@ def _expert_problems(family: str, experts: Experts | None, parallel: Sizes) -> l
     return problems
 
 
-def _missing_expert_sizes(raw: dict[str, Any]) -> list[str]:
+def _expert_size_problems(raw: dict[str, Any]) -> list[str]:
     if not FAMILIES[raw["model_type"]].experts:
         return []
     required = [("num_experts_per_tok",), ("num_experts", "num_local_experts")]
     if raw["model_type"] == "qwen3_moe":
         required.append(("moe_intermediate_size",))
-    missing = [f"model: config.json lacks {' or '.join(keys)}" for keys in required if not any(raw.get(key) for key in keys)]
-    if not missing and "num_hidden_layers" in raw and not _experts(raw).blocks:
-        missing.append("model: mlp_only_layers and decoder_sparse_step leave no block with experts; a dense model is a qwen3")
-    return missing
+    problems = [f"model: config.json lacks {' or '.join(keys)}" for keys in required if not any(raw.get(key) for key in keys)]
+    if problems or not {"num_hidden_layers", "intermediate_size"} <= raw.keys():
+        return problems
+    experts = _experts(raw)
+    if experts.per_token > experts.count:
+        problems.append(f"model: num_experts_per_tok={experts.per_token} is more than the {experts.count} experts")
+    if not experts.blocks:
+        problems.append("model: mlp_only_layers and decoder_sparse_step leave no block with experts; a dense model is a qwen3")
+    return problems
 
 
 def _experts(raw: dict[str, Any]) -> Experts | None:
@@ -267,6 +272,8 @@ def _slides(raw: dict[str, Any]) -> bool:
     uses 4096 when its config says nothing."""
     if raw["model_type"] == "mistral":
         return raw.get("sliding_window", 4096) is not None
+    if raw["model_type"] == "mixtral":
+        return raw.get("sliding_window") is not None
     return bool(raw.get("use_sliding_window"))
 
 

@@ -21,6 +21,7 @@ SMOLLM2 = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
 def test_importing_it_needs_no_torch():
@@ -85,6 +86,8 @@ def test_an_unknown_architecture_names_the_supported_ones():
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window 4096"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 99}, "sliding_window 99"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
+        (MIXTRAL | {"router_jitter_noise": 0.01}, "router_jitter_noise"),
+        (MIXTRAL | {"sliding_window": 4096}, "sliding_window 4096"),
     ],
 )
 def test_what_the_model_code_cannot_do_is_refused(change, word):
@@ -105,7 +108,58 @@ def test_a_missing_or_broken_file_is_an_error_that_names_it(tmp_path):
         load_hf_config(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+MIXED = SMOLLM2 | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("change", "blocks"),
+    [
+        ({}, range(30)),
+        ({"mlp_only_layers": [0, 29]}, range(1, 29)),
+        ({"decoder_sparse_step": 3}, range(2, 30, 3)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 2]}, range(3, 30, 2)),
+        ({"model_type": "mixtral"}, range(30)),
+    ],
+)
+def test_the_blocks_with_experts_are_those_of_transformers(change, blocks):
+    config = parse_hf_config(MIXED | change)
+    assert [b for b in range(30) if config.has_experts(b)] == list(blocks)
+    kind = transformers.Qwen3MoeConfig if config.family == "qwen3_moe" else transformers.MixtralConfig
+    tiny = MIXED | change | dict(hidden_size=18, intermediate_size=8, moe_intermediate_size=8, vocab_size=8)
+    names = transformers.AutoModelForCausalLM.from_config(kind(**tiny)).state_dict()
+    assert sorted({int(name.split(".")[2]) for name in names if ".experts." in name}) == list(blocks)
+
+
+def test_the_weights_of_a_tokens_experts_add_up_to_1_where_the_family_says_so():
+    assert not parse_hf_config(MIXED).experts.normalized
+    assert parse_hf_config(MIXED | {"norm_topk_prob": True}).experts.normalized
+    mixtral = parse_hf_config(MIXED | {"model_type": "mixtral"}).experts
+    assert mixtral.normalized and mixtral.intermediate_size == 1536
+
+
+def test_a_config_of_experts_that_lacks_a_size_or_has_no_experts_says_so():
+    sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    assert architecture_problems({k: v for k, v in MIXED.items() if k not in sizes}) == [
+        "model: config.json lacks num_experts_per_tok",
+        "model: config.json lacks num_experts or num_local_experts",
+        "model: config.json lacks moe_intermediate_size",
+    ]
+    (dense,) = architecture_problems(MIXED | {"mlp_only_layers": list(range(30))})
+    assert dense.startswith("model: mlp_only_layers and decoder_sparse_step leave no block with experts")
+    (greedy,) = architecture_problems(MIXED | {"num_experts_per_tok": 9})
+    assert greedy == "model: num_experts_per_tok=9 is more than the 8 experts"
+
+
+def test_the_width_of_dense_mlps_matters_only_where_there_are_some():
+    odd = MIXED | {"intermediate_size": 1535}
+    assert model_problems(odd, ParallelSection(tp=3)) == [
+        "parallel.etp: the experts' width 64 is not divisible by etp=3; valid etp: 1, 2, 4, 8, 16, 32, 64"
+    ]
+    (problem,) = model_problems(odd | {"mlp_only_layers": [4]}, ParallelSection(tp=3, etp=1))
+    assert problem == "parallel.tp: intermediate_size=1535 is not divisible by tp=3; valid tp: 1"
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral"])
 def test_what_transformers_writes_is_read_with_its_own_values(kind, tmp_path):
     theirs = getattr(transformers, f"{kind}Config")(tie_word_embeddings=True, vocab_size=77, sliding_window=None)
     theirs.save_pretrained(tmp_path)

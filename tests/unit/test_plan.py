@@ -9,11 +9,28 @@ import transformers
 
 from megagrpo import plan as plan_module
 from megagrpo.config import ParallelSection, load_config
-from megagrpo.plan import layer_parameters, layers_of_ranks, model_shape, num_parameters, plan, stage_parameters, trainer_memory
+from megagrpo.plan import (
+    layer_parameters,
+    layers_of_ranks,
+    model_shape,
+    num_active_parameters,
+    num_parameters,
+    plan,
+    stage_experts,
+    stage_parameters,
+    trainer_memory,
+)
 from megagrpo.policy.hf_config import parse_hf_config
 
 REPOSITORY = Path(__file__).parents[2]
-CONFIGS = {"quickstart": 1, "quickstart_tp3": 3, "quickstart_pp2": 2, "quickstart_cp2": 2, "qwen2.5_7b_gsm8k_8gpu": 8}
+CONFIGS = {  # ranks, and GiB of a GPU
+    "quickstart": (1, 79),
+    "quickstart_tp3": (3, 79),
+    "quickstart_pp2": (2, 79),
+    "quickstart_cp2": (2, 79),
+    "qwen2.5_7b_gsm8k_8gpu": (8, 79),
+    "qwen3_30b_a3b_gsm8k_8gpu": (8, 131),
+}
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 576,
@@ -25,6 +42,8 @@ LLAMA = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+MIXED = LLAMA | {"model_type": "qwen3_moe", "head_dim": 64, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 192}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.fixture
@@ -44,7 +63,8 @@ def test_every_committed_config_is_planned_here():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_committed_configs_have_a_plan_without_problems(name):
-    made = plan(load_config(REPOSITORY / "configs" / f"{name}.yaml"), CONFIGS[name], gpu_memory_gb=79)
+    ranks, gpu = CONFIGS[name]
+    made = plan(load_config(REPOSITORY / "configs" / f"{name}.yaml"), ranks, gpu_memory_gb=gpu)
     assert made.problems == [] and made.memory["train"]["total"] > made.memory["generate"]["total"] > 0
 
 
@@ -55,6 +75,8 @@ def test_committed_configs_have_a_plan_without_problems(name):
         LLAMA | {"tie_word_embeddings": False, "vocab_size": 101},
         LLAMA | {"model_type": "qwen2", "num_hidden_layers": 4},
         LLAMA | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": False},
+        MIXED | {"mlp_only_layers": [3, 7]},
+        MIXTRAL | {"tie_word_embeddings": False},
     ],
 )
 def test_parameters_are_counted_as_transformers_does(raw):
@@ -70,6 +92,50 @@ def test_the_ranks_together_hold_the_model_and_what_is_held_twice():
     embedding = 49152 * 576
     first, second = stage_parameters(model, ParallelSection(pp=2))
     assert first + second == num_parameters(model) + embedding and second - first == 576
+
+
+@pytest.mark.parametrize(("sizes", "of_experts"), [(dict(), 1), (dict(ep=4), 4), (dict(ep=2, etp=3), 6), (dict(tp=3), 3)])
+def test_experts_are_shared_out_over_ep_and_etp_and_their_optimizer_over_what_is_left(folder, sizes, of_experts):
+    (folder / "config.json").write_text(json.dumps(MIXED | {"mlp_only_layers": [0]}))
+    model = parse_hf_config(MIXED | {"mlp_only_layers": [0]})
+    experts = 29 * 12 * 3 * 576 * 192
+    assert stage_experts(model, ParallelSection(**sizes)) == [experts // of_experts]
+    assert num_parameters(model) - num_active_parameters(model) == experts * 9 // 12
+    settings = config(folder, "model.precision=bf16", "train.distributed_optimizer=true", *(f"parallel.{k}={v}" for k, v in sizes.items()))
+    world, dense = 12, stage_parameters(model, sizes.get("tp", 1), 1)[0]
+    memory = trainer_memory(settings, model, dp=world // sizes.get("tp", 1))["generate"]
+    assert memory["weights"] == pytest.approx(2 * (dense + experts / of_experts) / 2**30)
+    assert memory["optimizer"] == pytest.approx(12 * (dense * sizes.get("tp", 1) + experts) / world / 2**30)
+
+
+def test_what_does_not_fit_the_experts_is_told_with_what_does(folder):
+    def problems(raw: dict, world_size: int, *overrides: str) -> list[str]:
+        (folder / "config.json").write_text(json.dumps(raw))
+        return plan(config(folder, *overrides), world_size).problems
+
+    assert problems(MIXED, 6, "parallel.tp=3", "parallel.ep=2", "parallel.sequence_parallel=true") == []
+    assert problems(MIXED, 3, "parallel.tp=3") == [
+        "parallel.sequence_parallel: qwen3_moe has experts, which with parallel.tp=3 need it; set it to true"
+    ]
+    assert problems(MIXED, 4, "parallel.ep=3") == [
+        "world_size: 4 is not a multiple of parallel.ep x parallel.etp x parallel.pp = 3 x 1 x 1 = 3; use 3 or 6 ranks"
+    ]
+    assert problems(MIXED, 40, "parallel.ep=8", "parallel.etp=5") == [
+        "parallel.ep: the model's 12 experts are not divisible by ep=8; valid ep: 1, 2, 3, 4, 6, 12",
+        "parallel.etp: the experts' width 192 is not divisible by etp=5; valid etp: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192",
+    ]
+    assert problems(LLAMA, 4, "parallel.ep=2", "parallel.etp=2") == [
+        "parallel.ep: 2, but llama has no experts; set it to 1",
+        "parallel.etp: 2, but llama has no experts; leave it empty",
+    ]
+    (narrow,) = problems(MIXED | {"moe_intermediate_size": 193}, 1, "rollout.tp=3")
+    assert narrow.startswith("rollout.tp: vLLM cannot split 9 heads, 3 KV heads and intermediate_size=193 over tp=3; valid tp: 1")
+
+
+def test_the_plan_says_where_the_experts_are():
+    made = dict(plan(load_config(REPOSITORY / "configs" / "qwen3_30b_a3b_gsm8k_8gpu.yaml"), 16).rows)
+    assert "30,532.1M parameters (3,353.0M active)" in made["model"]
+    assert made["experts"].endswith("a token; the ranks of a stage = etp 1 x ep 8 x 2 copies, 16 experts on each")
 
 
 def test_bf16_weights_gradients_and_sharded_optimizer_state_add_up(folder):
