@@ -24,6 +24,8 @@ LAYOUTS = [
     Case("pp2_vpp2_ep2", 4, dict(pp=2, vpp=2, ep=2)),
     Case("full_recompute_ep2", 2, dict(ep=2), model=dict(recompute="full")),
     Case("shared_prompts_ep2", 2, dict(ep=2), share_prompts=True),
+    Case("cp2_ep2", 2, dict(cp=2, ep=2)),
+    Case("cp2_tp2_ep4_etp1", 4, TP2 | dict(cp=2, ep=4, etp=1)),
 ]
 BY_NAME = {case.name: case for case in LAYOUTS}
 IDLE = range(4, 8)  # of eight experts; with two expert-parallel ranks, all of the second one's

@@ -102,7 +102,7 @@ def test_experts_are_shared_out_over_ep_and_etp_and_their_optimizer_over_what_is
     assert stage_experts(model, ParallelSection(**sizes)) == [experts // of_experts]
     assert num_parameters(model) - num_active_parameters(model) == experts * 9 // 12
     settings = config(folder, "model.precision=bf16", "train.distributed_optimizer=true", *(f"parallel.{k}={v}" for k, v in sizes.items()))
-    world, dense = 12, stage_parameters(model, sizes.get("tp", 1), 1)[0]
+    world, dense = 12, stage_parameters(model, ParallelSection(**sizes))[0]
     memory = trainer_memory(settings, model, dp=world // sizes.get("tp", 1))["generate"]
     assert memory["weights"] == pytest.approx(2 * (dense + experts / of_experts) / 2**30)
     assert memory["optimizer"] == pytest.approx(12 * (dense * sizes.get("tp", 1) + experts) / world / 2**30)
