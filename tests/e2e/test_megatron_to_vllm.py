@@ -16,7 +16,7 @@ from megagrpo.policy.build import build_model
 from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.types import SamplingParams
 from megagrpo.weight_sync import WeightSync
-from tests.e2e.tiny_servers import PROMPTS, tied_llamas, weights
+from tests.e2e.tiny_servers import PROMPTS, connect, launch, model_folder, tied_llamas, weights
 
 
 def push_from_megatron(parallel: dict, engine, folder: Path, out: Path, version: int) -> int:
@@ -53,3 +53,31 @@ def test_a_server_synced_from_megatron_shards_equals_a_fresh_one_on_the_exported
     assert read == sum(t.nbytes for t in weights(fresh.folder).values())
     exported, original = load_file(tmp_path / "exported" / "model.safetensors"), weights(fresh.folder)
     assert exported.keys() == original.keys() and all(torch.equal(exported[name], original[name]) for name in original)
+
+
+@pytest.fixture(scope="module")
+def with_experts():
+    """A server on a Qwen3-MoE with a dense block."""
+    folder = model_folder("qwen3_moe", 0)
+    return connect(launch(folder, "qwen3_moe"), folder)
+
+
+def test_experts_that_lie_on_expert_parallel_ranks_reach_the_server_exactly(with_experts, tmp_path):
+    greedy, engine, other = SamplingParams(0.0, 24), with_experts.engine, model_folder("qwen3_moe", 1)
+
+    def answers() -> list:
+        return [(group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, greedy, seed=0)]
+
+    def push(ranks: int, parallel: dict, folder: Path, out: str) -> int:
+        version = engine.weight_version + 1
+        read = run_ranks(push_from_megatron, ranks, parallel, engine, folder, tmp_path / out, version)[0]
+        engine.weight_version = version  # the ranks are forks: their client is not this one
+        return read
+
+    fresh = answers()  # the server has just loaded its folder
+    push(1, {}, other, "other")
+    assert [ids for ids, _ in answers()] != [ids for ids, _ in fresh]
+    for parallel in (dict(ep=2), dict(tp=2, ep=2, etp=1)):
+        read = push(2, parallel, with_experts.folder, f"back{len(parallel)}")
+        assert answers() == fresh and read == sum(t.nbytes for t in weights(with_experts.folder).values())
+        push(1, {}, other, f"other{len(parallel)}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from megagrpo.rollout.launcher import Launcher, ServerOptions
 from megagrpo.rollout.vllm_server import VllmEngine
@@ -29,7 +29,8 @@ SIZES = dict(
     initializer_range=0.08,
     tie_word_embeddings=True,
 )
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, mlp_only_layers=[0], head_dim=32)
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3_moe": functools.partial(Qwen3MoeConfig, **EXPERTS)}
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 997 + 3 for k in range(4 + i)), "") for i in range(5)]
 
 
