@@ -5,8 +5,10 @@
 Every contender gets hidden states [T, H], a head [V, H], labels [T] and the gradient of the loss in each log-prob, and gives the
 gradients of hidden states and head:
 
-- megagrpo: `vocab_logprobs`, which also gives the entropy. Tiles [T, chunk] of logits, computed again in the backward pass: four products
-  of T x V x H where the others need three.
+- megagrpo: `vocab_logprobs`, which also gives the entropy; the logits of `chunk` tokens exist at a time. The gradients in the log-probs are
+  foretold, as a train step does for all its losses, and checked in the backward pass.
+- megagrpo, not foretold: the same without; logits are computed again in the backward pass, four products of T x V x H where the others need
+  three.
 - plain: log_softmax over the whole [T, V] logits in float32, and autograd.
 - liger-style: what transformers with liger-kernel's fused linear losses does, written in plain PyTorch: `--liger-chunk` tokens at a time,
   loss and gradients of a chunk together, gradients of the head summed up. Only a loss that is known token by token inside the kernel can
@@ -46,8 +48,9 @@ Gradients = tuple[Tensor, Tensor]
 Contender = Callable[[Tensor, Tensor, Tensor, Tensor], Gradients]
 
 
-def megagrpo(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor, *, chunk: int) -> Gradients:
-    logprobs, _ = vocab_logprobs(hidden, weight, labels, chunk=chunk)
+def megagrpo(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor, *, chunk: int, foretold: bool) -> Gradients:
+    story = (lambda rows, logprobs: (upstream[rows],)) if foretold else None
+    logprobs, _ = vocab_logprobs(hidden, weight, labels, chunk=chunk, upstream=story)
     return torch.autograd.grad(logprobs, (hidden, weight), upstream)
 
 
@@ -78,7 +81,8 @@ def megatron(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor) -
 
 def contenders(args: argparse.Namespace) -> dict[str, Contender]:
     return {
-        **{f"megagrpo, chunk {chunk}": partial(megagrpo, chunk=chunk) for chunk in args.chunks},
+        **{f"megagrpo, chunk {chunk}": partial(megagrpo, chunk=chunk, foretold=True) for chunk in args.chunks},
+        f"megagrpo, not foretold, chunk {args.chunks[0]}": partial(megagrpo, chunk=args.chunks[0], foretold=False),
         "plain": plain,
         f"liger-style, chunk {args.liger_chunk}": partial(liger_style, chunk=args.liger_chunk),
         "megatron": megatron,
@@ -149,7 +153,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[1024], help="train.logprob_chunk: rows of the head in a tile")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[512], help="train.logprob_chunk: tokens whose logits exist at a time")
     parser.add_argument("--liger-chunk", type=int, default=512, help="tokens of a chunk")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
@@ -171,9 +175,9 @@ def main() -> None:
         f"{args.dtype}, T={args.tokens} H={args.hidden} V={args.vocab}, {args.threads} threads, median of {args.repeats}, "
         f"load {os.getloadavg()[0]:.1f}"
     )
-    print(f"{'contender':28} {'s':>8} {'CPU s':>8} {'peak GiB':>9} {'gradient difference':>20}")
+    print(f"{'contender':34} {'s':>8} {'CPU s':>8} {'peak GiB':>9} {'gradient difference':>20}")
     for name, (wall, cpu, worst) in measure_time(args).items():
-        print(f"{name:28} {wall:8.2f} {cpu:8.2f} {memory[name]:9.2f} {worst:20.1e}", flush=True)
+        print(f"{name:34} {wall:8.2f} {cpu:8.2f} {memory[name]:9.2f} {worst:20.1e}", flush=True)
 
 
 if __name__ == "__main__":

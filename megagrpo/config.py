@@ -268,8 +268,8 @@ class TrainSection(Section):
     share_prompts: bool | None = None
     """Compute a prompt once for all its responses in a micro-batch: the same gradient from fewer tokens. Empty: wherever the attention can
     (it cannot with Transformer Engine)."""
-    logprob_chunk: PositiveInt = 1024
-    """Rows of the LM head whose logits exist at once, for all tokens of a micro-batch."""
+    logprob_chunk: PositiveInt = 512
+    """Tokens whose logits exist at once in the LM head."""
     distributed_optimizer: bool = True
     """Shard optimizer state and master weights over the data-parallel ranks."""
 

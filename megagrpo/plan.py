@@ -199,30 +199,28 @@ def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> di
     else:
         in_flight = p.pp - stage
     activations = len(layers_of_ranks(model, p)[stage]) * kept * in_flight + (one_layer if config.model.recompute == "full" else 0)
-    forward, backward, ref_hidden = _head_bytes(config, model, dp, weight_bytes) if stage == p.pp - 1 else (0, 0, 0)
+    logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, weight_bytes) if stage == p.pp - 1 else (0, 0, 0)
     phases = {
         "generate": resident,
-        "logprobs": resident | {"activations": one_layer, "logits": forward, "ref_hidden": ref_hidden},
-        "train": resident | {"activations": activations, "logits": max(forward, backward), "ref_hidden": ref_hidden},
+        "logprobs": resident | {"activations": one_layer, "logits": logprobs, "ref_hidden": ref_hidden},
+        "train": resident | {"activations": activations, "logits": train_step, "ref_hidden": ref_hidden},
     }
     return {phase: {part: size / GIB for part, size in parts.items()} for phase, parts in phases.items()}
 
 
 def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) -> tuple[float, float, float]:
-    """(bytes of the LM head's forward pass, of its backward pass, of what exact KL keeps of the reference for the whole step).
+    """Bytes that the LM head takes for log-probs, that it takes in a train step, and that exact KL keeps of the reference for a whole step.
 
-    Forward: float32 tiles of logits and their exponentials; with exact KL also the reference's logits and the differences. Backward: a tile
-    of each model, and the gradients of head and hidden states until they are added to the others.
+    Logits of a chunk of tokens, in float32; with exact KL of both models. In a train step also the gradient of the head, summed in float32
+    and then cast.
     """
-    tokens = config.train.max_tokens_per_micro_batch / config.parallel.cp
-    shard, exact = model.padded_vocab(config.parallel.tp) // config.parallel.tp, 0
-    if config.algorithm.beta and config.algorithm.full_kl:
-        rollout = config.rollout
-        samples = rollout.prompts_per_step * rollout.num_generations
-        exact = samples * rollout.max_completion_length / (dp * config.parallel.cp) * model.hidden_size * weight_bytes
-    tile = tokens * min(config.train.logprob_chunk, shard) * 4
-    gradients = shard * model.hidden_size * weight_bytes + tokens * model.hidden_size * 4
-    return tile * (4 if exact else 2), tile * (2 if exact else 1) + gradients, exact
+    cp, algorithm, rollout = config.parallel.cp, config.algorithm, config.rollout
+    exact = algorithm.beta > 0 and algorithm.full_kl
+    tokens, shard = config.train.max_tokens_per_micro_batch // cp, model.padded_vocab(config.parallel.tp) // config.parallel.tp
+    logits = min(config.train.logprob_chunk, tokens) * shard * 4 * (2 if exact else 1)
+    gradients = shard * model.hidden_size * (4 if weight_bytes == 4 else 4 + weight_bytes)
+    responses = rollout.prompts_per_step * rollout.num_generations * rollout.max_completion_length / dp / cp
+    return logits, logits + gradients, responses * model.hidden_size * weight_bytes if exact else 0
 
 
 def _activation_elements(config: RunConfig, model: HfConfig) -> tuple[float, float]:

@@ -1,13 +1,19 @@
-"""Log-probabilities and entropy from a vocabulary-sharded LM head, the [N, V/tp] logits never being in one place."""
+"""Log-probs, entropy and exact KL from a vocabulary-sharded LM head, the [N, V/tp] logits never being in one place."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megagrpo.parallel.vocab_tiles import HeadGradients, RunningSoftmax, TileMemory, VocabShard, tile_logits
+from megagrpo.parallel.vocab_shard import HeadGradients, Softmax, VocabShard, blocks, chunks, wide
+
+DIRECTIONS = ("forward", "reverse")
+Upstream = Callable[..., tuple[Tensor, ...]]
 
 
 def vocab_logprobs(
@@ -18,47 +24,159 @@ def vocab_logprobs(
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-    chunk: int = 1024,
+    chunk: int = 512,
+    upstream: Upstream | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(logprobs [N], entropy [N]) in nats, float32 (float64 for float64 inputs), of softmax(hidden weight^T / temperature).
 
     `group` are the tensor-parallel ranks (None: one rank holds all rows); all of them must call this with the same N. Rows at or above
-    `vocab_size` are padding and get probability 0. Logits exist for `chunk` rows of the head at a time and are computed once more in the
-    backward pass. The gradient flows through logprobs to `hidden` and `weight`; entropy carries none. The gradient of `hidden` is this
-    rank's share: the caller sums it over the group (the backward of Megatron's copy_to_tensor_model_parallel_region).
+    `vocab_size` are padding and get probability 0. The logits of `chunk` tokens exist at a time. The gradient flows through logprobs to
+    `hidden` and `weight`; entropy carries none. The gradient of `hidden` is this rank's share: the caller sums it over the group (the
+    backward of Megatron's copy_to_tensor_model_parallel_region).
+
+    `upstream(rows, logprobs)` may foretell the gradients ([n],) that the backward pass will bring to the log-probs [n] of tokens `rows`.
+    Then each chunk's logits become gradients while they are at hand, in three matrix products, as many as with all logits kept. Without
+    it logits are computed again in the backward pass, a fourth product; so they are when it brings anything else, with the same result.
     """
-    return _VocabLogprobs.apply(hidden, weight, labels, group, temperature, vocab_size, chunk)
+    task = _Task.of(weight, labels, None, None, group, temperature, vocab_size, chunk, upstream)
+    return _VocabHead.apply(hidden, weight, task)
 
 
-class _VocabLogprobs(torch.autograd.Function):
+def vocab_logprobs_and_kl(
+    hidden: Tensor,  # [N, H] of the policy; float32, bfloat16 or float64
+    weight: Tensor,  # [V/tp, H] of the policy
+    labels: Tensor,  # [N] int64, ids in the full vocabulary
+    ref_hidden: Tensor,  # [N, H] of the reference
+    ref_weight: Tensor,  # [V/tp, H] of the reference
+    *,
+    direction: str,
+    group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    chunk: int = 512,
+    upstream: Upstream | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logprobs [N], entropy [N], kl [N]): what `vocab_logprobs` gives of the policy, and the divergence of each token's distribution.
+
+    With p = softmax(hidden weight^T / temperature) of the policy and q of the reference, in nats, over the whole vocabulary: reverse is
+    KL(p || q) = sum p log(p / q), forward is KL(q || p) = sum q log(q / p). Nothing is sampled, so value and gradient are exact. The
+    gradient flows through logprobs and kl to the policy's `hidden` and `weight` as in `vocab_logprobs`; the reference gets none. The
+    other arguments are those of `vocab_logprobs`: `chunk` tokens of each model, and `upstream(rows, logprobs, kl)` foretells two gradients.
+    Raises ValueError for another direction.
+    """
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction: {direction!r} is not one of {', '.join(DIRECTIONS)}")
+    ref = ref_hidden, ref_weight
+    task = _Task.of(weight, labels, ref, direction, group, temperature, vocab_size, chunk, upstream)
+    return _VocabHead.apply(hidden, weight, task)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a pass over the tokens needs beside the two tensors that take gradients."""
+
+    labels: Tensor
+    ref: tuple[Tensor, Tensor] | None
+    reverse: bool
+    shard: VocabShard
+    temperature: float
+    chunk: int
+    upstream: Upstream | None
+
+    @classmethod
+    def of(cls, weight, labels, ref, direction, group, temperature, vocab_size, chunk, upstream) -> _Task:
+        shard = VocabShard.of(weight, group, vocab_size)
+        return cls(labels, ref, direction == "reverse", shard, temperature, chunk, upstream if torch.is_grad_enabled() else None)
+
+    @property
+    def num_outputs(self) -> int:
+        """logprobs, entropy, and kl with a reference."""
+        return 2 if self.ref is None else 3
+
+
+class _VocabHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden, weight, labels, group, temperature, vocab_size, chunk):
-        shard = VocabShard.of(weight, group, vocab_size, chunk)
-        memory, scratch, softmax = TileMemory(hidden, shard), TileMemory(hidden, shard), RunningSoftmax(hidden)
-        picked = torch.zeros_like(softmax.maximum)
-        for tile in shard.tiles():
-            logits = tile_logits(hidden, weight[tile], temperature, memory(tile))
-            picked += shard.pick(logits, labels, tile)
-            softmax.add(logits, scratch(tile))
-        softmax.combine(shard)
-        (picked,) = shard.sum(picked)
-        ctx.save_for_backward(hidden, weight, labels, softmax.log_normaliser)
-        ctx.shard, ctx.temperature = shard, temperature
-        logprobs, entropy = softmax.logprobs(picked), softmax.entropy
+    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, task: _Task):
+        passing, num_tokens, outputs = _Pass(hidden, weight, task), hidden.shape[0], task.num_outputs
+        found = hidden.new_empty(2 * outputs - 1, num_tokens, dtype=wide(hidden.dtype))  # the outputs, and a normaliser of each model
+        foretold = hidden.new_empty(outputs - 1, num_tokens, dtype=wide(hidden.dtype))
+        gradients = None if task.upstream is None else HeadGradients(hidden, weight, task.shard, ctx.needs_input_grad[:2])
+        for rows in chunks(num_tokens, task.chunk):
+            found[:, rows] = passing.forward(rows)
+            if gradients is not None:
+                logprobs, _, *kl = found[:outputs, rows]
+                foretold[:, rows] = torch.stack(task.upstream(rows, logprobs, *kl))
+                gradients.add(rows, passing.grad_logits(rows, found[:, rows], foretold[:, rows]))
+        ctx.save_for_backward(hidden, weight, found, foretold)
+        ctx.task, ctx.result = task, None if gradients is None else gradients.result()
+        logprobs, entropy, *kl = (row.clone() for row in found[:outputs])
         ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return logprobs, entropy, *kl
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_logprobs: Tensor, _grad_entropy: Tensor | None):
-        hidden, weight, labels, log_normaliser = ctx.saved_tensors
-        shard, memory = ctx.shard, TileMemory(hidden, ctx.shard)
-        gradients = HeadGradients(hidden, weight, ctx.needs_input_grad[:2])
-        scale = grad_logprobs / ctx.temperature
-        for tile in shard.tiles():
-            logits = tile_logits(hidden, weight[tile], ctx.temperature, memory(tile))
-            # scale * (onehot(label) - p)
-            grad_logits = logits.sub_(log_normaliser[:, None]).exp_().mul_(-scale[:, None])
-            shard.add_at_labels(grad_logits, labels, tile, scale)
-            gradients.add(tile, grad_logits)
-        return *gradients.result(), None, None, None, None, None
+    def backward(ctx: FunctionCtx, grad_logprobs: Tensor, _grad_entropy: Tensor | None, *grad_kl: Tensor):
+        hidden, weight, found, foretold = ctx.saved_tensors
+        upstream = torch.stack((grad_logprobs, *grad_kl))
+        if ctx.result is not None and torch.equal(foretold, upstream):
+            return *ctx.result, None
+        passing, gradients = _Pass(hidden, weight, ctx.task), HeadGradients(hidden, weight, ctx.task.shard, ctx.needs_input_grad[:2])
+        for rows in chunks(hidden.shape[0], ctx.task.chunk):
+            passing.compute_logits(rows)
+            gradients.add(rows, passing.grad_logits(rows, found[:, rows], upstream[:, rows]))
+        return *gradients.result(), None
+
+
+class _Pass:
+    """One walk over the tokens, a chunk at a time: the logits of the chunk, and what is made of them."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, task: _Task):
+        self._task, self._policy = task, (hidden, weight)
+        self._memory = task.shard.memory(hidden, task.chunk)
+        self._ref_memory = None if task.ref is None else torch.empty_like(self._memory)
+        self._logits, self._ref_logits = self._memory, self._ref_memory
+
+    def compute_logits(self, rows: slice) -> None:
+        self._logits = self._logits_of(self._policy, rows, self._memory)
+        if self._task.ref is not None:
+            self._ref_logits = self._logits_of(self._task.ref, rows, self._ref_memory)
+
+    def _logits_of(self, model: tuple[Tensor, Tensor], rows: slice, memory: Tensor) -> Tensor:
+        return self._task.shard.logits(model[0][rows], model[1], self._task.temperature, memory)
+
+    def forward(self, rows: slice) -> Tensor:
+        """Log-probs, entropy and log-normaliser [3, n]; with a reference log-probs, entropy, KL and both log-normalisers [5, n]."""
+        task = self._task
+        self.compute_logits(rows)
+        labels, logits, ref_logits = task.labels[rows], self._logits, self._ref_logits
+        policy = Softmax.of(logits, labels, task.shard, other=ref_logits if task.reverse else None)
+        if task.ref is None:
+            return torch.stack((policy.logprobs, policy.entropy, policy.log_normaliser))
+        ref = Softmax.of(ref_logits, labels, task.shard, other=None if task.reverse else logits)
+        first, second = (policy, ref) if task.reverse else (ref, policy)
+        # Normalisers are subtracted part by part: of nearly equal distributions the rounding error of a sum would exceed the divergence.
+        kl = first.cross / first.total + (second.maximum - first.maximum) + (second.total / first.total).log()
+        return torch.stack((policy.logprobs, policy.entropy, kl, policy.log_normaliser, ref.log_normaliser))
+
+    def grad_logits(self, rows: slice, found: Tensor, upstream: Tensor) -> Tensor:
+        """The gradient of the policy's logits before the temperature [n, v], in their place. `found` is what `forward` gave of these rows,
+        `upstream` the gradients of log-probs and KL [1 or 2, n]."""
+        task, logits, normaliser = self._task, self._logits, found[self._task.num_outputs, :, None]
+        scale = upstream[0, :, None] / task.temperature
+        for columns in blocks(logits):
+            log_p = logits[:, columns].sub_(normaliser)
+            if task.ref is None:
+                log_p.exp_().mul_(-scale)
+            else:
+                self._grad_with_kl(log_p, columns, found, scale, upstream[1, :, None] / task.temperature)
+        task.shard.add_at_labels(logits, task.labels[rows], scale[:, 0])
+        return logits
+
+    def _grad_with_kl(self, log_p: Tensor, columns: slice, found: Tensor, scale: Tensor, kl_scale: Tensor) -> None:
+        """Overwrite log p with reverse p (kl_scale (log p - log q - KL) - scale), or forward kl_scale (p - q) - scale p."""
+        log_q = self._ref_logits[:, columns].sub_(found[4, :, None])
+        if self._task.reverse:
+            log_ratio = torch.sub(log_p, log_q, out=log_q)
+            log_p.exp_().mul_(log_ratio.sub_(found[2, :, None]).mul_(kl_scale).sub_(scale))
+        else:
+            log_p.exp_().mul_(kl_scale - scale).sub_(log_q.exp_().mul_(kl_scale))

@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny_policy import Case, config, full_tensors, hf_folder, old_logprobs, packing_rules, samples
+from tiny_policy import SIZES, Case, config, full_tensors, hf_folder, old_logprobs, packing_rules, samples
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.algorithms.losses import denominator, make_loss
 from megagrpo.bridge.load import load_hf
 from megagrpo.data.packing import pack
 from megagrpo.parallel.layout import init_layout
-from megagrpo.parallel.vocab_kl import vocab_logprobs_and_kl
+from megagrpo.parallel.vocab_logprobs import vocab_logprobs_and_kl
 from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
@@ -73,13 +74,12 @@ LAYOUTS = [
     Case("tp3_sequence_parallel_shared_prompts", 3, dict(tp=3, sequence_parallel=True), share_prompts=True),
     Case("tp2_cp2", 4, dict(tp=2, cp=2)),
     Case("tp2_dp2_small_micro_batches", 4, dict(tp=2), train=dict(max_tokens_per_micro_batch=40)),
-    Case("logits_of_seven_tokens_of_the_vocabulary_at_a_time", 1, dict(), train=dict(logprob_chunk=7)),
+    Case("logits_of_seven_tokens_at_a_time", 1, dict(), train=dict(logprob_chunk=7)),
 ]
 
 
-def one_step(case: Case, folder: str, estimator: str) -> dict:
-    """Metrics and gradients of a step with an exact KL term, from a policy that has moved away from its reference."""
-    settings = config(case, kl_estimator=estimator, beta=5.0)
+def prepare(case: Case, settings, folder: str):
+    """A policy that has moved away from its reference, and a batch with what the KL term needs."""
     layout = init_layout(settings.parallel)
     hf_config = load_hf_config(folder)
     policy = MegatronPolicy(settings, layout, hf_config)
@@ -91,7 +91,13 @@ def one_step(case: Case, folder: str, estimator: str) -> dict:
                 parameter.add_(0.02 * torch.sin(40 * parameter))
     policy.weights_changed()
     batch = pack(samples(), packing_rules(case, settings), layout.dp_rank, layout.dp_size)
-    batch = reference.annotate(batch.with_logprobs(old=[old_logprobs(m) for m in batch.micro_batches]))
+    return layout, hf_config, policy, reference.annotate(batch.with_logprobs(old=[old_logprobs(m) for m in batch.micro_batches]))
+
+
+def one_step(case: Case, folder: str, estimator: str) -> dict:
+    """Metrics and gradients of a step with an exact KL term, from a policy that has moved away from its reference."""
+    settings = config(case, kl_estimator=estimator, beta=5.0)
+    layout, hf_config, policy, batch = prepare(case, settings, folder)
     by_hand = mean_kl(policy.heads(batch), batch, estimator) if layout.world_size == 1 else None
     divisor = denominator(batch, settings.algorithm.loss_type, settings.rollout.max_completion_length)
     metrics = policy.train_step(batch, make_loss(settings), divisor)
@@ -143,3 +149,34 @@ def test_every_layout_takes_the_gradient_of_one_process(one_process, case, tmp_p
     assert found["gradients"].keys() == expected["gradients"].keys()
     for name, right in expected["gradients"].items():
         assert (found["gradients"][name] - right).norm() < 1e-5 * right.norm(), name
+
+
+class CountHeadProducts(TorchDispatchMode):
+    """Counts matrix products with the vocabulary as a dimension."""
+
+    products = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.products += any(SIZES["vocab_size"] in t.shape for t in args if isinstance(t, torch.Tensor))
+        return operation(*args, **kwargs or {})
+
+
+def head_products(folder: str, algorithm: dict) -> float:
+    """Products with the LM head in a train step, per chunk of tokens."""
+    case = Case("one process", 1, dict(tp=1))
+    settings = config(case, **algorithm)
+    layout, _, policy, batch = prepare(case, settings, folder)
+    divisor = denominator(batch, settings.algorithm.loss_type, settings.rollout.max_completion_length)
+    with CountHeadProducts() as counted:
+        policy.backward(batch, make_loss(settings), divisor)
+    layout.close()
+    return counted.products / sum(-(-int(m.loss_mask.sum()) // settings.train.logprob_chunk) for m in batch.micro_batches)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize(("estimator", "expected"), [("k3", 3), ("full_reverse", 4)])
+def test_the_gradient_of_the_loss_is_foretold_so_that_logits_are_computed_once(one_process, loss_type, estimator, expected):
+    folder, *_ = one_process
+    algorithm = dict(loss_type=loss_type, kl_estimator=estimator, use_bias_correction_kl=estimator == "k3")
+    assert run_ranks(head_products, 1, str(folder), algorithm) == [expected]

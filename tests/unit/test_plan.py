@@ -156,17 +156,17 @@ def test_recomputation_and_smaller_micro_batches_lower_the_activations(folder):
     assert half == pytest.approx(whole / 2)
 
 
-def test_logits_cost_a_tile_and_exact_kl_the_hidden_states_of_the_reference(folder):
+def test_logits_cost_a_chunk_and_exact_kl_the_hidden_states_of_the_reference(folder):
     exact = ("algorithm.beta=0.1", "algorithm.kl_estimator=full_reverse", "rollout.prompts_per_step=8", "rollout.num_generations=4")
 
     def logprobs(*overrides: str) -> dict[str, float]:
         settings = config(folder, "train.max_tokens_per_micro_batch=2048", "model.precision=bf16", *overrides)
         return trainer_memory(settings, parse_hf_config(LLAMA), dp=2)["logprobs"]
 
-    tile = 2048 * 512 * 4 / 2**30
-    assert logprobs("train.logprob_chunk=512")["logits"] == pytest.approx(2 * tile)
+    chunk = 512 * 49152 * 4 / 2**30
+    assert logprobs("train.logprob_chunk=512")["logits"] == pytest.approx(chunk)
     found = logprobs("train.logprob_chunk=512", "rollout.max_completion_length=128", *exact)
-    assert found["logits"] == pytest.approx(4 * tile)
+    assert found["logits"] == pytest.approx(2 * chunk)
     assert found["ref_hidden"] == pytest.approx(8 * 4 * 128 / 2 * 576 * 2 / 2**30)
 
 

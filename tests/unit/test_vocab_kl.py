@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from megagrpo.parallel.vocab_kl import vocab_logprobs_and_kl
-from megagrpo.parallel.vocab_logprobs import vocab_logprobs
+from megagrpo.parallel.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
 
 VOCAB, PADDED, WIDTH = 37, 40, 16
 
@@ -109,3 +108,16 @@ def test_another_direction_is_an_error_that_names_the_two():
     hidden, weight, labels, ref_hidden, ref_weight, _ = problem()
     with pytest.raises(ValueError, match="direction: 'both' is not one of forward, reverse"):
         vocab_logprobs_and_kl(hidden, weight, labels, ref_hidden, ref_weight, direction="both")
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_foretold_gradients_of_logprobs_and_kl_change_nothing(direction):
+    hidden, weight, labels, ref_hidden, ref_weight, upstream = problem()
+    results = []
+    for story in (None, lambda rows, logprobs, kl: tuple(upstream[:, rows])):
+        logprobs, _, kl = vocab_logprobs_and_kl(
+            hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=4, upstream=story
+        )
+        results.append((logprobs, kl, *torch.autograd.grad((logprobs, kl), (hidden, weight), tuple(upstream))))
+    for without, foretold in zip(*results, strict=True):
+        assert torch.equal(without, foretold)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.parallel.vocab_logprobs import vocab_logprobs
 
@@ -78,3 +79,57 @@ def test_in_float64_the_gradient_is_that_of_finite_differences():
     assert torch.autograd.gradcheck(
         lambda h, w: vocab_logprobs(h, w, labels, temperature=0.7, vocab_size=37, chunk=16)[0], inputs, fast_mode=True
     )
+
+
+def products(function) -> int:
+    """Matrix products that `function` runs."""
+    with CountProducts() as counted:
+        function()
+    return counted.products
+
+
+class CountProducts(TorchDispatchMode):
+    products = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.products += operation.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return operation(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("told", "expected"), [("nothing", 4), ("truth", 3), ("half the truth", 6)])
+def test_a_foretold_gradient_saves_a_product_and_a_wrong_one_costs_time_only(told, expected):
+    hidden, weight, labels, upstream = problem()
+    stories = {
+        "nothing": None,
+        "truth": lambda rows, logprobs: (upstream[rows],),
+        "half the truth": lambda rows, logprobs: (torch.where(torch.arange(11)[rows] < 5, upstream[rows], 0.0),),
+    }
+    grads = []
+
+    def step():
+        logprobs, _ = vocab_logprobs(hidden, weight, labels, temperature=0.7, vocab_size=37, chunk=4, upstream=stories[told])
+        grads.extend(torch.autograd.grad(logprobs, (hidden, weight), upstream))
+
+    assert products(step) == expected * 3  # chunks
+    oracles = torch.autograd.grad(naive(hidden, weight, labels, 0.7, 37)[0], (hidden, weight), upstream.double())
+    for grad, oracle in zip(grads, oracles, strict=True):
+        torch.testing.assert_close(grad, oracle, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_foretold_may_depend_on_the_logprobs():
+    hidden, weight, labels, _ = problem()
+    seen = []
+
+    def upstream(rows, logprobs):
+        seen.append(logprobs)
+        return (2 * logprobs,)
+
+    logprobs, _ = vocab_logprobs(hidden, weight, labels, chunk=4, upstream=upstream)
+    assert torch.equal(torch.cat(seen), logprobs)
+    assert products(lambda: torch.autograd.grad(logprobs.square().sum(), (hidden, weight))) == 0
+
+
+def test_without_a_gradient_to_compute_nothing_is_foretold():
+    hidden, weight, labels, _ = problem()
+    with torch.no_grad():
+        assert products(lambda: vocab_logprobs(hidden, weight, labels, chunk=4, upstream=pytest.fail)) == 3
