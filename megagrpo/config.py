@@ -134,18 +134,26 @@ class AlgorithmSection(Section):
     """Lower clip range of the probability ratio."""
     epsilon_high: NonNegativeFloat | None = None
     """Upper clip range; `epsilon` when empty."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, as transformers defines it, over the step's response tokens together: the
+    same in every layout. Above 0 it takes one more forward pass per optimizer step."""
     num_iterations: PositiveInt = 1
     """Optimizer steps on each batch of rollouts."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What the centred rewards are divided by: the group's std, the batch's std, or nothing."""
     skip_zero_advantage: bool = True
-    """Leave samples whose advantage is exactly 0 out of the forward and backward pass when beta is 0: their gradient is 0.
-    They still count in every denominator, so the update is the same."""
+    """Leave samples whose advantage is exactly 0 out of the forward and backward pass when beta and router_aux_loss_coef are 0: their
+    gradient is 0. They still count in every denominator, so the update is the same."""
 
     @property
     def full_kl(self) -> bool:
         """Whether the KL term is exact over the whole vocabulary."""
         return self.kl_estimator.startswith("full_")
+
+    @property
+    def leaves_out_zero_advantage(self) -> bool:
+        """Whether samples without advantage are not computed."""
+        return self.skip_zero_advantage and not self.beta and not self.router_aux_loss_coef
 
 
 class RolloutSection(Section):

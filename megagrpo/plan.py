@@ -289,9 +289,11 @@ def _multiples(of: int, near: int) -> list[int]:
 
 
 def _expert_problems(config: RunConfig, model: HfConfig) -> list[str]:
-    p = config.parallel
+    p, coefficient = config.parallel, config.algorithm.router_aux_loss_coef
     if model.experts and p.tp > 1 and not p.sequence_parallel:
         return [f"parallel.sequence_parallel: {model.family} has experts, which with parallel.tp={p.tp} need it; set it to true"]
+    if coefficient and not model.experts:
+        return [f"algorithm.router_aux_loss_coef: {coefficient:g}, but {model.family} has no experts; set it to 0"]
     return []
 
 

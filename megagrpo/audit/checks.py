@@ -136,8 +136,7 @@ def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) ->
 
 def _masks(step: Step, update: Update) -> Check:
     """Loss tokens are those of the responses, each once; of samples that teach nothing none, where they are left out."""
-    algorithm = step.config.algorithm
-    left_out = algorithm.skip_zero_advantage and algorithm.beta == 0
+    left_out = step.config.algorithm.leaves_out_zero_advantage
     expected = {
         (i, token)
         for i, sample in enumerate(step.samples)

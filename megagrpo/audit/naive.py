@@ -38,6 +38,20 @@ def log_softmax(model: nn.Module, token_ids: Tensor, temperature: float) -> Tens
     return (model(token_ids[None]).logits[0, :-1] / temperature).log_softmax(dim=-1)
 
 
+def router_probabilities(model: nn.Module, token_ids: Tensor, prompt_length: int) -> Tensor:
+    """[layers x Lr, E]: what each router of a mixture of experts makes of the tokens whose next one is of the response."""
+    layers = model(token_ids[None], output_router_logits=True).router_logits
+    return torch.cat([layer[prompt_length - 1 : -1] for layer in layers]).softmax(dim=-1)
+
+
+def balancing_slope(probabilities: Tensor, experts_per_token: int) -> Tensor:
+    """[E]: derivative of E sum_i f_i P_i by every row [E] of `probabilities`; f_i, how often expert i is taken per row, is a constant and
+    P_i the mean of the rows."""
+    rows, experts = probabilities.shape
+    taken = probabilities.topk(experts_per_token).indices.flatten().bincount(minlength=experts)
+    return experts * taken / rows**2
+
+
 def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float:
     """Of the functions that could score; NaN when none could."""
     scored = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if reward is not None]

@@ -42,9 +42,10 @@ def _recompute_update(
     algorithm, rollout = step.config.algorithm, step.config.rollout
     responses = [sample.length - sample.prompt_length for sample in step.samples]
     divisor = naive.denominator(responses, algorithm.loss_type, rollout.max_completion_length)
+    slope = _balancing_slope(step, model) if algorithm.router_aux_loss_coef else None
     result = Recomputed()
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
-        if advantage == 0 and reference is None:  # every term of its loss is 0
+        if advantage == 0 and reference is None and slope is None:  # every term of its loss is 0
             _append(result, None, None, None, None, None)
             continue
         picked = sample.token_ids[sample.prompt_length :]
@@ -62,6 +63,8 @@ def _recompute_update(
         share = divisor * (losses.numel() if algorithm.loss_type == "grpo" else 1)
         loss = losses.sum() / share
         loss.backward()
+        if slope is not None:
+            (naive.router_probabilities(model, sample.token_ids, sample.prompt_length) @ slope).sum().backward()
         result.loss += loss.item()
         result.loss_size += losses.detach().abs().sum().item() / share
         entropy = -(policy.exp() * policy).sum(dim=-1)
@@ -69,6 +72,13 @@ def _recompute_update(
     squares = [parameter.grad.square().sum().item() for parameter in model.parameters() if parameter.grad is not None]
     result.grad_norm = sum(squares) ** 0.5
     return result
+
+
+@torch.no_grad()
+def _balancing_slope(step: Step, model: nn.Module) -> Tensor:
+    """What the balancing loss adds to the gradient by each probability of a router, [E]."""
+    rows = [naive.router_probabilities(model, sample.token_ids, sample.prompt_length) for sample in step.samples]
+    return step.config.algorithm.router_aux_loss_coef * naive.balancing_slope(torch.cat(rows), model.config.num_experts_per_tok)
 
 
 def _append(result: Recomputed, *rows: Tensor | None) -> None:

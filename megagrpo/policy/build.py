@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.attention import Rotary, TorchAttention
+from megagrpo.policy.balance import BalancedRouter
 from megagrpo.policy.hf_config import HfConfig, model_problems, stage_layers
 from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_engine_spec
 
@@ -139,7 +140,7 @@ def transformer_config(
 
 
 def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
-    """The part of Megatron's configuration that a mixture of experts needs. No token is dropped and nothing balances the router."""
+    """The part of Megatron's configuration that a mixture of experts needs. No token is dropped; `balance` holds the balancing loss."""
     experts = hf_config.experts
     if experts is None:
         return {}
@@ -173,18 +174,19 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
         pg_collection=layout.process_groups,
         vp_stage=chunk if layout.vpp > 1 else None,
     )
-    _set_experts_apart(model)
+    _prepare_experts(model)
     _set_rotary(model, hf_config)
     if model.post_process:
         model.output_layer.__class__ = LMHead
     return model.to(device.device())
 
 
-def _set_experts_apart(model: HybridModel) -> None:
-    """Give experts gradient buffers and an optimizer of their own in every layout, so that all write the same checkpoint. Megatron does
-    it only where their groups differ from those of other parameters."""
+def _prepare_experts(model: HybridModel) -> None:
+    """Routers that can balance; and experts with gradient buffers and an optimizer of their own in every layout, so that all write the
+    same checkpoint. Megatron gives them that only where their groups differ from those of other parameters."""
     for layer in model.decoder.layers:
         if isinstance(layer, MoETransformerLayer):
+            layer.mlp.router.__class__ = BalancedRouter
             for parameter in layer.mlp.experts.parameters():
                 parameter.allreduce = False
 

@@ -16,6 +16,7 @@ from megagrpo.parallel.context import gather_rows, own_tokens
 from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
 from megagrpo.policy.attention import pack_params
+from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_weight, culprit
 from megagrpo.policy.hf_config import HfConfig
@@ -103,11 +104,22 @@ class MegatronPolicy:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        balance = self._balance(batch, denominator)
         metrics, bad = self._reduce_metrics(self._run(batch.micro_batches, loss, forward_only=False))
         metrics["loss"] /= denominator
         if bad is not None or not math.isfinite(metrics["loss"]):
             raise NonFiniteError(bad, metrics)
-        return metrics
+        return metrics | balance
+
+    def _balance(self, batch: TrainBatch, denominator: int) -> dict[str, float]:
+        """Prepare the routers for the coming backward passes: the balancing loss, found by a forward pass of its own."""
+        coefficient = self.config.algorithm.router_aux_loss_coef
+        if not coefficient:
+            return {}
+        with torch.no_grad(), counting(self.chunks):
+            self._run(batch.micro_batches, lambda *args, **kwargs: None, forward_only=True)
+        # The sum of all gradients is divided by the denominator, which is not this loss's.
+        return {"aux_loss": set_slopes(self.chunks, coefficient * denominator, self.layout)}
 
     def update(self) -> dict[str, float]:
         """Clip the gradient that `backward` left and follow it: one step of optimizer and learning rate; gradient norm before the clip."""
@@ -127,6 +139,7 @@ class MegatronPolicy:
                 position_ids=micro_batch.position_ids[own][None],
                 attention_mask=None,
                 packed_seq_params=pack_params(micro_batch.cu_seqlens, micro_batch.prefixes, own if self.layout.cp_size > 1 else None),
+                padding_mask=self._not_counted(micro_batch, own),
             )
             return output, partial(last_stage, micro_batch=micro_batch, chunk=model)
 
@@ -144,6 +157,15 @@ class MegatronPolicy:
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+
+    def _not_counted(self, micro_batch: MicroBatch, own: Tensor) -> Tensor | None:
+        """[1, tokens of this rank's layers]: true where a token is not in the loss, for the routers; None when nothing balances them."""
+        if not self.config.algorithm.router_aux_loss_coef:
+            return None
+        rows = ~micro_batch.loss_mask[own]
+        if self.config.parallel.sequence_parallel:
+            rows = rows.chunk(self.layout.tp_size)[self.layout.tp_rank]
+        return rows[None]
 
     def _loss_inputs(self, hidden: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, loss_fn: LossFn | None = None) -> LossInputs:
         """Log-probs, entropy and exact KL of a micro-batch from the last stage's hidden states; 0, and no logits computed, where the loss

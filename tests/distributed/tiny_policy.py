@@ -34,6 +34,7 @@ class Case:
     model: dict | None = None
     train: dict | None = None
     share_prompts: bool = False
+    algorithm: dict | None = None
 
     def __str__(self):
         return self.name
@@ -79,7 +80,7 @@ def config(case: Case, **algorithm) -> RunConfig:
         dict(
             model=dict(path="x", precision="fp32") | (case.model or {}),
             parallel=case.parallel,
-            algorithm=dict(loss_type="grpo", beta=0.1) | algorithm,
+            algorithm=dict(loss_type="grpo", beta=0.1) | algorithm | (case.algorithm or {}),
             rollout=dict(temperature=0.8, max_prompt_length=16, max_completion_length=16),
             data=dict(train=dict(source="x")),
             rewards=dict(functions=[dict(function="exact_number")]),

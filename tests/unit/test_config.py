@@ -71,6 +71,14 @@ def test_an_exact_kl_takes_no_correction(tmp_path):
     assert load_config(path, ["algorithm.kl_estimator=k3"]).algorithm.use_bias_correction_kl
 
 
+@pytest.mark.parametrize(("override", "left_out"), [("run.seed=1", True), ("algorithm.skip_zero_advantage=false", False)])
+def test_samples_without_advantage_are_computed_when_told_so(tmp_path, override, left_out):
+    path = write(tmp_path, SMALLEST)
+    assert load_config(path, [override]).algorithm.leaves_out_zero_advantage == left_out
+    for other_gradient in ("algorithm.beta=0.1", "algorithm.router_aux_loss_coef=0.01"):
+        assert not load_config(path, [override, other_gradient]).algorithm.leaves_out_zero_advantage
+
+
 def test_a_wrong_value_does_not_cause_a_second_problem_about_its_default(tmp_path):
     path = write(tmp_path, SMALLEST + "parallel: {tp: two, sequence_parallel: true}\n")
     assert len(problems(path)) == 2
