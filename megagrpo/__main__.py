@@ -1,4 +1,4 @@
-"""`megagrpo train|plan CONFIG [key=value ...]`: parse, dispatch, nothing else."""
+"""`megagrpo train|plan|verify CONFIG [key=value ...]`: parse, dispatch, nothing else."""
 
 from __future__ import annotations
 
@@ -7,28 +7,38 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig, load_config, render_help
 
 USAGE = """\
 megagrpo train CONFIG [key=value ...] [--resume]    run GRPO as one rank; launch/local.sh starts every rank of this machine
 megagrpo plan  CONFIG [key=value ...] [world_size=N] [gpu_memory_gb=G]    check a run and show what each rank holds; needs no GPU
+megagrpo verify CONFIG [key=value ...] [--layout tp=2,pp=2,dp=2 ...] [--ranks N] [--json] [--full]    prove layouts against one process
 megagrpo audit RUN --step N [--json] [--model FOLDER]    recompute a step that a run has dumped; needs no GPU
 
 CONFIG is a YAML file; key=value replaces one of its values, as in train.learning_rate=1e-5 or rewards.functions.0.weight=2.
 megagrpo COMMAND --help prints every key. Exit code 2: the config or the command line is wrong."""
 
 PLAN_SIZES = {"world_size": int, "gpu_memory_gb": float}
+_FLAG = dict(action="store_true")
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "train": {"resume": _FLAG},
+    "plan": {},
+    "verify": {"layout": dict(action="append"), "ranks": dict(type=int), "json": _FLAG, "full": _FLAG},
+}
 
 
 @dataclass(frozen=True)
 class Command:
-    """What the command line asks for. `sizes` are the arguments of `plan` that are no keys of the config."""
+    """What the command line asks for. `sizes` are the arguments of `plan` that are no keys of the config, `options` those of `verify`."""
 
     name: str
     config_path: Path
+    overrides: list[str]
     config: RunConfig
     sizes: dict[str, float]
+    options: dict[str, Any]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,10 +49,11 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: list[str]) -> Command:
     """The command with its loaded config. ConfigError for a wrong command line or config; SystemExit(0) after `--help`."""
     parser = _Parser(prog="megagrpo", add_help=False)
-    parser.add_argument("command", nargs="?", choices=["train", "plan"])
+    parser.add_argument("command", nargs="?", choices=list(OPTIONS))
     parser.add_argument("config", nargs="?")
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--resume", action="store_true")
+    for option, settings in [pair for options in OPTIONS.values() for pair in options.items()]:
+        parser.add_argument(f"--{option}", default=argparse.SUPPRESS, **settings)
     parser.add_argument("-h", "--help", action="store_true")
     given, dashed = parser.parse_known_intermixed_args(arguments)
     if given.help:
@@ -50,14 +61,19 @@ def parse(arguments: list[str]) -> Command:
         raise SystemExit(0)
     if given.config is None:
         parser.error("needs a command and a config file")
+    options = {name: value for name, value in vars(given).items() if name not in ("command", "config", "overrides", "help")}
+    for foreign in options.keys() - OPTIONS[given.command].keys():
+        parser.error(f"--{foreign}: {given.command} has no such option")
     overrides = [*given.overrides, *dashed]
     sizes = {}
     if given.command == "plan":
         overrides, sizes = _take_sizes(overrides)
-    if given.resume:
+    if options.pop("resume", False):
         overrides.append("run.resume=true")
+    if not options.get("ranks", 1) > 0:
+        raise ConfigError(f"--ranks: must be a positive number (got {options['ranks']})")
     config = load_config(given.config, overrides)
-    return Command(given.command, Path(given.config), config, sizes)
+    return Command(given.command, Path(given.config), overrides, config, sizes, options)
 
 
 def _take_sizes(overrides: list[str]) -> tuple[list[str], dict[str, float]]:
@@ -90,6 +106,10 @@ def main(arguments: list[str] | None = None) -> int:
             from megagrpo import plan
 
             return plan.main(command.config, **command.sizes)
+        if command.name == "verify":
+            from megagrpo.verify import command as verify
+
+            return verify.main(command.config_path, command.overrides, **command.options)
         from megagrpo import train
 
         return train.main(command.config, command.config_path)

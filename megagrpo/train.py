@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import traceback
-import warnings
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.dump import StepDumps
 from megagrpo.metrics import MetricsWriter
-from megagrpo.parallel import device
+from megagrpo.parallel import device, quiet
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.parallel.together import RankError, own_part, together
 from megagrpo.plan import plan
@@ -47,7 +46,7 @@ def main(config: RunConfig, config_path: Path) -> int:
 
     ConfigError (exit code 2) for what the person who wrote the config can mend.
     """
-    _quiet()
+    quiet()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     layout = None
     try:
@@ -156,12 +155,6 @@ def prepare_run_folder(config: RunConfig, folder: Path) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     save_resolved(config, folder)
     return checkpoint if config.run.resume else None
-
-
-def _quiet() -> None:
-    """Leave out notices of Megatron, and of torch about the collectives Megatron calls: a person who trains can do nothing about them."""
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="`torch.distributed.", category=FutureWarning)
 
 
 def _has_text(file: Path) -> bool:

@@ -97,9 +97,13 @@ class Layout:
         """Wait for every rank of the world."""
         dist.barrier(group=self.cpu_group)
 
+    def release(self) -> None:
+        """Forget the groups of the axes, so that another layout can be formed in the same world."""
+        parallel_state.destroy_model_parallel()
+
     def close(self) -> None:
         """Leave all process groups. A process that exits without it may abort in the communication library's destructor."""
-        parallel_state.destroy_model_parallel()
+        self.release()
         if dist.is_initialized():
             dist.destroy_process_group()
 

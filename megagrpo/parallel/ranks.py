@@ -7,6 +7,7 @@ locks of threads that it does not have. A CUDA driver does not survive a fork, s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,9 @@ def run_ranks(
         sys.stderr.flush()
         try:
             for rank in range(n):
-                ranks[rank] = context.Process(target=_rank, args=(rank, n, Path(folder), os.getpid(), function, args, env or {}))
-                with warnings.catch_warnings():  # torch keeps two idle helper threads from its import on; no rank needs them
-                    warnings.simplefilter("ignore", DeprecationWarning)
+                ranks[rank] = context.Process(target=_rank, args=(rank, n, Path(folder), os.getpid(), function, args))
+                with _environment(env or {}), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # torch keeps two idle helper threads; no rank needs them
                     ranks[rank].start()
             _wait(ranks, Path(folder), timeout)
         finally:
@@ -59,6 +60,21 @@ def run_ranks(
                     process.kill()
                     process.join()
         return [pickle.loads((Path(folder) / f"result_{rank}").read_bytes()) for rank in range(n)]
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """The environment that a rank is born with; a fresh interpreter reads it when it imports torch."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _wait(ranks: dict[int, BaseProcess], folder: Path, timeout: float) -> None:
@@ -88,12 +104,12 @@ def _explain(ranks: dict[int, BaseProcess], folder: Path) -> str:
     return f"rank {culprit}:\n{texts[culprit]}"
 
 
-def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable, args: tuple, env: dict[str, str]) -> None:
+def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable, args: tuple) -> None:
     """The life of one rank; never returns."""
     _die_with(parent)
     code = 1
     try:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n), **env)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
         if not device.has_gpu():
             torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool
         device.select_local_device()

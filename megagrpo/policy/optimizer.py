@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 import megagrpo.parallel.device  # noqa: F401  (prepares the platform before megatron is imported)
 from megagrpo.config import TrainSection
@@ -82,6 +83,20 @@ def build_scheduler(optimizer: MegatronOptimizer, train: TrainSection, total_ste
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # a resumed run follows its configuration, also when max_steps grew
     )
+
+
+@torch.no_grad()
+def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
+    """Whole gradients on every data-parallel rank. The distributed optimizer leaves each rank its own part of the sum, and in the other
+    parts of its buffers what it had before; the optimizer's own step is not touched. Collective."""
+    for chunk in wrapped:
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            if not group.ddp_config.use_distributed_optimizer:
+                continue
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:

@@ -18,7 +18,7 @@ LEVELS = [
 ]
 MAX_LINES = 420
 # Within a level, in one direction only: the bridge knows the model's shape, vLLM's side knows the bridge's boxes.
-SIDEWAYS = {("config", "config_io"), ("bridge", "policy"), ("rollout", "bridge"), ("__main__", "train")}
+SIDEWAYS = {("config", "config_io"), ("bridge", "policy"), ("rollout", "bridge"), ("__main__", "train"), ("verify", "plan")}
 MEGATRON = {"parallel", "policy", "bridge", "checkpoint"}
 LIGHT = {"config": {"yaml", "pydantic"}, "config_io": {"yaml", "pydantic", "pydantic_core"}}
 

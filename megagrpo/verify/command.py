@@ -1,0 +1,188 @@
+"""`megagrpo verify`: layouts of a run against one process, as a table or as JSON.
+
+Alone, it starts the ranks of each layout on this machine. Under torchrun, or any launcher that sets WORLD_SIZE, every layout must fit the
+ranks that are there, and rank 0 starts the single process beside them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megagrpo.config import ConfigError, ParallelSection, RunConfig, load_config
+from megagrpo.parallel import device, quiet
+from megagrpo.parallel.ranks import RankFailed, run_ranks
+from megagrpo.plan import model_shape, plan
+from megagrpo.policy.hf_config import HfConfig
+from megagrpo.verify.compare import compare
+from megagrpo.verify.report import Verdict, as_json, as_text, header, summary
+from megagrpo.verify.shrink import random_samples, shrink_config, shrink_model
+from megagrpo.verify.step import Outcome, take_step
+
+MAX_RANKS = 8  # that one machine without GPUs is asked to run
+TIMEOUT = 600.0  # seconds that one layout may take
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout to prove: the run's config in that layout, its ranks, and the two made small."""
+
+    text: str
+    config: RunConfig
+    ranks: int
+    small: RunConfig
+    model: HfConfig
+
+
+def main(
+    path: Path, overrides: Sequence[str], layout: Sequence[str] = (), ranks: int | None = None, json: bool = False, full: bool = False
+) -> int:
+    """0 when every layout computes what one process computes, 1 when one does not; ConfigError for what cannot be tried.
+
+    `layout` holds texts such as "tp=2,pp=2,dp=2"; without any, the config's own layout. `ranks` is the number of ranks where dp is not said.
+    """
+    quiet()
+    world = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+    if world is not None and ranks not in (None, world):
+        raise ConfigError(f"--ranks: {ranks} asked for, and WORLD_SIZE says {world}; leave it out under a launcher")
+    cases = [_case(path, overrides, text, world or ranks) for text in layout or [None]]
+    if world is not None:
+        return _in_world(path, cases, json, full)
+    _check_machine(cases)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an exception, on which the ranks are ended
+    try:
+        return _report(path, cases, lambda case: _timed(_on_this_machine, case), OneProcess(), json, full)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int | None) -> Case:
+    """ConfigError when the layout is no layout, or the real model cannot be cut that way."""
+    dp = None
+    if layout is not None:
+        sizes, dp = parse_layout(layout)
+        overrides = [*overrides, f"parallel={sizes}"]
+    config = load_config(path, overrides)
+    smallest = config.parallel.model_parallel_size
+    if dp is not None and ranks not in (None, dp * smallest):
+        raise ConfigError(f"--layout {layout}: needs {dp * smallest} ranks, and there are {ranks}; leave dp or --ranks out")
+    ranks = ranks or (dp or 1) * smallest
+    if problems := plan(config, ranks).problems:
+        raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *problems]))
+    model = shrink_model(model_shape(config.model.path), config.parallel)
+    return Case(layout_text(config.parallel, ranks // smallest), config, ranks, shrink_config(config), model)
+
+
+def parse_layout(text: str) -> tuple[str, int | None]:
+    """ "tp=2,dp=2,sequence_parallel" -> ("{tp: 2, sequence_parallel: true}" as the config's `parallel` section, dp if it is said)."""
+    words = [word.strip() for word in re.split(r",(?![^\[]*\])", text)]
+    pairs = [word.partition("=")[::2] if "=" in word else (word, "true") for word in words]
+    dp = dict(pairs).get("dp")
+    if dp is not None and not (dp.isdigit() and int(dp)):
+        raise ConfigError(f"--layout {text}: dp must be a positive number (got {dp!r})")
+    if "" in dict(pairs):
+        raise ConfigError(f"--layout {text}: not a layout; write key=value,key=value, as in tp=2,pp=2,dp=2")
+    sizes = ", ".join(f"{key}: {value}" for key, value in pairs if key != "dp")
+    return f"{{{sizes}}}", dp and int(dp)
+
+
+def layout_text(parallel: ParallelSection, dp: int) -> str:
+    """The layout as `--layout` takes it."""
+    plain = ParallelSection().model_dump()
+    said = {key: value for key, value in parallel.model_dump().items() if value != plain[key] and key != "timeout_minutes"}
+    if dp > 1 or not said:
+        said["dp"] = dp
+    return ",".join(key if value is True else f"{key}={value}".replace(" ", "") for key, value in said.items())
+
+
+def _check_machine(cases: Sequence[Case]) -> None:
+    gpus = device.visible_gpus()
+    limit = MAX_RANKS if gpus is None else len(gpus)
+    for case in cases:
+        if case.ranks > limit:
+            why = f"this machine has {limit} GPU(s)" if gpus else f"without GPUs, {limit} are started at most"
+            raise ConfigError(
+                f"--layout {case.text}: needs {case.ranks} ranks, and {why}; name a smaller layout of the same kind, or start "
+                f"megagrpo verify with torchrun on {case.ranks} ranks"
+            )
+
+
+def _on_this_machine(case: Case) -> Outcome:
+    return run_ranks(take_step, case.ranks, case.small, case.model, random_samples(), timeout=TIMEOUT)[0]
+
+
+def _in_world(path: Path, cases: Sequence[Case], json: bool, full: bool) -> int:
+    """Every rank takes every layout's step; the first one judges them."""
+    outcomes = {case.text: _timed(take_step, case.small, case.model, random_samples()) for case in cases}
+    first = dist.get_rank() == 0
+    dist.destroy_process_group()
+    return _report(path, cases, lambda case: outcomes[case.text], OneProcess(start="spawn"), json, full) if first else 0
+
+
+def _timed(action: Callable, *args) -> tuple[Any, float]:
+    started = time.monotonic()
+    result = action(*args)
+    return result, time.monotonic() - started
+
+
+def _report(path: Path, cases: Sequence[Case], step: Callable, one_process: OneProcess, json: bool, full: bool) -> int:
+    """Judge and print one case after the other; `step(case)` gives its outcome and the seconds that took."""
+    verdicts = []
+    if not json:
+        print(header(cases[0].config, cases[0].model, random_samples()), flush=True)
+    for case in cases:
+        try:
+            expected, rounded = one_process.step(case)
+            found, seconds = step(case)
+            bf16 = device.resolve_precision(case.config.model.precision) == torch.bfloat16
+            verdict = Verdict(case.text, case.ranks, found, expected, compare(found, expected, rounded, bf16), seconds)
+        except (RankFailed, ValueError) as error:
+            verdict = Verdict(case.text, case.ranks, failure=str(error))
+        verdicts.append(verdict)
+        if not json:
+            print(as_text(verdict, full), flush=True)
+    print(as_json(path, verdicts) if json else summary(verdicts))
+    return 0 if all(v.passed for v in verdicts) else 1
+
+
+class OneProcess:
+    """The step that a single process computes, as plainly as it can be done; once for layouts whose shrunken models are the same."""
+
+    def __init__(self, start: str | None = None):
+        self._start, self._known = start, {}
+
+    def step(self, case: Case) -> tuple[Outcome, Outcome | None]:
+        """In float32 on the CPU; and once more in the precision and on the device of the run, None where these are the same."""
+        plain = plainly(case.small)
+        exact = plain.model_copy(update=dict(model=plain.model.model_copy(update=dict(precision="fp32"))))
+        same = device.resolve_precision(plain.model.precision) == torch.float32 and not device.has_gpu()
+        return self._run(exact, case.model, on_cpu=True), None if same else self._run(plain, case.model, on_cpu=False)
+
+    def _run(self, config: RunConfig, model: HfConfig, on_cpu: bool) -> Outcome:
+        key = f"{on_cpu} {config.model_dump_json()} {model!r}"
+        if key not in self._known:
+            env = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+            (self._known[key],) = run_ranks(take_step, 1, config, model, random_samples(), timeout=TIMEOUT, env=env, start=self._start)
+        return self._known[key]
+
+
+def plainly(config: RunConfig) -> RunConfig:
+    """`config` on one process, without what only saves time or memory: nothing recomputed, shared or sharded."""
+    return config.model_copy(
+        update=dict(
+            parallel=ParallelSection(timeout_minutes=config.parallel.timeout_minutes),
+            model=config.model.model_copy(update=dict(recompute="none")),
+            train=config.train.model_copy(update=dict(share_prompts=False, distributed_optimizer=False)),
+        )
+    )

@@ -1,0 +1,100 @@
+"""How far a layout's outcome is from that of one process, and how far it may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megagrpo.verify.step import Outcome, relative_error
+
+# How far apart two float32 computations may be, relative to the size of the quantity. The order of float32 sums moves them by 1e-8 to 3e-6;
+# the mildest fault we know moves a gradient by 1e-2.
+FLOAT32 = {
+    "loss": 1e-6,
+    "log-prob": 2e-6,
+    "metric": 1e-6,
+    "gradient norm": 1e-5,
+    "gradient": 1e-5,
+    "next weight": 1e-5,
+    "replica": 1e-5,  # ranks that hold the same part of a tensor
+    "padding": 0.0,  # gradient of the vocabulary's padding
+}
+# Other precisions and devices round more, and how that adds up differs from tensor to tensor. So it is measured: one process in the same
+# precision is that far from one process in float32. A layout may be NOISE times as far; in bfloat16 it may always be ROUNDING away.
+NOISE, ROUNDING = 3.0, 2.0**-7
+SMALLEST = 1e-2  # losses and metrics nearer to 0 are compared with this
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far one quantity is from what it should be; NaN is never near enough."""
+
+    kind: str
+    name: str
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance
+
+    @property
+    def excess(self) -> float:
+        """Error over tolerance: what sorts distances of different kinds; infinite for NaN."""
+        if self.error != self.error:
+            return float("inf")
+        return self.error / self.tolerance if self.tolerance else (float("inf") if self.error else 0.0)
+
+
+def compare(found: Outcome, expected: Outcome, rounded: Outcome | None = None, bf16: bool = False) -> list[Distance]:
+    """The distance of everything that `found` holds from `expected`, one process in float32.
+
+    `rounded` is one process in the precision and on the device of `found`, where these are others: what rounding alone does.
+    """
+    noise = distances(rounded, expected) if rounded is not None else {}
+    return [
+        Distance(kind, name, error, _tolerance(kind, noise.get((kind, name)), bf16))
+        for (kind, name), error in distances(found, expected).items()
+    ]
+
+
+def _tolerance(kind: str, noise: float | None, bf16: bool) -> float:
+    if noise is None or kind == "padding":
+        return FLOAT32[kind]
+    return max(FLOAT32[kind], NOISE * max(noise, ROUNDING if bf16 else 0.0))
+
+
+def distances(found: Outcome, expected: Outcome) -> dict[tuple[str, str], float]:
+    """(kind, name) -> relative difference. ValueError when the two do not hold the same quantities."""
+    errors: dict[tuple[str, str], float] = {}
+    for name, ours, theirs in _pairs("metrics", found.metrics, expected.metrics):
+        # The largest of all tokens is as exact as a log-prob, not as a mean.
+        kind = {"loss": "loss", "grad_norm": "gradient norm"}.get(name, "log-prob" if name.endswith(("/max", "/min")) else "metric")
+        errors[kind, name] = abs(ours - theirs) / max(abs(theirs), SMALLEST)
+    if found.logprobs.shape != expected.logprobs.shape:
+        raise ValueError(f"{found.logprobs.numel()} loss tokens where one process has {expected.logprobs.numel()}")
+    if expected.logprobs.numel():
+        largest = expected.logprobs.abs().max().item()
+        errors["log-prob", "policy"] = (found.logprobs - expected.logprobs).abs().max().item() / max(largest, 1.0)
+    for kind, tensors, reference in (("gradient", found.gradients, expected.gradients), ("next weight", found.weights, expected.weights)):
+        for name, ours, theirs in _pairs(f"{kind}s", tensors, reference):
+            errors[kind, name] = relative_error(ours, theirs)
+    errors["replica", "largest"] = found.disagreement
+    errors["padding", "largest"] = found.padding
+    return errors
+
+
+def _pairs[T](what: str, found: dict[str, T], expected: dict[str, T]) -> list[tuple[str, T, T]]:
+    if odd := sorted(found.keys() ^ expected.keys()):
+        raise ValueError(f"{what} that only one of the two has: {', '.join(odd)}")
+    return [(name, found[name], value) for name, value in expected.items()]
+
+
+def worst(found: list[Distance]) -> list[Distance]:
+    """Of each kind the distance that uses most of its tolerance, in the order of FLOAT32."""
+    by_kind = [[d for d in found if d.kind == kind] for kind in FLOAT32]
+    return [max(same, key=lambda d: d.excess) for same in by_kind if same]
+
+
+def silent_tensors(outcome: Outcome) -> list[str]:
+    """Tensors without a gradient: nothing is proved about them."""
+    return [name for name, gradient in outcome.gradients.items() if not gradient.norm() > 0]

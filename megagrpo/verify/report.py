@@ -1,0 +1,125 @@
+"""What `megagrpo verify` found, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from megagrpo.config import RunConfig
+from megagrpo.parallel import device
+from megagrpo.policy.hf_config import HfConfig
+from megagrpo.types import TrainSample
+from megagrpo.verify.compare import Distance, silent_tensors, worst
+from megagrpo.verify.step import Outcome
+
+MOST_SHOWN = 8  # of the quantities that are wrong
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One layout: its outcome beside that of one process and how far apart they are, or why there is none."""
+
+    layout: str
+    ranks: int
+    found: Outcome | None = None
+    expected: Outcome | None = None
+    distances: list[Distance] = field(default_factory=list)
+    seconds: float = 0.0
+    failure: str = ""
+
+    @property
+    def wrong(self) -> list[Distance]:
+        """What is too far off, the worst first."""
+        return sorted((d for d in self.distances if not d.passed), key=lambda d: -d.excess)
+
+    @property
+    def unproved(self) -> list[str]:
+        """Tensors that have no gradient even on one process."""
+        return silent_tensors(self.expected) if self.expected else []
+
+    @property
+    def passed(self) -> bool:
+        return not (self.failure or self.wrong or self.unproved)
+
+
+def header(config: RunConfig, model: HfConfig, samples: Sequence[TrainSample]) -> str:
+    """What is run, in two lines."""
+    algorithm, tokens = config.algorithm, sum(int(s.response_mask.sum()) for s in samples)
+    dtype = str(device.resolve_precision(config.model.precision)).removeprefix("torch.")
+    return "\n".join(
+        [
+            f"model   {model.family}, {model.num_layers} layers of width {model.hidden_size}, {model.num_heads} heads, {model.num_kv_heads} KV "
+            f"heads, vocabulary {model.vocab_size}; random weights, the shape of {config.model.path} made small",
+            f"step    {len(samples)} samples with {tokens} response tokens, {algorithm.loss_type}, beta {algorithm.beta:g}, {dtype}, "
+            f"recompute {config.model.recompute}; one process in float32 is the measure",
+        ]
+    )
+
+
+def as_text(verdict: Verdict, full: bool = False) -> str:
+    """A block of lines; with `full` one for each tensor."""
+    ranks = f"{verdict.ranks} rank{'s' if verdict.ranks > 1 else ''}"
+    lines = ["", f"{f'{verdict.layout} on {ranks}':<74}{'difference':>12}{'allowed':>10}"]
+    if verdict.failure:
+        return "\n".join([*lines, *(f"  {line}" for line in verdict.failure.rstrip().split("\n")), "  FAIL"])
+    shown = sorted(verdict.distances, key=lambda d: -d.excess) if full else worst(verdict.distances)
+    lines += [f"  {_describe(d, verdict, full):<72}{d.error:12.1e}{d.tolerance:10.1e}" for d in shown]
+    lines += [f"  {_name(d)} is {d.error:.1e} off, {d.tolerance:.1e} is allowed" for d in verdict.wrong[:MOST_SHOWN]]
+    if more := len(verdict.wrong) - MOST_SHOWN:
+        lines += [f"  and {more} more"] if more > 0 else []
+    lines += [f"  {name} has no gradient on one process: nothing is proved about it" for name in verdict.unproved]
+    return "\n".join([*lines, f"  {'pass' if verdict.passed else 'FAIL'}, {verdict.seconds:.1f} s"])
+
+
+def _name(distance: Distance) -> str:
+    return distance.kind if distance.name in (distance.kind, "largest") else f"{distance.kind} {distance.name}"
+
+
+def _describe(distance: Distance, verdict: Verdict, full: bool) -> str:
+    """What a line is about: the quantity with its value, or of several the worst."""
+    kind, metrics = distance.kind, verdict.found.metrics
+    if kind in ("loss", "gradient norm"):
+        return f"{kind:<15}{metrics['loss' if kind == 'loss' else 'grad_norm']:.6g}"
+    if full or kind in ("replica", "padding"):
+        return f"{kind:<15}{distance.name}"
+    how_many = sum(d.kind == kind for d in verdict.distances)
+    if kind == "log-prob":
+        return f"{kind:<15}largest of {verdict.expected.logprobs.numel()} tokens"
+    return f"{kind:<15}worst of {how_many}: {distance.name}"
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    passed = sum(v.passed for v in verdicts)
+    if passed == len(verdicts):
+        return (
+            f"\n{passed} of {passed} layouts compute what one process computes"
+            if passed > 1
+            else "\nthis layout computes what one process computes"
+        )
+    return f"\nFAIL: {', '.join(v.layout for v in verdicts if not v.passed)}"
+
+
+def as_json(path: Path, verdicts: Sequence[Verdict]) -> str:
+    """One object; errors that are NaN or infinite become null."""
+    layouts = [
+        dict(
+            layout=v.layout,
+            ranks=v.ranks,
+            passed=v.passed,
+            failure=v.failure or None,
+            unproved=v.unproved,
+            seconds=round(v.seconds, 2),
+            metrics=v.found.metrics if v.found else None,
+            worst={d.kind: _finite(d) for d in worst(v.distances)},
+            distances=[_finite(d) for d in v.distances],
+        )
+        for v in verdicts
+    ]
+    return json.dumps(dict(config=str(path), passed=all(v.passed for v in verdicts), layouts=layouts), indent=1)
+
+
+def _finite(distance: Distance) -> dict:
+    values = asdict(distance) | dict(passed=distance.passed)
+    return {key: None if isinstance(value, float) and not abs(value) < float("inf") else value for key, value in values.items()}

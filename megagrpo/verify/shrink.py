@@ -1,0 +1,112 @@
+"""A small copy of a run: the same model family, layout, loss and precision, sizes that a laptop computes in a second."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import torch
+
+from megagrpo.config import ParallelSection, RunConfig
+from megagrpo.policy.hf_config import HfConfig, parse_hf_config
+from megagrpo.types import TrainSample
+
+VOCABULARY = 101  # prime: no tensor-parallel size divides it, so the padded rows are there
+MAX_PROMPT, MAX_RESPONSE = 16, 16  # tokens
+NUM_PROMPTS, GROUP_SIZE = 6, 3
+LOGPROB_CHUNK = 16
+HANG_MINUTES = 5.0
+# The first step of AdamW is lr * gradient / (|gradient| + epsilon). Rates of practice move a weight by less than float32 rounds, and with
+# an epsilon near 0 the step is a sign, which turns the rounding of a zero into a whole step. These make the step follow the gradient.
+LEARNING_RATE, ADAM_EPSILON = 1e-2, 1e-3
+
+
+def shrink_config(config: RunConfig) -> RunConfig:
+    """`config` for the small model and batch. What decides how a step is computed stays: parallelism, precision, recomputation, loss, KL,
+    clipping, sampling temperature, packing, shared prompts, optimizer."""
+    longest = MAX_PROMPT + MAX_RESPONSE
+    changes: dict[str, dict[str, Any]] = {
+        "run": dict(max_steps=100),
+        "parallel": dict(timeout_minutes=min(config.parallel.timeout_minutes, HANG_MINUTES)),
+        "rollout": dict(
+            max_prompt_length=MAX_PROMPT, max_completion_length=MAX_RESPONSE, prompts_per_step=NUM_PROMPTS, num_generations=GROUP_SIZE
+        ),
+        "train": dict(
+            learning_rate=LEARNING_RATE,
+            adam_epsilon=ADAM_EPSILON,
+            lr_scheduler_type="constant",
+            warmup_steps=0,
+            min_learning_rate=0.0,
+            max_tokens_per_micro_batch=max(2 * longest, _padded(longest, config.parallel)),
+            logprob_chunk=LOGPROB_CHUNK,
+        ),
+    }
+    return RunConfig.model_validate({name: values | changes.get(name, {}) for name, values in config.model_dump().items()})
+
+
+def _padded(length: int, parallel: ParallelSection) -> int:
+    align = parallel.tp if parallel.sequence_parallel else 1
+    return ceil(length / align) * align
+
+
+def shrink_model(raw: dict[str, Any], parallel: ParallelSection) -> HfConfig:
+    """A small model of the architecture that `raw`, a config.json, describes, large enough for `parallel`.
+
+    Kept: the family with its biases and norms, tied or untied embeddings, query heads per KV head, whether a rank holds several KV heads,
+    whether heads add up to the hidden size, rotary scaling.
+    """
+    real = parse_hf_config(raw)
+    kv_heads = parallel.tp * min(2, ceil(real.num_kv_heads / parallel.tp))
+    heads = kv_heads * (real.num_heads // real.num_kv_heads)
+    head_dim = 16 if heads < 8 else 8
+    square = real.hidden_size == real.num_heads * real.head_dim
+    stages = parallel.pp * parallel.vpp
+    small = dict(
+        num_hidden_layers=stages if stages > 1 else 2,
+        hidden_size=heads * head_dim * (2 if not square else 1),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=parallel.tp * ceil(96 / parallel.tp),
+        vocab_size=VOCABULARY,
+    )
+    return parse_hf_config(raw | small)
+
+
+def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """The weight called `name`, float32: a function of name, shape and seed, so every layout starts from the same model.
+
+    Matrices keep the scale of what they are applied to; norms and biases are away from 1 and 0, where an error could hide.
+    """
+    generator = torch.Generator().manual_seed(hash_of(name) ^ seed)
+    noise = torch.randn(shape, generator=generator)
+    if len(shape) == 1:
+        return 0.1 * noise + (1.0 if "norm" in name else 0.0)
+    return noise / shape[-1] ** 0.5
+
+
+def hash_of(text: str) -> int:
+    """The same number for a text in every process."""
+    from zlib import crc32
+
+    return crc32(text.encode())
+
+
+def random_samples(seed: int = 1) -> list[TrainSample]:
+    """Groups of responses of many lengths to prompts of many lengths, two of them cut at the longest length, a few without advantage.
+
+    Every response token has a rollout log-prob that no other has: it tells which token a row is about, wherever it was packed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(NUM_PROMPTS * GROUP_SIZE):
+        if i % GROUP_SIZE == 0:
+            length = MAX_PROMPT if i == 0 else 1 + 2 * i % MAX_PROMPT
+            prompt = torch.randint(0, VOCABULARY, (length,), generator=generator)
+        length = MAX_RESPONSE if i in (0, 7) else 1 + 5 * i % MAX_RESPONSE
+        ids = torch.cat([prompt, torch.randint(0, VOCABULARY, (length,), generator=generator)])
+        mask = torch.arange(ids.numel()) >= prompt.numel()
+        logprobs = torch.where(mask, -4.5 + 0.1 * torch.randn(ids.numel(), generator=generator), 0.0)
+        advantage = float(0.5 + torch.randn((), generator=generator)) if i % 5 else 0.0
+        samples.append(TrainSample(ids, mask, logprobs, advantage))
+    return samples

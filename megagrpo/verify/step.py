@@ -1,0 +1,153 @@
+"""One step of a policy in some layout, and everything it computed as whole Hugging Face tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megagrpo.algorithms.losses import denominator, make_loss
+from megagrpo.bridge.families import blocks
+from megagrpo.config import RunConfig
+from megagrpo.data.packing import pack, packing_rules
+from megagrpo.parallel.layout import Layout, init_layout
+from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.optimizer import gather_gradients
+from megagrpo.policy.reference import Reference
+from megagrpo.types import MicroBatch, TrainBatch, TrainSample
+from megagrpo.verify.shrink import random_tensor
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step computed; tensors are float64, on the CPU, whole, under their Hugging Face names."""
+
+    metrics: dict[str, float]  # loss, gradient norm and what the loss reports
+    logprobs: Tensor  # [N], of every loss token before the step, in an order that no layout changes
+    gradients: Tensors  # of the loss over its denominator, before clipping
+    weights: Tensors  # after the step
+    disagreement: float  # largest relative difference of a gradient or weight between two ranks that hold the same part of it
+    padding: float  # largest gradient of the vocabulary's padding, which belongs to no token
+
+
+def take_step(config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample], seed: int = 0) -> Outcome | None:
+    """One GRPO step on `samples` of a model with random weights, in the layout of `config`: the outcome on rank 0, None elsewhere.
+
+    Collective over the world, which it leaves open for another layout. With a KL term the reference is the model with other weights.
+    """
+    layout = init_layout(config.parallel, config.run.seed)
+    try:
+        policy = MegatronPolicy(config, layout, hf_config)
+        fill_weights(policy, hf_config, layout, seed)
+        reference = Reference(policy) if config.algorithm.beta else None
+        _move_away(policy)
+        policy.weights_changed()
+        batch = pack(samples, packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+        logprobs = policy.logprobs(batch)
+        ref = reference.logprobs(batch) if reference is not None else None
+        batch = batch.with_logprobs(old=_old_logprobs(batch, logprobs), ref=ref)
+        divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
+        metrics = policy.backward(batch, make_loss(config), divisor)
+        gather_gradients(policy.model)
+        gradients, apart, padding = whole_tensors(policy, hf_config, layout, lambda p: p.main_grad)
+        metrics |= policy.update()
+        weights, also_apart, _ = whole_tensors(policy, hf_config, layout, lambda p: p.data)
+        rows = _rows_of_tokens(batch, logprobs, layout)
+    finally:
+        layout.release()
+    if layout.world_rank != 0:
+        return None
+    return Outcome(metrics, rows, gradients, weights, max(apart, also_apart), padding)
+
+
+@torch.no_grad()
+def fill_weights(policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, seed: int) -> None:
+    """Random weights by Hugging Face name; the vocabulary's padding is 0."""
+    for _, parameter, found in blocks(policy.chunks, hf_config, layout):
+        parameter.zero_()
+        for block in found:
+            part = random_tensor(block.name, block.shape, seed).narrow(block.dim, block.start, block.stop - block.start)
+            place = block.view(parameter)
+            place.copy_(part.reshape(place.shape))
+
+
+@torch.no_grad()
+def _move_away(policy: MegatronPolicy) -> None:
+    """Move the policy away from the reference: a function of each weight alone, so that every layout moves alike."""
+    for chunk in policy.chunks:
+        for parameter in chunk.parameters():
+            parameter.add_(0.02 * torch.sin(40 * parameter))
+
+
+def _old_logprobs(batch: TrainBatch, logprobs: list[Tensor | None]) -> list[Tensor]:
+    """Old log-probs [T] of each micro-batch, far enough from the policy's to clip some tokens. They depend on the token alone."""
+    return [_shifted(m, rows) for m, rows in zip(batch.micro_batches, logprobs, strict=True)]
+
+
+def _shifted(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:
+    if logprobs is None:  # not the last stage, which alone computes losses
+        return torch.zeros(micro_batch.num_tokens)
+    noise = torch.sin(micro_batch.position_ids.float() + micro_batch.labels.float())
+    return torch.where(micro_batch.loss_mask, logprobs.cpu() + 0.3 * noise, 0.0)
+
+
+def _rows_of_tokens(batch: TrainBatch, logprobs: list[Tensor | None], layout: Layout) -> Tensor | None:
+    """The log-probs of all ranks' loss tokens, sorted by rollout log-prob, which is every token's own; on rank 0."""
+    mine: dict[float, float] = {}
+    if layout.is_last_stage and layout.tp_rank == 0:
+        for micro_batch, rows in zip(batch.micro_batches, logprobs, strict=True):
+            keys, values = micro_batch.rollout_logprobs[micro_batch.loss_mask], rows.cpu()[micro_batch.loss_mask]
+            mine |= dict(zip(keys.tolist(), values.tolist(), strict=True))
+    everyone = _gather(mine, layout)
+    if everyone is None:
+        return None
+    merged = {key: value for part in everyone for key, value in part.items()}
+    return torch.tensor([merged[key] for key in sorted(merged)], dtype=torch.float64)
+
+
+@torch.no_grad()
+def whole_tensors(
+    policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, part: Callable[[Tensor], Tensor]
+) -> tuple[Tensors, float, float]:
+    """(whole tensors, largest relative difference between ranks that hold the same block, largest element that belongs to no block) of
+    `part(parameter)`, put together from every rank's blocks; on rank 0, empty elsewhere."""
+    mine, padding = [], 0.0
+    for _, parameter, found in blocks(policy.chunks, hf_config, layout):
+        tensor = part(parameter).detach().to("cpu", torch.float64, copy=True)
+        for block in found:
+            place = block.view(tensor)
+            mine.append((block.name, block.shape, (block.dim, block.start, block.stop), place.reshape(block.block_shape).clone()))
+            place.zero_()
+        padding = max(padding, tensor.abs().max().item()) if tensor.numel() else padding
+    everyone = _gather((mine, padding), layout)
+    if everyone is None:
+        return {}, 0.0, 0.0
+    whole: Tensors = {}
+    held: dict[tuple, Tensor] = {}
+    apart = 0.0
+    for name, shape, place, value in [piece for pieces, _ in everyone for piece in pieces]:
+        if (name, place) in held:
+            apart = max(apart, relative_error(value, held[name, place]))
+            continue
+        held[name, place] = value
+        dim, start, stop = place
+        whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64)).narrow(dim, start, stop - start).copy_(value)
+    return whole, apart, max(padding for _, padding in everyone)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|, Euclidean norms; 0 when both are 0."""
+    difference = (found - expected).norm().item()
+    return difference and difference / max(expected.norm().item(), torch.finfo(torch.float64).tiny)
+
+
+def _gather(mine: object, layout: Layout) -> list | None:
+    everyone = [None] * layout.world_size if layout.world_rank == 0 else None
+    dist.gather_object(mine, everyone, dst=0, group=layout.cpu_group)
+    return everyone
