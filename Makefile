@@ -1,8 +1,9 @@
 # make quickstart: set everything up and watch a small model learn.   make test: set everything up and run the tests.
+# make test-full: all tests and the large matrix of layouts, in which any three options meet.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: quickstart test setup
+.PHONY: quickstart test test-full setup
 .DEFAULT_GOAL := quickstart
 
 setup:
@@ -13,3 +14,6 @@ quickstart: setup
 
 test: setup
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q $(ARGS)
+
+test-full: setup
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m "full or not full" $(ARGS)

@@ -26,7 +26,7 @@ from megagrpo.plan import model_shape, plan
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.verify.compare import compare
 from megagrpo.verify.report import Verdict, as_json, as_text, header, summary
-from megagrpo.verify.shrink import random_samples, shrink_config, shrink_model
+from megagrpo.verify.shrink import plainly, random_samples, shrink_config, shrink_model
 from megagrpo.verify.step import Outcome, take_step
 
 MAX_RANKS = 8  # that one machine without GPUs is asked to run
@@ -49,7 +49,7 @@ def main(
 ) -> int:
     """0 when every layout computes what one process computes, 1 when one does not; ConfigError for what cannot be tried.
 
-    `layout` holds texts such as "tp=2,pp=2,dp=2"; without any, the config's own layout. `ranks` is the number of ranks where dp is not said.
+    `layout` holds texts such as "tp=2,pp=2,dp=2"; without any, the config's own layout. `ranks` is their number where dp is not said.
     """
     quiet()
     world = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
@@ -175,14 +175,3 @@ class OneProcess:
             env = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
             (self._known[key],) = run_ranks(take_step, 1, config, model, random_samples(), timeout=TIMEOUT, env=env, start=self._start)
         return self._known[key]
-
-
-def plainly(config: RunConfig) -> RunConfig:
-    """`config` on one process, without what only saves time or memory: nothing recomputed, shared or sharded."""
-    return config.model_copy(
-        update=dict(
-            parallel=ParallelSection(timeout_minutes=config.parallel.timeout_minutes),
-            model=config.model.model_copy(update=dict(recompute="none")),
-            train=config.train.model_copy(update=dict(share_prompts=False, distributed_optimizer=False)),
-        )
-    )

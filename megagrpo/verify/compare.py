@@ -21,7 +21,7 @@ FLOAT32 = {
 # Other precisions and devices round more, and how that adds up differs from tensor to tensor. So it is measured: one process in the same
 # precision is that far from one process in float32. A layout may be NOISE times as far; in bfloat16 it may always be ROUNDING away.
 NOISE, ROUNDING = 3.0, 2.0**-7
-SMALLEST = 1e-2  # losses and metrics nearer to 0 are compared with this
+SMALLEST = 1.0  # losses and metrics, in nats or shares, are compared absolutely below this
 
 
 @dataclass(frozen=True)

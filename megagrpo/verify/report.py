@@ -48,13 +48,11 @@ def header(config: RunConfig, model: HfConfig, samples: Sequence[TrainSample]) -
     """What is run, in two lines."""
     algorithm, tokens = config.algorithm, sum(int(s.response_mask.sum()) for s in samples)
     dtype = str(device.resolve_precision(config.model.precision)).removeprefix("torch.")
-    return "\n".join(
-        [
-            f"model   {model.family}, {model.num_layers} layers of width {model.hidden_size}, {model.num_heads} heads, {model.num_kv_heads} KV "
-            f"heads, vocabulary {model.vocab_size}; random weights, the shape of {config.model.path} made small",
-            f"step    {len(samples)} samples with {tokens} response tokens, {algorithm.loss_type}, beta {algorithm.beta:g}, {dtype}, "
-            f"recompute {config.model.recompute}; one process in float32 is the measure",
-        ]
+    return (
+        f"model   {config.model.path} made small: {model.family}, {model.num_layers} layers of width {model.hidden_size}, "
+        f"{model.num_heads} heads, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}; random weights\n"
+        f"step    {len(samples)} samples with {tokens} response tokens, {algorithm.loss_type}, beta {algorithm.beta:g}, {dtype}, "
+        f"recompute {config.model.recompute}; the measure is one process in float32"
     )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from math import ceil
 from typing import Any
+from zlib import crc32
 
 import torch
 
 from megagrpo.config import ParallelSection, RunConfig
+from megagrpo.data.packing import padded
 from megagrpo.policy.hf_config import HfConfig, parse_hf_config
 from megagrpo.types import TrainSample
 
@@ -37,16 +39,22 @@ def shrink_config(config: RunConfig) -> RunConfig:
             lr_scheduler_type="constant",
             warmup_steps=0,
             min_learning_rate=0.0,
-            max_tokens_per_micro_batch=max(2 * longest, _padded(longest, config.parallel)),
+            max_tokens_per_micro_batch=max(2 * longest, padded(longest, config.parallel.micro_batch_align)),
             logprob_chunk=LOGPROB_CHUNK,
         ),
     }
     return RunConfig.model_validate({name: values | changes.get(name, {}) for name, values in config.model_dump().items()})
 
 
-def _padded(length: int, parallel: ParallelSection) -> int:
-    align = parallel.tp if parallel.sequence_parallel else 1
-    return ceil(length / align) * align
+def plainly(config: RunConfig) -> RunConfig:
+    """`config` on one process, without what only saves time or memory: nothing recomputed, shared or sharded."""
+    return config.model_copy(
+        update=dict(
+            parallel=ParallelSection(timeout_minutes=config.parallel.timeout_minutes),
+            model=config.model.model_copy(update=dict(recompute="none")),
+            train=config.train.model_copy(update=dict(share_prompts=False, distributed_optimizer=False)),
+        )
+    )
 
 
 def shrink_model(raw: dict[str, Any], parallel: ParallelSection) -> HfConfig:
@@ -67,7 +75,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection) -> HfConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=parallel.tp * ceil(96 / parallel.tp),
+        intermediate_size=padded(96, parallel.tp),
         vocab_size=VOCABULARY,
     )
     return parse_hf_config(raw | small)
@@ -78,18 +86,11 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
     Matrices keep the scale of what they are applied to; norms and biases are away from 1 and 0, where an error could hide.
     """
-    generator = torch.Generator().manual_seed(hash_of(name) ^ seed)
+    generator = torch.Generator().manual_seed(crc32(name.encode()) ^ seed)
     noise = torch.randn(shape, generator=generator)
     if len(shape) == 1:
         return 0.1 * noise + (1.0 if "norm" in name else 0.0)
     return noise / shape[-1] ** 0.5
-
-
-def hash_of(text: str) -> int:
-    """The same number for a text in every process."""
-    from zlib import crc32
-
-    return crc32(text.encode())
 
 
 def random_samples(seed: int = 1) -> list[TrainSample]:

@@ -14,7 +14,7 @@ Rule = tuple[tuple[str, ...], Callable[..., bool]]  # axes, and whether their va
 
 def covering_rows(axes: Axes, rules: Sequence[Rule], strength: int = 2) -> list[Row]:
     """Rows, in a fixed order, that obey every rule and hold every possible combination of values of `strength` axes."""
-    left = dict.fromkeys(possible(axes, rules, strength))
+    left = dict.fromkeys(possible(axes, rules, strength))  # in place of a set: its order is fixed
     rows = []
     while left:
         row = dict(next(iter(left)))
@@ -26,17 +26,17 @@ def covering_rows(axes: Axes, rules: Sequence[Rule], strength: int = 2) -> list[
     return rows
 
 
-def possible(axes: Axes, rules: Sequence[Rule], strength: int) -> Iterator[tuple]:
+def possible(axes: Axes, rules: Sequence[Rule], strength: int) -> Iterator[frozenset]:
     """Every combination of `strength` values that some row which obeys the rules holds."""
     for chosen in combinations(axes, strength):
         for values in product(*(axes[axis] for axis in chosen)):
             if can_complete(axes, rules, dict(zip(chosen, values, strict=True))):
-                yield tuple(zip(chosen, values, strict=True))
+                yield frozenset(zip(chosen, values, strict=True))
 
 
-def occurring(row: Row, strength: int) -> Iterator[tuple]:
+def occurring(row: Row, strength: int) -> Iterator[frozenset]:
     """The combinations that a row holds."""
-    return combinations(row.items(), strength)
+    return map(frozenset, combinations(row.items(), strength))
 
 
 def can_complete(axes: Axes, rules: Sequence[Rule], row: Row) -> bool:
@@ -55,8 +55,6 @@ def _extensions(axes: Axes, rules: Sequence[Rule], row: Row, missing: list[str])
     return [{axis: value} for axis in missing for value in axes[axis] if can_complete(axes, rules, row | {axis: value})]
 
 
-def _gain(left: dict, row: Row, more: Row, strength: int) -> int:
+def _gain(left: dict[frozenset, None], row: Row, more: Row, strength: int) -> int:
     """How many combinations that are still missing the row gets with one more value."""
-    (item,) = more.items()
-    order = {combination for combination in combinations([*row.items(), item], strength) if item in combination}
-    return sum(combination in left for combination in order)
+    return sum(frozenset((*others, *more.items())) in left for others in combinations(row.items(), strength - 1))

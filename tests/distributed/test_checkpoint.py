@@ -1,5 +1,6 @@
 """Checkpoints over two ranks: complete or absent, whatever fails and on whichever rank."""
 
+import json
 import os
 import resource
 import shutil
@@ -7,38 +8,35 @@ import shutil
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_policy import Case, config, hf_folder, packing_rules, samples
+from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.bridge.load import load_hf
 from megagrpo.checkpoint import Checkpointer, CheckpointError, checkpoints, newest_checkpoint
-from megagrpo.data.packing import pack
+from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.types import TrainState
+from megagrpo.verify.shrink import random_samples
+from megagrpo.verify.step import fill_weights
 
-TP2 = Case("tp2", 2, dict(tp=2))
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model(tmp_path_factory):
-    """The folder of a tiny model."""
+    """A folder with a model's side files, which a checkpoint keeps a copy of."""
     folder = tmp_path_factory.mktemp("model")
-    run_ranks(hf_folder, 1, "llama", folder)
+    (folder / "config.json").write_text(json.dumps(tiny_model("llama_tied").raw))
     return folder
 
 
 def checkpointer(model, folder, keep=2):
-    """This rank's part of a policy that has taken one step from the weights of `model`, and what saves it."""
-    settings = config(TP2)
-    layout = init_layout(settings.parallel)
-    hf_config = load_hf_config(model)
-    policy = MegatronPolicy(settings, layout, hf_config)
-    load_hf(policy.chunks, hf_config, model, layout)
+    """This rank's part of a policy that has taken one step, and what saves it."""
+    config, hf_config = tiny_run(dict(tp=2)), tiny_model("llama_tied")
+    layout = init_layout(config.parallel)
+    policy = MegatronPolicy(config, layout, hf_config)
+    fill_weights(policy, hf_config, layout, seed=0)
     policy.weights_changed()
-    batch = pack(samples(), packing_rules(TP2, settings), layout.dp_rank, layout.dp_size)
-    policy.train_step(batch, make_loss(settings), batch.num_tokens)
+    batch = pack(random_samples(), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    policy.train_step(batch, make_loss(config), batch.num_tokens)
     return policy, Checkpointer(folder, layout, policy, keep, model)
 
 

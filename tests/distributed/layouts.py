@@ -1,0 +1,71 @@
+"""The layouts and options whose step must equal one process's, and which of them may meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from covering import Row, Rule, covering_rows
+from tiny_policy import SHAPES, tiny_run
+
+from megagrpo.config import RunConfig
+from megagrpo.data.packing import padded
+
+MAX_RANKS = 8
+LOSSES = {
+    "grpo": dict(loss_type="grpo", beta=0.1),
+    "dapo": dict(loss_type="dapo", beta=0.0),
+    "dr_grpo": dict(loss_type="dr_grpo", beta=0.1),
+    "bnpo": dict(loss_type="bnpo", beta=0.0, skip_zero_advantage=False),
+}
+AXES: dict[str, list[Any]] = {
+    "model": list(SHAPES),
+    "tp": [1, 2, 3],
+    "pp": [1, 2, 4],
+    "vpp": [1, 2],
+    "cp": [1, 2],
+    "dp": [1, 2, 3],
+    "sequence_parallel": [False, True],
+    "distributed_optimizer": [False, True],
+    "recompute": ["none", "selective", "full"],
+    "budget": ["roomy", "tight"],  # tokens of a micro-batch: two of the longest sample, or exactly one
+    "share_prompts": [False, True],
+    "loss": list(LOSSES),
+}
+RULES: list[Rule] = [
+    (("tp", "pp", "cp", "dp"), lambda tp, pp, cp, dp: tp * pp * cp * dp <= MAX_RANKS),
+    (("pp", "vpp"), lambda pp, vpp: vpp == 1 or pp == 2),  # the models have four layers
+    (("tp", "sequence_parallel"), lambda tp, sequence_parallel: tp > 1 or not sequence_parallel),
+]
+
+
+def covering_layouts(strength: int = 2) -> list[Row]:
+    """Rows in which every `strength` axis values meet that can."""
+    return covering_rows(AXES, RULES, strength)
+
+
+def name(row: Row) -> str:
+    """What is not at its first value: `qwen3_tied-tp2-sequence_parallel-dp3-recompute_full`."""
+    words = [row["model"]]
+    for axis, values in list(AXES.items())[1:]:
+        value = row[axis]
+        if value != values[0]:
+            words.append(axis if value is True else f"{axis}{value}" if isinstance(value, int) else f"{axis}_{value}")
+    return "-".join(words)
+
+
+def ranks(row: Row) -> int:
+    return row["tp"] * row["pp"] * row["cp"] * row["dp"]
+
+
+def config_of(row: Row) -> RunConfig:
+    parallel = {axis: row[axis] for axis in ("tp", "pp", "vpp", "cp", "sequence_parallel")}
+    config = tiny_run(
+        parallel,
+        model=dict(recompute=row["recompute"]),
+        algorithm=LOSSES[row["loss"]],
+        train=dict(distributed_optimizer=row["distributed_optimizer"], share_prompts=row["share_prompts"]),
+    )
+    if row["budget"] == "roomy":
+        return config
+    tight = padded(config.rollout.max_model_len, config.parallel.micro_batch_align)
+    return config.model_copy(update=dict(train=config.train.model_copy(update=dict(max_tokens_per_micro_batch=tight))))
