@@ -74,14 +74,14 @@ def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int |
         sizes, dp = parse_layout(layout)
         overrides = [*overrides, f"parallel={sizes}"]
     config = load_config(path, overrides)
-    smallest = config.parallel.model_parallel_size
-    if dp is not None and ranks not in (None, dp * smallest):
-        raise ConfigError(f"--layout {layout}: needs {dp * smallest} ranks, and there are {ranks}; leave dp or --ranks out")
-    ranks = ranks or (dp or 1) * smallest
+    replica = config.parallel.model_parallel_size
+    if dp is not None and ranks not in (None, dp * replica):
+        raise ConfigError(f"--layout {layout}: needs {dp * replica} ranks, and there are {ranks}; leave dp or --ranks out")
+    ranks = ranks or (dp * replica if dp else config.parallel.smallest_world)
     if problems := plan(config, ranks).problems:
         raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *problems]))
     model = shrink_model(model_shape(config.model.path), config.parallel)
-    return Case(layout_text(config.parallel, ranks // smallest), config, ranks, shrink_config(config), model)
+    return Case(layout_text(config.parallel, ranks // replica), config, ranks, shrink_config(config), model)
 
 
 def parse_layout(text: str) -> tuple[str, int | None]:

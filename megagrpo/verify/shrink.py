@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, lcm
 from typing import Any
 from zlib import crc32
 
@@ -61,32 +61,41 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection) -> HfConfig:
     """A small model of the architecture that `raw`, a config.json, describes, large enough for `parallel`.
 
     Kept: the family with its biases and norms, tied or untied embeddings, query heads per KV head, whether a rank holds several KV heads,
-    whether heads add up to the hidden size, rotary scaling.
+    whether heads add up to the hidden size, rotary scaling; of a mixture of experts, whether a token has several and a layer none.
     """
     real = parse_hf_config(raw)
     kv_heads = parallel.tp * min(2, ceil(real.num_kv_heads / parallel.tp))
     heads = kv_heads * (real.num_heads // real.num_kv_heads)
     head_dim = 16 if heads < 8 else 8
-    square = real.hidden_size == real.num_heads * real.head_dim
     stages = parallel.pp * parallel.vpp
     small = dict(
         num_hidden_layers=stages if stages > 1 else 2,
-        hidden_size=heads * head_dim * (2 if not square else 1),
+        hidden_size=heads * head_dim * (1 if real.hidden_size == real.num_heads * real.head_dim else 2),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=padded(96, parallel.tp),
+        intermediate_size=padded(96, lcm(parallel.tp, parallel.expert_tp)),
         vocab_size=VOCABULARY,
     )
+    if real.experts is not None:
+        count = max(4, 2 * parallel.ep)
+        small |= dict(
+            num_experts=count,
+            num_local_experts=count,
+            num_experts_per_tok=min(2, real.experts.per_token),
+            moe_intermediate_size=padded(32, parallel.expert_tp),
+            mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
+            decoder_sparse_step=1,
+        )
     return parse_hf_config(raw | small)
 
 
-def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """The weight called `name`, float32: a function of name, shape and seed, so every layout starts from the same model.
+def random_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The weight called `name`, float32: a function of name and shape alone, so every layout starts from the same model.
 
     Matrices keep the scale of what they are applied to; norms and biases are away from 1 and 0, where an error could hide.
     """
-    generator = torch.Generator().manual_seed(crc32(name.encode()) ^ seed)
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
     noise = torch.randn(shape, generator=generator)
     if len(shape) == 1:
         return 0.1 * noise + (1.0 if "norm" in name else 0.0)

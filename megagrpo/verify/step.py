@@ -36,43 +36,59 @@ class Outcome:
     padding: float  # largest gradient of the vocabulary's padding, which belongs to no token
 
 
-def take_step(config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample], seed: int = 0) -> Outcome | None:
-    """One GRPO step on `samples` of a model with random weights, in the layout of `config`: the outcome on rank 0, None elsewhere.
+def take_step(
+    config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample], weights: Callable[[str, tuple], Tensor] = random_tensor
+) -> Outcome | None:
+    """One GRPO step on `samples` in the layout of `config`: the outcome on rank 0, None elsewhere.
 
-    Collective over the world, which it leaves open for another layout. With a KL term the reference is the model with other weights.
+    `weights(name, shape)` gives the model's tensors by Hugging Face name; the policy is moved away from them, the reference of a KL term is
+    not. Collective over the world, which stays open for another layout.
     """
     layout = init_layout(config.parallel, config.run.seed)
     try:
-        policy = MegatronPolicy(config, layout, hf_config)
-        fill_weights(policy, hf_config, layout, seed)
-        reference = Reference(policy) if config.algorithm.beta else None
-        _move_away(policy)
-        policy.weights_changed()
-        batch = pack(samples, packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
-        logprobs = policy.logprobs(batch)
-        ref = reference.logprobs(batch) if reference is not None else None
-        batch = batch.with_logprobs(old=_old_logprobs(batch, logprobs), ref=ref)
+        policy, batch, logprobs = prepare(config, hf_config, layout, samples, weights)
         divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
         metrics = policy.backward(batch, make_loss(config), divisor)
         gather_gradients(policy.model)
         gradients, apart, padding = whole_tensors(policy, hf_config, layout, lambda p: p.main_grad)
         metrics |= policy.update()
-        weights, also_apart, _ = whole_tensors(policy, hf_config, layout, lambda p: p.data)
+        stepped, also_apart, _ = whole_tensors(policy, hf_config, layout, lambda p: p.data)
         rows = _rows_of_tokens(batch, logprobs, layout)
     finally:
         layout.release()
     if layout.world_rank != 0:
         return None
-    return Outcome(metrics, rows, gradients, weights, max(apart, also_apart), padding)
+    return Outcome(metrics, rows, gradients, stepped, max(apart, also_apart), padding)
+
+
+def prepare(
+    config: RunConfig,
+    hf_config: HfConfig,
+    layout: Layout,
+    samples: Sequence[TrainSample],
+    weights: Callable[[str, tuple], Tensor] = random_tensor,
+) -> tuple[MegatronPolicy, TrainBatch, list[Tensor | None]]:
+    """(policy, this rank's batch with all that the loss needs, the policy's log-probs of each micro-batch) before a step."""
+    policy = MegatronPolicy(config, layout, hf_config)
+    fill_weights(policy, hf_config, layout, weights)
+    reference = Reference(policy) if config.algorithm.beta else None
+    _move_away(policy)
+    policy.weights_changed()
+    batch = pack(samples, packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    logprobs = policy.logprobs(batch)
+    batch = batch.with_logprobs(old=_old_logprobs(batch, logprobs))
+    return policy, batch if reference is None else reference.annotate(batch), logprobs
 
 
 @torch.no_grad()
-def fill_weights(policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, seed: int) -> None:
-    """Random weights by Hugging Face name; the vocabulary's padding is 0."""
+def fill_weights(
+    policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, weights: Callable[[str, tuple], Tensor] = random_tensor
+) -> None:
+    """The tensors that `weights(name, shape)` gives, cut for this rank; the vocabulary's padding is 0."""
     for _, parameter, found in blocks(policy.chunks, hf_config, layout):
         parameter.zero_()
         for block in found:
-            part = random_tensor(block.name, block.shape, seed).narrow(block.dim, block.start, block.stop - block.start)
+            part = weights(block.name, block.shape).narrow(block.dim, block.start, block.stop - block.start)
             place = block.view(parameter)
             place.copy_(part.reshape(place.shape))
 

@@ -14,15 +14,19 @@ MAX_RANKS = 8
 LOSSES = {
     "grpo": dict(loss_type="grpo", beta=0.1),
     "dapo": dict(loss_type="dapo", beta=0.0),
-    "dr_grpo": dict(loss_type="dr_grpo", beta=0.1),
-    "bnpo": dict(loss_type="bnpo", beta=0.0, skip_zero_advantage=False),
+    "dr_grpo_full_reverse": dict(loss_type="dr_grpo", beta=0.1, kl_estimator="full_reverse"),
+    "bnpo_corrected_k1": dict(loss_type="bnpo", beta=0.1, kl_estimator="k1", use_bias_correction_kl=True),
+    "dapo_full_forward": dict(loss_type="dapo", beta=0.1, kl_estimator="full_forward"),
 }
+EXPERTS = ("qwen3_moe", "mixtral")
 AXES: dict[str, list[Any]] = {
     "model": list(SHAPES),
     "tp": [1, 2, 3],
     "pp": [1, 2, 4],
     "vpp": [1, 2],
     "cp": [1, 2],
+    "ep": [1, 2],
+    "etp": [None, 1, 2],
     "dp": [1, 2, 3],
     "sequence_parallel": [False, True],
     "distributed_optimizer": [False, True],
@@ -31,10 +35,14 @@ AXES: dict[str, list[Any]] = {
     "share_prompts": [False, True],
     "loss": list(LOSSES),
 }
+PARALLEL = ("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel")
 RULES: list[Rule] = [
     (("tp", "pp", "cp", "dp"), lambda tp, pp, cp, dp: tp * pp * cp * dp <= MAX_RANKS),
     (("pp", "vpp"), lambda pp, vpp: vpp == 1 or pp == 2),  # the models have four layers
     (("tp", "sequence_parallel"), lambda tp, sequence_parallel: tp > 1 or not sequence_parallel),
+    (("model", "ep", "etp"), lambda model, ep, etp: model in EXPERTS or (ep == 1 and etp is None)),
+    (("model", "tp", "sequence_parallel"), lambda model, tp, sequence_parallel: model not in EXPERTS or tp == 1 or sequence_parallel),
+    (("tp", "cp", "dp", "ep", "etp"), lambda tp, cp, dp, ep, etp: tp * cp * dp % (ep * (etp or tp)) == 0),
 ]
 
 
@@ -58,9 +66,8 @@ def ranks(row: Row) -> int:
 
 
 def config_of(row: Row) -> RunConfig:
-    parallel = {axis: row[axis] for axis in ("tp", "pp", "vpp", "cp", "sequence_parallel")}
     config = tiny_run(
-        parallel,
+        {axis: row[axis] for axis in PARALLEL},
         model=dict(recompute=row["recompute"]),
         algorithm=LOSSES[row["loss"]],
         train=dict(distributed_optimizer=row["distributed_optimizer"], share_prompts=row["share_prompts"]),

@@ -33,7 +33,7 @@ def checkpointer(model, folder, keep=2):
     config, hf_config = tiny_run(dict(tp=2)), tiny_model("llama_tied")
     layout = init_layout(config.parallel)
     policy = MegatronPolicy(config, layout, hf_config)
-    fill_weights(policy, hf_config, layout, seed=0)
+    fill_weights(policy, hf_config, layout)
     policy.weights_changed()
     batch = pack(random_samples(), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     policy.train_step(batch, make_loss(config), batch.num_tokens)

@@ -12,7 +12,13 @@ from megagrpo.verify.shrink import plainly, random_samples
 from megagrpo.verify.step import Outcome, take_step
 
 PAIRS = covering_layouts()
-TRIPLES = [row for row in covering_layouts(strength=3) if row not in PAIRS]
+
+
+def pytest_generate_tests(metafunc):
+    """Every pair of options meets in a test; with `make test-full` every three, which takes a while to lay out as well."""
+    if "row" in metafunc.fixturenames:
+        more = [] if metafunc.config.option.markexpr == "not full" else [row for row in covering_layouts(strength=3) if row not in PAIRS]
+        metafunc.parametrize("row", [*PAIRS, *(pytest.param(row, marks=pytest.mark.full) for row in more)], ids=name)
 
 
 @functools.cache
@@ -24,7 +30,6 @@ def one_process(model: str, loss: str) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("row", [*PAIRS, *(pytest.param(row, marks=pytest.mark.full) for row in TRIPLES)], ids=name)
 def test_a_step_equals_that_of_one_process(row):
     found = run_ranks(take_step, ranks(row), config_of(row), tiny_model(row["model"]), random_samples())[0]
     assert [d for d in compare(found, one_process(row["model"], row["loss"])) if not d.passed] == []

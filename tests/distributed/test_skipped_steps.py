@@ -7,22 +7,23 @@ import dataclasses
 import math
 import os
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_policy import Case, config, hf_folder, packing_rules, samples
+from tiny_policy import Case, tiny_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.bridge.families import blocks
-from megagrpo.bridge.load import load_hf
-from megagrpo.data.packing import pack
+from megagrpo.data.packing import pack, packing_rules
 from megagrpo.dump import StepDumps
 from megagrpo.metrics import MetricsWriter
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.trainer import BrokenTraining, Trainer
+from megagrpo.verify.shrink import random_samples
+from megagrpo.verify.step import fill_weights
 
 PLAIN, SHARDED = dict(distributed_optimizer=False), dict(distributed_optimizer=True)
 CASES = [
@@ -39,14 +40,6 @@ DOWN = "model.layers.{}.mlp.down_proj.weight"
 NOT_NEEDED = dict.fromkeys(["reference", "prompts", "eval_prompts", "engine", "rewards", "stop_token_ids", "weight_sync", "checkpointer"])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """The folder of a tiny model."""
-    folder = tmp_path_factory.mktemp("model")
-    run_ranks(hf_folder, 1, "llama", folder)
-    return folder
-
-
 class Messages:
     """A sink that keeps what a person would read."""
 
@@ -60,16 +53,16 @@ class Messages:
 class Training:
     """One rank of a trainer that is given its batches."""
 
-    def __init__(self, case, model, layout):
-        settings, hf = config(case, beta=0.0), load_hf_config(model)
+    def __init__(self, case, layout):
+        settings, hf = case.config(beta=0.0), tiny_model("llama_tied")
         self.policy = MegatronPolicy(settings, layout, hf)
-        load_hf(self.policy.chunks, hf, model, layout)
+        fill_weights(self.policy, hf, layout)
         self.policy.weights_changed()
-        self.batch = pack(samples(), packing_rules(case, settings), layout.dp_rank, layout.dp_size)
+        self.batch = pack(random_samples(), packing_rules(settings, self.policy.shares_prompts), layout.dp_rank, layout.dp_size)
         self.loss, self.said = make_loss(settings), Messages()
         writer = MetricsWriter.silent()
         writer._sinks["messages"] = self.said
-        dumps = StepDumps(settings, self.policy, model, model, writer.message)
+        dumps = StepDumps(settings, self.policy, Path("unused"), Path("unused"), writer.message)
         weights = partial(blocks, self.policy.chunks, hf, layout)
         self.trainer = Trainer(settings, layout, self.policy, loss_fn=self.loss, weights=weights, writer=writer, dumps=dumps, **NOT_NEEDED)
 
@@ -132,12 +125,12 @@ def _infinite_weight(training, rank, hf_name):
     return lambda: element.copy_(kept)
 
 
-def _good_bad_good(case, model, plant, *arguments):
+def _good_bad_good(case, plant, *arguments):
     """What a run whose second step is spoilt said, whether that step changed nothing, and whether it ends like a run without it."""
-    layout = init_layout(config(case).parallel)
+    layout = init_layout(case.config().parallel)
     ends = []
     for spoilt in (False, True):
-        training = Training(case, model, layout)
+        training = Training(case, layout)
         training.step()
         if spoilt:
             before = training.state()
@@ -161,26 +154,26 @@ def check(results, *fragments):
 
 # The replica that is spoilt, and the first rank of its last stage.
 @pytest.mark.parametrize(("case", "replica", "rank"), list(zip(CASES, (0, 0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 1, 1, 2), strict=True)), ids=str)
-def test_a_nan_in_one_replicas_loss_changes_nothing_anywhere(case, replica, rank, model):
-    check(run_ranks(_good_bad_good, case.ranks, case, model, _nan_token_in_the_loss, replica), f"on rank {rank}; loss nan")
+def test_a_nan_in_one_replicas_loss_changes_nothing_anywhere(case, replica, rank):
+    check(run_ranks(_good_bad_good, case.ranks, case, _nan_token_in_the_loss, replica), f"on rank {rank}; loss nan")
 
 
 @pytest.mark.parametrize(
     ("case", "rank", "layer"), [(CASES[1], 1, 2), (CASES[2], 0, 1), (CASES[3], 1, 3), (CASES[4], 1, 0), (CASES[6], 2, 3)], ids=str
 )
-def test_a_nan_in_one_ranks_gradient_is_named(case, rank, layer, model):
-    results = run_ranks(_good_bad_good, case.ranks, case, model, _nan_in_a_gradient, rank, DOWN.format(layer))
+def test_a_nan_in_one_ranks_gradient_is_named(case, rank, layer):
+    results = run_ranks(_good_bad_good, case.ranks, case, _nan_in_a_gradient, rank, DOWN.format(layer))
     check(results, f"NaN or infinity in the gradient of {DOWN.format(layer)} on rank {rank}; loss -0.")
 
 
 @pytest.mark.parametrize(("case", "rank", "layer"), [(CASES[0], 0, 1), (CASES[1], 1, 2), (CASES[2], 0, 1), (CASES[5], 1, 3)], ids=str)
-def test_an_infinite_weight_is_named_and_not_the_gradients_it_spoils(case, rank, layer, model):
-    results = run_ranks(_good_bad_good, case.ranks, case, model, _infinite_weight, rank, DOWN.format(layer))
+def test_an_infinite_weight_is_named_and_not_the_gradients_it_spoils(case, rank, layer):
+    results = run_ranks(_good_bad_good, case.ranks, case, _infinite_weight, rank, DOWN.format(layer))
     check(results, f"NaN or infinity in the weight of {DOWN.format(layer)} on rank {rank}; loss nan")
 
 
-def _bad_loss_alone(case, model):
-    training = Training(case, model, init_layout(config(case).parallel))
+def _bad_loss_alone(case):
+    training = Training(case, init_layout(case.config().parallel))
     training.trainer.loss_fn = lambda inputs: dataclasses.replace(
         output := training.loss(inputs), numerator=output.numerator + torch.tensor(math.inf)
     )
@@ -188,12 +181,12 @@ def _bad_loss_alone(case, model):
     return training.said.lines
 
 
-def test_a_bad_loss_with_good_gradients_is_skipped_too(model):
-    assert "of no gradient, but of the loss; loss inf" in run_ranks(_bad_loss_alone, 1, CASES[0], model)[0][0]
+def test_a_bad_loss_with_good_gradients_is_skipped_too():
+    assert "of no gradient, but of the loss; loss inf" in run_ranks(_bad_loss_alone, 1, CASES[0])[0][0]
 
 
-def _bad_step_after_step(case, model):
-    training = Training(case, model, init_layout(config(case).parallel))
+def _bad_step_after_step(case):
+    training = Training(case, init_layout(case.config().parallel))
     _nan_token_in_the_loss(training, 1)
     for _ in range(4):
         training.step()
@@ -203,5 +196,5 @@ def _bad_step_after_step(case, model):
         training.trainer.stop_if_broken()
 
 
-def test_training_stops_on_every_rank_after_too_many_in_a_row(model):
-    run_ranks(_bad_step_after_step, 2, CASES[4], model)
+def test_training_stops_on_every_rank_after_too_many_in_a_row():
+    run_ranks(_bad_step_after_step, 2, CASES[4])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.verify.shrink import shrink_config, shrink_model
 
-# config.json of SmolLM2, Qwen2.5-7B and Qwen3-0.6B, as far as it matters. Of Qwen3 there are both tied and untied models.
+# config.json of SmolLM2, Qwen2.5-7B, Qwen3-0.6B, Qwen3-30B-A3B and Mixtral, as far as it matters, with heads that 2 and 3 divide. Of Qwen3
+# there are both tied and untied models.
 _COMMON = dict(num_attention_heads=12, num_key_value_heads=12, intermediate_size=1536, vocab_size=49152, rms_norm_eps=1e-6)
 SHAPES: dict[str, dict[str, Any]] = {
     "llama_tied": _COMMON
@@ -16,8 +18,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2_untied": _COMMON | dict(model_type="qwen2", num_hidden_layers=28, hidden_size=3584, tie_word_embeddings=False),
     "qwen3_tied": _COMMON | dict(model_type="qwen3", num_hidden_layers=28, hidden_size=1024, head_dim=128, tie_word_embeddings=True),
     "qwen3_untied": _COMMON | dict(model_type="qwen3", num_hidden_layers=28, hidden_size=1024, head_dim=128, tie_word_embeddings=False),
+    "qwen3_moe": _COMMON
+    | dict(model_type="qwen3_moe", num_hidden_layers=48, hidden_size=2048, head_dim=128, tie_word_embeddings=False)
+    | dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, mlp_only_layers=[1]),
+    "mixtral": _COMMON
+    | dict(model_type="mixtral", num_hidden_layers=32, hidden_size=4096, tie_word_embeddings=False)
+    | dict(num_local_experts=8, num_experts_per_tok=2),
 }
-LARGEST = ParallelSection(tp=6, pp=2, vpp=2)  # what every small model can be cut into: tp 1, 2, 3 and 6, and four stages
+LARGEST = ParallelSection(tp=6, pp=2, vpp=2, ep=2, etp=6)  # what every small model can be cut into: tp 1, 2, 3 and 6, and four stages
 
 
 def tiny_model(shape: str) -> HfConfig:
@@ -36,3 +44,19 @@ def tiny_run(parallel: dict | None = None, **sections: dict) -> RunConfig:
         train=dict(distributed_optimizer=False),
     )
     return shrink_config(RunConfig.model_validate({name: values.get(name, {}) | sections.get(name, {}) for name in values | sections}))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout with a name."""
+
+    name: str
+    ranks: int
+    parallel: dict
+    train: dict | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def config(self, **algorithm) -> RunConfig:
+        return tiny_run(self.parallel, algorithm=algorithm, train=self.train or {})
