@@ -24,9 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 
-import megagrpo.parallel.layout  # noqa: F401  (imported before the forks, once for all)
+import megagrpo.parallel.layout  # noqa: F401
 from megagrpo.parallel import device
+
+# Above and here: imported before the forks, once for all. Megatron's optimizer would import the last one in each rank, torch the first.
+import megatron.core.models.mimo.optimizer  # noqa: F401  # isort: skip
 
 
 class RankFailed(RuntimeError):

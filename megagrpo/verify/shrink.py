@@ -15,8 +15,9 @@ from megagrpo.types import TrainSample
 
 VOCABULARY = 101  # prime: no tensor-parallel size divides it, so the padded rows are there
 MAX_PROMPT, MAX_RESPONSE = 16, 16  # tokens
-NUM_PROMPTS, GROUP_SIZE = 6, 3
+NUM_PROMPTS, GROUP_SIZE = 4, 3
 LOGPROB_CHUNK = 16
+LOGIT_SCALE = 0.4  # about the standard deviation of logits; the rollout log-probs are then near the policy's
 HANG_MINUTES = 5.0
 # The first step of AdamW is lr * gradient / (|gradient| + epsilon). Rates of practice move a weight by less than float32 rounds, and with
 # an epsilon near 0 the step is a sign, which turns the rounding of a zero into a whole step. These make the step follow the gradient.
@@ -99,7 +100,8 @@ def random_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     noise = torch.randn(shape, generator=generator)
     if len(shape) == 1:
         return 0.1 * noise + (1.0 if "norm" in name else 0.0)
-    return noise / shape[-1] ** 0.5
+    scale = LOGIT_SCALE if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
+    return scale * noise / shape[-1] ** 0.5
 
 
 def random_samples(seed: int = 1) -> list[TrainSample]:

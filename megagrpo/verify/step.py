@@ -98,7 +98,7 @@ def _move_away(policy: MegatronPolicy) -> None:
     """Move the policy away from the reference: a function of each weight alone, so that every layout moves alike."""
     for chunk in policy.chunks:
         for parameter in chunk.parameters():
-            parameter.add_(0.012 * torch.sin(40 * parameter))
+            parameter.add_(0.02 * torch.sin(40 * parameter))
 
 
 def _old_logprobs(batch: TrainBatch, logprobs: list[Tensor | None]) -> list[Tensor]:
