@@ -30,7 +30,9 @@ def shrink_config(config: RunConfig) -> RunConfig:
     longest = MAX_PROMPT + MAX_RESPONSE
     changes: dict[str, dict[str, Any]] = {
         "run": dict(max_steps=100),
-        "parallel": dict(timeout_minutes=min(config.parallel.timeout_minutes, HANG_MINUTES)),
+        "parallel": dict(
+            timeout_minutes=min(config.parallel.timeout_minutes, HANG_MINUTES), pipeline_layers=_few_layers(config.parallel.pipeline_layers)
+        ),
         "rollout": dict(
             max_prompt_length=MAX_PROMPT, max_completion_length=MAX_RESPONSE, prompts_per_step=NUM_PROMPTS, num_generations=GROUP_SIZE
         ),
@@ -45,6 +47,11 @@ def shrink_config(config: RunConfig) -> RunConfig:
         ),
     }
     return RunConfig.model_validate({name: values | changes.get(name, {}) for name, values in config.model_dump().items()})
+
+
+def _few_layers(stages: list[int] | None) -> list[int] | None:
+    """Layers of each stage: one of those that have fewest, up to three where there are more."""
+    return stages and [min(layers - min(stages) + 1, 3) for layers in stages]
 
 
 def plainly(config: RunConfig) -> RunConfig:
@@ -68,9 +75,8 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection) -> HfConfig:
     kv_heads = parallel.tp * min(2, ceil(real.num_kv_heads / parallel.tp))
     heads = kv_heads * (real.num_heads // real.num_kv_heads)
     head_dim = 16 if heads < 8 else 8
-    stages = parallel.pp * parallel.vpp
     small = dict(
-        num_hidden_layers=stages if stages > 1 else 2,
+        num_hidden_layers=sum(_few_layers(parallel.pipeline_layers) or []) or max(2, parallel.pp * parallel.vpp),
         hidden_size=heads * head_dim * (1 if real.hidden_size == real.num_heads * real.head_dim else 2),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,

@@ -22,8 +22,9 @@ EXPERTS = ("qwen3_moe", "mixtral")
 AXES: dict[str, list[Any]] = {
     "model": list(SHAPES),
     "tp": [1, 2, 3],
-    "pp": [1, 2, 4],
+    "pp": [1, 2, 3, 4],
     "vpp": [1, 2],
+    "uneven_stages": [False, True],
     "cp": [1, 2],
     "ep": [1, 2],
     "etp": [None, 1, 2],
@@ -35,10 +36,12 @@ AXES: dict[str, list[Any]] = {
     "share_prompts": [False, True],
     "loss": list(LOSSES),
 }
+UNEVEN = {2: [1, 3], 3: [1, 2, 1]}  # the models have four layers
 PARALLEL = ("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel")
 RULES: list[Rule] = [
     (("tp", "pp", "cp", "dp"), lambda tp, pp, cp, dp: tp * pp * cp * dp <= MAX_RANKS),
-    (("pp", "vpp"), lambda pp, vpp: vpp == 1 or pp == 2),  # the models have four layers
+    (("pp", "vpp"), lambda pp, vpp: vpp == 1 or pp == 2),
+    (("pp", "vpp", "uneven_stages"), lambda pp, vpp, uneven: vpp == 1 and pp in UNEVEN if uneven else pp != 3),
     (("tp", "sequence_parallel"), lambda tp, sequence_parallel: tp > 1 or not sequence_parallel),
     (("model", "ep", "etp"), lambda model, ep, etp: model in EXPERTS or (ep == 1 and etp is None)),
     (("model", "tp", "sequence_parallel"), lambda model, tp, sequence_parallel: model not in EXPERTS or tp == 1 or sequence_parallel),
@@ -67,7 +70,7 @@ def ranks(row: Row) -> int:
 
 def config_of(row: Row) -> RunConfig:
     config = tiny_run(
-        {axis: row[axis] for axis in PARALLEL},
+        {axis: row[axis] for axis in PARALLEL} | dict(pipeline_layers=UNEVEN[row["pp"]] if row["uneven_stages"] else None),
         model=dict(recompute=row["recompute"]),
         algorithm=LOSSES[row["loss"]],
         train=dict(distributed_optimizer=row["distributed_optimizer"], share_prompts=row["share_prompts"]),
