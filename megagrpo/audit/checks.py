@@ -163,18 +163,21 @@ def _rewards(step: Step) -> tuple[list[float], Check]:
     names = display_names([f.function for f in functions])
     again = [i for i, f in enumerate(functions) if f.function in BUILT_IN]
     values = [[s.text["rewards"][name] for name in names] for s in step.samples]
+    pairs: list[tuple[float | None, float | None, str]] = []  # dumped, recomputed, place
     if again:
         section = RewardsSection(functions=[functions[i] for i in again], timeout=step.config.rewards.timeout, workers=1)
         with RewardScorer(section, step.config.rollout.max_completion_length) as scorer:
-            for row, scored in zip(values, scorer.score([_rollout(s) for s in step.samples]), strict=True):
+            for sample, (row, scored) in enumerate(zip(values, scorer.score([_rollout(s) for s in step.samples]), strict=True)):
                 for i, value in zip(again, scored.rewards.values(), strict=True):
+                    pairs.append((row[i], value, f"sample {sample} {names[i]}"))
                     row[i] = value
     summed = [naive.weighted_sum(row, [f.weight for f in functions]) for row in values]
-    dumped = [float(s.text["reward"]) for s in step.samples]
+    pairs += [(float(s.text["reward"]), reward, f"sample {i}") for i, (s, reward) in enumerate(zip(step.samples, summed, strict=True))]
     kept = [name for i, name in enumerate(names) if i not in again]
     said = [f"run again: {', '.join(names[i] for i in again)}"] if again else []
     said += [f"weighted sum of what is dumped: {', '.join(kept)}"] if kept else []
-    return summed, compare("rewards", dumped, summed, ROUNDING, lambda i: f"sample {i}", note="; ".join(said))
+    dumped, recomputed = ([math.nan if pair[side] is None else pair[side] for pair in pairs] for side in (0, 1))
+    return summed, compare("rewards", dumped, recomputed, ROUNDING, lambda i: pairs[i][2], note="; ".join(said))
 
 
 def _rollout(sample: Sample) -> Rollout:
