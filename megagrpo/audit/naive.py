@@ -26,6 +26,7 @@ def load_model(folder: Path, dtype: str) -> nn.Module:
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):  # transformers would round to float32 on the way
             module.forward = MethodType(_rms_norm, module)
+    model.get_input_embeddings().padding_idx = None  # torch gives that token no gradient, and chat models pad with one that ends turns
     return model
 
 

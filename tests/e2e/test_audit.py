@@ -143,8 +143,8 @@ TAMPERED = {
     "kl": (metric("kl", 1.5), "mean kl, optimizer step 1"),
     "mismatch": (metric("token_mult_prob_error", 1.001), "mean token_mult_prob_error, optimizer step 1"),
     "denominator": (in_text(lambda contents: contents["updates"][0].update(denominator=7)), "denominator, optimizer step 1"),
-    "loss": (metric("loss", 1.1), "loss, optimizer step 1"),
-    "gradient norm": (metric("grad_norm", 1.01), "grad_norm, optimizer step 1"),
+    "loss": (metric("loss", 1.01), "loss, optimizer step 1"),
+    "gradient norm": (metric("grad_norm", 1.001), "grad_norm, optimizer step 1"),
 }
 
 
@@ -185,7 +185,7 @@ def test_a_dump_that_is_not_there_is_answered_with_those_that_are(dumped, tmp_pa
     assert code == 2 and said.startswith(f"--model: {tmp_path} holds no config.json; give the folder of the model")
     assert world.audit(dumped.folder, "--step", 1, "--nonsense")[0] == 2 and world.audit()[0] == 2
     code, said = world.audit("--help")
-    assert code == 0 and "float32   log-probs 0.001" in said
+    assert code == 0 and "float32   log-probs 0.0002" in said
 
 
 def test_a_dump_that_cannot_be_written_is_given_up_and_the_run_goes_on(dumped, tmp_path):
