@@ -25,6 +25,7 @@ from multiprocessing.managers import SyncManager
 import torch
 
 from megagrpo.parallel import wide_products
+from megagrpo.parallel.norms import multi_tensor_l2norm
 
 _CPU = torch.device("cpu")
 _installed = False
@@ -249,6 +250,7 @@ def _patch_megatron() -> None:
     try:
         _import_quietly()
         from megatron.core.dist_checkpointing.strategies import filesystem_async
+        from megatron.core.optimizer import clip_grads
         from megatron.core.tensor_parallel import mappings, random
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
     finally:
@@ -260,6 +262,8 @@ def _patch_megatron() -> None:
     # Advises a package that does not install on every CPU machine.
     logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(lambda record: "NVRx" not in record.getMessage())
     filesystem_async.get_write_results_queue = functools.partial(_results_queue, filesystem_async)
+    # Falls back to torch.norm, which is inexact on a CPU: the clipped gradient would be too long by as much.
+    clip_grads.l2_norm_impl = multi_tensor_l2norm
     # all_to_all_single wants a sequence of numbers; Megatron makes one only of tensors that it moves away from a GPU.
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy_where_asked
     # gloo gathers tensors of one length only; an expert that several tensor-parallel ranks hold gets another length from each. Can go
