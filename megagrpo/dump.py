@@ -17,6 +17,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class StepDumps:
         self._folder, self._model_folder, self._say = folder, model_folder, say
         self._step = 0  # being dumped; 0 when none is
         self._updates: list[dict[str, Any]] = []
-        self._rows: list[Rows] = []
+        self._seen: dict[int, LossInputs] = {}
 
     def begin(self, step: int) -> None:
         """Dump what follows, if `step` (from 1) is one of those asked for."""
@@ -58,14 +59,14 @@ class StepDumps:
 
     def record(self, loss_fn: LossFn) -> LossFn:
         """`loss_fn` for one optimizer step, which keeps what it is called with; the weights before the step are written now."""
-        self._rows = []
+        self._seen = {}
         if not self._step or not self._attempt(self._save_weights):
             return loss_fn
         counts = self._layout.tp_rank == 0 and self._layout.cp_rank == 0  # the others see the same
 
         def recording(inputs: LossInputs):
-            if counts:
-                self._rows.append(loss_tokens(inputs))
+            if counts:  # a policy may ask for the loss of a part beforehand: the last call for a micro-batch is the one it trains on
+                self._seen[id(inputs.micro_batch)] = detached(inputs)
             return loss_fn(inputs)
 
         return recording
@@ -116,7 +117,9 @@ class StepDumps:
         self._updates.append({"weights": name})
 
     def _save_rows(self) -> None:
-        everyone = [rows for of_rank in self._layout.all_gather_objects(self._rows) for rows in of_rank]
+        mine = [loss_tokens(inputs) for inputs in self._seen.values()]
+        self._seen = {}
+        everyone = [rows for of_rank in self._layout.all_gather_objects(mine) for rows in of_rank]
         name = f"update_{len(self._updates)}.safetensors"
         self._updates[-1]["rows"] = name
         together(self._layout, lambda: save_file(merge(everyone), self._partial / name), here=self._layout.world_rank == 0)
@@ -140,6 +143,12 @@ class StepDumps:
         self._partial.rename(self._final)
 
 
+def detached(inputs: LossInputs) -> LossInputs:
+    """The same numbers without the graph that made them."""
+    rows = {name: value.detach() for name, value in vars(inputs).items() if isinstance(value, Tensor)}
+    return replace(inputs, **rows)
+
+
 def loss_tokens(inputs: LossInputs) -> Rows:
     """One row per loss token of a micro-batch, in its order, on the CPU."""
     batch = inputs.micro_batch
@@ -150,12 +159,12 @@ def loss_tokens(inputs: LossInputs) -> Rows:
         "token": batch.position_ids + 1,
         "token_id": batch.labels,
         "advantage": batch.advantages,
-        "policy_logprobs": inputs.policy_logprobs.detach(),
+        "policy_logprobs": inputs.policy_logprobs,
         "old_logprobs": batch.old_logprobs,
         "ref_logprobs": batch.ref_logprobs,
         "rollout_logprobs": batch.rollout_logprobs,
         "entropy": inputs.entropy,
-        "full_kl": None if inputs.full_kl is None else inputs.full_kl.detach(),
+        "full_kl": inputs.full_kl,
     }
     return {name: row.index_select(0, chosen).cpu() for name, row in rows.items() if row is not None}
 

@@ -20,30 +20,33 @@ from megagrpo.rewards.registry import BUILT_IN, display_names
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 
-EXACT, ROUNDING = 0.0, 1e-6  # ROUNDING: of one number stored in float32
+EXACT = 0.0
+ROUNDING = 1e-6  # of one number stored in float32
+SUMMING = 1e-5  # of the mean of many
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """How far a run may be from float64. `logprobs` and `entropy` in nats, of single tokens; `means` over tokens in nats; `loss` relative
-    to the mean absolute token loss; `grad_norm` relative."""
+    """How far a run may be from float64: log-probs, entropy and exact KL of one token, and on average over tokens, in nats; the loss
+    relative to its tokens' mean absolute value; the gradient norm relative."""
 
-    logprobs: float
-    means: float
+    token: float
+    average: float
     loss: float
     grad_norm: float
 
 
 TOLERANCES = {
-    "float32": Tolerances(logprobs=2e-4, means=5e-5, loss=2e-5, grad_norm=1e-4),
-    "bfloat16": Tolerances(logprobs=0.5, means=0.02, loss=0.02, grad_norm=0.05),
+    "float32": Tolerances(token=2e-4, average=2e-5, loss=2e-5, grad_norm=1e-4),
+    "bfloat16": Tolerances(token=0.5, average=0.1, loss=0.02, grad_norm=0.05),
 }
 
 
 @dataclass(frozen=True)
 class Check:
     """One quantity: how many numbers were compared, and of the one that is furthest off (by its tolerance) the place, both values, their
-    difference and what was allowed. `note` says how it was compared where that is a choice."""
+    difference and what was allowed; the `average` difference, and what was allowed where it is limited too. `note` says how it was
+    compared where that is a choice."""
 
     quantity: str
     count: int
@@ -53,6 +56,8 @@ class Check:
     place: str = ""
     dumped: float | str = 0.0
     recomputed: float | str = 0.0
+    average: float = 0.0
+    average_allowed: float | None = None
     note: str = ""
 
 
@@ -83,9 +88,11 @@ def compare(
     tolerance: float,
     place: Callable[[int], str],
     size: float = 1.0,
+    average: float | None = None,
     note: str = "",
 ) -> Check:
-    """Numbers pairwise. Allowed is `tolerance` times `size`, or times the recomputed number where that is larger. NaN equals NaN only."""
+    """Numbers pairwise. Allowed is `tolerance` times `size`, or times the recomputed number where that is larger; `average` limits the mean
+    difference. NaN equals NaN only."""
     found, expected = (torch.as_tensor(values, dtype=torch.float64) for values in (dumped, recomputed))
     if not expected.numel():
         return Check(quantity, 0, True, 0.0, tolerance * size, note=note)
@@ -94,9 +101,10 @@ def compare(
     )
     allowed = tolerance * torch.clamp(expected.abs(), min=size).nan_to_num(nan=size, posinf=size)
     worst = int((difference - allowed).argmax())
-    passed = bool((difference <= allowed).all())
+    mean = difference.mean().item()
+    passed = bool((difference <= allowed).all()) and (average is None or mean <= average)
     values = difference[worst].item(), allowed[worst].item(), place(worst), found[worst].item(), expected[worst].item()
-    return Check(quantity, expected.numel(), passed, *values, note=note)
+    return Check(quantity, expected.numel(), passed, *values, mean, average, note)
 
 
 def _tokens(step: Step) -> Check:
@@ -154,7 +162,7 @@ def _masks(step: Step, update: Update) -> Check:
 def _listed(quantity: str, count: int, problems: list[tuple[str, str]], note: str = "") -> Check:
     """A check of yes and no: the difference is how many are wrong, of which the first is shown."""
     first, place = problems[0] if problems else ("", "")
-    return Check(quantity, count, not problems, float(len(problems)), EXACT, place, first, "", note)
+    return Check(quantity, count, not problems, float(len(problems)), EXACT, place, first, "", note=note)
 
 
 def _rewards(step: Step) -> tuple[list[float], Check]:
@@ -210,48 +218,49 @@ class _Rows:
             whole.append(torch.cat([before, row]).double())
         return torch.cat(whole)[self._place]
 
-    def compare(self, quantity: str, name: str, rows: Sequence[Tensor | None], tolerance: float = ROUNDING, note: str = "") -> Check:
+    def compare(self, quantity: str, name: str, rows: Sequence[Tensor | None], tolerance: float = ROUNDING, average: float | None = None):
+        """The check of one kind of row."""
         quantity = _name(quantity, self.step, self.update)
-        return compare(quantity, self.dumped(name), self.recomputed(rows), tolerance, self._where, note=note)
+        return compare(quantity, self.dumped(name), self.recomputed(rows), tolerance, self._where, average=average)
 
     def _where(self, i: int) -> str:
         return f"sample {int(self.sample[i])} token {int(self.token[i])}"
 
 
 def _numbers(step: Step, rows: _Rows, result: Recomputed) -> Iterator[Check]:
-    """What the model computed."""
+    """What the model computed, token by token and as a whole."""
     tolerances, update = TOLERANCES[step.dtype], rows.update
-    for quantity, name in (
-        ("policy log-probs", "policy_logprobs"),
-        ("old log-probs", "old_logprobs"),
-        ("reference log-probs", "ref_logprobs"),
+    for quantity, name, recomputed in (
+        ("policy log-probs", "policy_logprobs", result.policy_logprobs),
+        ("old log-probs", "old_logprobs", result.old_logprobs),
+        ("reference log-probs", "ref_logprobs", result.ref_logprobs),
+        ("entropy", "entropy", result.entropy),
+        ("full-vocabulary KL", "full_kl", result.kl),
     ):
         if rows.dumped(name) is not None:
-            yield rows.compare(quantity, name, getattr(result, name), tolerances.logprobs)
-    yield rows.compare("entropy", "entropy", result.entropy, tolerances.logprobs)
-    if rows.dumped("full_kl") is not None:
-        yield rows.compare("full-vocabulary KL", "full_kl", result.kl, tolerances.logprobs)
+            yield rows.compare(quantity, name, recomputed, tolerances.token, tolerances.average)
 
     def single(quantity: str, dumped: float, recomputed: float, tolerance: float, size: float = 1.0) -> Check:
         return compare(_name(quantity, step, update), [dumped], [recomputed], tolerance, lambda _: "", size)
 
-    for name, value in _means(rows, result).items():
-        yield single(f"mean {name}", update.metric(name), value, tolerances.means)
+    for name, value in _means(rows).items():
+        yield single(f"mean {name}", update.metric(name), value, SUMMING)
     yield single("denominator", update.denominator, _denominator(step), EXACT)
     yield single("loss", update.metric("loss"), result.loss, tolerances.loss, result.loss_size)
     yield single("grad_norm", update.metric("grad_norm"), result.grad_norm, tolerances.grad_norm, 0.0)
 
 
-def _means(rows: _Rows, result: Recomputed) -> dict[str, float]:
-    """Metrics that are means over the loss tokens, under the names they have in metrics.jsonl."""
+def _means(rows: _Rows) -> dict[str, float]:
+    """Metrics that are means over the loss tokens, under the names they have in metrics.jsonl, from the dumped rows: whether the ranks'
+    sums came together."""
     if not rows.sample.numel():
         return {}
-    old = rows.recomputed(result.old_logprobs)
-    means = naive.mismatch(old, rows.recomputed([s.rollout_logprobs for s in rows.step.samples]))
-    means["entropy"] = rows.recomputed(result.entropy).mean().item()
-    if any(row is not None for row in result.kl):
-        means = {"kl": rows.recomputed(result.kl).mean().item()} | means
-    return means
+    policy, old, ref, full_kl = (rows.dumped(name) for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "full_kl"))
+    old = policy if old is None else old
+    means = naive.mismatch(old, rows.dumped("rollout_logprobs")) | {"entropy": rows.dumped("entropy").mean().item()}
+    if ref is not None:
+        full_kl = naive.estimated_kl(ref - policy, (policy - old).exp(), rows.step.config.algorithm)
+    return means if full_kl is None else {"kl": full_kl.mean().item()} | means
 
 
 def _denominator(step: Step) -> int:

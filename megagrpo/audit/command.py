@@ -21,9 +21,11 @@ megagrpo audit RUN --step N [--json] [--model FOLDER]    recompute a dumped step
 RUN is the run's folder; `debug.dump_steps` tells a run what to dump. --model says where the model that the run started from lies now.
 Exit code 0: every quantity is within its tolerance; 1: one is not; 2: there is no such dump.
 
-Tolerances by the run's precision (single log-probs and means in nats, loss by mean absolute token loss, gradient norm relative):
+Tolerances by the run's precision, times the number itself where that is above 1 (log-probs, entropy, KL in nats; the loss relative to its
+tokens' mean absolute value; the gradient norm relative). Tokens, masks and denominators are exact, what is stored or summed in float32
+may be off by 1e-6 and 1e-5.
 """ + "\n".join(
-    f"  {dtype:8}  log-probs {t.logprobs:g}  means {t.means:g}  loss {t.loss:g}  gradient norm {t.grad_norm:g}"
+    f"  {dtype:8}  one token {t.token:g}  average {t.average:g}  loss {t.loss:g}  gradient norm {t.grad_norm:g}"
     for dtype, t in TOLERANCES.items()
 )
 
@@ -71,7 +73,7 @@ def as_text(step: Step, checks: list[Check]) -> str:
     width = max(len(check.quantity) for check in checks)
     lines = [
         f"{step.folder}: {len(step.samples)} samples, {tokens} response tokens, {step.dtype} on {layout}, beside float64",
-        f"  {'quantity':{width}}  numbers  largest difference  allowed  where",
+        f"  {'quantity':{width}}  numbers  largest difference  allowed  average  allowed  where",
     ]
     for check in checks:
         mark, allowed = " " if check.passed else "!", f"{check.allowed:.1e}" if check.allowed else "exact"
@@ -91,6 +93,8 @@ def verdict(checks: Iterable[Check]) -> str:
     place = f" at {first.place}" if first.place else ""
     if isinstance(first.dumped, str):
         return f"differs first in {first.quantity}{place}: {first.dumped} ({first.difference:g} such)"
+    if first.difference <= first.allowed:
+        return f"differs first in {first.quantity}: by {first.average:.2e} on average where {first.average_allowed:.1e} is allowed"
     return (
         f"differs first in {first.quantity}{place}: the run has {first.dumped:.9g}, float64 has {first.recomputed:.9g}, "
         f"off by {first.difference:.2e} where {first.allowed:.1e} is allowed"

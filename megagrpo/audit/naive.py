@@ -80,7 +80,11 @@ def kl_term(policy: Tensor, reference: Tensor, picked: Tensor, ratio: Tensor, al
         return (reference.exp() * (reference - policy)).sum(dim=-1)
     if algorithm.kl_estimator == "full_reverse":
         return (policy.exp() * (policy - reference)).sum(dim=-1)
-    d = (reference - policy).gather(1, picked[:, None])[:, 0]
+    return estimated_kl((reference - policy).gather(1, picked[:, None])[:, 0], ratio, algorithm)
+
+
+def estimated_kl(d: Tensor, ratio: Tensor, algorithm: AlgorithmSection) -> Tensor:
+    """The KL term of tokens with d = reference - policy log-prob and the probability ratio to the policy that was sampled; of one shape."""
     clamped = d.clamp(-20, 20)
     estimates = {
         "k1": -d,

@@ -139,6 +139,10 @@ TAMPERED = {
     "old log-prob": (add("old_logprobs", -0.01), "old log-probs, optimizer step 1"),
     "reference log-prob": (add("ref_logprobs", 0.01), "reference log-probs, optimizer step 1"),
     "infinite log-prob": (add("policy_logprobs", -float("inf")), "policy log-probs, optimizer step 1"),
+    "all log-probs a little": (
+        in_rows(lambda rows: rows | {"policy_logprobs": rows["policy_logprobs"] + 5e-5}),
+        "policy log-probs, optimizer step 1",
+    ),
     "entropy": (add("entropy", 0.01), "entropy, optimizer step 1"),
     "kl": (metric("kl", 1.5), "mean kl, optimizer step 1"),
     "mismatch": (metric("token_mult_prob_error", 1.001), "mean token_mult_prob_error, optimizer step 1"),
@@ -185,7 +189,7 @@ def test_a_dump_that_is_not_there_is_answered_with_those_that_are(dumped, tmp_pa
     assert code == 2 and said.startswith(f"--model: {tmp_path} holds no config.json; give the folder of the model")
     assert world.audit(dumped.folder, "--step", 1, "--nonsense")[0] == 2 and world.audit()[0] == 2
     code, said = world.audit("--help")
-    assert code == 0 and "float32   log-probs 0.0002" in said
+    assert code == 0 and "float32   one token 0.0002  average 2e-05" in said
 
 
 def test_a_dump_that_cannot_be_written_is_given_up_and_the_run_goes_on(dumped, tmp_path):
