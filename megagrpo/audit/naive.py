@@ -22,7 +22,8 @@ def load_model(folder: Path, dtype: str) -> nn.Module:
     """The weights in `folder`, rounded to `dtype` as the trainer holds them, in a float64 model."""
     from transformers import AutoModelForCausalLM  # slow to import
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa").double().eval()
+    kernels = dict(attn_implementation="sdpa", experts_implementation="eager")  # the grouped products of experts know no float64
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **kernels).double().eval()
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):  # transformers would round to float32 on the way
             module.forward = MethodType(_rms_norm, module)
@@ -49,7 +50,7 @@ def balancing_slope(probabilities: Tensor, experts_per_token: int) -> Tensor:
     """[E]: derivative of E sum_i f_i P_i by every row [E] of `probabilities`; f_i, how often expert i is taken per row, is a constant and
     P_i the mean of the rows."""
     rows, experts = probabilities.shape
-    taken = probabilities.topk(experts_per_token).indices.flatten().bincount(minlength=experts)
+    taken = probabilities.topk(experts_per_token).indices.flatten().bincount(minlength=experts).to(probabilities.dtype)
     return experts * taken / rows**2
 
 
