@@ -14,10 +14,10 @@ from megagrpo.verify.shrink import shrink_config, shrink_model
 _COMMON = dict(num_attention_heads=12, num_key_value_heads=12, intermediate_size=1536, vocab_size=49152, rms_norm_eps=1e-6)
 SHAPES: dict[str, dict[str, Any]] = {
     "llama_tied": _COMMON
-    | dict(model_type="llama", num_hidden_layers=30, hidden_size=576, num_key_value_heads=6, tie_word_embeddings=True),
-    "qwen2_untied": _COMMON | dict(model_type="qwen2", num_hidden_layers=28, hidden_size=3584, tie_word_embeddings=False),
-    "qwen3_tied": _COMMON | dict(model_type="qwen3", num_hidden_layers=28, hidden_size=1024, head_dim=128, tie_word_embeddings=True),
-    "qwen3_untied": _COMMON | dict(model_type="qwen3", num_hidden_layers=28, hidden_size=1024, head_dim=128, tie_word_embeddings=False),
+    | dict(model_type="llama", num_hidden_layers=24, hidden_size=576, num_key_value_heads=6, tie_word_embeddings=True),
+    "qwen2_untied": _COMMON | dict(model_type="qwen2", num_hidden_layers=24, hidden_size=3584, tie_word_embeddings=False),
+    "qwen3_tied": _COMMON | dict(model_type="qwen3", num_hidden_layers=24, hidden_size=1024, head_dim=128, tie_word_embeddings=True),
+    "qwen3_untied": _COMMON | dict(model_type="qwen3", num_hidden_layers=24, hidden_size=1024, head_dim=128, tie_word_embeddings=False),
     "qwen3_moe": _COMMON
     | dict(model_type="qwen3_moe", num_hidden_layers=48, hidden_size=2048, head_dim=128, tie_word_embeddings=False)
     | dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, mlp_only_layers=[1]),

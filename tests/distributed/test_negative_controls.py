@@ -1,0 +1,197 @@
+"""Silent faults that users of Megatron-based trainers have met, planted one at a time: the parity matrix and `megagrpo verify` see each."""
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import AXES, config_of, ranks
+from ranks import run_ranks
+from tiny_policy import SHAPES, tiny_model
+
+from megagrpo import config_io
+from megagrpo.config import RunConfig
+from megagrpo.data import packing
+from megagrpo.policy import build, context_attention, megatron_policy, specs
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.types import TrainSample
+from megagrpo.verify import command, step
+from megagrpo.verify.compare import compare
+from megagrpo.verify.shrink import VOCABULARY, plainly, random_samples
+from megagrpo.verify.step import take_step
+
+from megatron.core.tensor_parallel import random  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+
+
+def batched_messages_between_two_stages(patch):
+    """megatron-core's default swaps two messages to the same peer."""
+    stock = build.transformer_config
+
+    def config(*args, **kwargs):
+        made = stock(*args, **kwargs)
+        made.batch_p2p_comm, made.overlap_p2p_comm = True, False
+        return made
+
+    patch.setattr(build, "transformer_config", config)
+
+
+def norms_that_keep_their_part_of_the_gradient(patch):
+    """Without the attribute, nobody adds up what each rank saw of its part of the sequence."""
+    stock = specs.RMSNorm.__init__
+
+    def init(self, *args, **kwargs):
+        stock(self, *args, **kwargs)
+        self.weight.sequence_parallel = False
+
+    patch.setattr(specs.RMSNorm, "__init__", init)
+
+
+def keys_in_the_order_of_the_ranks(patch):
+    """A rank holds an early and a late chunk of each sequence; gathered keys must be put back in order."""
+    patch.setattr(context_attention, "gathered_places", lambda cu_seqlens, cp_size: torch.arange(int(cu_seqlens[-1])))
+
+
+def labels_rolled_after_the_split(patch):
+    """The label of a chunk's last token is another rank's."""
+    stock = MegatronPolicy._loss_inputs
+
+    def loss_inputs(self, hidden, micro_batch, *args):
+        own = self._own_tokens(micro_batch)
+        rolled = micro_batch.labels.index_copy(0, own, micro_batch.token_ids[own].roll(-1))
+        return stock(self, hidden, replace(micro_batch, labels=rolled), *args)
+
+    patch.setattr(MegatronPolicy, "_loss_inputs", loss_inputs)
+
+
+def sequences_that_begin_one_token_late(patch):
+    """Off by one in the borders of a pack: a token attends to the sample before its own."""
+    stock = packing.build_micro_batch
+
+    def build_micro_batch(*args):
+        made = stock(*args)
+        borders = made.cu_seqlens.clone()
+        borders[1:-1] += 1
+        return replace(made, cu_seqlens=borders)
+
+    patch.setattr(packing, "build_micro_batch", build_micro_batch)
+
+
+def average_of_local_means(patch):
+    """Each data-parallel rank divides by its own count."""
+
+    def denominator(batch, loss_type, max_completion_length):
+        return sum(int(m.loss_mask.sum()) for m in batch.micro_batches) * dist.get_world_size()
+
+    patch.setattr(step, "denominator", denominator)
+
+
+def tied_embeddings_that_never_meet(patch):
+    """The first and the last stage each follow their own part of the gradient."""
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # its name is also that of a function
+    patch.setattr(module, "_allreduce_word_embedding_grads", lambda *args, **kwargs: None)
+
+
+def padding_that_takes_probability(patch):
+    """The rows that pad the vocabulary count as tokens."""
+    stock = megatron_policy.vocab_logprobs
+    patch.setattr(megatron_policy, "vocab_logprobs", lambda *args, **kwargs: stock(*args, **kwargs | dict(vocab_size=None)))
+
+
+def expert_gradients_times_ranks(patch):
+    """The experts' gradients are scaled as if every rank had held them."""
+    stock = MegatronPolicy._finalize_gradients
+
+    def finalize(self, *args, **kwargs):
+        stock(self, *args, **kwargs)
+        for parameter in [p for chunk in self.chunks for p in chunk.parameters()]:
+            if not getattr(parameter, "allreduce", True):
+                parameter.main_grad.mul_(self.layout.world_size)
+
+    patch.setattr(MegatronPolicy, "_finalize_gradients", finalize)
+
+
+def dropout(patch):
+    """No fault: every layer drops a tenth of its output, so that random numbers matter."""
+    stock = build.transformer_config
+    patch.setattr(build, "transformer_config", lambda *args, **kwargs: _with_dropout(stock(*args, **kwargs)))
+
+
+def _with_dropout(config):
+    config.hidden_dropout = 0.1
+    return config
+
+
+def generators_that_are_never_restored(patch):
+    """What is recomputed in the backward pass draws other random numbers than the first time."""
+    patch.setattr(random, "_set_all_rng_states", lambda *states: None)
+
+
+def samples_of_one_length() -> list[TrainSample]:
+    """Micro-batches of three such samples have one length: a message of another one fits and nothing crashes."""
+    generator, mask = torch.Generator().manual_seed(3), torch.arange(21) >= 9
+    samples = []
+    for i in range(12):
+        logprobs = torch.where(mask, -4.5 + 0.1 * torch.randn(21, generator=generator), 0.0)
+        samples.append(TrainSample(torch.randint(0, VOCABULARY, (21,), generator=generator), mask, logprobs, advantage=1.0 - i / 7))
+    return samples
+
+
+@dataclass(frozen=True)
+class Control:
+    plant: Callable[[pytest.MonkeyPatch], None]
+    seen_in: str  # kind of a quantity that must be far off
+    options: dict
+    before: Callable[[pytest.MonkeyPatch], None] | None = None  # what must be there for the fault to show
+    samples: Callable[[], list[TrainSample]] = random_samples
+
+    def __str__(self) -> str:
+        return self.plant.__name__
+
+    @property
+    def row(self) -> dict:
+        return {axis: values[0] for axis, values in AXES.items()} | dict(share_prompts=False) | self.options
+
+
+CONTROLS = [
+    Control(batched_messages_between_two_stages, "loss", dict(pp=2, vpp=2), samples=samples_of_one_length),
+    Control(norms_that_keep_their_part_of_the_gradient, "gradient", dict(tp=2, sequence_parallel=True)),
+    Control(keys_in_the_order_of_the_ranks, "log-prob", dict(cp=2)),
+    Control(labels_rolled_after_the_split, "log-prob", dict(cp=2)),
+    Control(sequences_that_begin_one_token_late, "log-prob", dict(dp=2)),
+    Control(average_of_local_means, "loss", dict(dp=2, loss="dapo_full_forward")),
+    Control(tied_embeddings_that_never_meet, "gradient", dict(pp=2)),
+    Control(padding_that_takes_probability, "log-prob", dict(tp=2)),
+    Control(expert_gradients_times_ranks, "gradient", dict(model="qwen3_moe", dp=2, ep=2)),
+    Control(generators_that_are_never_restored, "gradient", dict(recompute="full"), before=dropout),
+]
+
+
+def take(control: Control, config: RunConfig, n: int):
+    return run_ranks(take_step, n, config, tiny_model(control.row["model"]), control.samples())[0]
+
+
+def verify(row: dict, folder, capsys) -> tuple[int, dict]:
+    """Exit code and findings of `megagrpo verify` for a run with this layout."""
+    (folder / "config.json").write_text(json.dumps(SHAPES[row["model"]]))
+    config = config_of(row)
+    config = config.model_copy(update=dict(model=config.model.model_copy(update=dict(path=str(folder)))))
+    config_io.save(config, folder / "run.yaml")
+    code = command.main(folder / "run.yaml", [], ranks=ranks(row), json=True)
+    return code, json.loads(capsys.readouterr().out)["layouts"][0]
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=str)
+def test_a_planted_fault_is_seen(control, tmp_path, capsys, monkeypatch):
+    config, n = config_of(control.row), ranks(control.row)
+    if control.before:
+        control.before(monkeypatch)
+    expected = take(control, plainly(config), 1)
+    assert all(d.passed for d in compare(take(control, config, n), expected))
+    control.plant(monkeypatch)
+    assert control.seen_in in {d.kind for d in compare(take(control, config, n), expected) if d.excess > 100}
+    monkeypatch.setattr(command, "random_samples", control.samples)
+    code, found = verify(control.row, tmp_path, capsys)
+    assert code == 1 and not found["worst"][control.seen_in]["passed"]
