@@ -37,6 +37,9 @@ class RunSection(Section):
     """Folder that holds the runs."""
     seed: NonNegativeInt = 42
     """Seeds the prompt order, the sampling requests and torch."""
+    deterministic: bool = False
+    """Compute the same bits in every run of one seed and layout, on GPUs too, where that is slower (docs/audit.md). On a CPU they are the
+    same anyway."""
     max_steps: PositiveInt = 100
     """Outer iterations: generate, score, train, sync."""
     save_steps: NonNegativeInt = 0

@@ -51,6 +51,8 @@ def main(config: RunConfig, config_path: Path) -> int:
     layout = None
     try:
         _end_with_torchrun()
+        if config.run.deterministic:
+            device.make_deterministic()
         _check_plan(config)
         layout = _layout(config)
         with ExitStack() as resources:
@@ -207,6 +209,7 @@ def _launcher(config: RunConfig, model_folder: Path, run_folder: Path, dtype: st
         kv_cache_gb=r.kv_cache_gb,
         gpu_memory_utilization=r.gpu_memory_utilization,
         enforce_eager=r.enforce_eager,
+        deterministic=config.run.deterministic,
         extra_args=tuple(r.extra_args),
     )
     return Launcher(

@@ -104,6 +104,22 @@ def release_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def make_deterministic() -> None:
+    """From here on every operation gives the same bits each time, or raises when it has no way to. Call it before the first process group
+    and the first product: NCCL, cuBLAS and Transformer Engine read the environment when they start. What the user has set there stays.
+    """
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # the order of a sum over ranks must not be tuned anew in each run
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing is read before it is written
+
+
+def is_deterministic() -> bool:
+    """Whether `make_deterministic` was called."""
+    return torch.are_deterministic_algorithms_enabled()
+
+
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine can run here: it needs a GPU and the package."""
     return has_gpu() and importlib.util.find_spec("transformer_engine") is not None

@@ -107,6 +107,7 @@ def transformer_config(
         qk_layernorm=hf_config.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        deterministic_mode=device.is_deterministic(),
         init_method_std=hf_config.raw.get("initializer_range", 0.02),
         perform_initialization=init_weights,
         params_dtype=dtype,

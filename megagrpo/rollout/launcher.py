@@ -42,6 +42,7 @@ class ServerOptions:
     kv_cache_gb: float = 2.0  # on a machine without a GPU
     gpu_memory_utilization: float = 0.4
     enforce_eager: bool = False
+    deterministic: bool = False  # a request's numbers must not depend on those that it is decoded with; needs a GPU
     omp_threads: int | None = None  # threads of each worker without a GPU; all cores shared among the workers when None
     extra_args: tuple[str, ...] = ()
 
@@ -211,6 +212,8 @@ class Launcher:
         env["VLLM_PLUGINS"] = "megagrpo"
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling vLLM's sources doubles the time of every start
         if self.devices is not None:
+            if self.options.deterministic:
+                env["VLLM_BATCH_INVARIANT"] = "1"
             first = index * self.options.tp
             return env | {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[first : first + self.options.tp])}
         workers = self.num_servers * self.options.tp

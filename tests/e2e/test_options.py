@@ -38,6 +38,11 @@ def test_a_run_learns(tmp_path):
     assert statistics.fmean(rewards[-3:]) > statistics.fmean(rewards[:3]) + 0.25
 
 
+def test_a_deterministic_run_is_the_same_run(plain, tmp_path):
+    run = succeeded(world.train(tmp_path, "run.deterministic=true"))
+    assert texts(run) == texts(plain) and largest_difference(run, plain) < 1e-5
+
+
 def test_a_seed_repeats_itself_and_another_one_differs(plain, tmp_path):
     again, other = succeeded(world.train(tmp_path / "again")), succeeded(world.train(tmp_path / "other", "run.seed=7"))
     assert texts(again) == texts(plain) and largest_difference(again, plain) == 0

@@ -136,6 +136,13 @@ def test_each_server_gets_its_own_gpus(tmp_path):
     assert "-m" in launcher._command(1234)
 
 
+def test_a_deterministic_server_on_a_gpu_computes_requests_apart_from_each_other(tmp_path):
+    asked, plain = (ServerOptions(str(tmp_path), "bfloat16", 64, deterministic=deterministic) for deterministic in (True, False))
+    assert Launcher(asked, tmp_path, devices=["0"])._environment(0)["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in Launcher(plain, tmp_path, devices=["0"])._environment(0)
+    assert "VLLM_BATCH_INVARIANT" not in Launcher(asked, tmp_path)._environment(0)  # vLLM for CPU has no such kernels
+
+
 def test_a_server_does_not_inherit_the_ranks_of_its_launcher(options, tmp_path, monkeypatch):
     for key in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(key, "3")
