@@ -173,7 +173,7 @@ class Trainer:
         if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
             raise BrokenTraining(
                 f"train.max_skipped_steps: {self.skipped_in_a_row} optimizer steps in a row met NaN or infinity; the warnings name the "
-                "tensors. Resume from a checkpoint with a lower train.learning_rate"
+                "tensors. Resume from a checkpoint with a lower train.learning_rate, or look into a step with debug.dump_steps"
             )
 
     def check_mismatch(self, metrics: dict[str, float]) -> None:
@@ -185,7 +185,7 @@ class Trainer:
         self.writer.message(
             f"warning: step {self.state.step}: token_mult_prob_error {error:.6g} is above rollout.mismatch_threshold {threshold:g}: vLLM "
             "sampled from another distribution than the trainer computes. After a jump, look at weight_version in completions.jsonl and "
-            "at the server's log; from the first step on, at rollout.extra_args, and try model.precision=fp32"
+            "at the server's log; from the first step on, at rollout.extra_args, try model.precision=fp32, and audit a dumped step"
         )
 
     def sync(self) -> None:
