@@ -2,7 +2,7 @@
 
 A tensor-parallel rank holds rows [V/tp, H] of the head, v of which belong to a token; the others are padding and are never multiplied, so
 their probability and gradient are 0. The logits of a chunk of n tokens are [n, v] in float32, written over those of the chunk before.
-Elementwise work on them goes by blocks of columns that stay in a cache.
+Elementwise work on them goes by blocks of columns.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megagrpo.parallel import device
+
 LOWEST = -1e30  # below every logit; minus infinity would make 0 * inf of a rank that holds no row
-BLOCK_ELEMENTS = 2**22  # 16 MiB of float32
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,8 @@ def chunks(num_tokens: int, chunk: int) -> Iterator[slice]:
 
 
 def blocks(logits: Tensor) -> Iterator[slice]:
-    """Consecutive slices of the columns of logits [n, v], of about BLOCK_ELEMENTS elements each."""
-    width = max(1, BLOCK_ELEMENTS // logits.shape[0])
+    """Consecutive slices of the columns of logits [n, v], of a size that elementwise work likes."""
+    width = max(1, device.block_elements() // logits.shape[0])
     for start in range(0, logits.shape[1], width):
         yield slice(start, start + width)
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from megagrpo.parallel import device
 from megagrpo.parallel.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
 
 VOCAB, PADDED, WIDTH = 37, 40, 16
@@ -121,3 +122,20 @@ def test_foretold_gradients_of_logprobs_and_kl_change_nothing(direction):
         results.append((logprobs, kl, *torch.autograd.grad((logprobs, kl), (hidden, weight), tuple(upstream))))
     for without, foretold in zip(*results, strict=True):
         assert torch.equal(without, foretold)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_blocks_of_columns_change_nothing_but_rounding(direction, monkeypatch):
+    hidden, weight, labels, ref_hidden, ref_weight, upstream = problem()
+
+    def results():
+        logprobs, entropy, kl = vocab_logprobs_and_kl(
+            hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=4
+        )
+        return logprobs, entropy, kl, *torch.autograd.grad((logprobs, kl), (hidden, weight), tuple(upstream))
+
+    whole = results()
+    monkeypatch.setattr(device, "block_elements", lambda: 4 * 5)  # 8 blocks, the last of them narrower
+    torch.testing.assert_close(results(), whole, rtol=1e-5, atol=1e-6)
+    oracle = naive(hidden, weight, labels, ref_hidden, ref_weight, direction)
+    torch.testing.assert_close(results()[2].double(), oracle[1], rtol=1e-5, atol=1e-6)
