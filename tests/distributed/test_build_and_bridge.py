@@ -226,13 +226,15 @@ def load_in_another(checkpoint: Path, out: Path, sizes: dict):
         (dict(pp=2, vpp=2), dict(tp=2)),
         (dict(pp=2, pipeline_layers=[3, 1]), {}),
         (dict(pp=3, pipeline_layers=[1, 2, 1]), dict(pp=2, pipeline_layers=[1, 3])),
+        (dict(tp=2, cp=2), {}),
+        ({}, dict(cp=2)),
     ],
     ids=str,
 )
 def test_a_megatron_checkpoint_of_one_layout_reads_in_another(written, read, models, tmp_path):
     folder, _ = models["qwen3"]
-    run_ranks(save_in_one_layout, written.get("tp", 1) * written.get("pp", 1), folder, tmp_path / "megatron", written)
-    run_ranks(load_in_another, read.get("tp", 1) * read.get("pp", 1), tmp_path / "megatron", tmp_path / "hf", read)
+    run_ranks(save_in_one_layout, ParallelSection(**written).model_parallel_size, folder, tmp_path / "megatron", written)
+    run_ranks(load_in_another, ParallelSection(**read).model_parallel_size, tmp_path / "megatron", tmp_path / "hf", read)
     for name, tensor in read_folder(folder).items():
         assert torch.equal(read_folder(tmp_path / "hf")[name], tensor), name
     assert (run_ranks(logits_in_transformers, 1, tmp_path / "hf")[0] == run_ranks(logits_in_transformers, 1, folder)[0]).all()

@@ -1,0 +1,66 @@
+"""Ranks that hold the same weights share the work of a weight sync: each element is sent once, whatever the layout."""
+
+import os
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_policy import tiny_model
+
+from megagrpo.bridge.families import blocks
+from megagrpo.bridge.reshard import size
+from megagrpo.config import ParallelSection
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.build import build_model
+from megagrpo.rollout.shard_reader import ShardReader
+from megagrpo.rollout.shared_weights import Manifest
+from megagrpo.verify.shrink import random_tensor
+from megagrpo.verify.step import fill_weights
+from megagrpo.weight_sync import WeightSync
+
+
+class OneReader:
+    """An engine of one worker that reads every tensor whole and keeps it."""
+
+    def load_weights(self, manifest: Path, version: int, replies: Path) -> list[dict]:
+        found = Manifest.load(manifest)
+        reader = ShardReader(found, 0, {})
+        self.tensors = {name: reader.fetch(name, lazy).clone() for name, lazy in reader.tensors()}
+        self.sent = Counter()
+        for tensor in found.tensors.values():
+            for block in tensor.blocks:
+                self.sent[block.rank] += size(tensor.box(block))
+        reads = [(name, index, part, total) for (name, index, part), total in reader.reads.items()]
+        return [{"server": "here", "worker": 0, "version": version, "bytes": reader.bytes, "reads": reads}]
+
+    def resume(self, version: int) -> None:
+        self.version = version
+
+
+def push(sizes: dict, shared: Path):
+    layout = init_layout(ParallelSection(**sizes))
+    hf_config = tiny_model("llama_tied")
+    chunks = build_model(hf_config, layout, dtype=torch.float32, init_weights=False)
+    fill_weights(SimpleNamespace(chunks=chunks), hf_config, layout)
+    engine = OneReader() if layout.world_rank == 0 else None
+    with WeightSync(engine, layout, "float32", shared_memory=shared) as sync:
+        sync.push(blocks(chunks, hf_config, layout), 1)
+    layout.close()
+    return None if engine is None else ({name: t.numpy() for name, t in engine.tensors.items()}, dict(engine.sent))
+
+
+@pytest.mark.parametrize("sizes", [dict(cp=2), dict(cp=2, tp=2), dict(cp=2, pp=2, pipeline_layers=[1, 3])], ids=str)
+def test_context_parallel_ranks_send_each_element_once_and_share_the_sending(sizes, tmp_path):
+    ranks = ParallelSection(**sizes).model_parallel_size
+    tensors, sent = run_ranks(push, ranks, sizes, tmp_path)[0]
+    assert len(tensors) == 2 + 9 * tiny_model("llama_tied").num_layers
+    for name, values in tensors.items():
+        assert torch.equal(torch.from_numpy(values), random_tensor(name, values.shape)), name
+    assert sum(sent.values()) == sum(values.size for values in tensors.values())
+    pairs = [(rank, rank + sizes.get("tp", 1)) for rank in range(ranks) if rank // sizes.get("tp", 1) % 2 == 0]
+    for one, other in pairs:  # which hold the same weights
+        assert 0.4 < sent[one] / (sent[one] + sent[other]) < 0.6
+    assert not os.listdir(tmp_path)
