@@ -349,7 +349,7 @@ def _too_big(config: RunConfig, memory: dict[str, dict[str, float]], smallest: f
     if room > 0.05:
         fix = f"lower it to {int(room * 100) / 100:g} or raise rollout.tp" if room < r.gpu_memory_utilization else "raise it or rollout.tp"
     else:
-        fix = "raise parallel.tp or parallel.pp, lower train.max_tokens_per_micro_batch, or set model.recompute=full"
+        fix = "raise parallel.tp, parallel.pp or parallel.cp, lower train.max_tokens_per_micro_batch, or set model.recompute=full"
     return (
         f"rollout.gpu_memory_utilization: a trainer rank of {trainer:.1f} GiB and vLLM's {r.gpu_memory_utilization:g} of the GPU need "
         f"{smallest:.1f} GiB, and it has {gpu:g}; {fix}"

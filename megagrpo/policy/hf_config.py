@@ -196,7 +196,10 @@ def _stage_problems(layers: int, parallel: Sizes) -> list[str]:
 def stage_layers(layers: int, parallel: Sizes) -> list[int]:
     """Decoder layers of each pipeline stage, virtual ones included, in model order."""
     stages = parallel.pp * parallel.vpp
-    return [layers // stages] * stages if parallel.pipeline_layers is None else list(parallel.pipeline_layers)
+    if parallel.pipeline_layers is None:
+        return [layers // stages] * stages
+    assert len(parallel.pipeline_layers) == stages, f"{list(parallel.pipeline_layers)} for {stages} stages"
+    return list(parallel.pipeline_layers)
 
 
 def _nearly_even(layers: int, stages: int) -> list[int]:

@@ -283,7 +283,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
     share = float(problem.partition("lower it to ")[2].split()[0])
     assert 0 < share < 0.4 and problems(64, f"rollout.gpu_memory_utilization={share}") == []
     (problem,) = problems(40)
-    assert "raise parallel.tp or parallel.pp" in problem
+    assert "raise parallel.tp, parallel.pp or parallel.cp" in problem
 
 
 @pytest.mark.parametrize(
