@@ -1,0 +1,131 @@
+"""Micro-batch size, packing, gradient accumulation, data and context parallelism never change the gradient: in float64 no digit of it
+that float64 holds. And the batches that have next to nothing in them."""
+
+import functools
+import math
+
+import pytest
+import torch
+from layouts import AXES, config_of, ranks
+from ranks import run_ranks
+from tiny_policy import Case, tiny_model
+
+from megagrpo.config import RunConfig
+from megagrpo.parallel import device
+from megagrpo.policy import optimizer
+from megagrpo.types import TrainSample
+from megagrpo.verify.compare import compare
+from megagrpo.verify.shrink import plainly, random_samples
+from megagrpo.verify.step import Outcome, relative_error, take_step
+
+LOSSES = {
+    "grpo": dict(loss_type="grpo", beta=0.1),
+    "dapo": dict(loss_type="dapo", beta=0.0),
+    "dr_grpo": dict(loss_type="dr_grpo", beta=0.1, kl_estimator="full_reverse"),
+    "bnpo": dict(loss_type="bnpo", beta=0.1, kl_estimator="low_var"),
+}
+CHANGES = [
+    dict(budget="tight"),
+    dict(dp=3),
+    dict(cp=2),
+    dict(budget="tight", dp=2, cp=2, share_prompts=True),
+]
+ALL_AXES = dict(tp=2, pp=2, cp=2, sequence_parallel=True, share_prompts=True)
+
+
+def row_of(model: str, **options) -> dict:
+    return {axis: values[0] for axis, values in AXES.items()} | dict(model=model) | options
+
+
+def config(row: dict, loss: str) -> RunConfig:
+    made = config_of(row)
+    algorithm = made.algorithm.model_validate(LOSSES[loss])
+    # Megatron clips float32 gradients only.
+    return made.model_copy(update=dict(algorithm=algorithm, train=made.train.model_copy(update=dict(max_grad_norm=0.0))))
+
+
+def in_float64(*arguments) -> Outcome | None:
+    """A step in which weights, activations and gradients are float64."""
+    device.resolve_precision = lambda precision: torch.float64
+    stock = optimizer.DistributedDataParallelConfig
+    optimizer.DistributedDataParallelConfig = lambda **settings: stock(**settings | dict(grad_reduce_in_fp32=False))
+    return take_step(*arguments)
+
+
+@functools.cache
+def one_process(model: str, loss: str, step=take_step) -> Outcome:
+    return run_ranks(step, 1, plainly(config(row_of(model), loss)), tiny_model(model), random_samples())[0]
+
+
+def worst_gradient(found: Outcome, expected: Outcome) -> tuple[float, str]:
+    return max((relative_error(found.gradients[name], gradient), name) for name, gradient in expected.gradients.items())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_in_float64_the_gradient_does_not_change(loss):
+    expected = one_process("qwen2_untied", loss, in_float64)
+    for change in CHANGES:
+        row = row_of("qwen2_untied", **change)
+        found = run_ranks(in_float64, ranks(row), config(row, loss), tiny_model("qwen2_untied"), random_samples())[0]
+        assert worst_gradient(found, expected) < (1e-13, ""), change
+
+
+# Megatron's router of experts computes in float32 whatever the model is in.
+@pytest.mark.parametrize(("model", "limit"), [("llama_tied", 1e-13), ("qwen3_tied", 1e-13), ("qwen3_moe", 1e-6), ("mixtral", 1e-6)])
+def test_in_float64_the_gradient_is_the_same_when_all_axes_meet(model, limit):
+    row = row_of(model, **ALL_AXES)
+    found = run_ranks(in_float64, ranks(row), config(row, "grpo"), tiny_model(model), random_samples())[0]
+    assert worst_gradient(found, one_process(model, "grpo", in_float64)) < (limit, "")
+
+
+# Context parallelism and shared prompts take other attention kernels. One process is 1.6e-6 from float64 itself.
+@pytest.mark.parametrize(("change", "limit"), [(dict(budget="tight", dp=2), 1e-6), (dict(cp=2, share_prompts=True), 2e-6)], ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_in_float32_it_is_the_same_to_rounding(loss, change, limit):
+    row, expected = row_of("qwen2_untied", **change), one_process("qwen2_untied", loss)
+    found = run_ranks(take_step, ranks(row), config(row, loss), tiny_model("qwen2_untied"), random_samples())[0]
+    assert relative_error(flat(found), flat(expected)) < limit
+
+
+def flat(outcome: Outcome) -> torch.Tensor:
+    return torch.cat([outcome.gradients[name].flatten() for name in sorted(outcome.gradients)])
+
+
+# ------------------------------------------------------------------------------------------------------------------------ next to nothing
+
+
+def step(case: Case, samples: list[TrainSample], **algorithm) -> Outcome:
+    return run_ranks(take_step, case.ranks, case.config(**algorithm), tiny_model("llama_tied"), samples)[0]
+
+
+ONE = Case("one process", 1, {})
+FEW_RANKS = [
+    Case("dp3", 3, {}, train=dict(distributed_optimizer=True)),
+    Case("pp2_dp2", 4, dict(pp=2)),
+    Case("tp2_cp2", 4, dict(tp=2, cp=2, sequence_parallel=True)),
+]
+
+
+@pytest.mark.parametrize("case", FEW_RANKS, ids=str)
+def test_ranks_without_any_loss_token_take_the_same_step(case):
+    samples = random_samples()[1:2]
+    assert samples[0].advantage != 0
+    assert all(d.passed for d in compare(step(case, samples), step(ONE, samples)))
+
+
+def without_advantage() -> list[TrainSample]:
+    return [TrainSample(s.token_ids, s.response_mask, s.rollout_logprobs, 0.0) for s in random_samples()]
+
+
+@pytest.mark.parametrize(("case", "skip"), [(ONE, False), *((case, True) for case in FEW_RANKS)], ids=str)
+def test_without_advantages_and_kl_the_gradient_is_exactly_zero(case, skip):
+    found = step(case, without_advantage(), beta=0.0, skip_zero_advantage=skip)
+    assert not any(gradient.any() for gradient in found.gradients.values())
+    assert found.metrics["loss"] == 0 == found.metrics["grad_norm"] and not any(map(math.isnan, found.metrics.values()))
+
+
+@pytest.mark.parametrize("case", FEW_RANKS, ids=str)
+def test_without_advantages_the_gradient_is_that_of_the_kl_alone(case):
+    once, twice = step(case, without_advantage(), beta=0.1), step(case, without_advantage(), beta=0.2)
+    assert flat(once).norm() > 0 and relative_error(flat(twice), 2 * flat(once)) < 1e-6
+    assert all(d.passed for d in compare(once, step(ONE, without_advantage(), beta=0.1)))
