@@ -15,6 +15,7 @@ from megagrpo.verify.compare import Distance, silent_tensors, worst
 from megagrpo.verify.step import Outcome
 
 MOST_SHOWN = 8  # of the quantities that are wrong
+ABOUT = {"replica": "between ranks that hold the same part of a tensor", "padding": "gradient of the vocabulary's padding"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ def _describe(distance: Distance, verdict: Verdict, full: bool) -> str:
     kind, metrics = distance.kind, verdict.found.metrics
     if kind in ("loss", "gradient norm"):
         return f"{kind:<15}{metrics['loss' if kind == 'loss' else 'grad_norm']:.6g}"
-    if full or kind in ("replica", "padding"):
+    if kind in ABOUT:
+        return f"{kind:<15}{ABOUT[kind]}"
+    if full:
         return f"{kind:<15}{distance.name}"
     how_many = sum(d.kind == kind for d in verdict.distances)
     if kind == "log-prob":

@@ -17,7 +17,7 @@ VOCABULARY = 101  # prime: no tensor-parallel size divides it, so the padded row
 MAX_PROMPT, MAX_RESPONSE = 16, 16  # tokens
 NUM_PROMPTS, GROUP_SIZE = 4, 3
 LOGPROB_CHUNK = 16
-LOGIT_SCALE = 0.4  # about the standard deviation of logits; the rollout log-probs are then near the policy's
+LOGIT_SCALE = 0.4  # about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
 HANG_MINUTES = 5.0
 # The first step of AdamW is lr * gradient / (|gradient| + epsilon). Rates of practice move a weight by less than float32 rounds, and with
 # an epsilon near 0 the step is a sign, which turns the rounding of a zero into a whole step. These make the step follow the gradient.
@@ -97,8 +97,8 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection) -> HfConfig:
     return parse_hf_config(raw | small)
 
 
-def random_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The weight called `name`, float32: a function of name and shape alone, so every layout starts from the same model.
+def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
+    """The weight called `name`, float32: a function of its arguments alone, so every layout starts from the same model.
 
     Matrices keep the scale of what they are applied to; norms and biases are away from 1 and 0, where an error could hide.
     """
@@ -106,7 +106,7 @@ def random_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     noise = torch.randn(shape, generator=generator)
     if len(shape) == 1:
         return 0.1 * noise + (1.0 if "norm" in name else 0.0)
-    scale = LOGIT_SCALE if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
+    scale = LOGIT_SCALE * temperature if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
     return scale * noise / shape[-1] ** 0.5
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,12 @@ class Outcome:
 
 
 def take_step(
-    config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample], weights: Callable[[str, tuple], Tensor] = random_tensor
+    config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample], weights: Callable[[str, tuple], Tensor] | None = None
 ) -> Outcome | None:
     """One GRPO step on `samples` in the layout of `config`: the outcome on rank 0, None elsewhere.
 
-    `weights(name, shape)` gives the model's tensors by Hugging Face name; the policy is moved away from them, the reference of a KL term is
-    not. Collective over the world, which stays open for another layout.
+    `weights(name, shape)` gives the model's tensors by Hugging Face name, random ones when empty. The policy is moved away from them, the
+    reference of a KL term is not. Collective over the world, which stays open for another layout.
     """
     layout = init_layout(config.parallel, config.run.seed)
     try:
@@ -66,11 +67,11 @@ def prepare(
     hf_config: HfConfig,
     layout: Layout,
     samples: Sequence[TrainSample],
-    weights: Callable[[str, tuple], Tensor] = random_tensor,
+    weights: Callable[[str, tuple], Tensor] | None = None,
 ) -> tuple[MegatronPolicy, TrainBatch, list[Tensor | None]]:
     """(policy, this rank's batch with all that the loss needs, the policy's log-probs of each micro-batch) before a step."""
     policy = MegatronPolicy(config, layout, hf_config)
-    fill_weights(policy, hf_config, layout, weights)
+    fill_weights(policy, hf_config, layout, weights or partial(random_tensor, temperature=config.rollout.temperature))
     reference = Reference(policy) if config.algorithm.beta else None
     _move_away(policy)
     policy.weights_changed()
