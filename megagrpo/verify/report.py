@@ -60,11 +60,11 @@ def header(config: RunConfig, model: HfConfig, samples: Sequence[TrainSample]) -
 def as_text(verdict: Verdict, full: bool = False) -> str:
     """A block of lines; with `full` one for each tensor."""
     ranks = f"{verdict.ranks} rank{'s' if verdict.ranks > 1 else ''}"
-    lines = ["", f"{f'{verdict.layout} on {ranks}':<74}{'difference':>12}{'allowed':>10}"]
+    lines = ["", f"{f'{verdict.layout} on {ranks}':<78}{'difference':>12}{'allowed':>10}"]
     if verdict.failure:
         return "\n".join([*lines, *(f"  {line}" for line in verdict.failure.rstrip().split("\n")), "  FAIL"])
     shown = sorted(verdict.distances, key=lambda d: -d.excess) if full else worst(verdict.distances)
-    lines += [f"  {_describe(d, verdict, full):<72}{d.error:12.1e}{d.tolerance:10.1e}" for d in shown]
+    lines += [f"  {_describe(d, verdict, full):<76}{d.error:12.1e}{d.tolerance:10.1e}" for d in shown]
     lines += [f"  {_name(d)} is {d.error:.1e} off, {d.tolerance:.1e} is allowed" for d in verdict.wrong[:MOST_SHOWN]]
     if more := len(verdict.wrong) - MOST_SHOWN:
         lines += [f"  and {more} more"] if more > 0 else []

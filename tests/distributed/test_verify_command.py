@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +17,7 @@ from tiny_policy import SHAPES
 from megagrpo.__main__ import main
 from megagrpo.verify import command
 
+REPOSITORY = Path(__file__).parents[2]
 RUN = """
 model: {path: %s, precision: fp32}
 parallel: {tp: 2, sequence_parallel: true}
@@ -137,3 +141,18 @@ def test_a_world_of_another_size_than_the_layout_is_refused(run, capsys, monkeyp
     assert "world_size: 3 is not a multiple" in capsys.readouterr().err
     assert main(["verify", run, "--ranks", "2"]) == 2
     assert "--ranks: 2 asked for, and WORLD_SIZE says 3" in capsys.readouterr().err
+
+
+def without_numbers(text: str) -> list[str]:
+    """Lines with every number, and the name of what is worst, left out."""
+    return [re.sub(r"-?\d[\d.]*(e[-+]\d+)?|(?<=: )\S+ +", "#", line.strip()) for line in text.strip().split("\n")]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/verify.md"])
+def test_the_documentation_shows_what_is_printed(page, capsys, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    (shown,) = re.findall(r"^ *\$ megagrpo (verify .*?)```", (REPOSITORY / page).read_text(), re.DOTALL | re.MULTILINE)
+    command_line, *lines = shown.strip().split("\n")
+    assert main(shlex.split(command_line)) == 0
+    printed = without_numbers(capsys.readouterr().out)
+    assert [line for line in without_numbers("\n".join(lines)) if line not in printed] == [] and len(lines) > 8
