@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[512], help="train.logprob_chunk: tokens whose logits exist at a time")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[256], help="train.logprob_chunk: tokens whose logits exist at a time")
     parser.add_argument("--liger-chunk", type=int, default=512, help="tokens of a chunk")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)

@@ -24,7 +24,7 @@ def vocab_logprobs(
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-    chunk: int = 512,
+    chunk: int = 256,
     upstream: Upstream | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(logprobs [N], entropy [N]) in nats, float32 (float64 for float64 inputs), of softmax(hidden weight^T / temperature).
@@ -53,7 +53,7 @@ def vocab_logprobs_and_kl(
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-    chunk: int = 512,
+    chunk: int = 256,
     upstream: Upstream | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logprobs [N], entropy [N], kl [N]): what `vocab_logprobs` gives of the policy, and the divergence of each token's distribution.
