@@ -51,7 +51,8 @@ def in_transformers(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[
     """The loss over the places whose next token is of a response, and its gradient by each router's weight, also as the audit has it."""
     raw = model().raw
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw)).save_pretrained(folder)
-    weights = {name: random_tensor(name, tuple(tensor.shape)) for name, tensor in load_file(folder / "model.safetensors").items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    weights = {name: random_tensor(name, shape, config({}).rollout.temperature) for name, shape in shapes.items()}
     moved = {name: weight + 0.02 * torch.sin(40 * weight) for name, weight in weights.items()}  # as a step begins
     save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
     policy, samples = naive.load_model(folder, "float32"), random_samples()

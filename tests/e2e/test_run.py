@@ -17,6 +17,7 @@ METRICS = {
     *("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "mismatch/alarms", "train/skipped_steps"),
     *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
     *("completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio"),
+    *("packing/micro_batch_imbalance", "packing/rank_imbalance"),
     *("time/step", "time/generate", "time/reward", "time/logprobs", "time/train", "time/sync"),
 }
 
