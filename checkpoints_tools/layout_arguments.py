@@ -11,9 +11,10 @@ from megagrpo.parallel.layout import Layout, init_layout
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """--tp, --pp, --ep and --etp; tp x pp and ep x etp x pp must divide the ranks that torchrun starts, 1 without torchrun."""
+    """--tp, --pp, --pipeline-layers, --ep and --etp; tp x pp and ep x etp x pp must divide the ranks that torchrun starts, 1 without it."""
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (default 1)")
+    parser.add_argument("--pipeline-layers", type=int, nargs="+", help="layers of each pipeline stage, pp numbers (default: as many on each)")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel size (default 1)")
     parser.add_argument("--etp", type=int, help="tensor-parallel size inside each expert (default tp)")
 
@@ -22,7 +23,9 @@ def run_in_layout(args: argparse.Namespace, action: Callable[[Layout], None]) ->
     """Run `action` in the layout; 0, or 2 after an error that the user can mend."""
     layout = None
     try:
-        layout = init_layout(ParallelSection(tp=args.tp, pp=args.pp, ep=args.ep, etp=args.etp))
+        if args.pipeline_layers and len(args.pipeline_layers) != args.pp:
+            raise ValueError(f"--pipeline-layers: {len(args.pipeline_layers)} number(s) for --pp {args.pp}; give one for each stage")
+        layout = init_layout(ParallelSection(tp=args.tp, pp=args.pp, pipeline_layers=args.pipeline_layers, ep=args.ep, etp=args.etp))
         action(layout)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)

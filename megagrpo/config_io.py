@@ -1,6 +1,6 @@
 """YAML and command line to a validated pydantic model and back, with every problem reported at once.
 
-Knows YAML and pydantic, and no key of ours: `config.py` applies it to `RunConfig`.
+Knows YAML and pydantic, and no key of ours: `config` applies it to `RunConfig`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megagrpo.algorithms.advantages import group_advantages, reward_statistics, rewards_by_group, to_samples
-from megagrpo.algorithms.losses import denominator
+from megagrpo.algorithms.advantages import advantages_of, reward_statistics, rewards_by_group, to_samples
+from megagrpo.algorithms.reductions import denominator
 from megagrpo.checkpoint import Checkpointer, CheckpointError
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
@@ -64,7 +64,7 @@ class Trainer:
         prompts = self.prompts.next(config.rollout.prompts_per_step)
         scored, metrics = self.rollout(prompts, config.rollout.num_generations, config.rollout.temperature)
         rewards = rewards_by_group(scored, config.rollout.num_generations)
-        advantages = group_advantages(rewards, config.algorithm.scale_rewards)
+        advantages = advantages_of(scored, config)
         rules = packing_rules(config, self.policy.shares_prompts)
         batch = pack(to_samples(scored, advantages), rules, self.layout.dp_rank, self.layout.dp_size)
         batch = self.with_logprobs(batch)

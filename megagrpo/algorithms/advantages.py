@@ -9,31 +9,68 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megagrpo.config import RunConfig
 from megagrpo.types import ScoredRollout, TrainSample
 
 STD_EPSILON = 1e-4  # added to every standard deviation, as TRL and ms-swift do
 Scale = Literal["group", "batch", "none"]
+Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
-def group_advantages(rewards: Tensor, scale: Scale) -> Tensor:
+def group_advantages(rewards: Tensor, scale: Scale, estimator: Estimator = "grpo") -> Tensor:
     """Advantages [P, G] float64 of rewards [P, G], NaN where no function could score.
 
-    Each reward is centred on its group's mean, then divided by the group's standard deviation, the whole batch's, or nothing.
-    Standard deviations are unbiased and ignore NaN. Unscorable responses, groups of equal rewards and groups with one scorable response
-    get exactly 0.
+    `grpo`: each reward minus its group's mean. `rloo`: minus the mean of the group's others (Ahmadian et al. 2024, arXiv 2402.14740), which
+    is G / (G - 1) times as much. Both are then divided as `scale` says: by the group's standard deviation, the batch's, or nothing.
+    `reinforce_plus_plus`: minus the batch's mean, over the batch's standard deviation; `reinforce_plus_plus_baseline`: minus the group's
+    mean, over the standard deviation of all such differences (Hu et al. 2025, arXiv 2501.03262).
+
+    Standard deviations are unbiased and ignore NaN. Unscorable responses, groups of equal rewards (a batch of them for
+    reinforce_plus_plus) and groups with one scorable response get exactly 0.
     """
     if rewards.dim() != 2:
         raise ValueError(f"rewards must be [prompts, generations], got shape {tuple(rewards.shape)}")
     rewards = rewards.double()
+    if estimator == "reinforce_plus_plus":
+        everything = rewards.flatten()[None]
+        return group_advantages(everything, "group").view_as(rewards)
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
-    std = nanstd(rewards, dim=1, keepdim=True)
     # The mean of equal floats may differ from them in the last bit; without this a dead group would get a gradient from rounding.
-    flat = _is_flat(rewards)
+    centred = torch.where(_is_flat(rewards) & ~rewards.isnan(), 0.0, centred)
+    spread = rewards
+    if estimator == "rloo":
+        scorable = (~rewards.isnan()).sum(dim=1, keepdim=True)
+        centred = centred * scorable / (scorable - 1).clamp(min=1)
+    elif estimator == "reinforce_plus_plus_baseline":
+        scale, spread = "batch", centred
     if scale == "group":
-        centred = centred / (std + STD_EPSILON)
+        centred = centred / (nanstd(spread, dim=1, keepdim=True) + STD_EPSILON)
     elif scale == "batch":
-        centred = centred / (nanstd(rewards.flatten(), dim=0) + STD_EPSILON)
-    return torch.where(flat, 0.0, centred).nan_to_num(nan=0.0)
+        centred = centred / (nanstd(spread.flatten(), dim=0) + STD_EPSILON)
+    return torch.where(_is_flat(rewards), 0.0, centred).nan_to_num(nan=0.0)
+
+
+def normalized_sum_advantages(rewards: Tensor, weights: Tensor) -> Tensor:
+    """Advantages [P, G] float64 of rewards [P, G, F] per function, NaN where one could not score; weights [F].
+
+    GDPO (Liu et al. 2026, arXiv 2601.05242): each function is normalised within its group before the weighted sum, so that a function with
+    large numbers does not drown the others; the sums are then normalised over the batch. Functions that score a group alike add 0.
+    """
+    each = torch.stack([group_advantages(of_function, "group") for of_function in rewards.unbind(-1)], dim=-1)
+    summed = (each * weights.double()).sum(-1)
+    summed = torch.where(rewards.isnan().all(-1), math.nan, summed)
+    return group_advantages(summed.flatten()[None], "group").view_as(summed)
+
+
+def advantages_of(scored: Sequence[ScoredRollout], config: RunConfig) -> Tensor:
+    """The advantages [P, G] that this configuration asks for, of rollouts in prompt order."""
+    algorithm, group = config.algorithm, config.rollout.num_generations
+    if algorithm.multi_objective_aggregation == "sum_then_normalize":
+        return group_advantages(rewards_by_group(scored, group), algorithm.scale_rewards, algorithm.advantage_estimator)
+    names = list(scored[0].rewards)
+    table = [[math.nan if s.rewards[name] is None else s.rewards[name] for name in names] for s in scored]
+    weights = torch.tensor([function.weight for function in config.rewards.functions])
+    return normalized_sum_advantages(torch.tensor(table, dtype=torch.float64).view(-1, group, len(names)), weights)
 
 
 def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:

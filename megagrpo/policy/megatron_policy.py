@@ -95,7 +95,8 @@ class MegatronPolicy:
         or a gradient is NaN or infinite on any of them."""
 
         def loss(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict]:
-            result = loss_fn(self._loss_inputs(output, micro_batch, chunk, loss_fn))
+            foretold = loss_fn if self.config.algorithm.gradient_is_local else None
+            result = loss_fn(self._loss_inputs(output, micro_batch, chunk, foretold))
             sums = {"loss": (result.numerator.detach(), torch.ones(()))} | result.metrics
             # Megatron would divide by the second value; the division is ours (see _finalize_gradients).
             return result.numerator, torch.ones((), dtype=torch.int), sums
@@ -169,7 +170,7 @@ class MegatronPolicy:
 
     def _loss_inputs(self, hidden: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, loss_fn: LossFn | None = None) -> LossInputs:
         """Log-probs, entropy and exact KL of a micro-batch from the last stage's hidden states; 0, and no logits computed, where the loss
-        mask is 0. With the loss that they are for, its gradient is foretold and saves a matrix product.
+        mask is 0. With the loss that they are for, if its gradient is local, that is foretold and saves a matrix product.
 
         The one place where context parallelism ends: each rank computes its own tokens, and all of them get the whole.
         """
@@ -234,7 +235,7 @@ class MegatronPolicy:
 @torch.enable_grad()
 def foretell(loss_fn: LossFn, micro_batch: MicroBatch, places: Tensor, rows: slice, *found: Tensor) -> tuple[Tensor, ...]:
     """The gradients [n] that a loss sends to log-probs, and to exact KL where there is one, of the tokens `places[rows]`, from their values
-    [n] alone. True of losses whose gradient in a token depends on no other token's log-prob; a guess for others."""
+    [n] alone: those of a loss whose gradient in a token depends on no other token's log-prob."""
     leaves = [row.new_zeros(micro_batch.num_tokens).index_copy(0, places[rows], row).requires_grad_() for row in found]
     logprobs, *full_kl = leaves
     numerator = loss_fn(LossInputs(logprobs, torch.zeros_like(logprobs), micro_batch, *full_kl)).numerator

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from megagrpo.config import ConfigError, ParallelSection, RunConfig, load_config
 from megagrpo.parallel import device, quiet
 from megagrpo.parallel.ranks import RankFailed, run_ranks
-from megagrpo.plan import model_shape, plan
+from megagrpo.plan import plan
+from megagrpo.plan.shapes import model_shape
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.verify.compare import compare
 from megagrpo.verify.report import Verdict, as_json, as_text, header, summary

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.algorithms.losses import denominator, make_loss
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.reductions import denominator
 from megagrpo.bridge.families import blocks
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules

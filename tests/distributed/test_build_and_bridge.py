@@ -306,8 +306,9 @@ def test_the_converters_spread_experts_over_ranks(models, tmp_path):
 def test_the_converters_go_there_and_back_and_never_overwrite(models, tmp_path):
     folder, _ = models["qwen2"]
     there = ("hf_to_megatron.py", folder, tmp_path / "megatron", "--tp", 2)
-    back = ("megatron_to_hf.py", tmp_path / "megatron", tmp_path / "hf", "--pp", 2)
+    back = ("megatron_to_hf.py", tmp_path / "megatron", tmp_path / "hf", "--pp", 2, "--pipeline-layers", 1, 3)
     assert run_ranks(run_tool, 2, *there) == [0, 0]
+    assert run_ranks(run_tool, 2, *back[:-1]) == [2, 2]  # one number for two stages
     assert run_ranks(run_tool, 2, *back) == [0, 0]
     assert all(torch.equal(read_folder(tmp_path / "hf")[name], tensor) for name, tensor in read_folder(folder).items())
     assert run_ranks(run_tool, 2, *there) == [2, 2]

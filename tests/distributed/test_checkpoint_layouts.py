@@ -7,7 +7,8 @@ import torch
 import transformers
 from ranks import run_ranks
 
-from megagrpo.algorithms.losses import denominator, make_loss
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.reductions import denominator
 from megagrpo.bridge.families import blocks
 from megagrpo.bridge.load import load_hf
 from megagrpo.checkpoint import Checkpointer

@@ -8,7 +8,8 @@ import torch
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model
 
-from megagrpo.algorithms.losses import denominator, make_loss
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.reductions import denominator
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import init_layout

@@ -8,7 +8,8 @@ from tiny_policy import SHAPES, tiny_model, tiny_run
 
 from megagrpo.__main__ import main
 from megagrpo.algorithms.advantages import group_advantages, rewards_by_group, to_samples
-from megagrpo.algorithms.losses import denominator, make_loss
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.reductions import denominator
 from megagrpo.bridge.load import load_hf
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.dump import StepDumps

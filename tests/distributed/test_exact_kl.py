@@ -7,7 +7,8 @@ from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megagrpo.algorithms.losses import denominator, make_loss
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.reductions import denominator
 from megagrpo.parallel.layout import init_layout
 from megagrpo.parallel.vocab_logprobs import vocab_logprobs_and_kl
 from megagrpo.policy.build import lm_head

@@ -16,7 +16,8 @@ from megagrpo.__main__ import main
 from megagrpo.config import RunConfig, load_config, render_help
 from megagrpo.config_io import fields, section_of
 from megagrpo.data.sources import load_rows
-from megagrpo.plan import model_shape, plan
+from megagrpo.plan import plan
+from megagrpo.plan.shapes import model_shape
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 

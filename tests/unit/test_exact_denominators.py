@@ -7,7 +7,8 @@ import pytest
 import torch
 from tiny_policy import tiny_run
 
-from megagrpo.algorithms.losses import denominator, make_loss
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.reductions import denominator
 from megagrpo.data.packing import PackingRules, pack
 from megagrpo.types import LossInputs
 from megagrpo.verify.shrink import random_samples

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megagrpo.algorithms.kl import ESTIMATORS
-from megagrpo.algorithms.losses import denominator, make_loss
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import PackingRules, build_micro_batch, pack
 from megagrpo.types import LossInputs, TrainSample

@@ -7,18 +7,18 @@ import pytest
 import torch
 import transformers
 
-from megagrpo import plan as plan_module
 from megagrpo.config import ParallelSection, load_config
-from megagrpo.plan import (
+from megagrpo.plan import plan
+from megagrpo.plan.memory import trainer_memory
+from megagrpo.plan.problems import vllm_can_split
+from megagrpo.plan.shapes import (
     layer_parameters,
     layers_of_ranks,
     model_shape,
     num_active_parameters,
     num_parameters,
-    plan,
     stage_experts,
     stage_parameters,
-    trainer_memory,
 )
 from megagrpo.policy.hf_config import parse_hf_config
 
@@ -272,7 +272,7 @@ def test_an_unknown_reward_is_a_problem_with_its_place(folder):
 
 def test_vllm_copies_kv_heads_when_there_are_fewer_than_devices():
     model = parse_hf_config(LLAMA | {"intermediate_size": 1152})
-    assert [tp for tp in range(1, 10) if plan_module._vllm_can_split(model, tp)] == [1, 3, 9]
+    assert [tp for tp in range(1, 10) if vllm_can_split(model, tp)] == [1, 3, 9]
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():

@@ -1,0 +1,41 @@
+"""Sums and means over the sequences of a pack, given back to each of their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of one micro-batch. `index` [T] int64 says which one a token belongs to, `mask` [T] which tokens count."""
+
+    index: Tensor
+    mask: Tensor
+    num_sequences: int
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, mask: Tensor) -> Sequences:
+        """From the borders [S + 1] and the loss mask [T]."""
+        lengths = cu_seqlens.diff()
+        index = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+        return cls(index, mask, lengths.numel())
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[S]: sum of `values` [T] over each sequence's counted tokens. A value under the mask may be infinite or NaN."""
+        masked = torch.where(self.mask, values, 0.0)
+        return masked.new_zeros(self.num_sequences).index_add(0, self.index, masked)
+
+    def lengths(self) -> Tensor:
+        """[S] float32: counted tokens of each sequence, at least 1, so that an empty one divides to 0."""
+        return self.sums(self.mask.float()).clamp(min=1)
+
+    def means(self, values: Tensor) -> Tensor:
+        """[S]: mean of `values` [T] over each sequence's counted tokens; 0 without any."""
+        return self.sums(values) / self.lengths()
+
+    def spread(self, per_sequence: Tensor) -> Tensor:
+        """[T]: each sequence's entry of `per_sequence` [S] at all its tokens."""
+        return per_sequence[self.index]

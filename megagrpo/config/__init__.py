@@ -1,0 +1,69 @@
+"""The whole configuration of a run: typed sections, one YAML loader, one list of problems.
+
+`load_config(path, overrides)` reads a YAML file, follows its `defaults:` chain, applies dotted overrides (`train.learning_rate=1e-5`) and
+returns a frozen `RunConfig`, or raises one `ConfigError` that lists every problem at once. Importing this module needs pydantic and
+PyYAML only, so a login node can check a run. What needs the model's own `config.json` is checked in `plan.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import model_validator
+
+from megagrpo import config_io
+from megagrpo.config.algorithm import AlgorithmSection as AlgorithmSection
+from megagrpo.config.data import DataSection as DataSection
+from megagrpo.config.data import DatasetSection as DatasetSection
+from megagrpo.config.data import RewardFunction as RewardFunction
+from megagrpo.config.data import RewardsSection as RewardsSection
+from megagrpo.config.model import ModelSection as ModelSection
+from megagrpo.config.model import ParallelSection as ParallelSection
+from megagrpo.config.rollout import RolloutSection as RolloutSection
+from megagrpo.config.rules import cross_field_problems
+from megagrpo.config.run import DebugSection as DebugSection
+from megagrpo.config.run import EvaluationSection as EvaluationSection
+from megagrpo.config.run import RunSection as RunSection
+from megagrpo.config.section import Section
+from megagrpo.config.train import TrainSection as TrainSection
+from megagrpo.config_io import ConfigError as ConfigError
+
+
+class RunConfig(Section):
+    """Everything a run needs. `defaults:` in a YAML names the file it starts from."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    parallel: ParallelSection = ParallelSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    rollout: RolloutSection = RolloutSection()
+    data: DataSection
+    rewards: RewardsSection
+    train: TrainSection = TrainSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    debug: DebugSection = DebugSection()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> RunConfig:
+        problems = cross_field_problems(self)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config in the YAML file `path` with `key=value` overrides applied. ConfigError lists every problem at once."""
+    return config_io.load(RunConfig, path, overrides, cross_field_problems)
+
+
+def render_help() -> str:
+    """Every key with its type, default and meaning."""
+    return config_io.render_help(RunConfig)
+
+
+def save_resolved(config: RunConfig, folder: str | Path) -> Path:
+    """Writes `resolved.yaml`, which loads back to an equal config, into `folder`; its path."""
+    path = Path(folder) / "resolved.yaml"
+    config_io.save(config, path)
+    return path

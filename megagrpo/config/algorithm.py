@@ -1,0 +1,101 @@
+"""The loss and the advantages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megagrpo.config.section import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+CLIPPED_LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
+
+
+class AlgorithmSection(Section):
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo"] = "dapo"
+    """The loss and how its tokens are averaged. The clipped ratio: grpo by sequence then batch, dapo and bnpo by token, dr_grpo by
+    sequences x max_completion_length, luspo summed by sequence. cispo, sapo, vespo and gmpo bound the ratio otherwise: docs/losses.md."""
+    beta: NonNegativeFloat = 0.0
+    """Weight of the KL penalty to the reference model; 0 builds no reference."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var", "full_forward", "full_reverse"] = "k3"
+    """The KL term of a token: estimated from its log-probs, or exact over the whole vocabulary, forward KL(ref || policy) or reverse
+    KL(policy || ref). Estimators differ in their gradient more than in their value: docs/kl.md."""
+    use_bias_correction_kl: bool = False
+    """Multiply the estimate by the probability ratio, gradient included: its gradient then averages to that of KL(policy || ref)."""
+    epsilon: NonNegativeFloat = 0.2
+    """Lower clip range of the probability ratio."""
+    epsilon_high: NonNegativeFloat | None = None
+    """Upper clip range; `epsilon` when empty. For cispo the largest weight itself."""
+    delta: PositiveFloat | None = None
+    """Upper bound of the ratio where the advantage is negative (two-sided clip); none when empty."""
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
+    """The ratio of a token: its own, its sequence's geometric mean (GSPO), or that value with each token's own gradient (GSPO-token)."""
+    sapo_temperature_pos: PositiveFloat = 1.0
+    """Sharpness of sapo's gate at positive advantages."""
+    sapo_temperature_neg: PositiveFloat = 1.05
+    """Sharpness of sapo's gate at negative advantages."""
+    vespo_k_pos: NonNegativeFloat = 2.0
+    """vespo: power of the sequence weight at positive advantages."""
+    vespo_lambda_pos: NonNegativeFloat = 3.0
+    """vespo: damping of the sequence weight at positive advantages."""
+    vespo_k_neg: NonNegativeFloat = 3.0
+    """vespo: power of the sequence weight at negative advantages."""
+    vespo_lambda_neg: NonNegativeFloat = 2.0
+    """vespo: damping of the sequence weight at negative advantages."""
+    off_policy_mask_threshold: NonNegativeFloat | None = None
+    """Leave sequences with negative advantage out of the policy term when the policy has left them: mean log(sampled / policy) above
+    this."""
+    importance_correction: Literal[
+        "off",
+        "token_truncate",
+        "token_mask",
+        "token_reject",
+        "sequence_truncate",
+        "sequence_mask",
+        "geometric_truncate",
+        "geometric_mask",
+    ] = "off"
+    """Weight the policy term by trainer / engine probability of what was sampled: of the token, its sequence's product, or their geometric
+    mean; cut to the band (truncate), 0 outside of it (mask), or 0 for the sequence of a token outside (reject). docs/losses.md."""
+    importance_correction_min: PositiveFloat | None = None
+    """Lower end of the band; none when empty."""
+    importance_correction_max: PositiveFloat | None = 3.0
+    """Upper end of the band; none when empty."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, as transformers defines it, over the step's response tokens together: the
+    same in every layout. Above 0 it takes one more forward pass per optimizer step."""
+    num_iterations: PositiveInt = 1
+    """Optimizer steps on each batch of rollouts."""
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
+    """What a reward is compared with: its group's mean, the mean of the group's others (rloo), or the batch's mean. reinforce_plus_plus and
+    its baseline form, which keeps the group's mean, always divide by the batch's std."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """What the centred rewards are divided by: the group's std, the batch's std, or nothing."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Several reward functions: add their rewards, or normalise each within its group first (GDPO), so that none drowns the others."""
+    skip_zero_advantage: bool = True
+    """Leave samples whose advantage is exactly 0 out of the forward and backward pass when beta and router_aux_loss_coef are 0: their
+    gradient is 0. They still count in every denominator, so the update is the same."""
+
+    @property
+    def upper_epsilon(self) -> float:
+        """`epsilon_high`, or `epsilon` when it is empty."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def gradient_is_local(self) -> bool:
+        """Whether the loss's gradient in a token's log-prob depends on no other token's."""
+        return (
+            self.loss_type not in ("vespo", "gmpo")
+            and self.importance_sampling_level == "token"
+            and self.importance_correction in ("off", "token_truncate", "token_mask")
+            and self.off_policy_mask_threshold is None
+        )
+
+    @property
+    def full_kl(self) -> bool:
+        """Whether the KL term is exact over the whole vocabulary."""
+        return self.kl_estimator.startswith("full_")
+
+    @property
+    def leaves_out_zero_advantage(self) -> bool:
+        """Whether samples without advantage are not computed."""
+        return self.skip_zero_advantage and not self.beta and not self.router_aux_loss_coef

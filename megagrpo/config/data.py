@@ -1,0 +1,60 @@
+"""Prompts, and the reward functions that score what is made of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megagrpo.config.section import PositiveFloat, PositiveInt, Section
+
+
+class DatasetSection(Section):
+    source: str
+    """A jsonl, parquet or csv file, a folder, a hub name, or `reasoning_gym:FAMILY`."""
+    split: str = "train"
+    """Split of a hub data set or a folder; slices such as `train[:100]` work."""
+    subset: str | None = None
+    """Configuration name of a hub data set (gsm8k: `main`)."""
+    size: PositiveInt | None = None
+    """Rows to generate (reasoning-gym) or to keep."""
+    options: dict[str, Any] = {}
+    """Options of a reasoning-gym family, `seed` included."""
+
+
+class DataSection(Section):
+    train: DatasetSection
+    """Prompts to learn from."""
+    eval: DatasetSection | None = None
+    """Held-out prompts; no evaluation when empty."""
+    prompt_column: str = "prompt"
+    """Column with the question: a string or a list of chat messages."""
+    columns: dict[str, str] = {}
+    """Renames columns for the reward functions: `{solution: answer}` passes column `answer` as `solution`."""
+    system_prompt: str | None = None
+    """System message put before string prompts."""
+    chat_template: str | None = None
+    """Jinja text, or a file holding it, used in place of the tokenizer's; `none` feeds the prompt as plain text."""
+    shuffle: bool = True
+    """Shuffle each epoch in an order that depends only on the seed and the epoch."""
+    overlong_prompts: Literal["error", "drop", "truncate_left"] = "drop"
+    """What happens to prompts above `rollout.max_prompt_length`."""
+
+
+class RewardFunction(Section):
+    function: str
+    """`exact_number`, `accuracy`, `format`, `soft_overlong`, `reasoning_gym`, or your own as `package.module:function` or
+    `path/file.py:function`."""
+    weight: float = 1.0
+    """Weight in the sum of rewards."""
+    args: dict[str, Any] = {}
+    """Keyword arguments passed on every call."""
+
+
+class RewardsSection(Section):
+    functions: Annotated[list[RewardFunction], Field(min_length=1)]
+    """Reward functions; the weighted sum is the reward."""
+    timeout: PositiveFloat = 10.0
+    """Seconds one completion may take to score; then its worker is killed, the completion gets 0 and is counted in the metrics."""
+    workers: PositiveInt = 2
+    """Worker processes per rank that scores."""

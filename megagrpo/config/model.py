@@ -1,0 +1,73 @@
+"""The policy's weights and how they are laid out over ranks."""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import Literal
+
+from megagrpo.config.section import PositiveFloat, PositiveInt, Section
+
+
+class ModelSection(Section):
+    path: str
+    """Policy weights: a Hugging Face folder, a hub name, or `package:NAME` for GGUF weights that an installed Python package carries."""
+    tokenizer: str | None = None
+    """Tokenizer folder, hub name, or a bare SentencePiece `.model` file; the model's own when empty."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute precision. bf16 keeps fp32 master weights. auto: bf16 on a GPU and on CPUs with bf16 instructions, fp32 on others."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass: `selective` the core attention, `full` every layer."""
+
+
+class ParallelSection(Section):
+    tp: PositiveInt = 1
+    """Tensor-parallel size."""
+    pp: PositiveInt = 1
+    """Pipeline-parallel size."""
+    vpp: PositiveInt = 1
+    """Virtual pipeline stages per rank (interleaved schedule); needs pp > 1."""
+    pipeline_layers: list[PositiveInt] | None = None
+    """Decoder layers of each pipeline stage in model order, pp x vpp numbers; as many on each when empty. Fewer on the first and the last
+    stage make room for the embedding and the LM head."""
+    cp: PositiveInt = 1
+    """Context-parallel size: cuts every sequence into 2 x cp chunks and gives each rank two of them, so that a rank holds 1/cp of the
+    tokens."""
+    ep: PositiveInt = 1
+    """Expert-parallel size: ranks that share out the experts of a mixture-of-experts model. They are ranks that tp and dp have already,
+    regrouped for the experts, so ep needs none of its own."""
+    etp: PositiveInt | None = None
+    """Tensor-parallel size inside each expert; `tp` when empty."""
+    sequence_parallel: bool = False
+    """Shard norms and residuals over the tensor-parallel group along the sequence; needs tp > 1."""
+    timeout_minutes: PositiveFloat = 30.0
+    """A collective that waits longer than this fails with an error instead of hanging."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks of one replica: they work on the same micro-batches."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def sequence_align(self) -> int:
+        """Every packed sequence is padded to a multiple of this many tokens, so that it can be cut into 2 x cp equal chunks."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def micro_batch_align(self) -> int:
+        """Every micro-batch is padded to a multiple of this many tokens: sequence parallelism cuts each context-parallel rank's part."""
+        return self.sequence_align * (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that hold one expert together."""
+        return self.etp or self.tp
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks that hold one copy of all experts."""
+        return self.ep * self.expert_tp * self.pp
+
+    @property
+    def smallest_world(self) -> int:
+        """The fewest ranks that make whole replicas and whole sets of experts."""
+        return lcm(self.model_parallel_size, self.expert_parallel_size)

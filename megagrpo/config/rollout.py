@@ -1,0 +1,52 @@
+"""How responses are sampled, and the vLLM servers that do it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from megagrpo.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class RolloutSection(Section):
+    prompts_per_step: PositiveInt = 8
+    """Prompts in each step."""
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Responses to each prompt: the size of a group."""
+    max_prompt_length: PositiveInt = 512
+    """Longest prompt in tokens, chat template included."""
+    max_completion_length: PositiveInt = 256
+    """Longest response in tokens."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer's log-probs are of the same distribution."""
+    mismatch_threshold: Annotated[float, Field(ge=1)] | None = 1.05
+    """Warn when a step's `token_mult_prob_error` is above this; empty never warns. 1.05 is the gate of NeMo-RL's functional tests in
+    bf16; in fp32 the two sides agree to 1.001."""
+    servers: PositiveInt = 1
+    """vLLM servers to start, each with `tp` devices."""
+    tp: PositiveInt = 1
+    """Tensor-parallel size of each vLLM server."""
+    urls: list[str] = []
+    """Servers that somebody else started (on this host, with the same plug-in); none is launched when given."""
+    port: NonNegativeInt = 0
+    """Port of the first launched server (the next ones follow); 0 picks free ones."""
+    gpu_memory_utilization: Fraction = 0.4
+    """Share of each GPU's memory that vLLM may take."""
+    kv_cache_gb: PositiveFloat = 2.0
+    """Memory of vLLM's KV cache on a machine without a GPU, in GiB."""
+    max_num_seqs: PositiveInt = 256
+    """Sequences that one server decodes at once."""
+    enforce_eager: bool = False
+    """Turn CUDA graphs and compilation of vLLM off."""
+    extra_args: list[str] = []
+    """More arguments for the vLLM API server, as on its command line."""
+    startup_timeout: PositiveFloat = 600.0
+    """Seconds until a launched server must answer."""
+    request_timeout: PositiveFloat = 1800.0
+    """Seconds until one generate or sync request must be answered."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus longest response, in tokens."""
+        return self.max_prompt_length + self.max_completion_length

@@ -1,0 +1,86 @@
+"""Rules that span fields of the configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megagrpo.config.algorithm import CLIPPED_LOSSES, AlgorithmSection
+
+if TYPE_CHECKING:
+    from megagrpo.config import RunConfig
+
+
+def cross_field_problems(config: RunConfig) -> list[str]:
+    """Rules that span fields, as `key: what is wrong; what to do`. Pure function of a config whose fields are each valid."""
+    p, t, r, a = config.parallel, config.train, config.rollout, config.algorithm
+    problems = []
+    if a.full_kl and a.use_bias_correction_kl:
+        problems.append(
+            f"algorithm.use_bias_correction_kl: {a.kl_estimator} is exact and takes no correction; set it to false or choose k1 or k3"
+        )
+    problems += loss_problems(a) + advantage_problems(a)
+    if p.sequence_parallel and p.tp == 1:
+        problems.append("parallel.sequence_parallel: needs parallel.tp > 1; set it to false or raise tp")
+    if p.vpp > 1 and p.pp == 1:
+        problems.append(f"parallel.vpp: {p.vpp} needs parallel.pp > 1; set vpp to 1 or raise pp")
+    if p.pipeline_layers is not None and len(p.pipeline_layers) != p.pp * p.vpp:
+        problems.append(
+            f"parallel.pipeline_layers: {p.pipeline_layers} gives {len(p.pipeline_layers)} stage(s), pp {p.pp} x vpp {p.vpp} make "
+            f"{p.pp * p.vpp}; give one number of layers per stage"
+        )
+    if r.max_model_len > t.max_tokens_per_micro_batch:
+        problems.append(
+            f"train.max_tokens_per_micro_batch: {t.max_tokens_per_micro_batch} cannot hold the longest sample, "
+            f"rollout.max_prompt_length {r.max_prompt_length} + max_completion_length {r.max_completion_length} = {r.max_model_len}"
+        )
+    optimizer_steps = config.run.max_steps * config.algorithm.num_iterations
+    if t.warmup_steps > optimizer_steps:
+        problems.append(f"train.warmup_steps: {t.warmup_steps} is more than the run's {optimizer_steps} optimizer steps")
+    if t.min_learning_rate > t.learning_rate:
+        problems.append(f"train.min_learning_rate: {t.min_learning_rate} is above train.learning_rate {t.learning_rate}")
+    if late := [step for step in config.debug.dump_steps if step > config.run.max_steps]:
+        problems.append(f"debug.dump_steps: step {late[0]} never comes, run.max_steps is {config.run.max_steps}; name an earlier step")
+    if config.evaluation.steps and config.data.eval is None:
+        problems.append("evaluation.steps: needs data.eval; name held-out prompts or set steps to 0")
+    if config.evaluation.num_generations > 1 and config.evaluation.temperature == 0:
+        problems.append("evaluation.num_generations: greedy responses are all the same; raise evaluation.temperature or use 1")
+    return problems
+
+
+def loss_problems(a: AlgorithmSection) -> list[str]:
+    """Options of the loss that would say nothing, or contradict each other."""
+    problems = []
+    if a.delta is not None and a.loss_type not in CLIPPED_LOSSES:
+        problems.append(f"algorithm.delta: {a.loss_type} has no such bound; leave it empty or choose one of {', '.join(CLIPPED_LOSSES)}")
+    if a.loss_type == "cispo" and a.epsilon_high is None:
+        problems.append("algorithm.epsilon_high: cispo needs the largest weight itself; ScaleRL uses 5.0")
+    if a.loss_type in ("vespo", "gmpo") and a.importance_sampling_level != "token":
+        problems.append(f"algorithm.importance_sampling_level: {a.loss_type} has its own sequence ratio; set it to token")
+    correction, low, high = a.importance_correction, a.importance_correction_min, a.importance_correction_max
+    if correction == "off":
+        return problems
+    if a.loss_type == "vespo" and not correction.startswith("token"):
+        problems.append(
+            f"algorithm.importance_correction: vespo sums the tokens' weights itself, {correction} would count them twice; "
+            "choose token_truncate or token_mask"
+        )
+    if low is None and high is None:
+        problems.append(f"algorithm.importance_correction: {correction} needs importance_correction_min, importance_correction_max or both")
+    elif low is not None and high is not None and low >= high:
+        problems.append(f"algorithm.importance_correction_min: {low} is not below importance_correction_max {high}")
+    return problems
+
+
+def advantage_problems(a: AlgorithmSection) -> list[str]:
+    """Ways of normalising that exclude each other."""
+    problems = []
+    if a.advantage_estimator.startswith("reinforce_plus_plus") and a.scale_rewards != "batch":
+        problems.append(
+            f"algorithm.scale_rewards: {a.advantage_estimator} divides by the batch's std; set it to batch, not {a.scale_rewards}"
+        )
+    if a.multi_objective_aggregation == "normalize_then_sum" and (a.advantage_estimator, a.scale_rewards) != ("grpo", "group"):
+        problems.append(
+            "algorithm.multi_objective_aggregation: normalize_then_sum normalises within groups, then over the batch; it needs "
+            "advantage_estimator grpo and scale_rewards group"
+        )
+    return problems

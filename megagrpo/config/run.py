@@ -1,0 +1,51 @@
+"""What a run is called, how long it goes on and what it leaves behind; evaluation and debugging."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megagrpo.config.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+
+
+class RunSection(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "grpo"
+    """Name of the run; its files go to `output_dir/name`."""
+    output_dir: str = "runs"
+    """Folder that holds the runs."""
+    seed: NonNegativeInt = 42
+    """Seeds the prompt order, the sampling requests and torch."""
+    deterministic: bool = False
+    """Compute the same bits in every run of one seed and layout, on GPUs too, where that is slower (docs/audit.md). On a CPU they are the
+    same anyway."""
+    max_steps: PositiveInt = 100
+    """Outer iterations: generate, score, train, sync."""
+    save_steps: NonNegativeInt = 0
+    """Write a checkpoint every so many steps; 0 writes one at the end only."""
+    save_total_limit: PositiveInt = 2
+    """How many checkpoints to keep; the oldest are deleted after a newer one is complete."""
+    resume: bool = False
+    """Continue from the newest complete checkpoint of this run (also `--resume`); an error when there is none."""
+    overwrite: bool = False
+    """Allow a fresh start in a run folder that already holds metrics or checkpoints: what is there is moved aside."""
+    log_completions_steps: NonNegativeInt = 1
+    """Print a sample completion every so many steps; 0 never prints. `completions.jsonl` always holds all of them."""
+    tensorboard: bool = True
+    """Write TensorBoard events to the run folder."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Send metrics to Weights & Biases; `offline` needs no account and can be synced later."""
+
+
+class EvaluationSection(Section):
+    steps: NonNegativeInt = 0
+    """Evaluate every so many steps; with `data.eval` it also runs before the first and after the last step."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature of evaluation; 0 is greedy."""
+    num_generations: PositiveInt = 1
+    """Responses per held-out prompt."""
+
+
+class DebugSection(Section):
+    dump_steps: list[PositiveInt] = []
+    """Steps to write to `dumps/` of the run, weights included, for `megagrpo audit`. The run itself stays the same."""

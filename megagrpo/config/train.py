@@ -1,0 +1,42 @@
+"""The optimizer and the micro-batches."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megagrpo.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class TrainSection(Section):
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up, down to `min_learning_rate` at `run.max_steps`."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Where linear and cosine end."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW beta 1."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW beta 2."""
+    adam_epsilon: PositiveFloat = 1e-8
+    """AdamW epsilon."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay (not on norms and biases)."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Clip the global gradient norm to this; 0 does not clip."""
+    max_skipped_steps: PositiveInt = 5
+    """Stop after so many optimizer steps in a row whose loss or gradient was NaN or infinite. Each is skipped: it changes no weight."""
+    max_tokens_per_micro_batch: PositiveInt = 4096
+    """Token budget of one packed micro-batch; the longest sample must fit."""
+    share_prompts: bool | None = None
+    """Compute a prompt once for all its responses in a micro-batch: the same gradient from fewer tokens. Empty: wherever the attention can
+    (it cannot with Transformer Engine)."""
+    logprob_chunk: PositiveInt = 256
+    """Tokens whose logits exist at once in the LM head. Each chunk adds to the gradient of the whole head: on GPUs, where that is memory
+    traffic beside little arithmetic, a larger one is faster."""
+    distributed_optimizer: bool = True
+    """Shard optimizer state and master weights over the data-parallel ranks."""

@@ -1,0 +1,95 @@
+"""What a rank of the trainer and a vLLM server hold: arithmetic on shapes.
+
+Weights, gradients and optimizer state are exact, activations are an estimate (the tensors that the backward pass keeps), kernels'
+workspaces are not counted.
+"""
+
+from __future__ import annotations
+
+from megagrpo.config import RunConfig
+from megagrpo.plan.shapes import layers_of_ranks, num_parameters, stage_experts, stage_parameters
+from megagrpo.policy.hf_config import HfConfig
+
+GIB = 2**30
+
+
+def trainer_memory(config: RunConfig, model: HfConfig, dp: int) -> dict[str, dict[str, float]]:
+    """Phase -> part -> GiB of the trainer, on the rank of the pipeline stage that needs most. `auto` precision is taken as bf16."""
+    stages = range(config.parallel.pp)
+    return max((_stage_memory(config, model, dp, stage) for stage in stages), key=lambda memory: sum(memory["train"].values()))
+
+
+def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> dict[str, dict[str, float]]:
+    p, train = config.parallel, config.train
+    outside, experts = stage_parameters(model, p)[stage], stage_experts(model, p)[stage]
+    parameters = outside + experts
+    copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
+    weight_bytes = 4 if config.model.precision == "fp32" else 2
+    optimizer_bytes = 8 if weight_bytes == 4 else 12  # two moments, and master weights beside bf16
+    resident = {
+        "weights": parameters * weight_bytes,
+        "gradients": parameters * 4,
+        "optimizer": (outside / copies + experts / expert_copies if train.distributed_optimizer else parameters) * optimizer_bytes,
+        "reference": parameters * weight_bytes if config.algorithm.beta else 0,
+    }
+    tokens = train.max_tokens_per_micro_batch / p.cp
+    one_layer, kept = (elements * tokens * weight_bytes for elements in _activation_elements(config, model))
+    if p.vpp > 1:  # interleaved 1F1B: chunks of layers / (pp vpp) whose backward is still to come
+        in_flight = (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
+    else:
+        in_flight = p.pp - stage
+    activations = len(layers_of_ranks(model, p)[stage]) * kept * in_flight + (one_layer if config.model.recompute == "full" else 0)
+    logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, weight_bytes) if stage == p.pp - 1 else (0, 0, 0)
+    phases = {
+        "generate": resident,
+        "logprobs": resident | {"activations": one_layer, "logits": logprobs, "ref_hidden": ref_hidden},
+        "train": resident | {"activations": activations, "logits": train_step, "ref_hidden": ref_hidden},
+    }
+    return {phase: {part: size / GIB for part, size in parts.items()} for phase, parts in phases.items()}
+
+
+def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) -> tuple[float, float, float]:
+    """Bytes that the LM head takes for log-probs, that it takes in a train step, and that exact KL keeps of the reference for a whole step.
+
+    Logits of a chunk of tokens, in float32; with exact KL of both models. In a train step also the gradient of the head, summed in float32
+    and then cast.
+    """
+    cp, algorithm, rollout = config.parallel.cp, config.algorithm, config.rollout
+    exact = algorithm.beta > 0 and algorithm.full_kl
+    tokens, shard = config.train.max_tokens_per_micro_batch // cp, model.padded_vocab(config.parallel.tp) // config.parallel.tp
+    logits = min(config.train.logprob_chunk, tokens) * shard * 4 * (2 if exact else 1)
+    gradients = shard * model.hidden_size * (4 if weight_bytes == 4 else 4 + weight_bytes)
+    responses = rollout.prompts_per_step * rollout.num_generations * rollout.max_completion_length / dp / cp
+    return logits, logits + gradients, responses * model.hidden_size * weight_bytes if exact else 0
+
+
+def _activation_elements(config: RunConfig, model: HfConfig) -> tuple[float, float]:
+    """(elements that one layer keeps per token without recomputation, with the configured one).
+
+    The residual and the normed input of attention and of the MLP; q, k, v and the attention output; gate, up, silu and their product.
+    A token that goes through k experts has k MLPs, each with a copy of its input and output, spread evenly over the ranks.
+    """
+    tp = config.parallel.tp
+    shards = tp if config.parallel.sequence_parallel else 1
+    attention = model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads) / tp
+    mlp = 4 * model.intermediate_size / tp
+    if model.experts:
+        sent = model.experts.per_token / tp * (4 * model.experts.intermediate_size + 2 * model.hidden_size)
+        mixed = len(model.experts.blocks) / model.num_layers
+        mlp = mixed * sent + (1 - mixed) * mlp
+    everything = 4 * model.hidden_size / shards + attention + mlp
+    return everything, model.hidden_size / shards if config.model.recompute == "full" else everything
+
+
+def kv_bytes_per_token(model: HfConfig, tp: int) -> int:
+    """Bytes of one token in the KV cache of one vLLM device, 2 per element; heads are copied when there are fewer than devices."""
+    return 2 * 2 * model.num_layers * model.head_dim * max(1, model.num_kv_heads // tp)
+
+
+def smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]]) -> float:
+    """GiB of a GPU where the trainer fits beside vLLM's share, and the share holds vLLM's weights and one sequence."""
+    share = config.rollout.gpu_memory_utilization
+    trainer = max(sum(parts.values()) for parts in memory.values())
+    tp = config.rollout.tp
+    engine = (2 * num_parameters(model) / tp + config.rollout.max_model_len * kv_bytes_per_token(model, tp)) / GIB
+    return max(trainer / (1 - share) if share < 1 else float("inf"), engine / share)

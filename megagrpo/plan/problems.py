@@ -1,0 +1,108 @@
+"""What stands in the way of a run, as `key: what is wrong; what to do`."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from megagrpo.config import RunConfig
+from megagrpo.plan.memory import GIB, kv_bytes_per_token
+from megagrpo.policy.hf_config import HfConfig
+from megagrpo.rewards import registry
+
+
+def layout_problems(config: RunConfig, world_size: int) -> list[str]:
+    p, problems = config.parallel, []
+    if world_size % p.model_parallel_size:
+        nearest = [str(n) for n in _multiples(p.smallest_world, world_size)]
+        problems.append(
+            f"world_size: {world_size} is not a multiple of parallel.tp x parallel.cp x parallel.pp = {p.tp} x {p.cp} x {p.pp} = "
+            f"{p.model_parallel_size}; use {' or '.join(nearest)} ranks"
+        )
+    elif world_size % p.expert_parallel_size:
+        nearest = [str(n) for n in _multiples(p.smallest_world, world_size)]
+        problems.append(
+            f"world_size: {world_size} is not a multiple of parallel.ep x parallel.etp x parallel.pp = {p.ep} x {p.expert_tp} x {p.pp} = "
+            f"{p.expert_parallel_size}; use {' or '.join(nearest)} ranks"
+        )
+    longest, budget, align = config.rollout.max_model_len, config.train.max_tokens_per_micro_batch, p.micro_batch_align
+    if budget // align * align < longest <= budget:
+        factors = " x ".join(["2 x parallel.cp"] * (p.cp > 1) + ["parallel.tp"] * p.sequence_parallel)
+        problems.append(
+            f"train.max_tokens_per_micro_batch: {budget} is cut to {budget // align * align}, a multiple of {factors} = {align}, "
+            f"and the longest sample has {longest} tokens; use {ceil(longest / align) * align}"
+        )
+    return problems
+
+
+def _multiples(of: int, near: int) -> list[int]:
+    """The positive multiples of `of` on both sides of `near`."""
+    below = near // of * of
+    return [n for n in (below, below + of) if n]
+
+
+def expert_problems(config: RunConfig, model: HfConfig) -> list[str]:
+    p, coefficient = config.parallel, config.algorithm.router_aux_loss_coef
+    if model.experts and p.tp > 1 and not p.sequence_parallel:
+        return [f"parallel.sequence_parallel: {model.family} has experts, which with parallel.tp={p.tp} need it; set it to true"]
+    if coefficient and not model.experts:
+        return [f"algorithm.router_aux_loss_coef: {coefficient:g}, but {model.family} has no experts; set it to 0"]
+    return []
+
+
+def reward_problems(config: RunConfig) -> list[str]:
+    problems = []
+    for i, reward in enumerate(config.rewards.functions):
+        if ".py:" in reward.function:
+            continue  # its folder is known when the run starts
+        try:
+            registry.resolve(reward.function)
+        except ValueError as error:
+            problems.append(str(error).replace("rewards.functions:", f"rewards.functions.{i}.function:", 1))
+    return problems
+
+
+def rollout_problems(config: RunConfig, model: HfConfig) -> list[str]:
+    r, problems = config.rollout, []
+    valid = [tp for tp in range(1, model.num_heads + 1) if vllm_can_split(model, tp)]
+    if not r.urls and r.tp not in valid:
+        problems.append(
+            f"rollout.tp: vLLM cannot split {model.num_heads} heads, {model.num_kv_heads} KV heads and intermediate_size="
+            f"{' and '.join(map(str, _mlp_widths(model)))} over tp={r.tp}; valid tp: {', '.join(map(str, valid))}"
+        )
+    if r.max_model_len > model.max_positions:
+        problems.append(
+            f"rollout.max_completion_length: max_prompt_length {r.max_prompt_length} + max_completion_length {r.max_completion_length} = "
+            f"{r.max_model_len} tokens, but the model ends at {model.max_positions} (max_position_embeddings); shorten by "
+            f"{r.max_model_len - model.max_positions}"
+        )
+    needed = r.max_model_len * kv_bytes_per_token(model, r.tp) / GIB
+    if not r.urls and needed > r.kv_cache_gb:
+        problems.append(
+            f"rollout.kv_cache_gb: {r.kv_cache_gb:g} cannot hold one sequence of {r.max_model_len} tokens; "
+            f"use {ceil(needed * 10) / 10:g} or more"
+        )
+    return problems
+
+
+def vllm_can_split(model: HfConfig, tp: int) -> bool:
+    whole = not any(size % tp for size in (model.num_heads, *_mlp_widths(model)))
+    return whole and (model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0)
+
+
+def _mlp_widths(model: HfConfig) -> list[int]:
+    everywhere = all(map(model.has_experts, range(model.num_layers)))
+    return ([] if everywhere else [model.intermediate_size]) + ([model.experts.intermediate_size] if model.experts else [])
+
+
+def too_big(config: RunConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float) -> str:
+    r = config.rollout
+    trainer = max(sum(parts.values()) for parts in memory.values())
+    room = (gpu - trainer) / gpu
+    if room > 0.05:
+        fix = f"lower it to {int(room * 100) / 100:g} or raise rollout.tp" if room < r.gpu_memory_utilization else "raise it or rollout.tp"
+    else:
+        fix = "raise parallel.tp, parallel.pp or parallel.cp, lower train.max_tokens_per_micro_batch, or set model.recompute=full"
+    return (
+        f"rollout.gpu_memory_utilization: a trainer rank of {trainer:.1f} GiB and vLLM's {r.gpu_memory_utilization:g} of the GPU need "
+        f"{smallest:.1f} GiB, and it has {gpu:g}; {fix}"
+    )

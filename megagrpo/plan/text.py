@@ -1,0 +1,57 @@
+"""The rows of a plan, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from megagrpo.config import RunConfig
+from megagrpo.plan.shapes import num_active_parameters, num_parameters
+from megagrpo.policy.hf_config import HfConfig
+
+
+def model_text(path: str, model: HfConfig) -> str:
+    embeddings = "tied" if model.tied_embeddings else "untied"
+    active = f" ({num_active_parameters(model) / 1e6:,.1f}M active)" if model.experts else ""
+    return (
+        f"{path}: {model.family}, {num_parameters(model) / 1e6:,.1f}M parameters{active}, {model.num_layers} layers, "
+        f"{model.num_heads} heads, {model.num_kv_heads} KV heads, {embeddings} embeddings"
+    )
+
+
+def experts_text(config: RunConfig, model: HfConfig, world_size: int) -> str:
+    p, experts = config.parallel, model.experts
+    return (
+        f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token; the ranks of a stage = etp {p.expert_tp} x "
+        f"ep {p.ep} x {max(1, world_size // p.expert_parallel_size)} copies, {experts.count // p.ep} experts on each"
+    )
+
+
+def rollout_text(config: RunConfig) -> str:
+    r = config.rollout
+    if r.urls:
+        return f"{len(r.urls)} vLLM server(s) that run already, up to {r.max_model_len} tokens a sequence"
+    return (
+        f"{r.servers} vLLM server(s) x tp {r.tp}, up to {r.max_model_len} tokens a sequence; each takes {r.gpu_memory_utilization:.0%} "
+        f"of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
+    )
+
+
+def step_text(config: RunConfig, dp: int) -> str:
+    r, t = config.rollout, config.train
+    samples = r.prompts_per_step * r.num_generations
+    tokens = samples * r.max_model_len
+    per_rank = max(config.parallel.pp, ceil(tokens / dp / t.max_tokens_per_micro_batch))
+    return (
+        f"{r.prompts_per_step} prompts x {r.num_generations} generations = {samples} samples, at most {tokens:,} tokens = "
+        f"{per_rank} micro-batch(es) of {t.max_tokens_per_micro_batch:,} on each of {dp} data-parallel rank(s)"
+    )
+
+
+def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
+    parts = [part for part in memory["train"] if any(phase.get(part) for phase in memory.values())]
+    parts = [part for part in parts if part != "total"] + ["total"]
+    lines = ["trainer, GiB on the fullest rank", "".join([f"{'':<10}", *(f"{part:>13}" for part in parts)])]
+    for phase, sizes in memory.items():
+        lines.append("".join([f"{phase:<10}", *(f"{sizes.get(part, 0):13.2f}" for part in parts)]))
+    return lines

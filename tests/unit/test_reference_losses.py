@@ -1,0 +1,182 @@
+"""Every loss equals what the reference systems' own code computed: value, gradient and metrics (tests/vectors)."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.reductions import FIXED_LENGTH, TOKENS, denominator
+from megagrpo.config import RunConfig
+from megagrpo.data.packing import build_micro_batch
+from megagrpo.types import LossInputs, TrainBatch, TrainSample
+
+VECTORS = Path(__file__).parents[1] / "vectors"
+TRL = json.loads((VECTORS / "trl_loss.json").read_text())
+SWIFT = json.loads((VECTORS / "swift_loss_megatron.json").read_text())
+GMPO = json.loads((VECTORS / "trl_misc.json").read_text())["gmpo"]
+PROMPT = 2  # tokens put before every response
+
+
+def settings(**algorithm):
+    base = {"model": {"path": "x"}, "data": {"train": {"source": "x"}}, "rewards": {"functions": [{"function": "exact_number"}]}}
+    rollout = {"max_completion_length": algorithm.pop("max_completion_length", 256)}
+    if algorithm.get("loss_type") == "cispo" and algorithm.get("epsilon_high") is None:
+        algorithm["epsilon_high"] = algorithm.get("epsilon", 0.2)  # what the reference systems take; here it must be said
+    return RunConfig.model_validate(base | {"algorithm": algorithm, "rollout": rollout})
+
+
+class Rows:
+    """The vectors' padded [B, T] rows as one pack, and back. Positions under the mask stay in the pack: a mask may have holes."""
+
+    def __init__(self, inputs, mask):
+        self.mask = torch.tensor(mask, dtype=torch.bool)
+        self.width = self.mask.shape[1]
+        samples = []
+        for advantage, row in zip(inputs["advantages"], self.mask, strict=True):
+            response = torch.cat([torch.zeros(PROMPT, dtype=torch.bool), row])
+            length = PROMPT + self.width
+            samples.append(TrainSample(torch.arange(length), response, torch.zeros(length), advantage))
+        batch = build_micro_batch(samples)
+        advantages = torch.tensor(inputs["advantages"], dtype=torch.float64).repeat_interleave(PROMPT + self.width)
+        self.batch = replace(batch, advantages=advantages)
+
+    def pack(self, rows):
+        rows = torch.tensor(rows, dtype=torch.float64)
+        rows = rows.expand(-1, self.width) if rows.shape[1] == 1 else rows
+        padded = torch.nn.functional.pad(rows, (PROMPT - 1, 1))
+        return padded.flatten()
+
+    def unpack(self, flat):
+        return flat.view(-1, PROMPT + self.width)[:, PROMPT - 1 : -1]
+
+    def step(self):
+        return TrainBatch((self.batch,), num_tokens=int(self.mask.sum()), num_sequences=len(self.mask))
+
+
+def check(case, inputs, mask, config, scale=1.0, batch_changes=lambda rows: {}):
+    """`scale`: our denominator over the reference's, where that is not the count of this batch."""
+    rows = Rows(inputs, mask)
+    changes = {"old_logprobs": rows.pack(inputs["old"])} | batch_changes(rows)
+    if config.algorithm.beta:
+        changes["ref_logprobs"] = rows.pack(inputs["ref"])
+    batch = replace(rows.batch, **changes)
+    policy = rows.pack(inputs["new"]).requires_grad_()
+    output = make_loss(config)(LossInputs(policy, rows.pack(inputs["entropy"]), batch))
+    loss = output.numerator * scale / denominator(rows.step(), config.algorithm.loss_type, config.rollout.max_completion_length)
+    assert loss.item() == pytest.approx(case["loss"], rel=1e-6, abs=1e-9)
+    (grad,) = torch.autograd.grad(loss, policy)
+    expected = torch.tensor(case.get("grad_logps", case.get("grad")), dtype=torch.float64)
+    torch.testing.assert_close(rows.unpack(grad), expected, rtol=1e-6, atol=1e-9)
+    return {name: (total / count).item() for name, (total, count) in output.metrics.items() if not name.endswith(("/min", "/max"))}
+
+
+TRL_WORDS = {
+    "loss_type": str,
+    "beta": float,
+    "epsilon": float,
+    "epsilon_high": float,
+    "delta": float,
+    "importance_sampling_level": str,
+    "use_bias_correction_kl": bool,
+    "sapo_temperature_neg": float,
+    "sapo_temperature_pos": float,
+    "vespo_k_pos": float,
+    "vespo_lambda_pos": float,
+    "vespo_k_neg": float,
+    "vespo_lambda_neg": float,
+    "off_policy_mask_threshold": float,
+    "max_completion_length": int,
+}
+# The reference divides by a window's average token count there; ours is the step's own (docs/losses.md).
+WINDOW = [c for c in TRL["cases"] if c["name"].endswith("ga2_spg4_items37")]
+ENTROPY = ("dapo/top_entropy0.2+beta", "grpo/entropy_coef0.01_ga2")
+
+
+@pytest.mark.parametrize("case", [c for c in TRL["cases"] if c["name"] not in ENTROPY], ids=lambda c: c["name"])
+def test_trl(case):
+    reference, inputs = case["config"], TRL["inputs"] | case.get("inputs_override", {})
+    words = {name: reference[name] for name in TRL_WORDS if reference[name] is not None}
+    mask = torch.tensor(inputs["mask"])
+    if reference["tool_mask"] is not None:
+        mask = mask * torch.tensor(reference["tool_mask"])
+    weights = {}
+    if reference["is_ratio"] is not None:  # given to TRL as weights; engine log-probs that give them are exp(old) / weight
+        words |= {"importance_correction": "token_truncate", "importance_correction_max": 1e9}
+        ratio = torch.tensor(reference["is_ratio"], dtype=torch.float64).clamp(min=1e-12)
+        weights = {"rollout_logprobs": (torch.tensor(inputs["old"], dtype=torch.float64) - ratio.log()).tolist()}
+    metrics = check(
+        case,
+        inputs,
+        mask.tolist(),
+        settings(**words),
+        scale=_trl_scale(reference, mask),
+        batch_changes=lambda rows: {name: rows.pack(values) for name, values in weights.items()},
+    )
+    names = ("entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio", "kl")
+    for name in names:
+        if name in case["metrics"]:
+            assert metrics[name] == pytest.approx(case["metrics"][name], rel=1e-5), name
+
+
+def _trl_scale(reference, mask):
+    """TRL's divisor is not a count of the whole step where it accumulates gradients: undo what it does there."""
+    accumulated, loss_type = reference["gradient_accumulation_steps"], reference["loss_type"]
+    if loss_type not in TOKENS or loss_type == "bnpo":
+        return 1 / accumulated if reference["training"] else 1.0
+    if reference["num_items_in_batch"] is None:
+        return 1.0
+    window = reference["num_items_in_batch"] / reference["num_processes"]
+    if reference["training"]:
+        window *= accumulated / reference["steps_per_generation"]
+    return float(mask.sum()) / window
+
+
+SWIFT_WORDS = {
+    "loss_type": "loss_type",
+    "beta": "beta",
+    "epsilon": "epsilon",
+    "epsilon_high": "epsilon_high",
+    "delta": "delta",
+    "importance_sampling_level": "importance_sampling_level",
+    "tau_pos": "sapo_temperature_pos",
+    "tau_neg": "sapo_temperature_neg",
+    "max_completion_length": "max_completion_length",
+}
+OURS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
+
+
+def _comparable(case):
+    reference = case["config"]
+    # Its rollout correction also weights the KL term; ours never does.
+    return reference["loss_type"] in OURS and not (reference["rollout_importance_sampling_mode"] and reference["beta"])
+
+
+@pytest.mark.parametrize("case", [c for c in SWIFT["cases"] if _comparable(c)], ids=lambda c: c["name"])
+def test_ms_swift_on_megatron(case):
+    reference, inputs = case["config"], SWIFT["inputs"]
+    words = {ours: reference[theirs] for theirs, ours in SWIFT_WORDS.items() if reference[theirs] is not None}
+    mask = torch.tensor(inputs["mask"])
+    if reference["overlong_filter"]:
+        mask = mask * (1 - torch.tensor(inputs["truncated_mask"], dtype=torch.long)[:, None])
+    check(case, inputs, mask.tolist(), settings(**words), scale=_swift_scale(reference, mask, torch.tensor(inputs["mask"])))
+
+
+def _swift_scale(reference, mask, whole):
+    """Megatron's schedule divides by the micro-batches afterwards, so token losses are multiplied by their number first."""
+    if reference["loss_type"] not in TOKENS:
+        return 1.0
+    items = reference["num_items_in_batch"] or float(whole.sum())
+    return float(mask.sum()) / items * reference["num_microbatches"] * reference["world"]
+
+
+@pytest.mark.parametrize("case", GMPO, ids=lambda c: f"beta {c['beta']}")
+def test_gmpo(case):
+    words = {"loss_type": "gmpo", "beta": case["beta"], "epsilon": case["epsilon"]}
+    check(case, TRL["inputs"], TRL["inputs"]["mask"], settings(**words))
+
+
+def test_every_loss_type_has_one_way_to_be_averaged():
+    assert not set(TOKENS) & set(FIXED_LENGTH)
