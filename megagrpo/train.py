@@ -20,11 +20,12 @@ from megagrpo.bridge.families import blocks
 from megagrpo.bridge.load import load_hf
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.checkpoint import Checkpointer, CheckpointError, newest_checkpoint
+from megagrpo.collect import Collector, sampling_params
 from megagrpo.config import ConfigError, RunConfig, save_resolved
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.dump import StepDumps
-from megagrpo.metrics import MetricsWriter
+from megagrpo.metrics import MetricsWriter, PhaseTimer
 from megagrpo.parallel import device, quiet
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.parallel.together import RankError, own_part, together
@@ -57,7 +58,7 @@ def main(config: RunConfig, config_path: Path) -> int:
         layout = _layout(config)
         with ExitStack() as resources:
             trainer = build(config, config_path.parent, layout, resources)
-            _stop_on_signals(trainer)
+            _stop_on_signals(trainer.collector)
             stopped_by = trainer.run()
         layout.close()
         return 128 + stopped_by if stopped_by else 0
@@ -117,6 +118,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     with _problems_of_the_config():
         weight_sync = WeightSync(engine if first else None, layout, engine_dtype)
     checkpointer = Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit, model_folder)
+    timer = PhaseTimer()
     trainer = Trainer(
         config=config,
         layout=layout,
@@ -125,14 +127,14 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         loss_fn=make_loss(config),
         prompts=prompts,
         eval_prompts=eval_prompts,
-        engine=engine,
-        rewards=rewards,
-        stop_token_ids=tokenizer.eos_token_ids,
+        collector=Collector(layout, engine, rewards, timer),
+        sampling=sampling_params(config.rollout, tokenizer.eos_token_ids),
         weights=partial(blocks, policy.chunks, hf_config, layout),
         weight_sync=resources.enter_context(weight_sync),
         checkpointer=checkpointer,
         writer=writer,
         dumps=StepDumps(config, policy, run_folder / "dumps", model_folder, writer.message),
+        timer=timer,
     )
     if resume_from is not None:
         trainer.restore(resume_from)
@@ -232,13 +234,13 @@ def _end_with_torchrun() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def _stop_on_signals(trainer: Trainer) -> None:
+def _stop_on_signals(collector: Collector) -> None:
     """The first Ctrl-C or SIGTERM asks the trainer to save and stop; a second Ctrl-C ends it at once."""
 
     def ask(number: int, frame: object) -> None:
-        if trainer.stop_signal and number == signal.SIGINT:
+        if collector.stop_signal and number == signal.SIGINT:
             raise KeyboardInterrupt
-        trainer.stop(number)
+        collector.stop(number)
 
     signal.signal(signal.SIGINT, ask)
     signal.signal(signal.SIGTERM, ask)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import signal
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megagrpo.algorithms.advantages import advantages_of, reward_statistics, rewards_by_group, to_samples
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.checkpoint import Checkpointer, CheckpointError
+from megagrpo.collect import Collector, StopRequested, rollout_metrics
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.prompts import PromptSource
@@ -19,22 +19,17 @@ from megagrpo.dump import StepDumps
 from megagrpo.metrics import MetricsWriter, PhaseTimer
 from megagrpo.parallel.device import memory_gb
 from megagrpo.parallel.layout import Layout
-from megagrpo.parallel.together import together
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
-from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rollout.engine import Engine, EngineInterrupted, derive_seed
-from megagrpo.types import LossFn, Prompt, SamplingParams, ScoredRollout, TrainBatch, TrainState
+from megagrpo.rollout.engine import derive_seed
+from megagrpo.types import LossFn, SamplingParams, TrainBatch, TrainState
 from megagrpo.weight_sync import Weights, WeightSync
-
-COUNTERS = ("/timeouts", "/exceptions", "/unscorable")
 
 
 @dataclass
 class Trainer:
-    """Everything a run is made of. `engine` and `rewards` exist on the rank of each replica that speaks for it, None elsewhere;
-    `weights` yields this rank's parameters and which part of which Hugging Face tensor each holds."""
+    """Everything a run is made of. `weights` yields this rank's parameters and which part of which Hugging Face tensor each holds."""
 
     config: RunConfig
     layout: Layout
@@ -43,9 +38,8 @@ class Trainer:
     loss_fn: LossFn
     prompts: PromptSource
     eval_prompts: PromptSource | None
-    engine: Engine | None
-    rewards: RewardScorer | None
-    stop_token_ids: tuple[int, ...]
+    collector: Collector
+    sampling: SamplingParams
     weights: Callable[[], Weights]
     weight_sync: WeightSync
     checkpointer: Checkpointer
@@ -53,7 +47,6 @@ class Trainer:
     dumps: StepDumps
     state: TrainState = field(default_factory=TrainState)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
-    stop_signal: int = 0  # the number of the signal that asked this rank to stop
     saved_step: int = 0  # of the newest checkpoint; a run that has not begun needs none
     failed_saves: int = 0
     skipped_in_a_row: int = 0
@@ -62,7 +55,7 @@ class Trainer:
         """One outer iteration; its metrics, the same on every rank. Raises StopRequested before anything was trained."""
         config = self.config
         prompts = self.prompts.next(config.rollout.prompts_per_step)
-        scored, metrics = self.rollout(prompts, config.rollout.num_generations, config.rollout.temperature)
+        scored, metrics = self.collector.collect(prompts, config.rollout.num_generations, self.sampling, self.seed)
         rewards = rewards_by_group(scored, config.rollout.num_generations)
         advantages = advantages_of(scored, config)
         rules = packing_rules(config, self.policy.shares_prompts)
@@ -105,33 +98,10 @@ class Trainer:
             return stop.number
         return 0
 
-    def stop(self, number: int) -> None:
-        """Ask for an end because of signal `number`: the step under way is finished, or given up while it still generates."""
-        self.stop_signal = number
-        if self.engine is not None:
-            self.engine.interrupt()
-
-    def rollout(self, prompts: Sequence[Prompt], num_generations: int, temperature: float) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """Every replica generates and scores its share of the prompts; all ranks get all of it, in prompt order, and what was counted."""
-        share = slice(*(len(prompts) * r // self.layout.dp_size for r in (self.layout.dp_rank, self.layout.dp_rank + 1)))
-        sampling = SamplingParams(temperature, self.config.rollout.max_completion_length, self.stop_token_ids)
-        seed = derive_seed(self.config.run.seed, self.state.step)
-
-        def generate_and_score() -> tuple[int, list[ScoredRollout], dict[str, float]] | None:
-            with self.timer("generate"):
-                try:
-                    groups = self.engine.generate(prompts[share], num_generations, sampling, seed)
-                except EngineInterrupted:
-                    return None
-            with self.timer("reward"):
-                scored = self.rewards.score([rollout for group in groups for rollout in group])
-            return self.layout.dp_rank, scored, self.rewards.metrics()
-
-        parts = together(self.layout, generate_and_score, here=self.layout.is_dp_leader)
-        self.stop_if_requested()
-        parts = sorted((part for part in parts if part is not None), key=lambda part: part[0])
-        counters = {name: sum(counted[name] for _, _, counted in parts) for name in parts[0][2] if name.endswith(COUNTERS)}
-        return [s for _, scored, _ in parts for s in scored], counters
+    @property
+    def seed(self) -> int:
+        """What the step under way samples with."""
+        return derive_seed(self.config.run.seed, self.state.step)
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Old log-probs when the policy will have moved on from them, reference log-probs when the loss has a KL term."""
@@ -194,15 +164,16 @@ class Trainer:
         with self.timer("sync"):
             self.weight_sync.push(self.weights(), version)
         self.state.weight_version = version
-        if self.engine is not None:
-            self.engine.weight_version = version
+        if self.collector.engine is not None:
+            self.collector.engine.weight_version = version
 
     def evaluate(self) -> None:
         """Score responses to the held-out prompts."""
         if self.eval_prompts is None:
             return
         evaluation = self.config.evaluation
-        scored, counters = self.rollout(self.eval_prompts.all(), evaluation.num_generations, evaluation.temperature)
+        sampling = replace(self.sampling, temperature=evaluation.temperature)
+        scored, counters = self.collector.collect(self.eval_prompts.all(), evaluation.num_generations, sampling, self.seed)
         rewards = rewards_by_group(scored, evaluation.num_generations)
         mean = rewards.nanmean().item()
         metrics = rollout_metrics(scored) | counters | ({} if math.isnan(mean) else {"reward": mean})
@@ -227,11 +198,6 @@ class Trainer:
         self.saved_step, self.prompts.cursor = self.state.step, self.state.cursor
         self.writer.message(f"resumed from {path} after step {self.state.step}")
 
-    def stop_if_requested(self) -> None:
-        """Raise StopRequested on every rank when any of them was told to stop."""
-        if number := max(self.layout.all_gather_objects(self.stop_signal)):
-            raise StopRequested(number)
-
     def with_speed(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adds the seconds of each phase, tokens per second (prompts and responses), peak memory of this process, and run counters."""
         times = self.timer.collect()
@@ -243,32 +209,3 @@ class Trainer:
 
 class BrokenTraining(RuntimeError):
     """Step after step has no finite gradient: going on would generate for nothing."""
-
-
-class StopRequested(Exception):
-    """Ctrl-C or SIGTERM: save and stop. Raised between steps, or inside one before it trained anything."""
-
-    def __init__(self, number: int):
-        super().__init__(f"signal {number}")
-        self.number = number
-
-
-def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Lengths and endings of the responses, and mean and std of each reward function over what it could score."""
-    lengths = [len(s.rollout.response_ids) for s in scored]
-    ended = [length for s, length in zip(scored, lengths, strict=True) if s.rollout.finish_reason != "length"]
-    metrics = {
-        "num_tokens": float(sum(len(s.rollout.prompt.token_ids) for s in scored) + sum(lengths)),
-        "completions/mean_length": statistics.fmean(lengths),
-        "completions/min_length": float(min(lengths)),
-        "completions/max_length": float(max(lengths)),
-        "completions/clipped_ratio": 1 - len(ended) / len(lengths),
-    }
-    if ended:
-        metrics["completions/mean_terminated_length"] = statistics.fmean(ended)
-    for name in scored[0].rewards:
-        values = [s.rewards[name] for s in scored if s.rewards[name] is not None]
-        if values:
-            metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
-            metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
-    return metrics

@@ -13,6 +13,7 @@ LEVELS = [
     {"algorithms", "rewards", "data", "parallel"},
     {"policy", "bridge", "rollout", "console"},
     {"weight_sync", "checkpoint", "metrics", "dump"},
+    {"collect"},
     {"trainer", "plan", "verify", "report", "audit"},
     {"train", "__main__"},
 ]

@@ -1,0 +1,115 @@
+"""The rollouts of a step: each replica generates and scores its share of the prompts, and every rank gets all of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megagrpo.config import RolloutSection
+from megagrpo.metrics import PhaseTimer
+from megagrpo.parallel.layout import Layout
+from megagrpo.parallel.together import together
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rollout.engine import Engine, EngineInterrupted
+from megagrpo.types import Prompt, SamplingParams, ScoredRollout
+
+COUNTERS = ("/timeouts", "/exceptions", "/unscorable")
+
+
+class StopRequested(Exception):
+    """Ctrl-C or SIGTERM: save and stop. Raised before anything of the step was trained."""
+
+    def __init__(self, number: int):
+        super().__init__(f"signal {number}")
+        self.number = number
+
+
+@dataclass
+class Collector:
+    """`engine` and `rewards` exist on the rank of each replica that speaks for it, None elsewhere."""
+
+    layout: Layout
+    engine: Engine | None
+    rewards: RewardScorer | None
+    timer: PhaseTimer
+    stop_signal: int = 0  # the number of the signal that asked this rank to stop
+
+    def collect(
+        self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
+    ) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """`num_generations` scored rollouts of each prompt, in prompt order, and what was counted on the way. Collective.
+
+        Raises StopRequested on every rank when any of them was told to stop.
+        """
+        share = slice(*(len(prompts) * r // self.layout.dp_size for r in (self.layout.dp_rank, self.layout.dp_rank + 1)))
+
+        def part() -> tuple[int, list[ScoredRollout], dict[str, float]] | None:
+            try:
+                scored = generate_and_score(self.engine, self.rewards, prompts[share], num_generations, sampling, seed, self.timer)
+            except EngineInterrupted:
+                return None
+            return self.layout.dp_rank, scored, self.rewards.metrics()
+
+        parts = together(self.layout, part, here=self.layout.is_dp_leader)
+        self.stop_if_requested()
+        parts = sorted((part for part in parts if part is not None), key=lambda part: part[0])
+        return [s for _, scored, _ in parts for s in scored], summed_counters([counted for _, _, counted in parts])
+
+    def stop(self, number: int) -> None:
+        """Ask for an end because of signal `number`: the step under way is finished, or given up while it still generates."""
+        self.stop_signal = number
+        if self.engine is not None:
+            self.engine.interrupt()
+
+    def stop_if_requested(self) -> None:
+        """Raise StopRequested on every rank when any of them was told to stop."""
+        if number := max(self.layout.all_gather_objects(self.stop_signal)):
+            raise StopRequested(number)
+
+
+def sampling_params(rollout: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """How training samples."""
+    return SamplingParams(rollout.temperature, rollout.max_completion_length, stop_token_ids)
+
+
+def generate_and_score(
+    engine: Engine,
+    rewards: RewardScorer,
+    prompts: Sequence[Prompt],
+    num_generations: int,
+    sampling: SamplingParams,
+    seed: int,
+    timer: PhaseTimer,
+) -> list[ScoredRollout]:
+    """`num_generations` scored rollouts of each prompt, in prompt order. Raises EngineInterrupted when the engine was interrupted."""
+    with timer("generate"):
+        groups = engine.generate(prompts, num_generations, sampling, seed)
+    with timer("reward"):
+        return rewards.score([rollout for group in groups for rollout in group])
+
+
+def summed_counters(counted: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The counters among the metrics of several scorers, added up."""
+    return {name: sum(metrics[name] for metrics in counted) for name in counted[0] if name.endswith(COUNTERS)}
+
+
+def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
+    """Lengths and endings of the responses, and mean and std of each reward function over what it could score."""
+    lengths = [len(s.rollout.response_ids) for s in scored]
+    ended = [length for s, length in zip(scored, lengths, strict=True) if s.rollout.finish_reason != "length"]
+    metrics = {
+        "num_tokens": float(sum(len(s.rollout.prompt.token_ids) for s in scored) + sum(lengths)),
+        "completions/mean_length": statistics.fmean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": 1 - len(ended) / len(lengths),
+    }
+    if ended:
+        metrics["completions/mean_terminated_length"] = statistics.fmean(ended)
+    for name in scored[0].rewards:
+        values = [s.rewards[name] for s in scored if s.rewards[name] is not None]
+        if values:
+            metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
+            metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
+    return metrics
