@@ -14,7 +14,7 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     """--tp, --pp, --pipeline-layers, --ep and --etp; tp x pp and ep x etp x pp must divide the ranks that torchrun starts, 1 without it."""
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (default 1)")
-    parser.add_argument("--pipeline-layers", type=int, nargs="+", help="layers of each pipeline stage, pp numbers (default: as many on each)")
+    parser.add_argument("--pipeline-layers", type=int, nargs="+", help="layers of each pipeline stage, pp numbers (default: even)")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel size (default 1)")
     parser.add_argument("--etp", type=int, help="tensor-parallel size inside each expert (default tp)")
 
