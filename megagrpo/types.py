@@ -28,12 +28,26 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Truncation:
+    """Which tokens a sampler may choose, of softmax(logits / temperature), by vLLM's rules and in its order: min_p, top_k, top_p."""
+
+    top_p: float = 1.0  # the most likely ones until they add up to this; 1 keeps all
+    top_k: int = 0  # this many of the most likely ones; 0 keeps all
+    min_p: float = 0.0  # those at least this times as likely as the most likely one; 0 keeps all
+
+    def __bool__(self) -> bool:
+        """Whether it leaves anything out."""
+        return self != Truncation()
+
+
+@dataclass(frozen=True)
 class SamplingParams:
-    """How the engine samples: nothing but temperature, so that rollout_logprobs are of softmax(logits / temperature)."""
+    """How the engine samples: rollout_logprobs are of softmax(logits / temperature) over the tokens that `truncation` keeps."""
 
     temperature: float  # 0 is greedy
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()  # any of them ends a response and is part of it
+    truncation: Truncation = Truncation()
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,9 @@ def _request(prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> dic
     params = {
         "n": n,
         "temperature": sampling.temperature,
+        "top_p": sampling.truncation.top_p,
+        "top_k": sampling.truncation.top_k,
+        "min_p": sampling.truncation.min_p,
         "max_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
         "seed": seed,

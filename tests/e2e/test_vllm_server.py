@@ -16,8 +16,9 @@ import torch
 from megagrpo.rollout.engine import EngineDeadError, EngineError, EngineStartError
 from megagrpo.rollout.launcher import Launcher, ServerOptions
 from megagrpo.rollout.vllm_server import VllmEngine
-from megagrpo.types import Prompt, SamplingParams
-from tests.e2e.tiny_servers import PROMPTS, below, model_folder, naive_logprobs, oracle, tied_llamas
+from megagrpo.types import Prompt, SamplingParams, Truncation
+from tests.e2e.tiny_servers import PROMPTS, below, model_folder, naive_logits, naive_logprobs, oracle, tied_llamas
+from tests.naive_truncation import truncated_log_softmax
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
@@ -46,6 +47,16 @@ def test_logprobs_are_of_the_distribution_that_was_sampled(fresh, temperature):
         for rollout in group:
             expected = naive_logprobs(fresh.folder, rollout.prompt, rollout.response_ids, temperature)
             torch.testing.assert_close(torch.tensor(rollout.rollout_logprobs), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("rules", [dict(top_p=0.7), dict(top_k=5), dict(min_p=0.2), dict(top_p=0.8, top_k=40, min_p=0.05)], ids=str)
+def test_a_truncated_sampler_chooses_and_reports_within_what_it_keeps(fresh, rules):
+    sampling = SamplingParams(1.3, 20, truncation=Truncation(**rules))
+    for (rollout,) in fresh.engine.generate(PROMPTS, 1, sampling, seed=5):
+        logits, labels = naive_logits(fresh.folder, rollout.prompt, rollout.response_ids) / 1.3, torch.tensor(rollout.response_ids)
+        expected = truncated_log_softmax(logits, labels, sampling.truncation).gather(1, labels[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(rollout.rollout_logprobs).double(), expected, rtol=0, atol=1e-3)
+        assert (expected - logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]).mean() > 0.1
 
 
 def test_one_seed_gives_one_result_and_another_seed_another(fresh):

@@ -102,10 +102,15 @@ def oracle(folder: Path) -> torch.nn.Module:
 
 
 @torch.no_grad()
+def naive_logits(folder: Path, prompt: Prompt, response: tuple[int, ...]) -> torch.Tensor:
+    """transformers' logits of each token of a response, [Lr, V]."""
+    ids = torch.tensor([prompt.token_ids + response])
+    return oracle(folder)(ids).logits[0, len(prompt.token_ids) - 1 : -1].float()
+
+
 def naive_logprobs(folder: Path, prompt: Prompt, response: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
     """Log-probs of a response by the full softmax over transformers' logits, [Lr]."""
-    ids = torch.tensor([prompt.token_ids + response])
-    logits = oracle(folder)(ids).logits[0, len(prompt.token_ids) - 1 : -1].float()
+    logits = naive_logits(folder, prompt, response)
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
