@@ -16,10 +16,10 @@ from megagrpo import config_io
 from megagrpo.config.algorithm import AlgorithmSection as AlgorithmSection
 from megagrpo.config.data import DataSection as DataSection
 from megagrpo.config.data import DatasetSection as DatasetSection
-from megagrpo.config.data import RewardFunction as RewardFunction
-from megagrpo.config.data import RewardsSection as RewardsSection
 from megagrpo.config.model import ModelSection as ModelSection
 from megagrpo.config.model import ParallelSection as ParallelSection
+from megagrpo.config.rewards import RewardFunction as RewardFunction
+from megagrpo.config.rewards import RewardsSection as RewardsSection
 from megagrpo.config.rollout import RolloutSection as RolloutSection
 from megagrpo.config.rules import cross_field_problems
 from megagrpo.config.run import DebugSection as DebugSection

@@ -1,12 +1,10 @@
-"""Prompts, and the reward functions that score what is made of them."""
+"""Prompts: where they come from and how they are rendered."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from megagrpo.config.section import PositiveFloat, PositiveInt, Section
+from megagrpo.config.section import PositiveInt, Section
 
 
 class DatasetSection(Section):
@@ -31,6 +29,9 @@ class DataSection(Section):
     """Column with the question: a string or a list of chat messages."""
     columns: dict[str, str] = {}
     """Renames columns for the reward functions: `{solution: answer}` passes column `answer` as `solution`."""
+    extract_hash_answer: list[str] = []
+    """Columns, renamed ones too, of which the reward functions get only what follows `####`: GSM8K's final answer. None where it is
+    missing."""
     system_prompt: str | None = None
     """System message put before string prompts."""
     chat_template: str | None = None
@@ -39,22 +40,3 @@ class DataSection(Section):
     """Shuffle each epoch in an order that depends only on the seed and the epoch."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "drop"
     """What happens to prompts above `rollout.max_prompt_length`."""
-
-
-class RewardFunction(Section):
-    function: str
-    """`exact_number`, `accuracy`, `format`, `soft_overlong`, `reasoning_gym`, or your own as `package.module:function` or
-    `path/file.py:function`."""
-    weight: float = 1.0
-    """Weight in the sum of rewards."""
-    args: dict[str, Any] = {}
-    """Keyword arguments passed on every call."""
-
-
-class RewardsSection(Section):
-    functions: Annotated[list[RewardFunction], Field(min_length=1)]
-    """Reward functions; the weighted sum is the reward."""
-    timeout: PositiveFloat = 10.0
-    """Seconds one completion may take to score; then its worker is killed, the completion gets 0 and is counted in the metrics."""
-    workers: PositiveInt = 2
-    """Worker processes per rank that scores."""

@@ -93,6 +93,7 @@ class PromptSource:
 
     def _check_columns(self, present: list[str]) -> None:
         wanted = {"data.prompt_column": self._data.prompt_column} | {f"data.columns.{new}": old for new, old in self._data.columns.items()}
+        wanted |= {"data.extract_hash_answer": name for name in self._data.extract_hash_answer if name not in self._data.columns}
         problems = [
             f"{key}: {self._key} has no column `{name}`; it has {', '.join(present)}{did_you_mean(name, present)}"
             for key, name in wanted.items()
@@ -128,7 +129,8 @@ class PromptSource:
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
         columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}
-        return columns | {new: values[old] for new, old in self._data.columns.items()}
+        columns |= {new: values[old] for new, old in self._data.columns.items()}
+        return columns | {name: hash_answer(columns[name]) for name in self._data.extract_hash_answer}
 
     def _token_ids(self, row: int) -> tuple[int, ...]:
         prompt = _messages(self._rows[row][self._data.prompt_column])
@@ -139,6 +141,12 @@ class PromptSource:
         if not token_ids:
             raise ValueError(f"{self._key}: row {row}: the prompt has no tokens: {prompt!r}")
         return token_ids
+
+
+def hash_answer(text: Any) -> str | None:
+    """What stands between the first `####` of a GSM8K answer and the next, stripped; None for a text without."""
+    pieces = str(text).split("####")
+    return pieces[1].strip() if len(pieces) > 1 else None
 
 
 def _messages(prompt: Any) -> str | list[dict[str, Any]] | None:

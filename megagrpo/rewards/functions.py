@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Hashable, Sequence
 from decimal import Decimal
 from typing import Any
 
 # A minus is a sign only where no number, letter or bracket stands before it: "5-3" ends in 3, "x = -3" in -3.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
-_R1_FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>\Z", re.DOTALL)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_END_OF_THOUGHT = re.compile(r"</think>\s*<answer>")
+_THINK = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
+_REACT = re.compile(r"<think>.*?</think>\s*Action:.*?Action Input:", re.DOTALL)
 
 
 def text_of(completion: str | list[dict[str, str]]) -> str:
@@ -17,10 +20,16 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
+def encodable(text: str) -> str:
+    """The text with a question mark for each lone surrogate, which no UTF-8 can hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def first_answer(text: str) -> str | None:
     """Content of the first <answer>...</answer>, stripped; None without one."""
-    match = _ANSWER.search(text)
-    return match.group(1).strip() if match else None
+    _, opened, rest = text.partition("<answer>")
+    content, closed, _ = rest.partition("</answer>")
+    return content.strip() if opened and closed else None
 
 
 def last_number(text: str) -> Decimal | None:
@@ -41,7 +50,25 @@ def format(completions: list) -> list[float]:
     """1.0 for exactly `<think>...</think><answer>...</answer>`, white space allowed between the two and nothing before or after.
 
     The pattern of DeepSeek-R1's prompt as ms-swift scores it: further tags inside the outermost pair are not refused."""
-    return [float(_R1_FORMAT.match(text_of(c)) is not None) for c in completions]
+    return [float(_is_r1_format(text_of(c))) for c in completions]
+
+
+def _is_r1_format(text: str) -> bool:
+    """The same as matching `<think>.*?</think>\\s*<answer>.*?</answer>` from end to end, in linear time whatever the text."""
+    if not (text.startswith("<think>") and text.endswith("</answer>")):
+        return False
+    middle = _END_OF_THOUGHT.search(text, len("<think>"))
+    return middle is not None and middle.end() <= len(text) - len("</answer>")
+
+
+def think_format(completions: list) -> list[float]:
+    """1.0 for a completion that begins with its only `<think>`, closed by `</think>`; anything may follow (TRL's `think_format_reward`)."""
+    return [float(_THINK.match(text_of(c)) is not None) for c in completions]
+
+
+def react_format(completions: list) -> list[float]:
+    """1.0 for `<think>...</think>` followed by `Action: ... Action Input: ...` (ms-swift's `react_format`)."""
+    return [float(_REACT.match(text_of(c)) is not None) for c in completions]
 
 
 def soft_overlong(
@@ -63,3 +90,52 @@ def _length_penalty(length: int, free: int, cache: int, floor: float | None) -> 
         return 0.0
     slope = (free - length) / cache if cache else float("-inf")
     return slope if floor is None else max(slope, floor)
+
+
+def cosine_value(
+    correct: bool,
+    length: int,
+    max_len: int,
+    min_len_value_wrong: float = -1.0,
+    max_len_value_wrong: float = -0.5,
+    min_len_value_correct: float = 1.0,
+    max_len_value_correct: float = 0.5,
+    clamp: bool = True,
+) -> float:
+    """From the value at length 0 along half a cosine to the value at `max_len` tokens (Yeo et al. 2025, eq. 1).
+
+    Longer responses stay at the latter; without `clamp` the cosine goes on, so that twice the length earns what length 0 does."""
+    if max_len <= 0:
+        raise ValueError(f"cosine: max_len {max_len} must be above 0")
+    first, last = (min_len_value_correct, max_len_value_correct) if correct else (min_len_value_wrong, max_len_value_wrong)
+    progress = min(length / max_len, 1.0) if clamp else length / max_len
+    return last + (first - last) * (1 + math.cos(progress * math.pi)) / 2
+
+
+def repetition(completions: list, n_grams: int = 3, max_penalty: float = -1.0) -> list[float]:
+    """The share of word n-grams that occurred before, times `max_penalty`: 0 without repetition (ms-swift's `repetition`).
+
+    Words are what white space separates, in lower case; a text of fewer than `n_grams` words scores 0."""
+    _check_repetition("repetition", "n_grams", n_grams, max_penalty)
+    return [max_penalty * repeated_share(text_of(c).lower().split(), n_grams) for c in completions]
+
+
+def token_repetition(completion_ids: list[list[int]], ngram_size: int = 3, max_penalty: float = -1.0) -> list[float]:
+    """The share of token n-grams that occurred before, times `max_penalty` (TRL's `get_repetition_penalty_reward`)."""
+    _check_repetition("token_repetition", "ngram_size", ngram_size, max_penalty)
+    return [max_penalty * repeated_share(ids, ngram_size) for ids in completion_ids]
+
+
+def repeated_share(sequence: Sequence[Hashable], n: int) -> float:
+    """1 - distinct n-grams / all n-grams; 0 for a sequence shorter than `n`."""
+    total = len(sequence) - n + 1
+    if total <= 0:
+        return 0.0
+    return 1 - len(set(zip(*(sequence[i:] for i in range(n)), strict=False))) / total
+
+
+def _check_repetition(name: str, option: str, n: int, max_penalty: float) -> None:
+    if n < 1:
+        raise ValueError(f"{name}: {option} {n} must be 1 or more")
+    if max_penalty > 0:
+        raise ValueError(f"{name}: max_penalty {max_penalty} must be 0 or less: it is the reward of endless repetition")

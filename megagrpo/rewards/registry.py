@@ -10,8 +10,19 @@ from pathlib import Path
 BUILT_IN = {
     "exact_number": "megagrpo.rewards.functions:exact_number",
     "accuracy": "megagrpo.rewards.math_accuracy:accuracy",
+    "reasoning_accuracy": "megagrpo.rewards.math_accuracy:reasoning_accuracy",
+    "cosine": "megagrpo.rewards.math_accuracy:cosine",
     "format": "megagrpo.rewards.functions:format",
+    "think_format": "megagrpo.rewards.functions:think_format",
+    "react_format": "megagrpo.rewards.functions:react_format",
+    "repetition": "megagrpo.rewards.functions:repetition",
+    "token_repetition": "megagrpo.rewards.functions:token_repetition",
     "soft_overlong": "megagrpo.rewards.functions:soft_overlong",
+    "xmlcount": "megagrpo.rewards.gsm8k_xml:xmlcount",
+    "soft_format": "megagrpo.rewards.gsm8k_xml:soft_format",
+    "strict_format": "megagrpo.rewards.gsm8k_xml:strict_format",
+    "int": "megagrpo.rewards.gsm8k_xml:whole_number",
+    "correctness": "megagrpo.rewards.gsm8k_xml:correctness",
     "reasoning_gym": "megagrpo.rewards.gym_score:reasoning_gym",
 }
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

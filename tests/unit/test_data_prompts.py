@@ -102,6 +102,19 @@ def test_columns_are_renamed_beside_the_originals(tokenizer, jsonl):
     assert prompts.all()[4].columns == {"answer": "8", "level": 4, "solution": "8"}
 
 
+def test_a_column_can_be_cut_to_the_answer_behind_its_hashes(tokenizer, tmp_path):
+    path = tmp_path / "gsm8k.jsonl"
+    answers = ["8 * 9 = 72.\n#### 72", "no hashes", "#### 1,000 #### 2", "####"]
+    path.write_text("".join(json.dumps({"prompt": "Q", "answer": answer}) + "\n" for answer in answers))
+    prompts = source(tokenizer, path, columns={"solution": "answer"}, extract_hash_answer=["solution"]).all()
+    assert [p.columns["solution"] for p in prompts] == ["72", None, "1,000", ""]
+    assert [p.columns["answer"] for p in prompts] == answers
+    prompts = source(tokenizer, path, extract_hash_answer=["answer"]).all()
+    assert [p.columns["answer"] for p in prompts] == ["72", None, "1,000", ""]
+    with pytest.raises(ValueError, match=r"data.extract_hash_answer: data.train has no column `answr`; .*did you mean `answer`"):
+        source(tokenizer, path, extract_hash_answer=["answr"])
+
+
 def test_system_prompt_and_template_go_into_the_tokens_only(tokenizer, jsonl):
     prompt = source(tokenizer, jsonl, system_prompt="Add.").all()[1]
     assert text(tokenizer, prompt) == "Add.|What is 1 + 1?>" and prompt.messages == "What is 1 + 1?"

@@ -1,69 +1,20 @@
-"""Built-in reward functions against the values of TRL 1.16 and ms-swift 4.6, and against examples by hand."""
+"""Built-in reward functions on examples by hand. Values of the reference systems: test_reference_rewards.py."""
 
 import pytest
 
-from megagrpo.rewards.functions import exact_number, first_answer, format, last_number, soft_overlong
+from megagrpo.rewards.functions import (
+    encodable,
+    exact_number,
+    first_answer,
+    format,
+    last_number,
+    repetition,
+    soft_overlong,
+    token_repetition,
+)
+from megagrpo.rewards.gsm8k_xml import correctness, soft_format, strict_format, whole_number, xmlcount
 from megagrpo.rewards.gym_score import reasoning_gym
-from megagrpo.rewards.math_accuracy import accuracy
-
-# (completion, gold, reward), as trl.rewards.accuracy_reward gives
-TRL_ACCURACY = [
-    (r"My answer is \boxed{\frac{1}{3}}", r"\frac{1}{3}", 1.0),
-    (r"\boxed{42}", "42", 1.0),
-    (r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
-    (r"\boxed{3} then \boxed{5}", "5", 0.0),
-    (r"\boxed{1,000}", "1000", 1.0),
-    (r"\boxed{10 \text{ cm}}", "10", 1.0),
-    (r"\boxed{}", "3", 0.0),
-    (r"\boxed{(1,2)}", "(1,2)", None),
-    (r"\boxed{x^2+2x+1}", "$(x+1)^2$", 1.0),
-]
-# the same by ms-swift's MathAccuracy; an unreadable gold is None here, where ms-swift gives 0.0
-SWIFT_ACCURACY = [
-    (r"\boxed{\frac{1}{3}}", r"\frac{1}{3}", 1.0),
-    ("<think>x</think><answer>42</answer>", "42", 1.0),
-    (r"<answer>\boxed{42}</answer>", "<answer>42</answer>", 1.0),
-    ("$42$", "42", 0.0),
-    ("<answer>1/2</answer>", r"$\frac{1}{2}$", 1.0),
-    ("<answer>3</answer> <answer>5</answer>", "5", 0.0),
-    (r"\boxed{5}", "words", None),
-]
-SWIFT_FORMAT = [
-    ("<think>t</think><answer>a</answer>", 1.0),
-    ("<think>\nt\n</think>\n\n<answer>\na\n</answer>", 1.0),
-    ("<think>t</think><answer>a</answer>\n", 0.0),
-    ("<think>t</think>x<answer>a</answer>", 0.0),
-    ("<think>t<answer>a</answer>", 0.0),
-    ("<think>t</think><answer>a</answer><answer>b</answer>", 1.0),
-    ("pre\n<think>t</think><answer>a</answer>", 0.0),
-]
-# (max_completion_length, cache_length, length, reward)
-TRL_OVERLONG = [
-    (100, 20, 0, 0.0),
-    (100, 20, 80, 0.0),
-    (100, 20, 90, -0.5),
-    (100, 20, 100, -1.0),
-    (100, 20, 500, -1.0),
-    (100, 0, 100, 0.0),
-    (100, 0, 101, -1.0),
-    (4096, 819, 3277, 0.0),
-    (4096, 819, 3686, -0.4993894993894994),
-    (4096, 819, 4097, -1.0),
-]
-SWIFT_OVERLONG = [
-    (100, 20, 0, 0.0),
-    (100, 20, 80, 0.0),
-    (100, 20, 90, -0.5),
-    (100, 20, 101, -1.05),
-    (100, 20, 200, -6.0),
-    (4096, 819, 3278, -0.001221001221001221),
-    (4096, 819, 4096, -1.0),
-]
-
-
-@pytest.mark.parametrize("completion, gold, reward", TRL_ACCURACY + SWIFT_ACCURACY)
-def test_accuracy_gives_the_reference_values(completion, gold, reward):
-    assert accuracy([completion], solution=[gold]) == [reward]
+from megagrpo.rewards.math_accuracy import accuracy, cosine, reasoning_accuracy
 
 
 def test_accuracy_takes_an_interval_for_a_gold_inequality_and_not_the_reverse():
@@ -74,22 +25,6 @@ def test_accuracy_takes_an_interval_for_a_gold_inequality_and_not_the_reverse():
 def test_accuracy_reads_the_answer_column_when_there_is_no_solution_and_takes_messages():
     completions = [[{"role": "assistant", "content": r"so \boxed{7}"}], [{"role": "assistant", "content": r"\boxed{8}"}]]
     assert accuracy(completions, answer=[7, 7]) == [1.0, 0.0]
-
-
-@pytest.mark.parametrize("completion, reward", SWIFT_FORMAT)
-def test_format_gives_the_reference_values(completion, reward):
-    assert format([completion]) == [reward]
-    assert format([[{"role": "assistant", "content": completion}]]) == [reward]
-
-
-@pytest.mark.parametrize("maximum, cache, length, reward", TRL_OVERLONG)
-def test_soft_overlong_gives_the_values_of_trl(maximum, cache, length, reward):
-    assert soft_overlong([[1] * length], maximum, cache_length=cache) == pytest.approx([reward], rel=1e-12)
-
-
-@pytest.mark.parametrize("maximum, cache, length, reward", SWIFT_OVERLONG)
-def test_soft_overlong_without_a_floor_gives_the_values_of_ms_swift(maximum, cache, length, reward):
-    assert soft_overlong([[1] * length], maximum, cache_length=cache, floor=None) == pytest.approx([reward], rel=1e-12)
 
 
 def test_soft_overlong_takes_a_fifth_of_the_maximum_as_slope():
@@ -149,3 +84,55 @@ def test_reasoning_gym_scores_by_the_family_of_each_row():
     assert reasoning_gym([f"it is {row['answer']}." for row in rows], **columns, extract="number") == [1.0, 1.0]
     assert reasoning_gym([f"it is {row['answer']}.00" for row in rows], **columns, extract="number") == [1.0, 1.0]
     assert reasoning_gym(["<answer>x</answer>", "nothing"], **columns, extract="number")[1] == 0.0
+
+
+def test_format_takes_a_hostile_text_in_linear_time():
+    assert format(["<think>" + "</think><answer>" * 60_000]) == [0.0]
+    assert format(["<think>" + "</think> " * 60_000 + "<answer></answer>"]) == [1.0]
+    assert format(["<think><answer></answer>", "<think></think><answer>", "<think></think></answer>"]) == [0.0, 0.0, 0.0]
+
+
+def test_the_reasoning_ends_at_the_last_of_the_first_delimiter_that_occurs():
+    texts = [r"\boxed{1}</r> \boxed{2} </r> \boxed{3}", r"</think>\boxed{4}</r>\boxed{3}"]
+    assert reasoning_accuracy(texts, solution=["3", "3"], delimiters=("</think>", "</r>")) == [1.0, 0.0]
+    assert reasoning_accuracy([r"</think> \boxed{3}"], solution=["words"]) == [None]
+
+
+def test_cosine_scales_accuracy_by_length_and_cannot_score_without_a_gold():
+    texts = [r"\boxed{3}", r"\boxed{4}", r"\boxed{3}"]
+    ids = [[1] * 50, [1] * 50, []]
+    assert cosine(texts, ids, 100, solution=["3", "3", "words"]) == pytest.approx([0.75, -0.75, None])
+    assert cosine(texts, ids, 100, answer=["3"] * 3, max_len=50, min_len_value_correct=2.0) == pytest.approx([0.5, -0.5, 2.0])
+    with pytest.raises(ValueError, match="max_len 0 must be above 0"):
+        cosine(texts, ids, 100, answer=["3"] * 3, max_len=0)
+
+
+@pytest.mark.parametrize(
+    "function, options, rule",
+    [(repetition, {"n_grams": 0}, "n_grams 0"), (token_repetition, {"ngram_size": 0}, "ngram_size 0"), (repetition, {"max_penalty": 1}, "0 or less")],
+)
+def test_repetition_refuses_options_without_a_meaning(function, options, rule):
+    with pytest.raises(ValueError, match=rule):
+        function([[1, 2]] if function is token_repetition else ["a b"], **options)
+
+
+PERFECT = "<reasoning>\nIt is 13.\n</reasoning>\n<answer>\n13\n</answer>\n"
+
+
+def test_the_fixed_tag_rewards_mend_what_the_notebook_gets_wrong():
+    two_lines = PERFECT.replace("13.\n", "13.\nSure.\n")
+    assert (soft_format([two_lines]), soft_format([two_lines], fixed=True)) == ([0.0], [0.5])
+    assert (strict_format([two_lines]), strict_format([two_lines], fixed=True)) == ([0.0], [0.5])
+    assert (strict_format([PERFECT[:-1]]), strict_format([PERFECT[:-1]], fixed=True)) == ([0.0], [0.5])
+    assert strict_format([PERFECT + "\n", PERFECT + "x"], fixed=True) == [0.0, 0.0]
+    assert xmlcount([PERFECT, PERFECT[:-1], PERFECT + "x" * 10], fixed=True) == pytest.approx([0.5, 0.5, 0.49])
+    assert xmlcount([PERFECT + "x" * 10]) == pytest.approx([0.48])  # counted twice
+    answers = [f"<answer>{a}</answer>" for a in ("-5", "1,000", "\u00b2", "13", "3.5", "1,00", "")]
+    assert whole_number(answers) == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0]
+    assert whole_number(answers, fixed=True) == [0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0]
+    assert correctness(answers[:2], ["-5.0", "1000"]) == [0.0, 0.0]
+    assert correctness([*answers[:2], "x", "x"], ["-5.0", "1000", "7", None], fixed=True) == [2.0, 2.0, 0.0, None]
+
+
+def test_lone_surrogates_become_question_marks():
+    assert encodable("a\ud800\udfffb") == "a??b" and encodable("ä\U0001f600") == "ä\U0001f600"
