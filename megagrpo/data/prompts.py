@@ -92,11 +92,12 @@ class PromptSource:
         return sorted(self._kept, key=lambda row: blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=16).digest())
 
     def _check_columns(self, present: list[str]) -> None:
-        wanted = {"data.prompt_column": self._data.prompt_column} | {f"data.columns.{new}": old for new, old in self._data.columns.items()}
-        wanted |= {"data.extract_hash_answer": name for name in self._data.extract_hash_answer if name not in self._data.columns}
+        wanted = [("data.prompt_column", self._data.prompt_column)]
+        wanted += [(f"data.columns.{new}", old) for new, old in self._data.columns.items()]
+        wanted += [("data.extract_hash_answer", name) for name in self._data.extract_hash_answer if name not in self._data.columns]
         problems = [
             f"{key}: {self._key} has no column `{name}`; it has {', '.join(present)}{did_you_mean(name, present)}"
-            for key, name in wanted.items()
+            for key, name in wanted
             if name not in present
         ]
         if problems:

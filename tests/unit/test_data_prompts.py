@@ -111,8 +111,10 @@ def test_a_column_can_be_cut_to_the_answer_behind_its_hashes(tokenizer, tmp_path
     assert [p.columns["answer"] for p in prompts] == answers
     prompts = source(tokenizer, path, extract_hash_answer=["answer"]).all()
     assert [p.columns["answer"] for p in prompts] == ["72", None, "1,000", ""]
-    with pytest.raises(ValueError, match=r"data.extract_hash_answer: data.train has no column `answr`; .*did you mean `answer`"):
-        source(tokenizer, path, extract_hash_answer=["answr"])
+    with pytest.raises(ValueError) as error:
+        source(tokenizer, path, extract_hash_answer=["answr", "gold"])
+    assert "data.extract_hash_answer: data.train has no column `answr`; it has prompt, answer; did you mean `answer`?" in str(error.value)
+    assert "no column `gold`" in str(error.value)
 
 
 def test_system_prompt_and_template_go_into_the_tokens_only(tokenizer, jsonl):

@@ -109,7 +109,11 @@ def test_cosine_scales_accuracy_by_length_and_cannot_score_without_a_gold():
 
 @pytest.mark.parametrize(
     "function, options, rule",
-    [(repetition, {"n_grams": 0}, "n_grams 0"), (token_repetition, {"ngram_size": 0}, "ngram_size 0"), (repetition, {"max_penalty": 1}, "0 or less")],
+    [
+        (repetition, {"n_grams": 0}, "n_grams 0"),
+        (token_repetition, {"ngram_size": 0}, "ngram_size 0"),
+        (repetition, {"max_penalty": 1}, "0 or less"),
+    ],
 )
 def test_repetition_refuses_options_without_a_meaning(function, options, rule):
     with pytest.raises(ValueError, match=rule):
