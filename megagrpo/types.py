@@ -80,6 +80,7 @@ class TrainSample:
     rollout_logprobs: Tensor  # [L] float32, 0 on the prompt
     advantage: float
     index: int = -1  # place among the step's samples; -1 for what is no sample
+    truncated: bool = False  # the response was cut at its greatest length
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class TrainBatch:
     """The micro-batches of this data-parallel rank, and counts over the whole step that every rank agrees on."""
 
     micro_batches: tuple[MicroBatch, ...]
-    num_tokens: int  # loss tokens of the step, over all ranks, samples left out for zero advantage included
+    num_tokens: int  # loss tokens of the step, over all ranks, those of samples left out for zero advantage included
     num_sequences: int  # samples of the step, over all ranks, the same
     packing: dict[str, float] = field(default_factory=dict)  # metrics of how even the packing is, over all ranks
 

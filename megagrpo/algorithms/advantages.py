@@ -124,4 +124,5 @@ def _to_sample(scored: ScoredRollout, advantage: float, index: int) -> TrainSamp
     logprobs = torch.zeros(prompt_length + response_length)
     logprobs[prompt_length:] = torch.tensor(rollout.rollout_logprobs)
     token_ids = torch.tensor(rollout.prompt.token_ids + rollout.response_ids, dtype=torch.int64)
-    return TrainSample(token_ids=token_ids, response_mask=mask, rollout_logprobs=logprobs, advantage=advantage, index=index)
+    truncated = rollout.finish_reason == "length"
+    return TrainSample(token_ids, mask, logprobs, advantage, index, truncated)

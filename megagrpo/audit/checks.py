@@ -148,7 +148,7 @@ def _masks(step: Step, update: Update) -> Check:
     expected = {
         (i, token)
         for i, sample in enumerate(step.samples)
-        if not (left_out and float(sample.text["advantage"]) == 0)
+        if not (step.is_masked(sample) or (left_out and float(sample.text["advantage"]) == 0))
         for token in range(sample.prompt_length, sample.length)
     }
     found = Counter(zip(update.rows["sample"].tolist(), update.rows["token"].tolist(), strict=True))
@@ -264,8 +264,7 @@ def _means(rows: _Rows) -> dict[str, float]:
 
 
 def _denominator(step: Step) -> int:
-    responses = [s.length - s.prompt_length for s in step.samples]
-    return naive.denominator(responses, step.config.algorithm.loss_type, step.config.rollout.max_completion_length)
+    return naive.denominator(step.loss_lengths, step.config.algorithm.loss_type, step.config.rollout.max_completion_length)
 
 
 def _name(quantity: str, step: Step, update: Update) -> str:

@@ -40,12 +40,11 @@ def _recompute_update(
     step: Step, advantages: list[float], model: nn.Module, reference: nn.Module | None, first: Recomputed | None
 ) -> Recomputed:
     algorithm, rollout = step.config.algorithm, step.config.rollout
-    responses = [sample.length - sample.prompt_length for sample in step.samples]
-    divisor = naive.denominator(responses, algorithm.loss_type, rollout.max_completion_length)
+    divisor = naive.denominator(step.loss_lengths, algorithm.loss_type, rollout.max_completion_length)
     slope = _balancing_slope(step, model) if algorithm.router_aux_loss_coef else None
     result = Recomputed()
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
-        if advantage == 0 and reference is None and slope is None:  # every term of its loss is 0
+        if step.is_masked(sample) or (advantage == 0 and reference is None and slope is None):  # every term of its loss is 0
             _append(result, None, None, None, None, None)
             continue
         picked = sample.token_ids[sample.prompt_length :]
@@ -77,7 +76,9 @@ def _recompute_update(
 @torch.no_grad()
 def _balancing_slope(step: Step, model: nn.Module) -> Tensor:
     """What the balancing loss adds to the gradient by each probability of a router, [E]."""
-    rows = [naive.router_probabilities(model, sample.token_ids, sample.prompt_length) for sample in step.samples]
+    rows = [
+        naive.router_probabilities(model, sample.token_ids, sample.prompt_length) for sample in step.samples if not step.is_masked(sample)
+    ]
     return step.config.algorithm.router_aux_loss_coef * naive.balancing_slope(torch.cat(rows), model.config.num_experts_per_tok)
 
 

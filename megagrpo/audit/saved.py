@@ -55,6 +55,15 @@ class Step:
     samples: list[Sample]
     updates: list[Update]
 
+    def is_masked(self, sample: Sample) -> bool:
+        """Whether no token of the sample may be in the loss."""
+        return self.config.algorithm.mask_truncated_completions and sample.text["finish_reason"] == "length"
+
+    @property
+    def loss_lengths(self) -> list[int]:
+        """Loss tokens of each sample."""
+        return [0 if self.is_masked(s) else s.length - s.prompt_length for s in self.samples]
+
 
 def load_step(run: Path, step: int, model: Path | None = None) -> Step:
     """The dump of one step. `model` is where the model lies that the run started from, None: where it lay then.

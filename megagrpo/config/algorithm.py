@@ -71,6 +71,9 @@ class AlgorithmSection(Section):
     """What the centred rewards are divided by: the group's std, the batch's std, or nothing."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Several reward functions: add their rewards, or normalise each within its group first (GDPO), so that none drowns the others."""
+    mask_truncated_completions: bool = False
+    """Take the tokens of responses that were cut at `max_completion_length` out of the loss, its metrics and the token count. Their
+    rewards stay in the statistics of their group, and they still count as sequences."""
     skip_zero_advantage: bool = True
     """Leave samples whose advantage is exactly 0 out of the forward and backward pass when beta and router_aux_loss_coef are 0: their
     gradient is 0. They still count in every denominator, so the update is the same."""

@@ -22,7 +22,8 @@ class PackingRules:
     """`max_tokens` is strict. `at_least` micro-batches per rank keep a pipeline busy; their number is a multiple of `multiple_of`
     (interleaved schedules need the pipeline size). Each sequence is padded to a multiple of `sequence_align` (context parallelism cuts it
     into equal chunks) and T to a multiple of `align`, itself one of `sequence_align` (sequence parallelism needs the tensor-parallel
-    size). With `share_prompts` the responses to one prompt are computed behind a single copy of it."""
+    size). With `share_prompts` the responses to one prompt are computed behind a single copy of it. With `mask_truncated` responses that
+    were cut at their greatest length have no loss tokens."""
 
     max_tokens: int
     at_least: int = 1
@@ -31,6 +32,7 @@ class PackingRules:
     sequence_align: int = 1
     skip_zero_advantage: bool = False
     share_prompts: bool = False
+    mask_truncated: bool = False
 
 
 UNLIMITED = PackingRules(max_tokens=sys.maxsize)
@@ -47,22 +49,24 @@ def packing_rules(config: RunConfig, share_prompts: bool) -> PackingRules:
         sequence_align=parallel.sequence_align,
         skip_zero_advantage=algorithm.leaves_out_zero_advantage,
         share_prompts=share_prompts,
+        mask_truncated=algorithm.mask_truncated_completions,
     )
 
 
 def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, dp_size: int = 1) -> TrainBatch:
     """The micro-batches of data-parallel rank `dp_rank`, the counts of the whole step, and how even the packing is (`imbalances`).
 
-    Samples left out for zero advantage still count, so the update is the same. Raises ValueError when a sample exceeds the token budget.
+    Samples left out for zero advantage still count, so the update is the same; those without loss tokens count as sequences. Raises
+    ValueError when a sample exceeds the token budget.
     """
-    trained = [s for s in samples if not (rules.skip_zero_advantage and s.advantage == 0)]
+    trained = [s for s in samples if not (is_masked(s, rules) or (rules.skip_zero_advantage and s.advantage == 0))]
     bundles = bundle(trained, rules)
     lengths = [packed_length(b, rules.sequence_align) for b in bundles]
     bins = assign(lengths, rules, dp_size)
     mine = [[sample for i in indices for sample in bundles[i]] for indices in bins[dp_rank::dp_size]]
     return TrainBatch(
         micro_batches=tuple(build_micro_batch(chosen, rules) for chosen in mine),
-        num_tokens=sum(int(loss_mask_of(s).sum()) for s in samples),
+        num_tokens=sum(int(loss_mask_of(s, rules).sum()) for s in samples),
         num_sequences=len(samples),
         packing=imbalances([sum(lengths[i] for i in indices) for indices in bins], dp_size),
     )
@@ -168,7 +172,7 @@ def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLI
         labels=torch.cat([_shift(s.sample.token_ids)[span] for s, span in cut]),
         position_ids=torch.cat([torch.arange(s.start, s.stop) for s in sequences]),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()]),
-        loss_mask=torch.cat([loss_mask_of(s.sample)[span] for s, span in cut]),
+        loss_mask=torch.cat([loss_mask_of(s.sample, rules)[span] for s, span in cut]),
         advantages=torch.tensor([s.sample.advantage for s in sequences]).repeat_interleave(lengths),
         rollout_logprobs=torch.cat([_shift(s.sample.rollout_logprobs)[span] for s, span in cut]).float(),
         samples=torch.tensor([s.sample.index for s in sequences]),
@@ -205,9 +209,15 @@ def _nothing(length: int) -> TrainSample:
     return TrainSample(zeros.long(), zeros.bool(), zeros, 0.0)
 
 
-def loss_mask_of(sample: TrainSample) -> torch.Tensor:
-    """[L] bool, label-aligned: True at t when token t + 1 is part of the response."""
-    return _shift(sample.response_mask)
+def is_masked(sample: TrainSample, rules: PackingRules) -> bool:
+    """Whether no token of the sample is in the loss."""
+    return rules.mask_truncated and sample.truncated
+
+
+def loss_mask_of(sample: TrainSample, rules: PackingRules = UNLIMITED) -> torch.Tensor:
+    """[L] bool, label-aligned: True at t when token t + 1 is part of the response and in the loss."""
+    shifted = _shift(sample.response_mask)
+    return torch.zeros_like(shifted) if is_masked(sample, rules) else shifted
 
 
 def _shift(row: torch.Tensor) -> torch.Tensor:
