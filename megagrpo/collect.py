@@ -12,7 +12,7 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import together
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.engine import Engine, EngineInterrupted
-from megagrpo.types import Prompt, SamplingParams, ScoredRollout
+from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout
 
 COUNTERS = ("/timeouts", "/exceptions", "/unscorable")
 
@@ -96,10 +96,10 @@ def summed_counters(counted: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
     """Lengths and endings of the responses, and mean and std of each reward function over what it could score."""
-    lengths = [len(s.rollout.response_ids) for s in scored]
+    lengths = [s.rollout.length for s in scored]
     ended = [length for s, length in zip(scored, lengths, strict=True) if s.rollout.finish_reason != "length"]
     metrics = {
-        "num_tokens": float(sum(len(s.rollout.prompt.token_ids) for s in scored) + sum(lengths)),
+        "num_tokens": float(sum(len(s.rollout.prompt.token_ids) + len(s.rollout.response_ids) for s in scored)),
         "completions/mean_length": statistics.fmean(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
@@ -112,4 +112,17 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
         if values:
             metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
             metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
-    return metrics
+    return metrics | dialogue_metrics([s.rollout.dialogue for s in scored if s.rollout.dialogue is not None])
+
+
+def dialogue_metrics(dialogues: Sequence[Dialogue]) -> dict[str, float]:
+    """Turns and tool calls per response, share of calls that failed (TRL's definitions), and how many responses broke off."""
+    if not dialogues:
+        return {}
+    calls, failures = (sum(getattr(d, name) for d in dialogues) for name in ("tool_calls", "tool_failures"))
+    return {
+        "multi_turn/mean_turns": statistics.fmean(d.num_turns for d in dialogues),
+        "multi_turn/failures": float(sum(d.ended == "failed" for d in dialogues)),
+        "tools/call_frequency": calls / len(dialogues),
+        "tools/failure_frequency": failures / calls if calls else 0.0,
+    }

@@ -3,7 +3,8 @@
 step.json         samples with texts, rewards, advantages; per optimizer step its weights, denominator, metrics (loss and gradient norm
                   among them); the model that the run started from, which is the reference; the configuration and library versions.
                   Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
-samples.safetensors   `token_ids` [sum of L], `borders` [N + 1], `prompt_lengths` [N], `rollout_logprobs` [sum of L] (0 on the prompt)
+samples.safetensors   `token_ids` [sum of L], `borders` [N + 1], `prompt_lengths` [N], `rollout_logprobs` [sum of L] (0 on what the
+                  policy did not write) and `written` [sum of L] (whether it did)
 update_K.safetensors  one row per loss token as optimizer step K saw it: `sample`, `token` (its place there), `token_id`, `advantage`,
                   `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `entropy`, `full_kl`; those that the step has
 weights_K/        the weights before optimizer step K as a Hugging Face folder; the very first are those of the model, and not written
@@ -186,6 +187,7 @@ def _token_rows(scored: Sequence[ScoredRollout]) -> Rows:
         "borders": torch.tensor([0, *lengths]).cumsum(0),
         "prompt_lengths": torch.tensor(prompts),
         "rollout_logprobs": torch.tensor(logprobs, dtype=torch.float64),
+        "written": torch.tensor([value for n, r in zip(prompts, rollouts, strict=True) for value in (*[False] * n, *r.written)]),
     }
 
 
@@ -201,6 +203,7 @@ def _sample(scored: ScoredRollout, advantage: float) -> dict[str, Any]:
         "rewards": scored.rewards,
         "reward": scored.reward,
         "advantage": advantage,
+        "dialogue": rollout.dialogue and rollout.dialogue.record(),
     }
 
 

@@ -137,13 +137,13 @@ def _completion(step: int, scored: ScoredRollout, advantage: float) -> dict[str,
         "prompt_id": rollout.prompt.prompt_id,
         "prompt": rollout.prompt.messages,
         "completion": rollout.text,
-        "num_tokens": len(rollout.response_ids),
+        "num_tokens": rollout.length,
         "finish_reason": rollout.finish_reason,
         "reward": scored.reward,
         "rewards": scored.rewards,
         "advantage": advantage,
         "weight_version": rollout.weight_version,
-    }
+    } | ({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()})
 
 
 class JsonlFile:

@@ -205,7 +205,7 @@ def _launcher(config: RunConfig, model_folder: Path, run_folder: Path, dtype: st
     options = ServerOptions(
         model=str(model_folder.resolve()),
         dtype=dtype,
-        max_model_len=r.max_model_len,
+        max_model_len=config.max_model_len,
         tp=r.tp,
         max_num_seqs=r.max_num_seqs,
         kv_cache_gb=r.kv_cache_gb,

@@ -51,15 +51,45 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Dialogue:
+    """What a response of several turns is besides its tokens. What others than the policy write into it (results of tools, follow-up
+    messages) counts nowhere: not in the loss, nor in lengths, denominators or comparisons of log-probs."""
+
+    written: tuple[bool, ...]  # [Lr], True on the tokens that the policy wrote
+    messages: tuple[dict[str, Any], ...]  # what followed the prompt's: the policy's, the tools', the user's
+    num_turns: int  # that the policy took
+    ended: str  # "done", "length", "budget", "max_turns", "tool_limit" or "failed"
+    rewards: dict[str, float | None] = field(default_factory=dict)  # of its turns and its environment, by column; summed with weight 1
+    turn_rewards: tuple[float | None, ...] = ()  # one for each turn that was judged
+    tool_calls: int = 0
+    tool_failures: int = 0
+
+    def record(self) -> dict[str, Any]:
+        """Everything but the token row, for files."""
+        return {name: value for name, value in vars(self).items() if name != "written"}
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One prompt with one response as sampled. `response_ids` includes the end token when finish_reason is "stop"."""
 
     prompt: Prompt
     response_ids: tuple[int, ...]  # [Lr]
-    rollout_logprobs: tuple[float, ...]  # [Lr], as the engine reports them
-    finish_reason: str  # "stop" or "length"
+    rollout_logprobs: tuple[float, ...]  # [Lr], as the engine reports them; 0 where the policy wrote nothing
+    finish_reason: str  # "stop" or "length": how the policy's last turn ended
     weight_version: int  # number of syncs the engine had seen
     text: str  # decoded, special tokens left out
+    dialogue: Dialogue | None = None  # None: one turn, all of it the policy's
+
+    @property
+    def written(self) -> tuple[bool, ...]:
+        """[Lr]: whether the policy wrote each token of the response."""
+        return (True,) * len(self.response_ids) if self.dialogue is None else self.dialogue.written
+
+    @property
+    def length(self) -> int:
+        """Tokens that the policy wrote."""
+        return sum(self.written)
 
 
 @dataclass(frozen=True)
@@ -76,8 +106,8 @@ class TrainSample:
     """A rollout turned into arrays; all [L], prompt then response."""
 
     token_ids: Tensor  # [L] int64
-    response_mask: Tensor  # [L] bool, True on response tokens
-    rollout_logprobs: Tensor  # [L] float32, 0 on the prompt
+    response_mask: Tensor  # [L] bool, True on the tokens that the policy wrote
+    rollout_logprobs: Tensor  # [L] float32, 0 on the others
     advantage: float
     index: int = -1  # place among the step's samples; -1 for what is no sample
     truncated: bool = False  # the response was cut at its greatest length

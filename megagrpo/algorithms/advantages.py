@@ -69,7 +69,8 @@ def advantages_of(scored: Sequence[ScoredRollout], config: RunConfig) -> Tensor:
         return group_advantages(rewards_by_group(scored, group), algorithm.scale_rewards, algorithm.advantage_estimator)
     names = list(scored[0].rewards)
     table = [[math.nan if s.rewards[name] is None else s.rewards[name] for name in names] for s in scored]
-    weights = torch.tensor([function.weight for function in config.rewards.functions])
+    weights = [function.weight for function in config.rewards.functions]
+    weights = torch.tensor(weights + [1.0] * (len(names) - len(weights)))  # turns and environments add theirs as they are
     return normalized_sum_advantages(torch.tensor(table, dtype=torch.float64).view(-1, group, len(names)), weights)
 
 
@@ -118,11 +119,9 @@ def to_samples(scored: Sequence[ScoredRollout], advantages: Tensor) -> list[Trai
 
 def _to_sample(scored: ScoredRollout, advantage: float, index: int) -> TrainSample:
     rollout = scored.rollout
-    prompt_length, response_length = len(rollout.prompt.token_ids), len(rollout.response_ids)
-    mask = torch.zeros(prompt_length + response_length, dtype=torch.bool)
-    mask[prompt_length:] = True
-    logprobs = torch.zeros(prompt_length + response_length)
-    logprobs[prompt_length:] = torch.tensor(rollout.rollout_logprobs)
+    prompt_length = len(rollout.prompt.token_ids)
+    mask = torch.tensor((False,) * prompt_length + rollout.written)
+    logprobs = torch.tensor((0.0,) * prompt_length + rollout.rollout_logprobs)
     token_ids = torch.tensor(rollout.prompt.token_ids + rollout.response_ids, dtype=torch.int64)
     truncated = rollout.finish_reason == "length"
     return TrainSample(token_ids, mask, logprobs, advantage, index, truncated)

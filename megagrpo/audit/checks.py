@@ -18,7 +18,7 @@ from megagrpo.config import RewardsSection
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.rewards.registry import BUILT_IN, display_names
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.types import Prompt, Rollout
+from megagrpo.types import Dialogue, Prompt, Rollout
 
 EXACT = 0.0
 ROUNDING = 1e-6  # of one number stored in float32
@@ -130,9 +130,9 @@ def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) ->
     rollout, response, reason = step.config.rollout, sample.token_ids[sample.prompt_length :].tolist(), sample.text["finish_reason"]
     if sample.prompt_length > rollout.max_prompt_length:
         yield f"a prompt of {sample.prompt_length} tokens, rollout.max_prompt_length {rollout.max_prompt_length}"
-    if not 0 < len(response) <= rollout.max_completion_length:
-        yield f"a response of {len(response)} tokens, rollout.max_completion_length {rollout.max_completion_length}"
-    if reason == "length" and len(response) != rollout.max_completion_length:
+    if not 0 < len(response) <= step.config.max_response_length:
+        yield f"a response of {len(response)} tokens, {step.config.response_limit}"
+    if reason == "length" and len(response) != rollout.max_completion_length and sample.text["dialogue"] is None:
         yield f"cut after {len(response)} tokens, rollout.max_completion_length {rollout.max_completion_length}"
     if tokenizer is None or not response:
         return
@@ -143,13 +143,13 @@ def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) ->
 
 
 def _masks(step: Step, update: Update) -> Check:
-    """Loss tokens are those of the responses, each once; of samples that teach nothing none, where they are left out."""
+    """Loss tokens are those that the policy wrote, each once; of samples that teach nothing none, where they are left out."""
     left_out = step.config.algorithm.leaves_out_zero_advantage
     expected = {
         (i, token)
         for i, sample in enumerate(step.samples)
         if not (step.is_masked(sample) or (left_out and float(sample.text["advantage"]) == 0))
-        for token in range(sample.prompt_length, sample.length)
+        for token in sample.places.tolist()
     }
     found = Counter(zip(update.rows["sample"].tolist(), update.rows["token"].tolist(), strict=True))
     problems = [("not in the loss", place) for place in sorted(expected - found.keys())]
@@ -176,10 +176,12 @@ def _rewards(step: Step) -> tuple[list[float], Check]:
         section = RewardsSection(functions=[functions[i] for i in again], timeout=step.config.rewards.timeout, workers=1)
         with RewardScorer(section, step.config.rollout.max_completion_length) as scorer:
             for sample, (row, scored) in enumerate(zip(values, scorer.score([_rollout(s) for s in step.samples]), strict=True)):
-                for i, value in zip(again, scored.rewards.values(), strict=True):
+                for i, value in zip(again, scored.rewards.values(), strict=False):  # then those of turns
                     pairs.append((row[i], value, f"sample {sample} {names[i]}"))
                     row[i] = value
-    summed = [naive.weighted_sum(row, [f.weight for f in functions]) for row in values]
+    weights = [f.weight for f in functions]
+    turns = [list(s.text["dialogue"]["rewards"].values()) if s.text["dialogue"] else [] for s in step.samples]
+    summed = [naive.weighted_sum(row + own, weights + [1.0] * len(own)) for row, own in zip(values, turns, strict=True)]
     pairs += [(float(s.text["reward"]), reward, f"sample {i}") for i, (s, reward) in enumerate(zip(step.samples, summed, strict=True))]
     kept = [name for i, name in enumerate(names) if i not in again]
     said = [f"run again: {', '.join(names[i] for i in again)}"] if again else []
@@ -191,8 +193,12 @@ def _rewards(step: Step) -> tuple[list[float], Check]:
 def _rollout(sample: Sample) -> Rollout:
     text, ids = sample.text, tuple(sample.token_ids.tolist())
     prompt = Prompt(text["prompt_id"], ids[: sample.prompt_length], text["prompt"], text["columns"])
-    response = ids[sample.prompt_length :]
-    return Rollout(prompt, response, tuple([0.0] * len(response)), text["finish_reason"], text["weight_version"], text["response"])
+    response, dialogue = ids[sample.prompt_length :], None
+    if text["dialogue"] is not None:
+        written = torch.zeros(sample.length, dtype=torch.bool).index_fill(0, sample.places, True)[sample.prompt_length :]
+        dialogue = Dialogue(tuple(written.tolist()), **text["dialogue"])
+    zeros = (0.0,) * len(response)
+    return Rollout(prompt, response, zeros, text["finish_reason"], text["weight_version"], text["response"], dialogue)
 
 
 class _Rows:
@@ -213,9 +219,10 @@ class _Rows:
         """Rows [L] or [Lr] of each sample at the tokens of these rows; NaN where there is none."""
         whole = []
         for sample, row in zip(self.step.samples, rows, strict=True):
-            row = torch.full((sample.length,), math.nan) if row is None else row
-            before = row.new_full((sample.length - row.numel(),), math.nan)
-            whole.append(torch.cat([before, row]).double())
+            filled = torch.full((sample.length,), math.nan, dtype=torch.float64)
+            if row is not None:
+                filled = row.double() if row.numel() == sample.length else filled.index_copy(0, sample.places, row.double())
+            whole.append(filled)
         return torch.cat(whole)[self._place]
 
     def compare(self, quantity: str, name: str, rows: Sequence[Tensor | None], tolerance: float = ROUNDING, average: float | None = None):

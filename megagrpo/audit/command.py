@@ -68,7 +68,7 @@ def as_json(step: Step, checks: Iterable[Check]) -> dict:
 
 def as_text(step: Step, checks: list[Check]) -> str:
     """A line for every quantity, and what it comes to."""
-    tokens = sum(s.length - s.prompt_length for s in step.samples)
+    tokens = sum(s.places.numel() for s in step.samples)
     layout = " x ".join(f"{axis} {size}" for axis, size in step.layout.items() if size > 1) or "one rank"
     width = max(len(check.quantity) for check in checks)
     lines = [

@@ -40,10 +40,10 @@ def log_softmax(model: nn.Module, token_ids: Tensor, temperature: float) -> Tens
     return (model(token_ids[None]).logits[0, :-1] / temperature).log_softmax(dim=-1)
 
 
-def router_probabilities(model: nn.Module, token_ids: Tensor, prompt_length: int) -> Tensor:
-    """[layers x Lr, E]: what each router of a mixture of experts makes of the tokens whose next one is of the response."""
+def router_probabilities(model: nn.Module, token_ids: Tensor, places: Tensor) -> Tensor:
+    """[layers x Lr, E]: what each router of a mixture of experts makes of the tokens before those at `places` [Lr]."""
     layers = model(token_ids[None], output_router_logits=True).router_logits
-    return torch.cat([layer[prompt_length - 1 : -1] for layer in layers]).softmax(dim=-1)
+    return torch.cat([layer[places - 1] for layer in layers]).softmax(dim=-1)
 
 
 def balancing_slope(probabilities: Tensor, experts_per_token: int) -> Tensor:

@@ -14,7 +14,7 @@ from megagrpo.audit.saved import Step
 
 @dataclass
 class Recomputed:
-    """One optimizer step. Rows [Lr] float64 over the response tokens of each sample, None for samples that teach nothing."""
+    """One optimizer step. Rows [Lr] float64 over the tokens that the policy wrote of each sample, None for samples that teach nothing."""
 
     policy_logprobs: list[Tensor | None] = field(default_factory=list)
     old_logprobs: list[Tensor | None] = field(default_factory=list)
@@ -47,15 +47,15 @@ def _recompute_update(
         if step.is_masked(sample) or (advantage == 0 and reference is None and slope is None):  # every term of its loss is 0
             _append(result, None, None, None, None, None)
             continue
-        picked = sample.token_ids[sample.prompt_length :]
-        policy = naive.log_softmax(model, sample.token_ids, rollout.temperature)[sample.prompt_length - 1 :]
+        picked = sample.token_ids[sample.places]
+        policy = naive.log_softmax(model, sample.token_ids, rollout.temperature)[sample.places - 1]
         logprobs = policy.gather(1, picked[:, None])[:, 0]
         old = logprobs.detach() if first is None else first.policy_logprobs[index]
         losses = naive.token_losses(logprobs, old, advantage, algorithm)
         ref_picked = kl = None
         if reference is not None:
             with torch.no_grad():
-                ref = naive.log_softmax(reference, sample.token_ids, rollout.temperature)[sample.prompt_length - 1 :]
+                ref = naive.log_softmax(reference, sample.token_ids, rollout.temperature)[sample.places - 1]
             ref_picked = ref.gather(1, picked[:, None])[:, 0]
             kl = naive.kl_term(policy, ref, picked, (logprobs - old).exp(), algorithm)
             losses = losses + algorithm.beta * kl
@@ -63,7 +63,7 @@ def _recompute_update(
         loss = losses.sum() / share
         loss.backward()
         if slope is not None:
-            (naive.router_probabilities(model, sample.token_ids, sample.prompt_length) @ slope).sum().backward()
+            (naive.router_probabilities(model, sample.token_ids, sample.places) @ slope).sum().backward()
         result.loss += loss.item()
         result.loss_size += losses.detach().abs().sum().item() / share
         entropy = -(policy.exp() * policy).sum(dim=-1)
@@ -76,9 +76,7 @@ def _recompute_update(
 @torch.no_grad()
 def _balancing_slope(step: Step, model: nn.Module) -> Tensor:
     """What the balancing loss adds to the gradient by each probability of a router, [E]."""
-    rows = [
-        naive.router_probabilities(model, sample.token_ids, sample.prompt_length) for sample in step.samples if not step.is_masked(sample)
-    ]
+    rows = [naive.router_probabilities(model, sample.token_ids, sample.places) for sample in step.samples if not step.is_masked(sample)]
     return step.config.algorithm.router_aux_loss_coef * naive.balancing_slope(torch.cat(rows), model.config.num_experts_per_tok)
 
 

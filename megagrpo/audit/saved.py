@@ -16,11 +16,13 @@ from megagrpo.config import ConfigError, RunConfig
 
 @dataclass(frozen=True)
 class Sample:
-    """One response with its prompt. `token_ids` and `rollout_logprobs` [L] run over both."""
+    """One response with its prompt. `token_ids` and `rollout_logprobs` [L] run over both; `places` [Lr] are those of the tokens that the
+    policy wrote."""
 
     token_ids: Tensor
     prompt_length: int
     rollout_logprobs: Tensor
+    places: Tensor
     text: dict[str, Any]  # prompt, columns, response, finish_reason, rewards, reward, advantage
 
     @property
@@ -62,7 +64,7 @@ class Step:
     @property
     def loss_lengths(self) -> list[int]:
         """Loss tokens of each sample."""
-        return [0 if self.is_masked(s) else s.length - s.prompt_length for s in self.samples]
+        return [0 if self.is_masked(s) else s.places.numel() for s in self.samples]
 
 
 def load_step(run: Path, step: int, model: Path | None = None) -> Step:
@@ -94,7 +96,7 @@ def _samples(rows: dict[str, Tensor], texts: list[dict[str, Any]]) -> list[Sampl
     borders, prompts = rows["borders"].tolist(), rows["prompt_lengths"].tolist()
     spans = [slice(start, stop) for start, stop in itertools.pairwise(borders)]
     return [
-        Sample(rows["token_ids"][span], prompt, rows["rollout_logprobs"][span], text)
+        Sample(rows["token_ids"][span], prompt, rows["rollout_logprobs"][span], rows["written"][span].nonzero()[:, 0], text)
         for span, prompt, text in zip(spans, prompts, texts, strict=True)
     ]
 

@@ -18,6 +18,7 @@ from megagrpo.config.data import DataSection as DataSection
 from megagrpo.config.data import DatasetSection as DatasetSection
 from megagrpo.config.model import ModelSection as ModelSection
 from megagrpo.config.model import ParallelSection as ParallelSection
+from megagrpo.config.multi_turn import MultiTurnSection as MultiTurnSection
 from megagrpo.config.rewards import RewardFunction as RewardFunction
 from megagrpo.config.rewards import RewardsSection as RewardsSection
 from megagrpo.config.rollout import RolloutSection as RolloutSection
@@ -38,11 +39,28 @@ class RunConfig(Section):
     parallel: ParallelSection = ParallelSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
+    multi_turn: MultiTurnSection = MultiTurnSection()
     data: DataSection
     rewards: RewardsSection
     train: TrainSection = TrainSection()
     evaluation: EvaluationSection = EvaluationSection()
     debug: DebugSection = DebugSection()
+
+    @property
+    def max_response_length(self) -> int:
+        """Longest response in tokens, with everything that others write into it."""
+        return self.multi_turn.max_response_length or self.rollout.max_completion_length
+
+    @property
+    def response_limit(self) -> str:
+        """The key that `max_response_length` comes from, with its value."""
+        own = self.multi_turn.max_response_length
+        return f"max_completion_length {self.rollout.max_completion_length}" if own is None else f"multi_turn.max_response_length {own}"
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus longest response, in tokens."""
+        return self.rollout.max_prompt_length + self.max_response_length
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:

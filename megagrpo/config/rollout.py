@@ -45,8 +45,3 @@ class RolloutSection(Section):
     """Seconds until a launched server must answer."""
     request_timeout: PositiveFloat = 1800.0
     """Seconds until one generate or sync request must be answered."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus longest response, in tokens."""
-        return self.max_prompt_length + self.max_completion_length

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megagrpo.config.algorithm import CLIPPED_LOSSES, AlgorithmSection
+from megagrpo.config.multi_turn import multi_turn_problems
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
@@ -18,7 +19,7 @@ def cross_field_problems(config: RunConfig) -> list[str]:
         problems.append(
             f"algorithm.use_bias_correction_kl: {a.kl_estimator} is exact and takes no correction; set it to false or choose k1 or k3"
         )
-    problems += loss_problems(a) + advantage_problems(a)
+    problems += loss_problems(a) + advantage_problems(a) + multi_turn_problems(config.multi_turn)
     if p.sequence_parallel and p.tp == 1:
         problems.append("parallel.sequence_parallel: needs parallel.tp > 1; set it to false or raise tp")
     if p.vpp > 1 and p.pp == 1:
@@ -28,10 +29,16 @@ def cross_field_problems(config: RunConfig) -> list[str]:
             f"parallel.pipeline_layers: {p.pipeline_layers} gives {len(p.pipeline_layers)} stage(s), pp {p.pp} x vpp {p.vpp} make "
             f"{p.pp * p.vpp}; give one number of layers per stage"
         )
-    if r.max_model_len > t.max_tokens_per_micro_batch:
+    m = config.multi_turn
+    if m.max_response_length is not None and m.max_response_length < r.max_completion_length:
+        problems.append(
+            f"multi_turn.max_response_length: {m.max_response_length} cannot hold one turn of rollout.max_completion_length "
+            f"{r.max_completion_length}; raise it or shorten the turn"
+        )
+    if config.max_model_len > t.max_tokens_per_micro_batch:
         problems.append(
             f"train.max_tokens_per_micro_batch: {t.max_tokens_per_micro_batch} cannot hold the longest sample, "
-            f"rollout.max_prompt_length {r.max_prompt_length} + max_completion_length {r.max_completion_length} = {r.max_model_len}"
+            f"rollout.max_prompt_length {r.max_prompt_length} + {config.response_limit} = {config.max_model_len}"
         )
     optimizer_steps = config.run.max_steps * config.algorithm.num_iterations
     if t.warmup_steps > optimizer_steps:

@@ -59,7 +59,7 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
     tokens, shard = config.train.max_tokens_per_micro_batch // cp, model.padded_vocab(config.parallel.tp) // config.parallel.tp
     logits = min(config.train.logprob_chunk, tokens) * shard * 4 * (2 if exact else 1)
     gradients = shard * model.hidden_size * (4 if weight_bytes == 4 else 4 + weight_bytes)
-    responses = rollout.prompts_per_step * rollout.num_generations * rollout.max_completion_length / dp / cp
+    responses = rollout.prompts_per_step * rollout.num_generations * config.max_response_length / dp / cp
     return logits, logits + gradients, responses * model.hidden_size * weight_bytes if exact else 0
 
 
@@ -91,5 +91,5 @@ def smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str,
     share = config.rollout.gpu_memory_utilization
     trainer = max(sum(parts.values()) for parts in memory.values())
     tp = config.rollout.tp
-    engine = (2 * num_parameters(model) / tp + config.rollout.max_model_len * kv_bytes_per_token(model, tp)) / GIB
+    engine = (2 * num_parameters(model) / tp + config.max_model_len * kv_bytes_per_token(model, tp)) / GIB
     return max(trainer / (1 - share) if share < 1 else float("inf"), engine / share)

@@ -24,7 +24,7 @@ def layout_problems(config: RunConfig, world_size: int) -> list[str]:
             f"world_size: {world_size} is not a multiple of parallel.ep x parallel.etp x parallel.pp = {p.ep} x {p.expert_tp} x {p.pp} = "
             f"{p.expert_parallel_size}; use {' or '.join(nearest)} ranks"
         )
-    longest, budget, align = config.rollout.max_model_len, config.train.max_tokens_per_micro_batch, p.micro_batch_align
+    longest, budget, align = config.max_model_len, config.train.max_tokens_per_micro_batch, p.micro_batch_align
     if budget // align * align < longest <= budget:
         factors = " x ".join(["2 x parallel.cp"] * (p.cp > 1) + ["parallel.tp"] * p.sequence_parallel)
         problems.append(
@@ -69,16 +69,16 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> list[str]:
             f"rollout.tp: vLLM cannot split {model.num_heads} heads, {model.num_kv_heads} KV heads and intermediate_size="
             f"{' and '.join(map(str, _mlp_widths(model)))} over tp={r.tp}; valid tp: {', '.join(map(str, valid))}"
         )
-    if r.max_model_len > model.max_positions:
+    if config.max_model_len > model.max_positions:
         problems.append(
-            f"rollout.max_completion_length: max_prompt_length {r.max_prompt_length} + max_completion_length {r.max_completion_length} = "
-            f"{r.max_model_len} tokens, but the model ends at {model.max_positions} (max_position_embeddings); shorten by "
-            f"{r.max_model_len - model.max_positions}"
+            f"rollout.max_completion_length: max_prompt_length {r.max_prompt_length} + {config.response_limit} = "
+            f"{config.max_model_len} tokens, but the model ends at {model.max_positions} (max_position_embeddings); shorten by "
+            f"{config.max_model_len - model.max_positions}"
         )
-    needed = r.max_model_len * kv_bytes_per_token(model, r.tp) / GIB
+    needed = config.max_model_len * kv_bytes_per_token(model, r.tp) / GIB
     if not r.urls and needed > r.kv_cache_gb:
         problems.append(
-            f"rollout.kv_cache_gb: {r.kv_cache_gb:g} cannot hold one sequence of {r.max_model_len} tokens; "
+            f"rollout.kv_cache_gb: {r.kv_cache_gb:g} cannot hold one sequence of {config.max_model_len} tokens; "
             f"use {ceil(needed * 10) / 10:g} or more"
         )
     return problems

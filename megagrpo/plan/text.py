@@ -30,17 +30,17 @@ def experts_text(config: RunConfig, model: HfConfig, world_size: int) -> str:
 def rollout_text(config: RunConfig) -> str:
     r = config.rollout
     if r.urls:
-        return f"{len(r.urls)} vLLM server(s) that run already, up to {r.max_model_len} tokens a sequence"
+        return f"{len(r.urls)} vLLM server(s) that run already, up to {config.max_model_len} tokens a sequence"
     return (
-        f"{r.servers} vLLM server(s) x tp {r.tp}, up to {r.max_model_len} tokens a sequence; each takes {r.gpu_memory_utilization:.0%} "
-        f"of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
+        f"{r.servers} vLLM server(s) x tp {r.tp}, up to {config.max_model_len} tokens a sequence; each takes "
+        f"{r.gpu_memory_utilization:.0%} of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
     )
 
 
 def step_text(config: RunConfig, dp: int) -> str:
     r, t = config.rollout, config.train
     samples = r.prompts_per_step * r.num_generations
-    tokens = samples * r.max_model_len
+    tokens = samples * config.max_model_len
     per_rank = max(config.parallel.pp, ceil(tokens / dp / t.max_tokens_per_micro_batch))
     return (
         f"{r.prompts_per_step} prompts x {r.num_generations} generations = {samples} samples, at most {tokens:,} tokens = "

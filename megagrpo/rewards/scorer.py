@@ -42,9 +42,10 @@ class RewardScorer:
 
     A function is called with keywords as in TRL: `prompts`, `completions`, `completion_ids`, every data set column, its own `args`, and
     `finish_reasons` and `max_completion_length`, of which it gets those it accepts. For a prompt that is a list of messages the
-    completion is a list with one assistant message, for a string prompt it is a string. It gives one number, or None for "cannot
-    score", per completion. It sees a part of the batch at a time: whole groups while it is fast, single completions when a part
-    failed or it is too slow for more. What raises, hangs, or gives no finite number scores 0 and is counted.
+    completion is a list with one assistant message, or of several turns with all that followed the prompt; for a string prompt it is
+    a string, of several turns the policy's last message. `completion_ids` are the tokens that the policy wrote. It gives one number,
+    or None for "cannot score", per completion. It sees a part of the batch at a time: whole groups while it is fast, single
+    completions when a part failed or it is too slow for more. What raises, hangs, or gives no finite number scores 0 and is counted.
 
     Functions are loaded in the workers, here at construction: ValueError for an unknown name, a function that cannot be imported, or
     an argument it does not take. `base_folder` is where relative .py files and modules are looked for after the current folder.
@@ -134,7 +135,7 @@ class RewardScorer:
         arguments |= {
             "prompts": [r.prompt.messages for r in chosen],
             "completions": [_completion(r) for r in chosen],
-            "completion_ids": [list(r.response_ids) for r in chosen],
+            "completion_ids": [[t for t, own in zip(r.response_ids, r.written, strict=True) if own] for r in chosen],
             "finish_reasons": [r.finish_reason for r in chosen],
             "max_completion_length": self._max_completion_length,
         }
@@ -168,6 +169,9 @@ class RewardScorer:
     def _scored(self, rollout: Rollout, i: int) -> ScoredRollout:
         rewards = {f.name: f.values[i] for f in self._functions}
         weighted = [f.weight * f.values[i] for f in self._functions if f.values[i] is not None]
+        if rollout.dialogue is not None:
+            rewards |= rollout.dialogue.rewards
+            weighted += [value for value in rollout.dialogue.rewards.values() if value is not None]
         return ScoredRollout(rollout, rewards, math.fsum(weighted) if weighted else math.nan)
 
     def metrics(self) -> dict[str, float]:
@@ -197,10 +201,11 @@ class RewardScorer:
         self.close()
 
 
-def _completion(rollout: Rollout) -> str | list[dict[str, str]]:
+def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:
+    messages = None if rollout.dialogue is None else list(rollout.dialogue.messages)
     if isinstance(rollout.prompt.messages, str):
-        return rollout.text
-    return [{"role": "assistant", "content": rollout.text}]
+        return rollout.text if messages is None else next(m["content"] for m in reversed(messages) if m["role"] == "assistant")
+    return messages or [{"role": "assistant", "content": rollout.text}]
 
 
 def _argument_problems(function: _Function, index: int, signature: dict[str, Any]) -> list[str]:

@@ -111,9 +111,10 @@ def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -
 
 
 def random_samples(seed: int = 1) -> list[TrainSample]:
-    """Groups of responses of many lengths to prompts of many lengths, two of them cut at the longest length, a few without advantage.
+    """Groups of responses of many lengths to prompts of many lengths, two of them cut at the longest length, a few without advantage, a few
+    with a middle that somebody else wrote.
 
-    Every response token has a rollout log-prob that no other has: it tells which token a row is about, wherever it was packed.
+    Every token that the policy wrote has a rollout log-prob that no other has: it tells which token a row is about, wherever it was packed.
     """
     generator = torch.Generator().manual_seed(seed)
     samples = []
@@ -124,6 +125,8 @@ def random_samples(seed: int = 1) -> list[TrainSample]:
         length = MAX_RESPONSE if i in (0, 7) else 1 + 5 * i % MAX_RESPONSE
         ids = torch.cat([prompt, torch.randint(0, VOCABULARY, (length,), generator=generator)])
         mask = torch.arange(ids.numel()) >= prompt.numel()
+        if i % 4 == 1:
+            mask[prompt.numel() + length // 3 : prompt.numel() + 2 * length // 3] = False
         logprobs = torch.where(mask, -4.5 + 0.1 * torch.randn(ids.numel(), generator=generator), 0.0)
         advantage = float(0.5 + torch.randn((), generator=generator)) if i % 5 else 0.0
         samples.append(TrainSample(ids, mask, logprobs, advantage))

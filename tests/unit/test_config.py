@@ -173,3 +173,34 @@ def test_help_prints_every_key_with_its_type_default_and_docstring():
     assert "  run.wandb  (off | offline | online, default off)" in text
     assert "  rewards.functions.N.weight  (float, default 1.0)" in text
     assert "  data.eval.source" in text and "  evaluation.num_generations" in text
+
+
+MULTI_TURN = {
+    "multi_turn.max_turns=3": "multi_turn.max_turns: nobody answers the policy; name a scheduler, tools or an environment",
+    "multi_turn={tools: [calculator], scheduler_args: {attempts: 3}}": "multi_turn.scheduler_args: there is no scheduler to pass them to",
+    "multi_turn={scheduler: math_tip_trick, tool_parser: 'vllm:hermes'}": "multi_turn.tool_parser: there are no tools",
+    "multi_turn={scheduler: math_tip_trick, max_tool_calling_iterations: 2}": "multi_turn.max_tool_calling_iterations: there are no tools",
+    "multi_turn={tools: [calculator], completion_length_limit_scope: per_round}": "multi_turn.max_response_length: per_round limits no",
+    "multi_turn={tools: [calculator], max_response_length: 900}": "multi_turn.max_response_length: rollout.max_completion_length limits",
+    "multi_turn={tools: [calculator], completion_length_limit_scope: per_round, max_response_length: 100}": (
+        "multi_turn.max_response_length: 100 cannot hold one turn of rollout.max_completion_length 256"
+    ),
+    "multi_turn={tools: [calculator], completion_length_limit_scope: per_round, max_response_length: 4000}": (
+        "train.max_tokens_per_micro_batch: 4096 cannot hold the longest sample, rollout.max_prompt_length 512 + "
+        "multi_turn.max_response_length 4000 = 4512"
+    ),
+    "multi_turn={tools: [calculator], tool_parser: xml}": "multi_turn.tool_parser: String should match pattern",
+}
+
+
+@pytest.mark.parametrize(("override", "problem"), MULTI_TURN.items(), ids=MULTI_TURN)
+def test_options_of_several_turns_that_say_nothing_or_contradict_are_refused(tmp_path, override, problem):
+    _, found = problems(write(tmp_path, SMALLEST), override)
+    assert found.startswith(problem)
+
+
+def test_limits_of_several_turns_make_the_longest_sample(tmp_path):
+    path = write(tmp_path, SMALLEST)
+    assert load_config(path, ["multi_turn={tools: [calculator]}"]).max_model_len == 512 + 256
+    scope = "multi_turn={tools: [calculator], completion_length_limit_scope: per_round, max_response_length: 1000}"
+    assert load_config(path, [scope]).max_model_len == 512 + 1000

@@ -34,6 +34,7 @@ STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/
     frac_reward_zero_std num_tokens completions/mean_length completions/min_length completions/max_length completions/clipped_ratio
     completions/mean_terminated_length rewards/exact_number/mean rewards/exact_number/std rewards/exact_number/timeouts
     rewards/exact_number/exceptions rewards/exact_number/unscorable time/generate time/reward time/logprobs time/train time/sync time/step
+    multi_turn/mean_turns multi_turn/failures tools/call_frequency tools/failure_frequency
     packing/micro_batch_imbalance packing/rank_imbalance tokens_per_second memory_gb weight_version
     checkpoint/failures""".split()
 EVALUATION_METRICS = """eval/num_tokens eval/completions/mean_length eval/completions/min_length eval/completions/max_length

@@ -75,7 +75,7 @@ def test_what_decides_how_a_step_is_computed_stays():
 def test_samples_are_of_many_lengths_and_their_tokens_can_be_told_apart():
     samples, config = random_samples(), tiny_run()
     lengths = [s.token_ids.numel() for s in samples]
-    assert len(set(lengths)) > 6 and max(lengths) == config.rollout.max_model_len
+    assert len(set(lengths)) > 6 and max(lengths) == config.max_model_len
     assert any(s.advantage == 0 for s in samples) and any(s.advantage < 0 for s in samples)
     assert all(int(s.response_mask.sum()) >= 1 and s.token_ids.max() < VOCABULARY for s in samples)
     tags = torch.cat([s.rollout_logprobs[s.response_mask] for s in samples])

@@ -1,0 +1,68 @@
+"""Responses of several turns: who answers the policy, and how long that may go on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megagrpo.config.section import PositiveFloat, PositiveInt, Section
+
+
+class MultiTurnSection(Section):
+    scheduler: str | None = None
+    """Decides after each turn what follows: `math_tip_trick`, `math_tip_trick_multi_turn`, `reasoning_gym`, or your own function or class
+    as `package.module:name` or `path/file.py:name` (docs/multi_turn.md)."""
+    scheduler_args: dict[str, Any] = {}
+    """Keyword arguments of the scheduler, passed on every call."""
+    tools: list[str] = []
+    """Functions that the policy may call: `calculator`, or your own as `package.module:function` or `path/file.py:function`."""
+    environment: str | None = None
+    """Class as `package.module:Class` or `path/file.py:Class`: each response gets an instance, whose public methods are tools."""
+    tool_parser: Annotated[str, Field(pattern=r"^(hermes|vllm:[a-z0-9_]+)$")] = "hermes"
+    """How tool calls are read from a turn: `hermes`, JSON between <tool_call> and </tool_call>, or `vllm:NAME`, a parser of vLLM."""
+    max_turns: PositiveInt | None = None
+    """Turns that the policy may take in one response; as many as fit when empty."""
+    max_tool_calling_iterations: PositiveInt | None = None
+    """Turns of one response whose tool calls are carried out; as many as fit when empty."""
+    completion_length_limit_scope: Literal["total", "per_round"] = "total"
+    """What `rollout.max_completion_length` limits, in tokens: the whole response with what tools and schedulers write into it, or each
+    turn of the policy."""
+    max_response_length: PositiveInt | None = None
+    """Longest response in tokens, everything counted, where the other limit is per_round."""
+    timeout: PositiveFloat = 10.0
+    """Seconds that one call of a tool, a scheduler or an environment may take; then its process is killed and the failure counted."""
+    workers: PositiveInt = 4
+    """Worker processes, per rank that generates, that tools, schedulers and environments run in."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether responses can have more than one turn."""
+        return bool(self.scheduler or self.tools or self.environment)
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the policy is offered tools."""
+        return bool(self.tools or self.environment)
+
+
+def multi_turn_problems(m: MultiTurnSection) -> list[str]:
+    """Options that would say nothing, or contradict each other."""
+    problems, given = [], m.model_fields_set - {"scheduler", "tools", "environment"}
+    fields = MultiTurnSection.model_fields
+    idle = [name for name in fields if name in given and getattr(m, name) != fields[name].default]
+    if not m.enabled:
+        return [f"multi_turn.{name}: nobody answers the policy; name a scheduler, tools or an environment" for name in idle]
+    if m.scheduler_args and m.scheduler is None:
+        problems.append("multi_turn.scheduler_args: there is no scheduler to pass them to; name one or leave them out")
+    for name in ("max_tool_calling_iterations", "tool_parser"):
+        if name in idle and not m.calls_tools:
+            problems.append(f"multi_turn.{name}: there are no tools; name tools or an environment, or leave it out")
+    if m.completion_length_limit_scope == "per_round" and m.max_response_length is None:
+        problems.append("multi_turn.max_response_length: per_round limits no whole response; give the tokens that one may have")
+    if m.completion_length_limit_scope == "total" and m.max_response_length is not None:
+        problems.append(
+            "multi_turn.max_response_length: rollout.max_completion_length limits the whole response; leave it out, or set "
+            "completion_length_limit_scope to per_round"
+        )
+    return problems
