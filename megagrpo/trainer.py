@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megagrpo.algorithms.advantages import advantages_of, reward_statistics, rewards_by_group, to_samples
+from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.checkpoint import Checkpointer, CheckpointError
 from megagrpo.collect import Collector, StopRequested, rollout_metrics
@@ -16,6 +17,7 @@ from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.prompts import PromptSource
 from megagrpo.dump import StepDumps
+from megagrpo.look_ahead import look_ahead
 from megagrpo.metrics import MetricsWriter, PhaseTimer
 from megagrpo.parallel.device import memory_gb
 from megagrpo.parallel.layout import Layout
@@ -112,7 +114,11 @@ class Trainer:
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on the batch; none, and the metrics without those of the optimizer, when a number in it is not finite."""
-        divisor = denominator(batch, self.config.algorithm.loss_type, self.config.rollout.max_completion_length)
+        algorithm = self.config.algorithm
+        divisor = denominator(batch, algorithm.loss_type, self.config.rollout.max_completion_length)
+        entropy_coef = bonus_coefficient(self.state, algorithm)
+        with self.timer("logprobs"):
+            batch = look_ahead(batch, self.policy, divisor, entropy_coef)
         loss_fn = self.dumps.record(self.loss_fn)
         with self.timer("train"):
             try:
@@ -121,6 +127,9 @@ class Trainer:
             except NonFiniteError as error:
                 metrics = error.metrics
                 self.count_skip(error)
+        if algorithm.entropy_bonus:
+            metrics["entropy_coef"] = entropy_coef
+            adapt_bonus(self.state, metrics, algorithm)
         self.dumps.measured(metrics, divisor)
         return metrics
 

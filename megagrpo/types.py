@@ -9,7 +9,7 @@ Every [T] array is label-aligned: position t speaks of labels[t] = token_ids[t +
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,6 +133,11 @@ class MicroBatch:
     old_logprobs: Tensor | None = None  # [T] float32; None: the policy itself, gradient stopped
     ref_logprobs: Tensor | None = None  # [T] float32; None: no sampled KL term
     ref_head: RefHead | None = None  # what the exact KL needs of the reference; None: no exact KL term
+    # What a loss needs to know of the whole step, from `look_ahead`; None: it does not.
+    high_entropy: Tensor | None = None  # [T] bool, loss tokens that the policy term counts
+    entropy_weights: Tensor | None = None  # [T] float32, what each token's entropy takes off the loss; the entropy then has a gradient
+    slopes: Tensor | None = None  # [T] float32, the loss's derivative by each log-prob
+    values: Tensor | None = None  # [T] float32, each token's part of the loss
 
     @property
     def num_tokens(self) -> int:
@@ -163,13 +168,14 @@ class TrainBatch:
     def with_logprobs(self, old: list[Tensor] | None = None, ref: list[Tensor] | None = None) -> TrainBatch:
         """A copy whose micro-batches carry these old_ and ref_ log-probs, one [T] tensor per micro-batch; what is not given stays."""
         given = {name: rows for name, rows in (("old_logprobs", old), ("ref_logprobs", ref)) if rows is not None}
-        return self._with_rows(**given)
+        return self.with_rows(**given)
 
     def with_ref_heads(self, heads: list[RefHead | None]) -> TrainBatch:
         """A copy whose micro-batches carry these."""
-        return self._with_rows(ref_head=heads)
+        return self.with_rows(ref_head=heads)
 
-    def _with_rows(self, **rows: list[Any]) -> TrainBatch:
+    def with_rows(self, **rows: Sequence[Any]) -> TrainBatch:
+        """A copy whose micro-batches carry these, one for each micro-batch under the name of a field."""
         micro_batches = self.micro_batches
         for name, values in rows.items():
             micro_batches = tuple(replace(m, **{name: value}) for m, value in zip(micro_batches, values, strict=True))
@@ -181,7 +187,7 @@ class LossInputs:
     """What a loss may look at, for one micro-batch: the rows of `MicroBatch` and what the policy says of them now."""
 
     policy_logprobs: Tensor  # [T] float32, with gradient
-    entropy: Tensor  # [T] float32, no gradient
+    entropy: Tensor  # [T] float32, with gradient where the micro-batch has `entropy_weights`
     micro_batch: MicroBatch
     full_kl: Tensor | None = None  # [T] float32, with gradient: KL to the reference over the whole vocabulary; None: not asked for
 
@@ -208,3 +214,5 @@ class TrainState:
     cursor: int = 0  # prompts drawn since the start
     skipped_steps: int = 0  # optimizer steps left out because their loss or gradient was NaN or infinite
     mismatch_alarms: int = 0  # steps whose train/rollout mismatch was above the threshold
+    entropy_coef: float | None = None  # weight of the entropy bonus, where it is adaptive; None: still that of the configuration
+    last_entropy: float | None = None  # mean of the optimizer step before, over the tokens that the bonus counts

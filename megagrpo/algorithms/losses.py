@@ -1,4 +1,4 @@
-"""The loss that a configuration names, put together: policy term, masks, correction of the engine's mismatch, KL."""
+"""The loss that a configuration names, put together: policy term, masks, correction of the engine's mismatch, KL, entropy bonus."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torch import Tensor
 from megagrpo.algorithms.correction import correction_metrics, correction_weights
 from megagrpo.algorithms.kl import token_kl
 from megagrpo.algorithms.mismatch import mismatch_metrics
-from megagrpo.algorithms.policy_losses import POLICY_LOSSES, Tokens, clipped, importance_ratio, keep_on_policy
+from megagrpo.algorithms.policy_losses import POLICY_LOSSES, Tokens, importance_ratio, keep_on_policy
 from megagrpo.algorithms.reductions import numerator
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import AlgorithmSection, RunConfig
+from megagrpo.config.algorithm import CLIPPED_LOSSES
 from megagrpo.types import LossFn, LossInputs, LossOutput
 
 Sums = dict[str, tuple[Tensor, Tensor]]
@@ -33,13 +34,15 @@ def make_loss(config: RunConfig) -> LossFn:
             metrics |= correction_metrics(correction, batch.loss_mask)
 
         ratio = importance_ratio(policy, old, sequences, algorithm.importance_sampling_level)
-        tokens = Tokens(policy, old, ratio, batch.advantages, sequences, correction)
+        tokens = Tokens(policy, old, ratio, batch.advantages, sequences, correction, batch.slopes, batch.values)
         per_token = POLICY_LOSSES[algorithm.loss_type](tokens, algorithm)
         if algorithm.off_policy_mask_threshold is not None:
             sampled = batch.rollout_logprobs if algorithm.importance_correction != "off" else old
             keep = keep_on_policy(policy, sampled, batch.advantages, sequences, algorithm.off_policy_mask_threshold)
             per_token = torch.where(keep, per_token, 0.0)
             metrics["off_policy_mask/kept"] = masked_sum(keep.float(), batch.loss_mask)
+        if batch.high_entropy is not None:
+            per_token = torch.where(batch.high_entropy, per_token, 0.0)
         if correction is not None and algorithm.loss_type != "vespo":  # vespo holds it in its own weight
             per_token = per_token * correction
         kl = inputs.full_kl
@@ -50,7 +53,12 @@ def make_loss(config: RunConfig) -> LossFn:
             metrics["kl"] = masked_sum(kl.detach(), batch.loss_mask)
         metrics |= ratio_metrics(tokens, algorithm)
         metrics["entropy"] = masked_sum(inputs.entropy, batch.loss_mask)
-        return LossOutput(numerator=numerator(per_token, sequences, algorithm.loss_type), metrics=metrics)
+        total = numerator(per_token, sequences, algorithm.loss_type)
+        if batch.high_entropy is not None:
+            metrics["entropy/top"] = masked_sum(inputs.entropy, batch.high_entropy)
+        if batch.entropy_weights is not None:
+            total = total - masked_sum(batch.entropy_weights * inputs.entropy, batch.loss_mask)[0]
+        return LossOutput(numerator=total, metrics=metrics)
 
     return loss
 
@@ -78,7 +86,7 @@ def ratio_metrics(tokens: Tokens, algorithm: AlgorithmSection) -> Sums:
     share = sequence_share if algorithm.importance_sampling_level == "sequence" else token_share
     if algorithm.loss_type == "cispo":
         return {"cispo_clip_ratio": share((ratio > algorithm.upper_epsilon) & (advantages > 0), tokens.sequences)}
-    if POLICY_LOSSES[algorithm.loss_type] is not clipped:
+    if algorithm.loss_type not in CLIPPED_LOSSES:
         return {}
     low = (ratio < 1 - algorithm.epsilon) & (advantages < 0)
     high = (ratio > 1 + algorithm.upper_epsilon) & (advantages > 0)

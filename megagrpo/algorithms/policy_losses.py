@@ -30,6 +30,8 @@ class Tokens:
     advantages: Tensor
     sequences: Sequences
     correction: Tensor | None = None  # weight of each token for the engine's mismatch; None: 1
+    slopes: Tensor | None = None  # what real knows from the whole step
+    values: Tensor | None = None
 
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, sequences: Sequences, level: str) -> Tensor:
@@ -93,6 +95,27 @@ def gmpo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
     return -t.sequences.spread(t.sequences.means(bounded)).exp() * t.advantages
 
 
+def real(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
+    """Each token's part of the groups' losses, which are in `real`, with its share of their gradient."""
+    assert t.slopes is not None and t.values is not None, "loss_type real needs look_ahead"
+    return t.values + t.slopes * (t.logprobs - t.logprobs.detach())
+
+
+def fipo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
+    """The clipped loss weighted by what followed: exp(sum over s >= t of gamma^(s - t) log r_s), gamma = 2^(-1 / fipo_decay_rate), cut to
+    [1 - fipo_clip_range, 1 + fipo_clip_range], or from 1 up. The weight has no gradient; tokens with r above `delta` add nothing to it,
+    and where A < 0 and r exceeds `fipo_safety_threshold` it is at most 1 and may go below (ms-swift 4.6's `loss_type: fipo`)."""
+    ratio, span = t.ratio.detach(), algorithm.fipo_clip_range
+    moved = (t.logprobs - t.old_logprobs).detach()
+    counted = t.sequences.mask if algorithm.delta is None else t.sequences.mask & (ratio <= algorithm.delta)
+    weight = t.sequences.discounted_ahead(torch.where(counted, moved, 0.0), 2 ** (-1 / algorithm.fipo_decay_rate)).exp()
+    bounded = weight.clamp(1.0 if algorithm.fipo_clip_high_only else 1 - span, 1 + span)
+    if algorithm.fipo_safety_threshold is not None:
+        unsafe = (t.advantages < 0) & (ratio > algorithm.fipo_safety_threshold)
+        bounded = torch.where(unsafe, weight.clamp(1 - span, 1.0), bounded)
+    return bounded * clipped(t, algorithm)
+
+
 PolicyLoss = Callable[[Tokens, AlgorithmSection], Tensor]
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
@@ -105,6 +128,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "sapo": sapo,
     "vespo": vespo,
     "gmpo": gmpo,
+    "real": real,
+    "fipo": fipo,
 }
 
 

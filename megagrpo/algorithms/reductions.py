@@ -12,7 +12,7 @@ from torch import Tensor
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.types import TrainBatch
 
-TOKENS = ("bnpo", "dapo", "cispo", "vespo")  # sum of tokens / tokens
+TOKENS = ("bnpo", "dapo", "cispo", "vespo", "fipo", "real")  # sum of tokens / tokens
 SEQUENCE_MEANS = ("grpo", "sapo", "gmpo")  # sum of the samples' token means / samples
 SEQUENCE_SUMS = ("luspo",)  # sum of tokens / samples
 FIXED_LENGTH = ("dr_grpo",)  # sum of tokens / (samples x max_completion_length)

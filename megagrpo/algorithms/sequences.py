@@ -36,6 +36,16 @@ class Sequences:
         """[S]: mean of `values` [T] over each sequence's counted tokens; 0 without any."""
         return self.sums(values) / self.lengths()
 
+    def discounted_ahead(self, values: Tensor, factor: float) -> Tensor:
+        """[T]: sum over the token and those that follow it in its sequence of factor^distance times `values` [T]."""
+        total, distance = values, 1
+        while distance < values.numel():  # doubles the stretch that each sum has seen
+            same = self.index[distance:] == self.index[:-distance]
+            ahead = torch.where(same, factor**distance * total[distance:], 0.0)
+            total = total + torch.nn.functional.pad(ahead, (0, distance))
+            distance *= 2
+        return total
+
     def spread(self, per_sequence: Tensor) -> Tensor:
         """[T]: each sequence's entry of `per_sequence` [S] at all its tokens."""
         return per_sequence[self.index]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megagrpo.config.section import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from pydantic import Field
 
-CLIPPED_LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
+from megagrpo.config.section import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+CLIPPED_LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "fipo")
 
 
 class AlgorithmSection(Section):
-    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo"] = "dapo"
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo", "real", "fipo"] = "dapo"
     """The loss and how its tokens are averaged. The clipped ratio: grpo by sequence then batch, dapo and bnpo by token, dr_grpo by
-    sequences x max_completion_length, luspo summed by sequence. cispo, sapo, vespo and gmpo bound the ratio otherwise: docs/losses.md."""
+    sequences x max_completion_length, luspo summed by sequence. cispo, sapo, vespo, gmpo and fipo bound or weigh the ratio otherwise, real
+    classifies the responses of a group: docs/losses.md."""
     beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the reference model; 0 builds no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var", "full_forward", "full_reverse"] = "k3"
@@ -40,6 +43,32 @@ class AlgorithmSection(Section):
     """vespo: power of the sequence weight at negative advantages."""
     vespo_lambda_neg: NonNegativeFloat = 2.0
     """vespo: damping of the sequence weight at negative advantages."""
+    real_tau: PositiveFloat = 0.5
+    """real: what a response's mean log-ratio is divided by."""
+    fipo_decay_rate: PositiveFloat = 32.0
+    """fipo: tokens after which the weight of what follows is halved."""
+    fipo_clip_range: Fraction = 0.2
+    """fipo: how far the weight of a token may be from 1."""
+    fipo_clip_high_only: bool = True
+    """fipo: no weight below 1."""
+    fipo_safety_threshold: PositiveFloat | None = 4.0
+    """fipo: above this ratio a token with negative advantage gets a weight of at most 1; no such bound when empty."""
+    top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the loss tokens of all ranks, those of highest entropy, that the policy term counts; the KL term counts all. Below 1 it takes
+    one more forward pass per optimizer step."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of an entropy bonus: this times the mean entropy of the tokens of the policy term is taken off the loss."""
+    use_adaptive_entropy: bool = False
+    """Move that weight by entropy_coef_delta after every optimizer step, up where the mean entropy was at or below entropy_target, else
+    down, and apply it only after such a step."""
+    entropy_target: NonNegativeFloat = 0.2
+    """Entropy below which an adaptive bonus sets in, in nats per token."""
+    entropy_coef_delta: NonNegativeFloat = 0.005
+    """Step of the adaptive weight."""
+    entropy_coef_min: NonNegativeFloat = 0.0
+    """Smallest adaptive weight."""
+    entropy_coef_max: NonNegativeFloat = 1.0
+    """Largest adaptive weight."""
     off_policy_mask_threshold: NonNegativeFloat | None = None
     """Leave sequences with negative advantage out of the policy term when the policy has left them: mean log(sampled / policy) above
     this."""
@@ -75,8 +104,8 @@ class AlgorithmSection(Section):
     """Take the tokens of responses that were cut at `max_completion_length` out of the loss, its metrics and the token count. Their
     rewards stay in the statistics of their group, and they still count as sequences."""
     skip_zero_advantage: bool = True
-    """Leave samples whose advantage is exactly 0 out of the forward and backward pass when beta and router_aux_loss_coef are 0: their
-    gradient is 0. They still count in every denominator, so the update is the same."""
+    """Leave samples whose advantage is exactly 0 out of the forward and backward pass where they add no gradient: not with beta,
+    router_aux_loss_coef, an entropy option or real. They still count in every denominator, so the update is the same."""
 
     @property
     def upper_epsilon(self) -> float:
@@ -87,11 +116,16 @@ class AlgorithmSection(Section):
     def gradient_is_local(self) -> bool:
         """Whether the loss's gradient in a token's log-prob depends on no other token's."""
         return (
-            self.loss_type not in ("vespo", "gmpo")
+            self.loss_type not in ("vespo", "gmpo", "fipo")
             and self.importance_sampling_level == "token"
             and self.importance_correction in ("off", "token_truncate", "token_mask")
             and self.off_policy_mask_threshold is None
         )
+
+    @property
+    def entropy_bonus(self) -> bool:
+        """Whether the loss may have an entropy bonus."""
+        return self.entropy_coef > 0 or self.use_adaptive_entropy
 
     @property
     def full_kl(self) -> bool:
@@ -101,4 +135,5 @@ class AlgorithmSection(Section):
     @property
     def leaves_out_zero_advantage(self) -> bool:
         """Whether samples without advantage are not computed."""
-        return self.skip_zero_advantage and not self.beta and not self.router_aux_loss_coef
+        teaches = self.beta or self.router_aux_loss_coef or self.entropy_bonus or self.top_entropy_quantile < 1 or self.loss_type == "real"
+        return self.skip_zero_advantage and not teaches

@@ -61,8 +61,20 @@ def loss_problems(a: AlgorithmSection) -> list[str]:
         problems.append(f"algorithm.delta: {a.loss_type} has no such bound; leave it empty or choose one of {', '.join(CLIPPED_LOSSES)}")
     if a.loss_type == "cispo" and a.epsilon_high is None:
         problems.append("algorithm.epsilon_high: cispo needs the largest weight itself; ScaleRL uses 5.0")
-    if a.loss_type in ("vespo", "gmpo") and a.importance_sampling_level != "token":
+    if a.loss_type in ("vespo", "gmpo", "real") and a.importance_sampling_level != "token":
         problems.append(f"algorithm.importance_sampling_level: {a.loss_type} has its own sequence ratio; set it to token")
+    if a.loss_type == "real":
+        problems += [
+            f"algorithm.{key}: real compares whole responses of a group and knows no {what}; set it to {neutral}"
+            for key, value, what, neutral in (
+                ("importance_correction", a.importance_correction, "weights of tokens", "off"),
+                ("off_policy_mask_threshold", a.off_policy_mask_threshold, "left-out sequences", None),
+                ("top_entropy_quantile", a.top_entropy_quantile, "left-out tokens", 1.0),
+            )
+            if value != neutral
+        ]
+    if a.use_adaptive_entropy and a.entropy_coef_min > a.entropy_coef_max:
+        problems.append(f"algorithm.entropy_coef_min: {a.entropy_coef_min} is above entropy_coef_max {a.entropy_coef_max}; lower it")
     correction, low, high = a.importance_correction, a.importance_correction_min, a.importance_correction_max
     if correction == "off":
         return problems

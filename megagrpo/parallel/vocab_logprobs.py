@@ -13,6 +13,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from megagrpo.parallel.vocab_shard import HeadGradients, Softmax, VocabShard, blocks, chunks, wide
 
 DIRECTIONS = ("forward", "reverse")
+LOGPROBS, ENTROPY, KL = range(3)  # the outputs
 Upstream = Callable[..., tuple[Tensor, ...]]
 
 
@@ -25,20 +26,22 @@ def vocab_logprobs(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     chunk: int = 256,
+    entropy_gradient: bool = False,
     upstream: Upstream | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(logprobs [N], entropy [N]) in nats, float32 (float64 for float64 inputs), of softmax(hidden weight^T / temperature).
 
     `group` are the tensor-parallel ranks (None: one rank holds all rows); all of them must call this with the same N. Rows at or above
-    `vocab_size` are padding and get probability 0. The logits of `chunk` tokens exist at a time. The gradient flows through logprobs to
-    `hidden` and `weight`; entropy carries none. The gradient of `hidden` is this rank's share: the caller sums it over the group (the
-    backward of Megatron's copy_to_tensor_model_parallel_region).
+    `vocab_size` are padding and get probability 0. The logits of `chunk` tokens exist at a time. The gradient flows through logprobs, and
+    with `entropy_gradient` through entropy, to `hidden` and `weight`. That of `hidden` is this rank's share: the caller sums it over the
+    group (the backward of Megatron's copy_to_tensor_model_parallel_region).
 
-    `upstream(rows, logprobs)` may foretell the gradients ([n],) that the backward pass will bring to the log-probs [n] of tokens `rows`.
-    Then each chunk's logits become gradients while they are at hand, in three matrix products, as many as with all logits kept. Without
-    it logits are computed again in the backward pass, a fourth product; so they are when it brings anything else, with the same result.
+    `upstream(rows, logprobs)` may foretell the gradients ([n],) that the backward pass will bring to the log-probs [n] of tokens `rows`;
+    with `entropy_gradient`, `upstream(rows, logprobs, entropy)` foretells two. Then each chunk's logits become gradients while they are at
+    hand, in three matrix products, as many as with all logits kept. Without it logits are computed again in the backward pass, a fourth
+    product; so they are when it brings anything else, with the same result.
     """
-    task = _Task.of(weight, labels, None, None, group, temperature, vocab_size, chunk, upstream)
+    task = _Task.of(weight, labels, None, None, group, temperature, vocab_size, chunk, entropy_gradient, upstream)
     return _VocabHead.apply(hidden, weight, task)
 
 
@@ -54,6 +57,7 @@ def vocab_logprobs_and_kl(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     chunk: int = 256,
+    entropy_gradient: bool = False,
     upstream: Upstream | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logprobs [N], entropy [N], kl [N]): what `vocab_logprobs` gives of the policy, and the divergence of each token's distribution.
@@ -61,13 +65,13 @@ def vocab_logprobs_and_kl(
     With p = softmax(hidden weight^T / temperature) of the policy and q of the reference, in nats, over the whole vocabulary: reverse is
     KL(p || q) = sum p log(p / q), forward is KL(q || p) = sum q log(q / p). Nothing is sampled, so value and gradient are exact. The
     gradient flows through logprobs and kl to the policy's `hidden` and `weight` as in `vocab_logprobs`; the reference gets none. The
-    other arguments are those of `vocab_logprobs`: `chunk` tokens of each model, and `upstream(rows, logprobs, kl)` foretells two gradients.
-    Raises ValueError for another direction.
+    other arguments are those of `vocab_logprobs`: `chunk` tokens of each model, and `upstream` is also given the kl of its tokens, as the
+    last, and foretells its gradient. Raises ValueError for another direction.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: {direction!r} is not one of {', '.join(DIRECTIONS)}")
     ref = ref_hidden, ref_weight
-    task = _Task.of(weight, labels, ref, direction, group, temperature, vocab_size, chunk, upstream)
+    task = _Task.of(weight, labels, ref, direction, group, temperature, vocab_size, chunk, entropy_gradient, upstream)
     return _VocabHead.apply(hidden, weight, task)
 
 
@@ -81,17 +85,24 @@ class _Task:
     shard: VocabShard
     temperature: float
     chunk: int
+    entropy_gradient: bool
     upstream: Upstream | None
 
     @classmethod
-    def of(cls, weight, labels, ref, direction, group, temperature, vocab_size, chunk, upstream) -> _Task:
+    def of(cls, weight, labels, ref, direction, group, temperature, vocab_size, chunk, entropy_gradient, upstream) -> _Task:
         shard = VocabShard.of(weight, group, vocab_size)
-        return cls(labels, ref, direction == "reverse", shard, temperature, chunk, upstream if torch.is_grad_enabled() else None)
+        upstream = upstream if torch.is_grad_enabled() else None
+        return cls(labels, ref, direction == "reverse", shard, temperature, chunk, entropy_gradient, upstream)
 
     @property
     def num_outputs(self) -> int:
         """logprobs, entropy, and kl with a reference."""
         return 2 if self.ref is None else 3
+
+    @property
+    def taught(self) -> list[int]:
+        """The places among the outputs of those that take a gradient."""
+        return [place for place in range(self.num_outputs) if place != ENTROPY or self.entropy_gradient]
 
 
 class _VocabHead(torch.autograd.Function):
@@ -99,25 +110,25 @@ class _VocabHead(torch.autograd.Function):
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, task: _Task):
         passing, num_tokens, outputs = _Pass(hidden, weight, task), hidden.shape[0], task.num_outputs
         found = hidden.new_empty(2 * outputs - 1, num_tokens, dtype=wide(hidden.dtype))  # the outputs, and a normaliser of each model
-        foretold = hidden.new_empty(outputs - 1, num_tokens, dtype=wide(hidden.dtype))
+        foretold = hidden.new_empty(len(task.taught), num_tokens, dtype=wide(hidden.dtype))
         gradients = None if task.upstream is None else HeadGradients(hidden, weight, task.shard, ctx.needs_input_grad[:2])
         for rows in chunks(num_tokens, task.chunk):
             found[:, rows] = passing.forward(rows)
             if gradients is not None:
-                logprobs, _, *kl = found[:outputs, rows]
-                foretold[:, rows] = torch.stack(task.upstream(rows, logprobs, *kl))
+                foretold[:, rows] = torch.stack(task.upstream(rows, *(found[place, rows] for place in task.taught)))
                 gradients.add(rows, passing.grad_logits(rows, found[:, rows], foretold[:, rows]))
         ctx.save_for_backward(hidden, weight, found, foretold)
         ctx.task, ctx.result = task, None if gradients is None else gradients.result()
         logprobs, entropy, *kl = (row.clone() for row in found[:outputs])
-        ctx.mark_non_differentiable(entropy)
+        if not task.entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy, *kl
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_logprobs: Tensor, _grad_entropy: Tensor | None, *grad_kl: Tensor):
+    def backward(ctx: FunctionCtx, *grads: Tensor | None):
         hidden, weight, found, foretold = ctx.saved_tensors
-        upstream = torch.stack((grad_logprobs, *grad_kl))
+        upstream = torch.stack([grads[place] for place in ctx.task.taught])
         if ctx.result is not None and torch.equal(foretold, upstream):
             return *ctx.result, None
         passing, gradients = _Pass(hidden, weight, ctx.task), HeadGradients(hidden, weight, ctx.task.shard, ctx.needs_input_grad[:2])
@@ -160,23 +171,28 @@ class _Pass:
 
     def grad_logits(self, rows: slice, found: Tensor, upstream: Tensor) -> Tensor:
         """The gradient of the policy's logits before the temperature [n, v], in their place. `found` is what `forward` gave of these rows,
-        `upstream` the gradients of log-probs and KL [1 or 2, n]."""
+        `upstream` the gradients of the outputs that take one [1 to 3, n].
+
+        For p = softmax z: that of log p at the label is 1 there minus p, that of the entropy H is -p (log p + H).
+        """
         task, logits, normaliser = self._task, self._logits, found[self._task.num_outputs, :, None]
-        scale = upstream[0, :, None] / task.temperature
+        scales: dict[int, Tensor] = dict(zip(task.taught, upstream[:, :, None] / task.temperature, strict=True))
         for columns in blocks(logits):
-            log_p = logits[:, columns].sub_(normaliser)
-            if task.ref is None:
-                log_p.exp_().mul_(-scale)
+            log_p, factor = logits[:, columns].sub_(normaliser), -scales[LOGPROBS]  # of p, beside what the label gets
+            if ENTROPY in scales:
+                factor = torch.add(log_p, found[ENTROPY, :, None]).mul_(-scales[ENTROPY]).add_(factor)
+            if KL in scales:
+                self._grad_with_kl(log_p, columns, found, factor, scales[KL])
             else:
-                self._grad_with_kl(log_p, columns, found, scale, upstream[1, :, None] / task.temperature)
-        task.shard.add_at_labels(logits, task.labels[rows], scale[:, 0])
+                log_p.exp_().mul_(factor)
+        task.shard.add_at_labels(logits, task.labels[rows], scales[LOGPROBS][:, 0])
         return logits
 
-    def _grad_with_kl(self, log_p: Tensor, columns: slice, found: Tensor, scale: Tensor, kl_scale: Tensor) -> None:
-        """Overwrite log p with reverse p (kl_scale (log p - log q - KL) - scale), or forward kl_scale (p - q) - scale p."""
+    def _grad_with_kl(self, log_p: Tensor, columns: slice, found: Tensor, factor: Tensor, scale: Tensor) -> None:
+        """Overwrite log p with p factor, plus reverse scale p (log p - log q - KL), or forward scale (p - q)."""
         log_q = self._ref_logits[:, columns].sub_(found[4, :, None])
         if self._task.reverse:
             log_ratio = torch.sub(log_p, log_q, out=log_q)
-            log_p.exp_().mul_(log_ratio.sub_(found[2, :, None]).mul_(kl_scale).sub_(scale))
+            log_p.exp_().mul_(log_ratio.sub_(found[KL, :, None]).mul_(scale).add_(factor))
         else:
-            log_p.exp_().mul_(kl_scale - scale).sub_(log_q.exp_().mul_(kl_scale))
+            log_p.exp_().mul_(scale + factor).sub_(log_q.exp_().mul_(scale))

@@ -67,6 +67,15 @@ class MegatronPolicy:
         return self._collect(batch, collect)
 
     @torch.no_grad()
+    def entropies(self, batch: TrainBatch) -> list[Tensor | None]:
+        """Entropies [T] float32 of every micro-batch's tokens, where and as `logprobs` gives those."""
+
+        def collect(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
+            return self._loss_inputs(output, micro_batch, chunk).entropy
+
+        return self._collect(batch, collect)
+
+    @torch.no_grad()
     def heads(self, batch: TrainBatch) -> list[RefHead | None]:
         """What the LM head multiplies for every micro-batch's loss tokens, on the last pipeline stage; None elsewhere. The weight is the
         head's own storage, not a copy."""
@@ -181,6 +190,7 @@ class MegatronPolicy:
             temperature=self.config.rollout.temperature,
             vocab_size=self.hf_config.vocab_size,
             chunk=self.config.train.logprob_chunk,
+            entropy_gradient=micro_batch.entropy_weights is not None,
             upstream=None if loss_fn is None else partial(foretell, loss_fn, micro_batch, own[selected]),
         )
         if (ref := micro_batch.ref_head) is None:
@@ -190,7 +200,7 @@ class MegatronPolicy:
             found = vocab_logprobs_and_kl(*arguments, ref.hidden, ref.weight, direction=direction, **options)
         rows = found[0].new_zeros(len(found), own.numel()).index_copy(1, selected, torch.stack(found))
         logprobs, entropy, *full_kl = gather_rows(rows, micro_batch.cu_seqlens, self.layout.cp_group)
-        return LossInputs(logprobs, entropy.detach(), micro_batch, *full_kl)
+        return LossInputs(logprobs, entropy if options["entropy_gradient"] else entropy.detach(), micro_batch, *full_kl)
 
     def _own_tokens(self, micro_batch: MicroBatch) -> Tensor:
         """[T/cp]: places of the tokens that this context-parallel rank runs through the model."""
@@ -234,11 +244,12 @@ class MegatronPolicy:
 
 @torch.enable_grad()
 def foretell(loss_fn: LossFn, micro_batch: MicroBatch, places: Tensor, rows: slice, *found: Tensor) -> tuple[Tensor, ...]:
-    """The gradients [n] that a loss sends to log-probs, and to exact KL where there is one, of the tokens `places[rows]`, from their values
-    [n] alone: those of a loss whose gradient in a token depends on no other token's log-prob."""
+    """The gradients [n] that a loss sends to log-probs, to entropy where the loss has a bonus for it, and to exact KL where there is one, of
+    the tokens `places[rows]`, from their values [n] alone: those of a loss whose gradient in a token depends on no other token's."""
     leaves = [row.new_zeros(micro_batch.num_tokens).index_copy(0, places[rows], row).requires_grad_() for row in found]
-    logprobs, *full_kl = leaves
-    numerator = loss_fn(LossInputs(logprobs, torch.zeros_like(logprobs), micro_batch, *full_kl)).numerator
+    logprobs, *others = leaves
+    entropy = others.pop(0) if micro_batch.entropy_weights is not None else torch.zeros_like(logprobs)
+    numerator = loss_fn(LossInputs(logprobs, entropy, micro_batch, *others)).numerator
     return tuple(gradient[places[rows]] for gradient in torch.autograd.grad(numerator, leaves, materialize_grads=True))
 
 

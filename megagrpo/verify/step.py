@@ -15,6 +15,7 @@ from megagrpo.algorithms.reductions import denominator
 from megagrpo.bridge.families import blocks
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
+from megagrpo.look_ahead import look_ahead
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -50,6 +51,7 @@ def take_step(
     try:
         policy, batch, logprobs = prepare(config, hf_config, layout, samples, weights)
         divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
+        batch = look_ahead(batch, policy, divisor, config.algorithm.entropy_coef)
         metrics = policy.backward(batch, make_loss(config), divisor)
         gather_gradients(policy.model)
         gradients, apart, padding = whole_tensors(policy, hf_config, layout, lambda p: p.main_grad)

@@ -12,7 +12,7 @@ LEVELS = [
     {"config", "config_io", "types"},
     {"algorithms", "rewards", "data", "parallel"},
     {"policy", "bridge", "rollout", "console"},
-    {"weight_sync", "checkpoint", "metrics", "dump"},
+    {"weight_sync", "checkpoint", "metrics", "dump", "look_ahead"},
     {"collect"},
     {"trainer", "plan", "verify", "report", "audit"},
     {"train", "__main__"},

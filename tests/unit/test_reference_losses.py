@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megagrpo.algorithms.entropy import threshold_of_top
 from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.real import RealTerms, sample_sums
 from megagrpo.algorithms.reductions import FIXED_LENGTH, TOKENS, denominator
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import build_micro_batch
@@ -15,14 +17,14 @@ from megagrpo.types import LossInputs, TrainBatch, TrainSample
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 TRL = json.loads((VECTORS / "trl_loss.json").read_text())
-SWIFT = json.loads((VECTORS / "swift_loss_megatron.json").read_text())
+SWIFT = {engine: json.loads((VECTORS / f"swift_loss_{engine}.json").read_text()) for engine in ("hf", "megatron")}
 GMPO = json.loads((VECTORS / "trl_misc.json").read_text())["gmpo"]
 PROMPT = 2  # tokens put before every response
 
 
 def settings(**algorithm):
     base = {"model": {"path": "x"}, "data": {"train": {"source": "x"}}, "rewards": {"functions": [{"function": "exact_number"}]}}
-    rollout = {"max_completion_length": algorithm.pop("max_completion_length", 256)}
+    rollout = {name: algorithm.pop(name) for name in ("max_completion_length", "num_generations") if name in algorithm}
     if algorithm.get("loss_type") == "cispo" and algorithm.get("epsilon_high") is None:
         algorithm["epsilon_high"] = algorithm.get("epsilon", 0.2)  # what the reference systems take; here it must be said
     return RunConfig.model_validate(base | {"algorithm": algorithm, "rollout": rollout})
@@ -38,7 +40,7 @@ class Rows:
         for advantage, row in zip(inputs["advantages"], self.mask, strict=True):
             response = torch.cat([torch.zeros(PROMPT, dtype=torch.bool), row])
             length = PROMPT + self.width
-            samples.append(TrainSample(torch.arange(length), response, torch.zeros(length), advantage))
+            samples.append(TrainSample(torch.arange(length), response, torch.zeros(length), advantage, index=len(samples)))
         batch = build_micro_batch(samples)
         advantages = torch.tensor(inputs["advantages"], dtype=torch.float64).repeat_interleave(PROMPT + self.width)
         self.batch = replace(batch, advantages=advantages)
@@ -52,8 +54,24 @@ class Rows:
     def unpack(self, flat):
         return flat.view(-1, PROMPT + self.width)[:, PROMPT - 1 : -1]
 
-    def step(self):
-        return TrainBatch((self.batch,), num_tokens=int(self.mask.sum()), num_sequences=len(self.mask))
+    def divisor(self, config):
+        step = TrainBatch((self.batch,), num_tokens=int(self.mask.sum()), num_sequences=len(self.mask))
+        return denominator(step, config.algorithm.loss_type, config.rollout.max_completion_length)
+
+
+def of_the_whole_step(batch, policy, entropy, rows, config):
+    """What `look_ahead` gathers from the ranks, of a step that is one micro-batch."""
+    algorithm, found = config.algorithm, {}
+    counted = batch.loss_mask
+    if algorithm.top_entropy_quantile < 1:
+        counted = counted & (entropy >= threshold_of_top(entropy[counted], algorithm.top_entropy_quantile))
+        found["high_entropy"] = counted
+    if algorithm.entropy_coef:
+        found["entropy_weights"] = counted * (algorithm.entropy_coef * rows.divisor(config) / counted.sum())
+    if algorithm.loss_type == "real":
+        terms = RealTerms.of(sample_sums(batch, policy), config.rollout.num_generations, algorithm.real_tau)
+        found["slopes"], found["values"] = terms.rows(batch, rows.divisor(config))
+    return found
 
 
 def check(case, inputs, mask, config, scale=1.0, batch_changes=lambda rows: {}):
@@ -62,14 +80,17 @@ def check(case, inputs, mask, config, scale=1.0, batch_changes=lambda rows: {}):
     changes = {"old_logprobs": rows.pack(inputs["old"])} | batch_changes(rows)
     if config.algorithm.beta:
         changes["ref_logprobs"] = rows.pack(inputs["ref"])
+    policy, entropy = (rows.pack(inputs[name]).requires_grad_() for name in ("new", "entropy"))
     batch = replace(rows.batch, **changes)
-    policy = rows.pack(inputs["new"]).requires_grad_()
-    output = make_loss(config)(LossInputs(policy, rows.pack(inputs["entropy"]), batch))
-    loss = output.numerator * scale / denominator(rows.step(), config.algorithm.loss_type, config.rollout.max_completion_length)
+    batch = replace(batch, **of_the_whole_step(batch, policy.detach(), entropy.detach(), rows, config))
+    output = make_loss(config)(LossInputs(policy, entropy, batch))
+    loss = output.numerator * scale / rows.divisor(config)
     assert loss.item() == pytest.approx(case["loss"], rel=1e-6, abs=1e-9)
-    (grad,) = torch.autograd.grad(loss, policy)
-    expected = torch.tensor(case.get("grad_logps", case.get("grad")), dtype=torch.float64)
-    torch.testing.assert_close(rows.unpack(grad), expected, rtol=1e-6, atol=1e-9)
+    found = torch.autograd.grad(loss, (policy, entropy), materialize_grads=True)
+    for grad, oracle in zip(found, (case.get("grad_logps", case.get("grad")), case.get("grad_entropy")), strict=True):
+        grad = rows.unpack(grad)
+        oracle = torch.zeros_like(grad) if oracle is None else torch.tensor(oracle, dtype=torch.float64)
+        torch.testing.assert_close(grad, oracle, rtol=1e-6, atol=1e-8)
     return {name: (total / count).item() for name, (total, count) in output.metrics.items() if not name.endswith(("/min", "/max"))}
 
 
@@ -88,14 +109,15 @@ TRL_WORDS = {
     "vespo_k_neg": float,
     "vespo_lambda_neg": float,
     "off_policy_mask_threshold": float,
+    "top_entropy_quantile": float,
+    "entropy_coef": float,
     "max_completion_length": int,
 }
 # The reference divides by a window's average token count there; ours is the step's own (docs/losses.md).
 WINDOW = [c for c in TRL["cases"] if c["name"].endswith("ga2_spg4_items37")]
-ENTROPY = ("dapo/top_entropy0.2+beta", "grpo/entropy_coef0.01_ga2")
 
 
-@pytest.mark.parametrize("case", [c for c in TRL["cases"] if c["name"] not in ENTROPY], ids=lambda c: c["name"])
+@pytest.mark.parametrize("case", TRL["cases"], ids=lambda c: c["name"])
 def test_trl(case):
     reference, inputs = case["config"], TRL["inputs"] | case.get("inputs_override", {})
     words = {name: reference[name] for name in TRL_WORDS if reference[name] is not None}
@@ -144,32 +166,70 @@ SWIFT_WORDS = {
     "tau_pos": "sapo_temperature_pos",
     "tau_neg": "sapo_temperature_neg",
     "max_completion_length": "max_completion_length",
+    "num_generations": "num_generations",
+    "real_tau": "real_tau",
+    "fipo_decay_rate": "fipo_decay_rate",
+    "fipo_clip_range": "fipo_clip_range",
+    "fipo_clip_high_only": "fipo_clip_high_only",
 }
-OURS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 
 
-def _comparable(case):
-    reference = case["config"]
-    # Its rollout correction also weights the KL term; ours never does.
-    return reference["loss_type"] in OURS and not (reference["rollout_importance_sampling_mode"] and reference["beta"])
+ITS_CORRECTION = {
+    "token_truncate": "token_truncate",
+    "token_mask": "token_mask",
+    "sequence_truncate": "geometric_truncate",
+    "sequence_mask": "geometric_mask",
+}
+# What ours computes otherwise, and why; docs/losses.md says it to users. Of these cases each must differ.
+SWIFT_DIFFERS = {
+    "grpo/rollout_is/token_truncate/C2": "its correction weighs the KL term too",
+    "grpo/rollout_is/token_mask/C2": "its correction weighs the KL term too",
+    "grpo/rollout_is/sequence_truncate/C2": "its correction weighs the KL term too",
+    "grpo/rollout_is/sequence_mask/C2": "its correction weighs the KL term too, and tokens of a kept sequence by their own ratios",
+}
+SWIFT_CASES = [(engine, case) for engine, file in SWIFT.items() for case in file["cases"]]
 
 
-@pytest.mark.parametrize("case", [c for c in SWIFT["cases"] if _comparable(c)], ids=lambda c: c["name"])
-def test_ms_swift_on_megatron(case):
-    reference, inputs = case["config"], SWIFT["inputs"]
+@pytest.mark.parametrize(("engine", "case"), SWIFT_CASES, ids=lambda v: v if isinstance(v, str) else v["name"])
+def test_ms_swift(engine, case):
+    if case["name"] not in SWIFT_DIFFERS:
+        _check_swift(engine, case)
+        return
+    with pytest.raises(AssertionError):
+        _check_swift(engine, case)
+    assert case["config"]["beta"] > 0
+
+
+def _check_swift(engine, case):
+    reference, inputs = case["config"], SWIFT[engine]["inputs"]
     words = {ours: reference[theirs] for theirs, ours in SWIFT_WORDS.items() if reference[theirs] is not None}
+    words["fipo_safety_threshold"] = reference["fipo_safety_threshold"]
+    changes = {}
+    if mode := reference["rollout_importance_sampling_mode"]:
+        words |= {"importance_correction": ITS_CORRECTION[mode], "importance_correction_max": reference["rollout_importance_sampling_threshold"]}
+        changes["rollout_logprobs"] = inputs["sampling"]
     mask = torch.tensor(inputs["mask"])
     if reference["overlong_filter"]:
         mask = mask * (1 - torch.tensor(inputs["truncated_mask"], dtype=torch.long)[:, None])
-    check(case, inputs, mask.tolist(), settings(**words), scale=_swift_scale(reference, mask, torch.tensor(inputs["mask"])))
+    metrics = check(
+        case,
+        inputs,
+        mask.tolist(),
+        settings(**words),
+        scale=_swift_scale(engine, reference, mask, torch.tensor(inputs["mask"])),
+        batch_changes=lambda rows: {name: rows.pack(values) for name, values in changes.items()},
+    )
+    if "kl" in case.get("metrics", {}):
+        assert metrics["kl"] == pytest.approx(case["metrics"]["kl"], rel=1e-5)
 
 
-def _swift_scale(reference, mask, whole):
-    """Megatron's schedule divides by the micro-batches afterwards, so token losses are multiplied by their number first."""
-    if reference["loss_type"] not in TOKENS:
+def _swift_scale(engine, reference, mask, whole):
+    """Megatron's schedule and the Trainer divide by the micro-batches afterwards, so token losses are multiplied by their number first."""
+    if reference["loss_type"] not in ("dapo", "cispo", "fipo", *(["bnpo"] if engine == "megatron" else [])):
         return 1.0
     items = reference["num_items_in_batch"] or float(whole.sum())
-    return float(mask.sum()) / items * reference["num_microbatches"] * reference["world"]
+    accumulated = reference["num_microbatches"] if engine == "megatron" else reference["gradient_accumulation_steps"]
+    return float(mask.sum()) / items * accumulated * reference["world"]
 
 
 @pytest.mark.parametrize("case", GMPO, ids=lambda c: f"beta {c['beta']}")

@@ -1,0 +1,87 @@
+"""Every loss and its options: the step of a layout equals that of one process, what is known of the whole step included.
+
+`test_gradient_parity.py` has the layouts; here few of them meet every way to compute a loss.
+"""
+
+import functools
+
+import pytest
+from ranks import run_ranks
+from tiny_policy import tiny_model, tiny_run
+
+from megagrpo.verify.compare import compare, silent_tensors
+from megagrpo.verify.shrink import plainly, random_samples
+from megagrpo.verify.step import take_step
+
+MODEL = "llama_tied"
+LOSSES = {
+    "grpo": dict(loss_type="grpo"),
+    "grpo delta": dict(loss_type="grpo", delta=1.1, epsilon=0.1, epsilon_high=0.3),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.02, epsilon_high=0.05),
+    "gspo token kl": dict(loss_type="dapo", importance_sampling_level="sequence_token", beta=0.1, use_bias_correction_kl=True),
+    "bnpo": dict(loss_type="bnpo"),
+    "dapo": dict(loss_type="dapo"),
+    "dr_grpo": dict(loss_type="dr_grpo"),
+    "luspo": dict(loss_type="luspo"),
+    "cispo": dict(loss_type="cispo", epsilon_high=1.2),
+    "sapo": dict(loss_type="sapo"),
+    "vespo": dict(loss_type="vespo"),
+    "gmpo": dict(loss_type="gmpo", epsilon=0.2),
+    "fipo": dict(loss_type="fipo", delta=1.2),
+    "real": dict(loss_type="real"),
+    "real kl": dict(loss_type="real", beta=0.1),
+    "off-policy mask": dict(loss_type="grpo", off_policy_mask_threshold=0.0, importance_correction="token_truncate"),
+    "token correction": dict(loss_type="dapo", importance_correction="token_mask", importance_correction_max=1.05),
+    "token rejection": dict(loss_type="dapo", importance_correction="token_reject", importance_correction_max=1.2),
+    "sequence correction": dict(loss_type="sapo", importance_correction="sequence_truncate", importance_correction_max=1.05),
+    "geometric correction": dict(loss_type="luspo", importance_correction="geometric_mask", importance_correction_min=0.99),
+    "vespo correction": dict(loss_type="vespo", importance_correction="token_truncate", importance_correction_max=1.05),
+    "top entropy": dict(loss_type="dapo", top_entropy_quantile=0.3, beta=0.1),
+    "entropy bonus": dict(loss_type="grpo", entropy_coef=0.5),
+    "entropy bonus on top": dict(loss_type="dr_grpo", entropy_coef=0.5, top_entropy_quantile=0.5),
+    "entropy bonus, exact KL": dict(loss_type="bnpo", entropy_coef=0.5, beta=0.1, kl_estimator="full_reverse"),
+    "entropy bonus, gspo": dict(loss_type="grpo", entropy_coef=0.5, importance_sampling_level="sequence"),
+}
+LAYOUTS = {
+    "dp2": (2, {}, dict(share_prompts=False)),
+    "tp2 dp2 shared": (4, dict(tp=2, sequence_parallel=True), dict(share_prompts=True)),
+    "pp2 cp2": (4, dict(pp=2, cp=2), dict(share_prompts=False)),
+}
+
+
+def run(name, parallel=None, train=None):
+    train = dict(distributed_optimizer=False) | (train or {})
+    return tiny_run(parallel or {}, algorithm=dict(beta=0.0) | LOSSES[name], train=train)
+
+
+def _steps(names, parallel=None, train=None):
+    """One step for each loss, in the same world."""
+    configs = [run(name, parallel, train) for name in names]
+    return [take_step(plainly(config) if train is None else config, tiny_model(MODEL), random_samples()) for config in configs]
+
+
+@functools.cache
+def one_process():
+    (outcomes,) = run_ranks(_steps, 1, list(LOSSES))
+    return dict(zip(LOSSES, outcomes, strict=True))
+
+
+@functools.cache
+def in_layout(layout):
+    ranks, parallel, train = LAYOUTS[layout]
+    return dict(zip(LOSSES, run_ranks(_steps, ranks, list(LOSSES), parallel, train)[0], strict=True))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.full] if LAYOUTS[name][0] > 2 else []) for name in LAYOUTS])
+def test_a_step_with_this_loss_equals_that_of_one_process(layout, name):
+    expected, found = one_process()[name], in_layout(layout)[name]
+    assert silent_tensors(expected) == []
+    assert [d for d in compare(found, expected) if not d.passed] == []
+
+
+def test_every_one_of_them_moves_the_weights_differently():
+    norms = {name: outcome.metrics["grad_norm"] for name, outcome in one_process().items()}
+    ordered = sorted(norms.items(), key=lambda pair: pair[1])
+    for (one, low), (other, high) in zip(ordered, ordered[1:], strict=False):
+        assert high - low > 1e-6 * high or {one, other} == {"bnpo", "dapo"}, (one, other)
