@@ -1,4 +1,4 @@
-"""Entropy as an option of the loss: a bonus that keeps the policy exploring, its adaptive weight, and the share of tokens worth training on.
+"""Entropy as an option of the loss: a bonus that keeps the policy exploring, its adaptive weight, and the tokens worth training on.
 
 Entropies are of the policy's distribution at the sampling temperature, in nats, one per loss token.
 """

@@ -18,8 +18,8 @@ from megagrpo.types import MicroBatch
 
 
 def sample_sums(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:
-    """[S, 4] float64 of each sequence: its sample, that one's advantage, its loss tokens, and their sum of log(policy / old). `logprobs` [T]
-    of the policy; None: they are the old ones."""
+    """[S, 4] float64 of each sequence: its sample, that one's advantage, its loss tokens, and their sum of log(policy / old). `logprobs`
+    [T] of the policy; None: they are the old ones."""
     sequences = Sequences.of(micro_batch.cu_seqlens, micro_batch.loss_mask)
     first = micro_batch.cu_seqlens[:-1].long()
     moved = torch.zeros(micro_batch.num_tokens, dtype=torch.float64)
@@ -46,8 +46,8 @@ def group_terms(scores: Tensor, advantages: Tensor, groups: Tensor) -> tuple[Ten
 
 @dataclass(frozen=True)
 class RealTerms:
-    """The step's loss by sample, [N] each: the numbers of the samples in ascending order; the derivative by each of a sample's token
-    log-probs; and each token's part of the loss itself, a group's loss being spread evenly over its samples and theirs over their tokens."""
+    """The step's loss by sample, [N] each: the numbers of the samples in ascending order; the derivative by the log-prob of each of a
+    sample's tokens; and each token's part of the loss itself: a group's is spread evenly over its samples, a sample's over its tokens."""
 
     samples: Tensor
     slopes: Tensor

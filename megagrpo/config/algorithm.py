@@ -54,8 +54,8 @@ class AlgorithmSection(Section):
     fipo_safety_threshold: PositiveFloat | None = 4.0
     """fipo: above this ratio a token with negative advantage gets a weight of at most 1; no such bound when empty."""
     top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the loss tokens of all ranks, those of highest entropy, that the policy term counts; the KL term counts all. Below 1 it takes
-    one more forward pass per optimizer step."""
+    """Share of the loss tokens of all ranks, those of highest entropy, that the policy term counts; the KL term counts all. Below 1 it
+    takes one more forward pass per optimizer step."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of an entropy bonus: this times the mean entropy of the tokens of the policy term is taken off the loss."""
     use_adaptive_entropy: bool = False

@@ -244,8 +244,8 @@ class MegatronPolicy:
 
 @torch.enable_grad()
 def foretell(loss_fn: LossFn, micro_batch: MicroBatch, places: Tensor, rows: slice, *found: Tensor) -> tuple[Tensor, ...]:
-    """The gradients [n] that a loss sends to log-probs, to entropy where the loss has a bonus for it, and to exact KL where there is one, of
-    the tokens `places[rows]`, from their values [n] alone: those of a loss whose gradient in a token depends on no other token's."""
+    """The gradients [n] that a loss sends to log-probs, to entropy where it has a bonus, and to exact KL where there is one, of the tokens
+    `places[rows]`, from their values [n] alone: those of a loss whose gradient in a token depends on no other token's."""
     leaves = [row.new_zeros(micro_batch.num_tokens).index_copy(0, places[rows], row).requires_grad_() for row in found]
     logprobs, *others = leaves
     entropy = others.pop(0) if micro_batch.entropy_weights is not None else torch.zeros_like(logprobs)

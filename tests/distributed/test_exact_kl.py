@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
+from megagrpo.look_ahead import look_ahead
 from megagrpo.parallel.layout import init_layout
 from megagrpo.parallel.vocab_logprobs import vocab_logprobs_and_kl
 from megagrpo.policy.build import lm_head
@@ -33,22 +34,24 @@ def sharded_kl(vocab_size: int, direction: str):
     shape = (-(-vocab_size // tp) * tp, 12)
     hidden, ref_hidden = torch.randn(2, 9, shape[1], generator=generator, dtype=torch.float64)
     weight, ref_weight = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
-    labels, upstream = torch.randint(0, vocab_size, (9,), generator=generator), torch.randn(2, 9, generator=generator, dtype=torch.float64)
+    labels, upstream = torch.randint(0, vocab_size, (9,), generator=generator), torch.randn(3, 9, generator=generator, dtype=torch.float64)
     mine = slice(rank * shape[0] // tp, (rank + 1) * shape[0] // tp)
 
     leaves = hidden.clone().requires_grad_(), weight[mine].clone().requires_grad_()
-    logprobs, _, kl = vocab_logprobs_and_kl(
+    logprobs, entropy, kl = vocab_logprobs_and_kl(
         *leaves, labels, ref_hidden, ref_weight[mine], direction=direction, group=dist.group.WORLD, temperature=0.7,
-        vocab_size=vocab_size, chunk=4,
+        vocab_size=vocab_size, chunk=4, entropy_gradient=True,
     )  # fmt: skip
-    grad_hidden, grad_weight = torch.autograd.grad((logprobs, kl), leaves, tuple(upstream))
+    grad_hidden, grad_weight = torch.autograd.grad((logprobs, entropy, kl), leaves, tuple(upstream))
     dist.all_reduce(grad_hidden)
 
     whole = hidden.requires_grad_(), weight[:vocab_size].clone().requires_grad_()
+    log_p = (whole[0] @ whole[1].t() / 0.7).log_softmax(-1)
     expected = naive(*whole, labels, ref_hidden, ref_weight[:vocab_size], direction, 0.7)
+    expected = expected[0], -(log_p.exp() * log_p).sum(-1), expected[1]
     oracle_hidden, oracle_weight = torch.autograd.grad(expected, whole, tuple(upstream))
     own = oracle_weight[mine]
-    pairs = [(logprobs, expected[0]), (kl, expected[1]), (grad_hidden, oracle_hidden), (grad_weight[: len(own)], own)]
+    pairs = [*zip((logprobs, entropy, kl), expected, strict=True), (grad_hidden, oracle_hidden), (grad_weight[: len(own)], own)]
     worst = max(((found - right).abs().max() / right.abs().max()).item() for found, right in pairs if right.numel())
     return worst, grad_weight[len(own) :].abs().sum().item(), len(own)
 
@@ -112,6 +115,7 @@ def head_products(algorithm: dict) -> float:
     config, hf_config = tiny_run(algorithm=algorithm), tiny_model("qwen2_untied")
     policy, batch, _ = prepare(config, hf_config, init_layout(config.parallel), random_samples())
     divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
+    batch = look_ahead(batch, policy, divisor, config.algorithm.entropy_coef)
     with CountHeadProducts() as counted:
         policy.backward(batch, make_loss(config), divisor)
     return counted.products / sum(-(-int(m.loss_mask.sum()) // config.train.logprob_chunk) for m in batch.micro_batches)
@@ -119,6 +123,27 @@ def head_products(algorithm: dict) -> float:
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 @pytest.mark.parametrize(("estimator", "expected"), [("k3", 3), ("full_reverse", 4)])
-def test_the_gradient_of_the_loss_is_foretold_so_that_logits_are_computed_once(loss_type, estimator, expected):
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_the_gradient_of_the_loss_is_foretold_so_that_logits_are_computed_once(loss_type, estimator, expected, entropy_coef):
     algorithm = dict(loss_type=loss_type, kl_estimator=estimator, use_bias_correction_kl=estimator == "k3", beta=0.1)
-    assert run_ranks(head_products, 1, algorithm) == [expected]
+    assert run_ranks(head_products, 1, algorithm | dict(entropy_coef=entropy_coef)) == [expected]
+
+
+LOCAL = [
+    dict(loss_type="sapo"),
+    dict(loss_type="cispo", epsilon_high=2.0),
+    dict(loss_type="dapo", importance_correction="token_mask"),
+    dict(loss_type="real"),
+]
+NOT_LOCAL = [
+    dict(loss_type="vespo"),
+    dict(loss_type="gmpo"),
+    dict(loss_type="fipo"),
+    dict(loss_type="grpo", importance_sampling_level="sequence"),
+    dict(loss_type="grpo", importance_correction="sequence_truncate", importance_correction_max=1.1),
+]
+
+
+@pytest.mark.parametrize("algorithm", LOCAL + NOT_LOCAL, ids=lambda a: " ".join(map(str, a.values())))
+def test_only_a_gradient_that_is_its_tokens_own_is_foretold(algorithm):
+    assert run_ranks(head_products, 1, dict(beta=0.0) | algorithm) == [3 if algorithm in LOCAL else 4]

@@ -4,6 +4,7 @@
 """
 
 import functools
+import itertools
 
 import pytest
 from ranks import run_ranks
@@ -83,5 +84,5 @@ def test_a_step_with_this_loss_equals_that_of_one_process(layout, name):
 def test_every_one_of_them_moves_the_weights_differently():
     norms = {name: outcome.metrics["grad_norm"] for name, outcome in one_process().items()}
     ordered = sorted(norms.items(), key=lambda pair: pair[1])
-    for (one, low), (other, high) in zip(ordered, ordered[1:], strict=False):
+    for (one, low), (other, high) in itertools.pairwise(ordered):
         assert high - low > 1e-6 * high or {one, other} == {"bnpo", "dapo"}, (one, other)

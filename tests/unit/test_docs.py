@@ -27,7 +27,8 @@ EXAMPLE = REPOSITORY / "configs" / "examples" / "capitals.yaml"
 KEYS = {key for key, _ in fields(RunConfig)}
 OPEN = ("data.columns", "data.train.options", "data.eval.options", "rewards.functions.N.args")  # any key may stand below these
 
-# Names in metrics.jsonl of a training step with one reward function `exact_number` and beta > 0, and of an evaluation.
+# Names in metrics.jsonl of a training step with one reward function `exact_number`, beta > 0 and any options of the loss, and of an
+# evaluation.
 STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean token_mult_prob_error
     gen_kl_error policy_kl_error js_divergence_error mismatch/alarms train/skipped_steps aux_loss
     sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max grad_norm learning_rate reward reward_std reward_std_batch
@@ -36,7 +37,8 @@ STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/
     rewards/exact_number/exceptions rewards/exact_number/unscorable time/generate time/reward time/logprobs time/train time/sync time/step
     multi_turn/mean_turns multi_turn/failures tools/call_frequency tools/failure_frequency
     packing/micro_batch_imbalance packing/rank_imbalance tokens_per_second memory_gb weight_version
-    checkpoint/failures""".split()
+    checkpoint/failures cispo_clip_ratio off_policy_mask/kept sampling/importance_sampling_ratio/mean
+    sampling/importance_sampling_ratio/min sampling/importance_sampling_ratio/max entropy/top entropy_coef""".split()
 EVALUATION_METRICS = """eval/num_tokens eval/completions/mean_length eval/completions/min_length eval/completions/max_length
     eval/completions/clipped_ratio eval/completions/mean_terminated_length eval/rewards/exact_number/timeouts
     eval/rewards/exact_number/exceptions eval/rewards/exact_number/unscorable eval/rewards/exact_number/mean

@@ -1,5 +1,6 @@
 """Top-entropy mask, entropy bonus and its adaptive weight against TRL's own numbers (tests/vectors) and plain arithmetic."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def test_the_adaptive_weight_goes_where_trls_goes():
     )
     state, log = TrainState(), run["log"]
     base = log[0]["loss"]  # of the policy term: the first step applies no bonus
-    for line, after in zip(log, log[1:], strict=False):
+    for line, after in itertools.pairwise(log):
         applied = bonus_coefficient(state, algorithm)
         assert (applied == 0) == (line["loss"] == pytest.approx(base, abs=1e-9)), line["step"]
         adapt_bonus(state, {"entropy": after["last_world_entropy"]}, algorithm)

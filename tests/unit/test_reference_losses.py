@@ -206,7 +206,10 @@ def _check_swift(engine, case):
     words["fipo_safety_threshold"] = reference["fipo_safety_threshold"]
     changes = {}
     if mode := reference["rollout_importance_sampling_mode"]:
-        words |= {"importance_correction": ITS_CORRECTION[mode], "importance_correction_max": reference["rollout_importance_sampling_threshold"]}
+        words |= {
+            "importance_correction": ITS_CORRECTION[mode],
+            "importance_correction_max": reference["rollout_importance_sampling_threshold"],
+        }
         changes["rollout_logprobs"] = inputs["sampling"]
     mask = torch.tensor(inputs["mask"])
     if reference["overlong_filter"]:

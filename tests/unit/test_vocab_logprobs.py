@@ -133,3 +133,32 @@ def test_without_a_gradient_to_compute_nothing_is_foretold():
     hidden, weight, labels, _ = problem()
     with torch.no_grad():
         assert products(lambda: vocab_logprobs(hidden, weight, labels, chunk=4, upstream=pytest.fail)) == 3
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_the_gradient_of_the_entropy_is_that_of_autograd(chunk):
+    hidden, weight, labels, _ = (t.detach().double() if t.is_floating_point() else t for t in problem())
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    upstream = torch.randn(2, 11, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    found = vocab_logprobs(*leaves, labels, temperature=0.7, vocab_size=37, chunk=chunk, entropy_gradient=True)
+    expected = naive(*leaves, labels, 0.7, 37)
+    grads, oracles = (torch.autograd.grad(pair, leaves, tuple(upstream)) for pair in (found, expected))
+    for value, oracle in zip((*found, *grads), (*expected, *oracles), strict=True):
+        torch.testing.assert_close(value, oracle, rtol=1e-12, atol=1e-13)
+    assert not vocab_logprobs(*leaves, labels, chunk=chunk)[1].requires_grad
+
+
+def test_a_foretold_gradient_of_the_entropy_saves_the_same_product():
+    hidden, weight, labels, upstream = problem()
+    options = dict(temperature=0.7, vocab_size=37, chunk=4, entropy_gradient=True)
+
+    def told(rows, logprobs, entropy):
+        return upstream[rows], 2 * entropy
+
+    def grads(**more):
+        logprobs, entropy = vocab_logprobs(hidden, weight, labels, **options, **more)
+        return torch.autograd.grad((logprobs * upstream).sum() + entropy.square().sum(), (hidden, weight))
+
+    assert products(lambda: grads(upstream=told)) == 3 * 3  # chunks
+    for foretold, plain in zip(grads(upstream=told), grads(), strict=True):
+        assert torch.equal(foretold, plain)
