@@ -16,6 +16,7 @@ from megagrpo.collect import Collector, StopRequested, rollout_metrics
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.prompts import PromptSource
+from megagrpo.draw import draw_rollouts
 from megagrpo.dump import StepDumps
 from megagrpo.look_ahead import look_ahead
 from megagrpo.metrics import MetricsWriter, PhaseTimer
@@ -56,8 +57,7 @@ class Trainer:
     def step(self) -> dict[str, float]:
         """One outer iteration; its metrics, the same on every rank. Raises StopRequested before anything was trained."""
         config = self.config
-        prompts = self.prompts.next(config.rollout.prompts_per_step)
-        scored, metrics = self.collector.collect(prompts, config.rollout.num_generations, self.sampling, self.seed)
+        scored, metrics = draw_rollouts(self.collector, self.prompts, config, self.sampling, self.state.step, self.writer.message)
         rewards = rewards_by_group(scored, config.rollout.num_generations)
         advantages = advantages_of(scored, config)
         rules = packing_rules(config, self.policy.shares_prompts)
@@ -99,11 +99,6 @@ class Trainer:
             self.save(must_succeed=True)
             return stop.number
         return 0
-
-    @property
-    def seed(self) -> int:
-        """What the step under way samples with."""
-        return derive_seed(self.config.run.seed, self.state.step)
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Old log-probs when the policy will have moved on from them, reference log-probs when the loss has a KL term."""
@@ -182,7 +177,9 @@ class Trainer:
             return
         evaluation = self.config.evaluation
         sampling = replace(self.sampling, temperature=evaluation.temperature)
-        scored, counters = self.collector.collect(self.eval_prompts.all(), evaluation.num_generations, sampling, self.seed)
+        scored, counters = self.collector.collect(
+            self.eval_prompts.all(), evaluation.num_generations, sampling, derive_seed(self.config.run.seed, self.state.step)
+        )
         rewards = rewards_by_group(scored, evaluation.num_generations)
         mean = rewards.nanmean().item()
         metrics = rollout_metrics(scored) | counters | ({} if math.isnan(mean) else {"reward": mean})
@@ -193,7 +190,8 @@ class Trainer:
         if self.state.step == self.saved_step:
             return
         try:
-            self.writer.message(f"checkpoint {self.checkpointer.save(self.state)}")
+            state = replace(self.state, pass_rates=self.prompts.curriculum.history)
+            self.writer.message(f"checkpoint {self.checkpointer.save(state)}")
             self.saved_step = self.state.step
         except CheckpointError as error:
             if must_succeed:
@@ -205,6 +203,7 @@ class Trainer:
         """Continue where the checkpoint at `path` was written."""
         self.state = self.checkpointer.load(path)
         self.saved_step, self.prompts.cursor = self.state.step, self.state.cursor
+        self.prompts.curriculum.history = self.state.pass_rates
         self.writer.message(f"resumed from {path} after step {self.state.step}")
 
     def with_speed(self, metrics: dict[str, float]) -> dict[str, float]:

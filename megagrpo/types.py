@@ -211,7 +211,8 @@ class TrainState:
 
     step: int = 0  # outer iterations finished
     weight_version: int = 0  # weight syncs finished
-    cursor: int = 0  # prompts drawn since the start
+    cursor: int = 0  # prompts drawn or passed over since the start
+    pass_rates: list[tuple[int, float, int]] = field(default_factory=list)  # of the curriculum: prompt_id, pass rate, epoch of it
     skipped_steps: int = 0  # optimizer steps left out because their loss or gradient was NaN or infinite
     mismatch_alarms: int = 0  # steps whose train/rollout mismatch was above the threshold
     entropy_coef: float | None = None  # weight of the entropy bonus, where it is adaptive; None: still that of the configuration

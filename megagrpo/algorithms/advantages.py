@@ -67,11 +67,19 @@ def advantages_of(scored: Sequence[ScoredRollout], config: RunConfig) -> Tensor:
     algorithm, group = config.algorithm, config.rollout.num_generations
     if algorithm.multi_objective_aggregation == "sum_then_normalize":
         return group_advantages(rewards_by_group(scored, group), algorithm.scale_rewards, algorithm.advantage_estimator)
-    names = list(scored[0].rewards)
-    table = [[math.nan if s.rewards[name] is None else s.rewards[name] for name in names] for s in scored]
+    rewards = rewards_by_function(scored, group)
     weights = [function.weight for function in config.rewards.functions]
-    weights = torch.tensor(weights + [1.0] * (len(names) - len(weights)))  # turns and environments add theirs as they are
-    return normalized_sum_advantages(torch.tensor(table, dtype=torch.float64).view(-1, group, len(names)), weights)
+    weights += [1.0] * (rewards.shape[-1] - len(weights))  # turns and environments add theirs as they are
+    return normalized_sum_advantages(rewards, torch.tensor(weights))
+
+
+def flat_groups(scored: Sequence[ScoredRollout], config: RunConfig) -> list[bool]:
+    """Whether each group teaches nothing: its rewards are all equal, or those of every function where each is normalised by itself; what
+    no function could score is left out."""
+    group = config.rollout.num_generations
+    if config.algorithm.multi_objective_aggregation == "sum_then_normalize":
+        return _is_flat(rewards_by_group(scored, group))[:, 0].tolist()
+    return torch.stack([_is_flat(r) for r in rewards_by_function(scored, group).unbind(-1)]).all(0)[:, 0].tolist()
 
 
 def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
@@ -95,6 +103,12 @@ def rewards_by_group(scored: Sequence[ScoredRollout], num_generations: int) -> T
     if len(scored) % num_generations:
         raise ValueError(f"{len(scored)} rollouts are not whole groups of {num_generations}")
     return torch.tensor([s.reward for s in scored], dtype=torch.float64).view(-1, num_generations)
+
+
+def rewards_by_function(scored: Sequence[ScoredRollout], num_generations: int) -> Tensor:
+    """Rewards [P, G, F] float64 before their weights, NaN where a function could not score."""
+    table = [[math.nan if reward is None else reward for reward in s.rewards.values()] for s in scored]
+    return torch.tensor(table, dtype=torch.float64).view(-1, num_generations, len(table[0]))
 
 
 def reward_statistics(rewards: Tensor) -> dict[str, float]:

@@ -100,6 +100,13 @@ class AlgorithmSection(Section):
     """What the centred rewards are divided by: the group's std, the batch's std, or nothing."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Several reward functions: add their rewards, or normalise each within its group first (GDPO), so that none drowns the others."""
+    dynamic_sample: bool = False
+    """Replace groups whose rewards are all equal, which teach nothing, by those of freshly drawn prompts (DAPO)."""
+    max_resample_times: PositiveInt = 3
+    """Rounds of drawing that `dynamic_sample` may add to a step."""
+    dynamic_sample_fallback: Literal["original", "partial"] = "original"
+    """What a step trains on that is not full after all rounds: the groups that were drawn first, useless ones included, or only the
+    useful ones (the first ones again where there is none)."""
     mask_truncated_completions: bool = False
     """Take the tokens of responses that were cut at `max_completion_length` out of the loss, its metrics and the token count. Their
     rewards stay in the statistics of their group, and they still count as sequences."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from megagrpo.config.section import PositiveInt, Section
+from megagrpo.config.section import PositiveInt, Section, Share
 
 
 class DatasetSection(Section):
@@ -39,4 +39,15 @@ class DataSection(Section):
     shuffle: bool = True
     """Shuffle each epoch in an order that depends only on the seed and the epoch."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "drop"
-    """What happens to prompts above `rollout.max_prompt_length`."""
+    """What happens to prompts above `rollout.max_prompt_length`. drop: they are never drawn, the next prompt takes their place (ms-swift's
+    `delete`); truncate_left: they keep their last tokens."""
+    curriculum: Literal["off", "pass_rate"] = "off"
+    """pass_rate: a prompt that was lately passed too often or too seldom rests for some epochs, so that the others are drawn more often."""
+    curriculum_low: Share = 0.1
+    """Lowest pass rate, over the responses to it when it was last drawn, of a prompt that does not rest."""
+    curriculum_high: Share = 0.9
+    """Highest pass rate of a prompt that does not rest."""
+    curriculum_rest: PositiveInt = 4
+    """Epochs that a prompt rests for."""
+    curriculum_pass_reward: float = 1.0
+    """A response passes when its reward is at least this."""

@@ -47,6 +47,11 @@ def cross_field_problems(config: RunConfig) -> list[str]:
         problems.append(f"train.min_learning_rate: {t.min_learning_rate} is above train.learning_rate {t.learning_rate}")
     if late := [step for step in config.debug.dump_steps if step > config.run.max_steps]:
         problems.append(f"debug.dump_steps: step {late[0]} never comes, run.max_steps is {config.run.max_steps}; name an earlier step")
+    if config.data.curriculum_low > config.data.curriculum_high:
+        problems.append(
+            f"data.curriculum_low: {config.data.curriculum_low} is above data.curriculum_high {config.data.curriculum_high}; no prompt is "
+            "inside; exchange them"
+        )
     if config.evaluation.steps and config.data.eval is None:
         problems.append("evaluation.steps: needs data.eval; name held-out prompts or set steps to 0")
     if config.evaluation.num_generations > 1 and config.evaluation.temperature == 0:

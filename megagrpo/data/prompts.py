@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from megagrpo.config import DataSection, DatasetSection
+from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.sources import did_you_mean, load_rows
 from megagrpo.data.tokenizer import Tokenizer, read_chat_template
 from megagrpo.types import Prompt
@@ -20,9 +22,10 @@ _PASSED_BY_SCORER = {"prompt", "prompts", "completion", "completions", "completi
 class PromptSource:
     """An endless stream of prompts from one data set, the same on every rank.
 
-    `next(n)` draws; `cursor`, the number of prompts drawn since the start, is the whole state: set it to resume. Every epoch gives each
-    prompt once, in the order of blake2b("seed/epoch/prompt_id") when `data.shuffle`, else in the data set's. So the order depends on
-    nothing but the seed and the epoch, and dropping a prompt does not move the others.
+    `next(n)` draws. `cursor`, the number of prompts drawn or passed over since the start, and the history of `curriculum` are the whole
+    state: set them to resume. Every epoch gives each prompt once, in the order of blake2b("seed/epoch/prompt_id") when `data.shuffle`, else
+    in the data set's. So the order depends on nothing but the seed and the epoch, and dropping a prompt does not move the others. A prompt
+    that the curriculum rests is passed over.
 
     `section` is `data.train` or `data.eval`; reasoning-gym draws eval prompts from a seed of their own. Every prompt is tokenized once
     here to learn its length: `num_overlong` counts those above `max_prompt_length` tokens, dropped or cut as `data.overlong_prompts`
@@ -48,6 +51,8 @@ class PromptSource:
         self.num_overlong = 0
         self._kept = self._usable_rows()
         self._order: tuple[int, list[int]] = (-1, [])  # the epoch at hand and its order
+        self.curriculum = Curriculum(data)
+        self._drawn_in: dict[int, int] = {}  # epochs of the prompts that were drawn since `learn`
         self.cursor = 0
 
     def __len__(self) -> int:
@@ -56,7 +61,7 @@ class PromptSource:
 
     @property
     def cursor(self) -> int:
-        """Prompts drawn since the start, over all epochs."""
+        """Prompts drawn or passed over since the start, over all epochs."""
         return self._cursor
 
     @cursor.setter
@@ -72,19 +77,31 @@ class PromptSource:
 
     def next(self, n: int) -> list[Prompt]:
         """The next `n` prompts; a new epoch begins wherever the last one ends. `prompt_id` is the row in the data set."""
-        drawn = [self._at(position) for position in range(self._cursor, self._cursor + n)]
-        self._cursor += n
+        drawn: list[Prompt] = []
+        while len(drawn) < n:  # every rest ends, so this does
+            row, epoch = self._row_at(self._cursor)
+            self._cursor += 1
+            if not self.curriculum.rests(row, epoch):
+                self._drawn_in[row] = epoch
+                drawn.append(self._prompt(row))
         return drawn
+
+    def learn(self, pass_rates: Mapping[int, float]) -> dict[str, float]:
+        """Tell the curriculum what the policy made of the prompts that were drawn since the last call; its metrics."""
+        self.curriculum.learn(pass_rates, self._drawn_in)
+        self._drawn_in = {}
+        return self.curriculum.metrics(self._cursor // len(self))
 
     def all(self) -> list[Prompt]:
         """Every prompt once, in the order of the data set; leaves the cursor alone."""
         return [self._prompt(row) for row in self._kept]
 
-    def _at(self, position: int) -> Prompt:
+    def _row_at(self, position: int) -> tuple[int, int]:
+        """The row at that place of the endless stream, and its epoch."""
         epoch, place = divmod(position, len(self))
         if self._order[0] != epoch:
             self._order = (epoch, self._epoch_order(epoch))
-        return self._prompt(self._order[1][place])
+        return self._order[1][place], epoch
 
     def _epoch_order(self, epoch: int) -> list[int]:
         if not self._data.shuffle:

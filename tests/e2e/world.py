@@ -66,6 +66,10 @@ def seldom(completions, answer, **columns):
     return [float(share > 0.5) for share in low_bytes(completions, answer)]
 
 
+def never(completions, **columns):
+    return [0.0 for _ in completions]
+
+
 def raises(completions, **columns):
     raise RuntimeError("no reward today")
 

@@ -35,6 +35,8 @@ STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/
     frac_reward_zero_std num_tokens completions/mean_length completions/min_length completions/max_length completions/clipped_ratio
     completions/mean_terminated_length rewards/exact_number/mean rewards/exact_number/std rewards/exact_number/timeouts
     rewards/exact_number/exceptions rewards/exact_number/unscorable time/generate time/reward time/logprobs time/train time/sync time/step
+    dynamic_sample/rounds dynamic_sample/groups_drawn dynamic_sample/groups_kept dynamic_sample/reward_drawn
+    curriculum/resting curriculum/pass_rate
     multi_turn/mean_turns multi_turn/failures tools/call_frequency tools/failure_frequency
     packing/micro_batch_imbalance packing/rank_imbalance tokens_per_second memory_gb weight_version
     checkpoint/failures cispo_clip_ratio off_policy_mask/kept sampling/importance_sampling_ratio/mean

@@ -14,6 +14,7 @@ LEVELS = [
     {"policy", "bridge", "rollout", "console"},
     {"weight_sync", "checkpoint", "metrics", "dump", "look_ahead"},
     {"collect"},
+    {"draw"},
     {"trainer", "plan", "verify", "report", "audit"},
     {"train", "__main__"},
 ]
