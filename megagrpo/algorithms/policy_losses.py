@@ -76,8 +76,7 @@ def vespo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
     difference = (t.logprobs - t.old_logprobs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     log_weight = t.sequences.sums(difference)
     if t.correction is not None:
-        mismatch = t.sequences.sums(t.correction.clamp(min=1e-30).log())
-        log_weight = log_weight + mismatch.clamp(LOG_WEIGHT_FLOOR, LOG_RATIO_LIMIT)
+        log_weight = log_weight + t.sequences.sums(t.correction.log().clamp(LOG_WEIGHT_FLOOR, LOG_RATIO_LIMIT))
     log_weight = t.sequences.spread(log_weight.clamp(LOG_WEIGHT_FLOOR, LOG_RATIO_LIMIT))
     positive = t.advantages >= 0
     k = torch.where(positive, algorithm.vespo_k_pos, algorithm.vespo_k_neg)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megagrpo.audit import naive
+from megagrpo.audit import naive, naive_advantages, naive_loss
 from megagrpo.audit.recompute import Recomputed, recompute
 from megagrpo.audit.saved import Sample, Step, Update
 from megagrpo.config import RewardsSection
@@ -65,10 +65,9 @@ def check_step(step: Step) -> Iterator[Check]:
     """All checks of a step, in order, as they are done: the costly ones come last."""
     yield _tokens(step)
     yield from (_masks(step, update) for update in step.updates)
-    rewards, check = _rewards(step)
+    table, weights, check = _rewards(step)
     yield check
-    algorithm = step.config.algorithm
-    advantages = naive.group_advantages(rewards, step.config.rollout.num_generations, algorithm.scale_rewards)
+    advantages = naive_advantages.advantages(table, weights, step.config.rollout.num_generations, step.config.algorithm)
     dumped = [float(s.text["advantage"]) for s in step.samples]
     yield compare("advantages", dumped, advantages, ROUNDING, lambda i: f"sample {i}")
     rows = [_Rows(step, update) for update in step.updates]
@@ -165,8 +164,8 @@ def _listed(quantity: str, count: int, problems: list[tuple[str, str]], note: st
     return Check(quantity, count, not problems, float(len(problems)), EXACT, place, first, "", note=note)
 
 
-def _rewards(step: Step) -> tuple[list[float], Check]:
-    """The reward of each sample, recomputed; functions of ours are run again, of others the dumped values are taken."""
+def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
+    """The rewards of each sample by function, with the functions' weights; those of ours are run again, of others the dumped are taken."""
     functions = step.config.rewards.functions
     names = display_names([f.function for f in functions])
     again = [i for i, f in enumerate(functions) if f.function in BUILT_IN]
@@ -181,13 +180,14 @@ def _rewards(step: Step) -> tuple[list[float], Check]:
                     row[i] = value
     weights = [f.weight for f in functions]
     turns = [list(s.text["dialogue"]["rewards"].values()) if s.text["dialogue"] else [] for s in step.samples]
-    summed = [naive.weighted_sum(row + own, weights + [1.0] * len(own)) for row, own in zip(values, turns, strict=True)]
+    values, weights = [row + own for row, own in zip(values, turns, strict=True)], weights + [1.0] * len(turns[0])
+    summed = [naive_advantages.weighted_sum(row, weights) for row in values]
     pairs += [(float(s.text["reward"]), reward, f"sample {i}") for i, (s, reward) in enumerate(zip(step.samples, summed, strict=True))]
     kept = [name for i, name in enumerate(names) if i not in again]
     said = [f"run again: {', '.join(names[i] for i in again)}"] if again else []
     said += [f"weighted sum of what is dumped: {', '.join(kept)}"] if kept else []
     dumped, recomputed = ([math.nan if pair[side] is None else pair[side] for pair in pairs] for side in (0, 1))
-    return summed, compare("rewards", dumped, recomputed, ROUNDING, lambda i: pairs[i][2], note="; ".join(said))
+    return values, weights, compare("rewards", dumped, recomputed, ROUNDING, lambda i: pairs[i][2], note="; ".join(said))
 
 
 def _rollout(sample: Sample) -> Rollout:
@@ -224,6 +224,14 @@ class _Rows:
                 filled = row.double() if row.numel() == sample.length else filled.index_copy(0, sample.places, row.double())
             whole.append(filled)
         return torch.cat(whole)[self._place]
+
+    def ratio(self, log_ratio: Tensor) -> Tensor:
+        """The probability ratio of these tokens as the loss takes it."""
+        ratio = torch.empty_like(log_ratio)
+        for sample in self.sample.unique():
+            mine = self.sample == sample
+            ratio[mine] = naive_loss.probability_ratio(log_ratio[mine], self.step.config.algorithm.importance_sampling_level)
+        return ratio
 
     def compare(self, quantity: str, name: str, rows: Sequence[Tensor | None], tolerance: float = ROUNDING, average: float | None = None):
         """The check of one kind of row."""
@@ -265,13 +273,17 @@ def _means(rows: _Rows) -> dict[str, float]:
     policy, old, ref, full_kl = (rows.dumped(name) for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "full_kl"))
     old = policy if old is None else old
     means = naive.mismatch(old, rows.dumped("rollout_logprobs")) | {"entropy": rows.dumped("entropy").mean().item()}
+    algorithm, entropy = rows.step.config.algorithm, rows.dumped("entropy")
+    if algorithm.top_entropy_quantile < 1:
+        threshold = naive_loss.top_threshold(entropy.tolist(), algorithm.top_entropy_quantile)
+        means["entropy/top"] = entropy[entropy >= threshold - ROUNDING].mean().item()
     if ref is not None:
-        full_kl = naive.estimated_kl(ref - policy, (policy - old).exp(), rows.step.config.algorithm)
+        full_kl = naive.estimated_kl(ref - policy, rows.ratio(policy - old), algorithm)
     return means if full_kl is None else {"kl": full_kl.mean().item()} | means
 
 
 def _denominator(step: Step) -> int:
-    return naive.denominator(step.loss_lengths, step.config.algorithm.loss_type, step.config.rollout.max_completion_length)
+    return naive_loss.denominator(step.loss_lengths, step.config.algorithm.loss_type, step.config.rollout.max_completion_length)
 
 
 def _name(quantity: str, step: Step, update: Update) -> str:

@@ -1,14 +1,11 @@
 """One GRPO step written out as the papers have it, in float64, a sample at a time: transformers' model, the full softmax, torch's autograd.
 
-No packing, no chunks, no parallelism, and nothing that the trainer computes with: this is what it is measured against. transformers
+The loss is in `naive_loss`, the advantages in `naive_advantages`. No packing, no chunks, no parallelism, and nothing that the trainer computes with: this is what it is measured against. transformers
 computes rotary angles, and the routing of mixtures of experts, in float32 whatever the weights are.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from types import MethodType
 
@@ -54,27 +51,6 @@ def balancing_slope(probabilities: Tensor, experts_per_token: int) -> Tensor:
     return experts * taken / rows**2
 
 
-def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float:
-    """Of the functions that could score; NaN when none could."""
-    scored = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
-    return sum(scored) if scored else math.nan
-
-
-def group_advantages(rewards: Sequence[float], group_size: int, scale: str) -> list[float]:
-    """(reward - mean of its group) / (std + 1e-4), the std of its group or of the whole step, or undivided; 0 where there is no reward
-    or nothing to compare with. Standard deviations are unbiased."""
-    known = [r for r in rewards if not math.isnan(r)]
-    advantages = []
-    for start in range(0, len(rewards), group_size):
-        group = rewards[start : start + group_size]
-        of_group = [r for r in group if not math.isnan(r)]
-        among = {"group": of_group, "batch": known, "none": []}[scale]
-        divisor = statistics.stdev(among) + 1e-4 if len(among) > 1 else 1.0
-        flat = len(set(of_group)) < 2
-        advantages += [0.0 if flat or math.isnan(r) else (r - statistics.fmean(of_group)) / divisor for r in group]
-    return advantages
-
-
 def kl_term(policy: Tensor, reference: Tensor, picked: Tensor, ratio: Tensor, algorithm: AlgorithmSection) -> Tensor:
     """[Lr] the KL term of each response token. policy, reference [Lr, V] log-probs; picked, ratio [Lr] of the sampled tokens."""
     if algorithm.kl_estimator == "full_forward":
@@ -95,20 +71,6 @@ def estimated_kl(d: Tensor, ratio: Tensor, algorithm: AlgorithmSection) -> Tenso
         "low_var": (clamped.exp() - clamped - 1).clamp(max=10),
     }
     return estimates[algorithm.kl_estimator] * (ratio if algorithm.use_bias_correction_kl else 1)
-
-
-def token_losses(logprobs: Tensor, old: Tensor, advantage: float, algorithm: AlgorithmSection) -> Tensor:
-    """[Lr] -min(ratio A, clip(ratio) A) of each response token (Schulman et al. 2017, eq. 7)."""
-    high = algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
-    ratio = (logprobs - old).exp()
-    return -torch.minimum(ratio * advantage, ratio.clamp(1 - algorithm.epsilon, 1 + high) * advantage)
-
-
-def denominator(response_lengths: Sequence[int], loss_type: str, max_completion_length: int) -> int:
-    """What the sum over the step is divided by."""
-    if loss_type in ("dapo", "bnpo"):
-        return max(1, sum(response_lengths))
-    return max(1, len(response_lengths)) * (max_completion_length if loss_type == "dr_grpo" else 1)
 
 
 def mismatch(old: Tensor, rollout: Tensor) -> dict[str, float]:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megagrpo.audit import naive
-from megagrpo.audit.saved import Step
+from megagrpo.audit import naive, naive_loss
+from megagrpo.audit.naive_loss import Response, WholeStep
+from megagrpo.audit.saved import Step, Update
+from megagrpo.config import AlgorithmSection
 
 
 @dataclass
@@ -31,46 +33,90 @@ def recompute(step: Step, advantages: list[float]) -> Iterator[Recomputed]:
     reference = naive.load_model(step.model, step.dtype).requires_grad_(False) if step.config.algorithm.beta else None
     first: Recomputed | None = None
     for update in step.updates:
-        result = _recompute_update(step, advantages, naive.load_model(update.weights, step.dtype), reference, first)
+        result = _recompute_update(step, update, advantages, naive.load_model(update.weights, step.dtype), reference, first)
         first = first or result
         yield result
 
 
 def _recompute_update(
-    step: Step, advantages: list[float], model: nn.Module, reference: nn.Module | None, first: Recomputed | None
+    step: Step, update: Update, advantages: list[float], model: nn.Module, reference: nn.Module | None, first: Recomputed | None
 ) -> Recomputed:
     algorithm, rollout = step.config.algorithm, step.config.rollout
-    divisor = naive.denominator(step.loss_lengths, algorithm.loss_type, rollout.max_completion_length)
+    divisor = naive_loss.denominator(step.loss_lengths, algorithm.loss_type, rollout.max_completion_length)
     slope = _balancing_slope(step, model) if algorithm.router_aux_loss_coef else None
-    result = Recomputed()
+    whole = _whole_step(step, update, advantages, model, first)
+    result = Recomputed(loss=whole.real_loss)
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
-        if step.is_masked(sample) or (advantage == 0 and reference is None and slope is None):  # every term of its loss is 0
+        if step.is_masked(sample) or (algorithm.leaves_out_zero_advantage and advantage == 0):
             _append(result, None, None, None, None, None)
             continue
-        picked = sample.token_ids[sample.places]
         policy = naive.log_softmax(model, sample.token_ids, rollout.temperature)[sample.places - 1]
-        logprobs = policy.gather(1, picked[:, None])[:, 0]
-        old = logprobs.detach() if first is None else first.policy_logprobs[index]
-        losses = naive.token_losses(logprobs, old, advantage, algorithm)
+        response = _response(step, index, policy, advantage, first)
+        share = divisor * naive_loss.share(algorithm.loss_type, response.logprobs.numel())
+        terms = _policy_terms(response, whole, index, algorithm, share)
         ref_picked = kl = None
         if reference is not None:
             with torch.no_grad():
                 ref = naive.log_softmax(reference, sample.token_ids, rollout.temperature)[sample.places - 1]
+            picked = sample.token_ids[sample.places]
             ref_picked = ref.gather(1, picked[:, None])[:, 0]
-            kl = naive.kl_term(policy, ref, picked, (logprobs - old).exp(), algorithm)
-            losses = losses + algorithm.beta * kl
-        share = divisor * (losses.numel() if algorithm.loss_type == "grpo" else 1)
-        loss = losses.sum() / share
-        loss.backward()
+            ratio = naive_loss.probability_ratio(response.logprobs - response.old, algorithm.importance_sampling_level)
+            kl = naive.kl_term(policy, ref, picked, ratio, algorithm)
+            terms.append(algorithm.beta * kl / share)
+        sum(term.sum() for term in terms).backward()
         if slope is not None:
             (naive.router_probabilities(model, sample.token_ids, sample.places) @ slope).sum().backward()
-        result.loss += loss.item()
-        result.loss_size += losses.detach().abs().sum().item() / share
-        entropy = -(policy.exp() * policy).sum(dim=-1)
-        _append(result, logprobs, old, ref_picked, entropy, kl)
+        of_real = algorithm.loss_type == "real"  # whose value is not the sum of what its gradient is taken of
+        result.loss += sum(term.sum().item() for term in terms[of_real:])
+        result.loss_size += sum(term.detach().abs().sum().item() for term in terms)
+        _append(result, response.logprobs, response.old, ref_picked, response.entropy, kl)
     squares = [parameter.grad.square().sum().item() for parameter in model.parameters() if parameter.grad is not None]
     result.grad_norm = sum(squares) ** 0.5
     return result
+
+
+def _response(step: Step, index: int, policy: Tensor, advantage: float, first: Recomputed | None) -> Response:
+    """Of sample number `index` with `policy` [Lr, V], its log-probs of every next token."""
+    sample = step.samples[index]
+    logprobs = policy.gather(1, sample.token_ids[sample.places][:, None])[:, 0]
+    old = logprobs.detach() if first is None else first.policy_logprobs[index]
+    entropy = -(policy.exp() * policy).sum(dim=-1)
+    return Response(logprobs, old, sample.rollout_logprobs[sample.places].double(), entropy, sample.places, advantage)
+
+
+def _policy_terms(response: Response, whole: WholeStep, index: int, algorithm: AlgorithmSection, share: float) -> list[Tensor]:
+    """[Lr] each: what the policy term adds to the loss, or in REAL what its gradient is taken of, and the entropy bonus."""
+    if algorithm.loss_type == "real":
+        of_policy = whole.real_slopes[index] * (response.logprobs - response.old) / response.old.numel() / algorithm.real_tau
+    else:
+        of_policy = naive_loss.policy_term(response, algorithm, whole.entropy_threshold) / share
+    return [of_policy, -whole.bonus * response.entropy * (response.entropy >= whole.entropy_threshold)]
+
+
+@torch.no_grad()
+def _whole_step(step: Step, update: Update, advantages: list[float], model: nn.Module, first: Recomputed | None) -> WholeStep:
+    """What the responses' losses take from each other, by running the model on all of them first."""
+    algorithm, whole = step.config.algorithm, WholeStep()
+    coefficient = update.metric("entropy_coef") if algorithm.entropy_bonus else 0.0
+    if algorithm.top_entropy_quantile == 1 and not coefficient and algorithm.loss_type != "real":
+        return whole
+    responses = {}
+    for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
+        if not step.is_masked(sample):
+            policy = naive.log_softmax(model, sample.token_ids, step.config.rollout.temperature)[sample.places - 1]
+            responses[index] = _response(step, index, policy, advantage, first)
+    entropies = [value for response in responses.values() for value in response.entropy.tolist()]
+    if algorithm.top_entropy_quantile < 1 and entropies:
+        whole.entropy_threshold = naive_loss.top_threshold(entropies, algorithm.top_entropy_quantile)
+    whole.bonus = coefficient / max(1, sum(value >= whole.entropy_threshold for value in entropies))
+    if algorithm.loss_type == "real":
+        moved = [(responses[i].logprobs - responses[i].old).mean().item() if i in responses else 0.0 for i in range(len(advantages))]
+        scores = (torch.tensor(moved, dtype=torch.float64) / algorithm.real_tau).requires_grad_()
+        signs = [advantage if i in responses else 0.0 for i, advantage in enumerate(advantages)]
+        with torch.enable_grad():
+            loss = naive_loss.real_loss(scores, signs, step.config.rollout.num_generations)
+        whole.real_loss, whole.real_slopes = loss.item(), torch.autograd.grad(loss, scores)[0].tolist()
+    return whole
 
 
 @torch.no_grad()

@@ -1,0 +1,77 @@
+"""Rewards to advantages, a response at a time, as `algorithm.advantage_estimator` and its neighbours are meant. NaN is no reward."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from megagrpo.config import AlgorithmSection
+
+STD_EPSILON = 1e-4
+
+
+def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float:
+    """Of the functions that could score; NaN when none could."""
+    scored = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
+    return sum(scored) if scored else math.nan
+
+
+def advantages(
+    table: Sequence[Sequence[float | None]], weights: Sequence[float], group_size: int, algorithm: AlgorithmSection
+) -> list[float]:
+    """One for each row of `table`, which holds the rewards of one response by function; responses to one prompt are next to each other."""
+    if algorithm.multi_objective_aggregation == "normalize_then_sum":
+        return _whiten(_sums_of_normalized(table, weights, group_size))
+    rewards = [weighted_sum(row, weights) for row in table]
+    if algorithm.advantage_estimator == "reinforce_plus_plus":
+        return _whiten(rewards)
+    centred: list[float] = []
+    for start in range(0, len(rewards), group_size):
+        group = rewards[start : start + group_size]
+        centred += [_compared(reward, group[:i] + group[i + 1 :], algorithm.advantage_estimator) for i, reward in enumerate(group)]
+    if algorithm.advantage_estimator == "reinforce_plus_plus_baseline":
+        return [_divided(value, centred) for value in centred]
+    if algorithm.scale_rewards == "none":
+        return [0.0 if math.isnan(value) else value for value in centred]
+    groups = [rewards[i - i % group_size :][:group_size] for i in range(len(rewards))]
+    return [_divided(value, rewards if algorithm.scale_rewards == "batch" else group) for value, group in zip(centred, groups, strict=True)]
+
+
+def _compared(reward: float, others: Sequence[float], estimator: str) -> float:
+    """The reward minus the mean of its group, or for rloo of the group's others; 0 where all are equal."""
+    known = _known(others)
+    if math.isnan(reward) or all(other == reward for other in known):
+        return math.nan if math.isnan(reward) else 0.0
+    return reward - statistics.fmean(known if estimator == "rloo" else [reward, *known])
+
+
+def _divided(value: float, among: Sequence[float]) -> float:
+    """By the unbiased standard deviation of `among`; 0 for no value, undivided where there is nothing to compare with."""
+    known = _known(among)
+    if math.isnan(value) or len(known) < 2:
+        return 0.0 if math.isnan(value) else value
+    return value / (statistics.stdev(known) + STD_EPSILON)
+
+
+def _whiten(values: Sequence[float]) -> list[float]:
+    """Over the whole batch."""
+    known = _known(values)
+    if len(set(known)) < 2:
+        return [0.0] * len(values)
+    return [_divided(value - statistics.fmean(known), known) for value in values]
+
+
+def _sums_of_normalized(table: Sequence[Sequence[float | None]], weights: Sequence[float], group_size: int) -> list[float]:
+    """GDPO: every function's rewards normalised within their group, then the weighted sum; NaN for a response that none could score."""
+    sums = [math.nan if all(value is None for value in row) else 0.0 for row in table]
+    for column, weight in enumerate(weights):
+        for start in range(0, len(table), group_size):
+            group = [math.nan if row[column] is None else row[column] for row in table[start : start + group_size]]
+            for i, value in enumerate(_whiten(group), start):
+                sums[i] += weight * value
+    return sums
+
+
+def _known(values: Sequence[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]

@@ -1,0 +1,171 @@
+"""The loss of one response in float64, as the papers have it: every `loss_type`, ratio, mask and correction. What depends on other responses
+(`WholeStep`) is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megagrpo.config import AlgorithmSection
+
+TOKEN_MEANS = ("dapo", "bnpo", "cispo", "vespo", "fipo", "real")
+SEQUENCE_MEANS = ("grpo", "sapo", "gmpo")
+
+
+@dataclass(frozen=True)
+class Response:
+    """The tokens that the policy wrote of one response, [Lr] each; log-probs and entropy of the policy carry a gradient."""
+
+    logprobs: Tensor
+    old: Tensor  # of the policy when it was sampled
+    rollout: Tensor  # the engine's, NaN where it gave none
+    entropy: Tensor
+    places: Tensor  # in the response
+    advantage: float
+
+
+@dataclass
+class WholeStep:
+    """What the loss of a response takes from the others of its optimizer step."""
+
+    entropy_threshold: float = -math.inf  # tokens below count nowhere in the policy term
+    bonus: float = 0.0  # what an entropy takes off the step's loss
+    real_slopes: list[float] = field(default_factory=list)  # derivative of REAL's loss by the score of each response
+    real_loss: float = 0.0
+
+
+def policy_term(of: Response, algorithm: AlgorithmSection, threshold: float) -> Tensor:
+    """[Lr] what each token of a response is worth minimising for."""
+    losses = LOSSES.get(algorithm.loss_type, _clipped)(of, algorithm)
+    if algorithm.off_policy_mask_threshold is not None and of.advantage < 0:
+        sampled = of.old if algorithm.importance_correction == "off" else of.rollout
+        if (sampled - of.logprobs).mean() > algorithm.off_policy_mask_threshold:
+            losses = losses * 0
+    losses = losses * (of.entropy >= threshold)
+    if algorithm.importance_correction != "off" and algorithm.loss_type != "vespo":
+        losses = losses * correction(of, algorithm)
+    return losses
+
+
+def share(loss_type: str, length: int) -> int:
+    """What the tokens of a response of this length are divided by before the step's denominator."""
+    return length if loss_type in SEQUENCE_MEANS else 1
+
+
+def denominator(response_lengths: Sequence[int], loss_type: str, max_completion_length: int) -> int:
+    """What the sum over the step is divided by."""
+    if loss_type in TOKEN_MEANS:
+        return max(1, sum(response_lengths))
+    return max(1, len(response_lengths)) * (max_completion_length if loss_type == "dr_grpo" else 1)
+
+
+def probability_ratio(log_ratio: Tensor, level: str) -> Tensor:
+    """[Lr] policy / old of every token, or of all the response's as one number: their geometric mean (GSPO). With `sequence_token` that
+    number, but each token with the gradient of its own ratio."""
+    if level == "token":
+        return log_ratio.exp()
+    mean = log_ratio.mean().expand_as(log_ratio)
+    return mean.exp() if level == "sequence" else mean.detach().exp() * (log_ratio - log_ratio.detach()).exp()
+
+
+def correction(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr] the weight of each token for what the engine sampled from: trainer / engine, held against the band."""
+    level, action = algorithm.importance_correction.split("_")
+    low = algorithm.importance_correction_min or 0.0
+    high = algorithm.importance_correction_max or math.inf
+    log_ratio = torch.where(of.rollout.isnan(), 0.0, of.old - of.rollout)
+    log_ratio = {"token": log_ratio, "sequence": log_ratio.sum(), "geometric": log_ratio.mean()}[level].expand_as(log_ratio)
+    ratios = [math.exp(min(max(value, -20.0), 20.0)) for value in log_ratio.tolist()]
+    inside = [low <= ratio <= high for ratio in ratios]
+    weights = {
+        "truncate": [min(max(ratio, low), high) for ratio in ratios],
+        "mask": [ratio if good else 0.0 for ratio, good in zip(ratios, inside, strict=True)],
+        "reject": [float(all(inside))] * len(ratios),
+    }[action]
+    return torch.tensor(weights, dtype=torch.float64)
+
+
+def _clipped(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """-min(min(r, delta) A, clip(r) A)."""
+    ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level)
+    clip = ratio.clamp(1 - algorithm.epsilon, 1 + _upper(algorithm))
+    bounded = ratio if algorithm.delta is None else torch.where(ratio > algorithm.delta, algorithm.delta, ratio)
+    return -torch.minimum(bounded * of.advantage, clip * of.advantage)
+
+
+def _cispo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level).detach()
+    return -torch.where(ratio > _upper(algorithm), _upper(algorithm), ratio) * of.advantage * of.logprobs
+
+
+def _sapo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    tau = algorithm.sapo_temperature_pos if of.advantage > 0 else algorithm.sapo_temperature_neg
+    ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level)
+    return -of.advantage * (4 / tau) / (1 + (-tau * (ratio - 1)).exp())
+
+
+def _vespo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    positive = of.advantage >= 0
+    k, scale = (algorithm.vespo_k_pos, algorithm.vespo_lambda_pos) if positive else (algorithm.vespo_k_neg, algorithm.vespo_lambda_neg)
+    floor = math.log(1e-8)
+    log_weight = sum(min(max(value, -20.0), 20.0) for value in (of.logprobs - of.old).tolist())
+    if algorithm.importance_correction != "off":
+        log_weight += sum(min(max(math.log(w), floor), 20.0) if w else floor for w in correction(of, algorithm).tolist())
+    log_weight = min(max(log_weight, floor), 20.0)
+    phi = math.exp(max(scale + k * log_weight - scale * math.exp(log_weight), -700.0))
+    return -phi * of.advantage * of.logprobs
+
+
+def _gmpo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    log_ratio = of.logprobs - of.old
+    clip = log_ratio.clamp(-algorithm.epsilon, _upper(algorithm))
+    mean = (torch.minimum(log_ratio, clip) if of.advantage > 0 else torch.maximum(log_ratio, clip)).mean()
+    return (-mean.exp() * of.advantage).expand_as(log_ratio)
+
+
+def _fipo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """The clipped losses, each weighted by how much likelier what followed has become."""
+    log_ratio, span = (of.logprobs - of.old).tolist(), algorithm.fipo_clip_range
+    weights = []
+    for t, here in enumerate(of.places.tolist()):
+        future = 0.0
+        for there, value in zip(of.places.tolist()[t:], log_ratio[t:], strict=True):
+            if algorithm.delta is None or math.exp(value) <= algorithm.delta:
+                future += 2 ** (-(there - here) / algorithm.fipo_decay_rate) * value
+        low, high = (1.0 if algorithm.fipo_clip_high_only else 1 - span), 1 + span
+        limit = algorithm.fipo_safety_threshold
+        if limit is not None and of.advantage < 0 and math.exp(log_ratio[t]) > limit:
+            low, high = 1 - span, 1.0
+        weights.append(min(max(math.exp(future), low), high))
+    return torch.tensor(weights, dtype=torch.float64) * _clipped(of, algorithm)
+
+
+LOSSES = {"cispo": _cispo, "sapo": _sapo, "vespo": _vespo, "gmpo": _gmpo, "fipo": _fipo}
+
+
+def _upper(algorithm: AlgorithmSection) -> float:
+    return algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
+
+
+def top_threshold(entropies: Sequence[float], top: float) -> float:
+    """The entropy that the `top` share of tokens reach: a quantile, linear between the two tokens around it."""
+    ordered = sorted(entropies)
+    place = (1 - top) * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def real_loss(scores: Tensor, advantages: Sequence[float], group_size: int) -> Tensor:
+    """REAL of a step whose responses have these scores [N], responses to one prompt next to each other."""
+    losses = [0 * scores.sum()]
+    for start in range(0, len(scores), group_size):
+        group = list(zip(scores[start : start + group_size], advantages[start : start + group_size], strict=True))
+        good, bad = [score for score, a in group if a > 0], [score for score, a in group if not a > 0]
+        if good and bad:
+            losses.append((1 + sum(score.exp() for score in bad)).log() + (1 + sum((-score).exp() for score in good)).log())
+    return sum(losses) / math.ceil(len(scores) / group_size)

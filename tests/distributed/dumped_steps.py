@@ -1,0 +1,82 @@
+"""Steps dumped without a run: the samples of `megagrpo verify`, with rewards by chance, through the policy and the loss of a config."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+from tiny_policy import tiny_model
+
+from megagrpo.algorithms.advantages import advantages_of, to_samples
+from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.reductions import denominator
+from megagrpo.bridge.load import load_hf
+from megagrpo.config import RunConfig
+from megagrpo.data.packing import pack, packing_rules, prompt_length
+from megagrpo.dump import StepDumps
+from megagrpo.look_ahead import look_ahead
+from megagrpo.parallel.layout import Layout
+from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
+from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, TrainState
+from megagrpo.verify.shrink import random_samples
+
+FUNCTIONS = [dict(function="nowhere:chance"), dict(function="nowhere:coin", weight=0.5)]
+
+
+def make_model(folder: Path, shape: str) -> None:
+    """A model of this shape as Hugging Face saves it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**tiny_model(shape).raw))
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+
+
+def rollouts() -> list[ScoredRollout]:
+    """The samples as an engine would give them. Two rewards; some responses get one of them only, one gets none."""
+    chance = random.Random(1)
+    made = []
+    for i, sample in enumerate(random_samples()):
+        ids = sample.token_ids.tolist()
+        length, written = prompt_length(sample), tuple(sample.response_mask.tolist())
+        dialogue = None if all(written[length:]) else Dialogue(written[length:], messages=(), num_turns=2, ended="done")
+        prompt = Prompt(i, tuple(ids[:length]), "a question", {})
+        logprobs = tuple(sample.rollout_logprobs[length:].tolist())
+        rollout = Rollout(prompt, tuple(ids[length:]), logprobs, "stop", 1, "an answer", dialogue)
+        rewards = {"chance": chance.random() if i != 7 else None, "coin": float(chance.random() < 0.5) if i % 4 != 3 else None}
+        summed = (rewards["chance"] or 0.0) + 0.5 * (rewards["coin"] or 0.0) if any(r is not None for r in rewards.values()) else math.nan
+        made.append(ScoredRollout(rollout, rewards, summed))
+    return made
+
+
+def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: tuple[int, ...] = (1,)) -> list[str]:
+    """The messages of `steps` of `config`, dumped into the folder `run`; the model is that of the folder `model`."""
+    algorithm, hf = config.algorithm, load_hf_config(model)
+    policy = MegatronPolicy(config, layout, hf)
+    load_hf(policy.chunks, hf, model, layout)
+    policy.weights_changed()
+    scored, said, state = rollouts(), [], TrainState()
+    advantages = advantages_of(scored, config)
+    batch = pack(to_samples(scored, advantages), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    batch = Reference(policy).annotate(batch) if algorithm.beta else batch
+    divisor = denominator(batch, algorithm.loss_type, config.rollout.max_completion_length)
+    dumps = StepDumps(config, policy, run / "dumps", model, said.append)
+    for step in steps:
+        if algorithm.num_iterations > 1:
+            batch = batch.with_logprobs(old=policy.logprobs(batch))
+        dumps.begin(step)
+        for _ in range(algorithm.num_iterations):
+            coefficient = bonus_coefficient(state, algorithm)
+            known = look_ahead(batch, policy, divisor, coefficient)
+            metrics = policy.train_step(known, dumps.record(make_loss(config)), divisor)
+            adapt_bonus(state, metrics, algorithm)
+            dumps.measured(metrics | dict(entropy_coef=coefficient), divisor)
+        dumps.finish(scored, advantages.flatten().tolist())
+    return said
