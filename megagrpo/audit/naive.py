@@ -1,7 +1,8 @@
 """One GRPO step written out as the papers have it, in float64, a sample at a time: transformers' model, the full softmax, torch's autograd.
 
-The loss is in `naive_loss`, the advantages in `naive_advantages`. No packing, no chunks, no parallelism, and nothing that the trainer computes with: this is what it is measured against. transformers
-computes rotary angles, and the routing of mixtures of experts, in float32 whatever the weights are.
+No packing, no chunks, no parallelism, and nothing that the trainer computes with: this is what it is measured against. The loss is in
+`naive_loss`, the advantages in `naive_advantages`. transformers computes rotary angles, and the routing of mixtures of experts, in float32
+whatever the weights are.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The loss of one response in float64, as the papers have it: every `loss_type`, ratio, mask and correction. What depends on other responses
-(`WholeStep`) is given."""
+"""The loss of one response in float64, as the papers have it: every `loss_type`, ratio, mask and correction. What depends on other
+responses, `WholeStep`, is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every loss, its options and every way to an advantage, as the trainer computes it on two ranks, audited: float64, written naively, agrees.
+"""Every loss, its options and every way to an advantage, as the trainer computes it on two ranks, audited: plain float64 agrees.
 
 Two optimizer steps on one batch, so that the policy is away from the one that sampled.
 """
