@@ -15,6 +15,7 @@ from pathlib import Path
 
 from layout_arguments import add_layout_arguments, run_in_layout
 
+from megagrpo.bridge.adapters import ADAPTER_FILES
 from megagrpo.bridge.export import save_hf
 from megagrpo.bridge.megatron_io import HF_FILES, load_model
 from megagrpo.bridge.sources import resolve_model
@@ -25,6 +26,8 @@ from megagrpo.policy.hf_config import load_hf_config
 
 def convert(checkpoint: Path, out: Path, model: str | None, layout: Layout) -> None:
     """Write `out`: safetensors in the dtype of the model's config.json, config and tokenizer. Collective."""
+    if (checkpoint / ADAPTER_FILES).is_dir():
+        raise ValueError(f"{checkpoint} holds an adapter and no weights; merge it: merge_adapter.py {checkpoint / ADAPTER_FILES} {out}")
     if model is None and not (checkpoint / HF_FILES).is_dir():
         raise ValueError(f"{checkpoint} carries no {HF_FILES} folder with config.json; name the model it started from with --model")
     source = resolve_model(model) if model else checkpoint / HF_FILES

@@ -1,7 +1,8 @@
 """Checkpoints: model, optimizer, schedule, RNG and `TrainState`, sharded by Megatron's dist_checkpointing. Each is complete or absent.
 
 Ranks write into `.step_000012.partial`; rank 0 renames it to `step_000012` when every rank has finished. It loads into another layout: the
-distributed optimizer's state is stored by parameter, not by rank.
+distributed optimizer's state is stored by parameter, not by rank. With LoRA it holds no weights of the model, but the adapters, and these
+once more as PEFT writes them, in `adapter/`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megagrpo.bridge.adapters import ADAPTER_FILES, save_adapter
 from megagrpo.bridge.export import copy_side_files
 from megagrpo.bridge.megatron_io import HF_FILES
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import together
+from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.types import TrainState
 
@@ -42,7 +45,8 @@ class Checkpointer:
 
     def __init__(self, folder: Path, layout: Layout, policy: MegatronPolicy, keep: int, model_folder: Path):
         self.folder, self.layout, self.policy, self.keep, self.model_folder = folder, layout, policy, keep, model_folder
-        held = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters() if _is_first_copy(p, layout))
+        trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
+        held = sum(p.numel() for p in trained if _is_first_copy(p, layout))
         self._bytes_needed = sum(layout.all_gather_objects(held)) * BYTES_PER_PARAMETER
 
     def latest(self) -> Path | None:
@@ -57,6 +61,7 @@ class Checkpointer:
         try:
             together(self.layout, lambda: self._prepare(partial), here=writer)
             together(self.layout, lambda: self._write(partial))
+            self._write_adapter(partial)
             together(self.layout, lambda: self._publish(partial, final, state), here=writer)
         except Exception as error:
             if writer:
@@ -77,7 +82,7 @@ class Checkpointer:
         except (Exception, CheckpointException) as e:  # the latter is no Exception to Python
             raise CheckpointError(f"{path} cannot be read, or does not fit this model: {e}") from e
         for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True):
-            chunk.load_state_dict(loaded[name])
+            chunk.load_state_dict(loaded[name], strict=not self.policy.config.lora.enabled)
         with torch.no_grad():  # float32 shards are views of leaves, which autograd would guard
             self.policy.optimizer.load_state_dict(loaded["optimizer"])
         self.policy.scheduler.load_state_dict(loaded["scheduler"])
@@ -105,6 +110,12 @@ class Checkpointer:
             free = shutil.disk_usage(self.folder).free / 2**30
             raise OSError(f"{who} could not write its part (the log says more); {free:.2f} GiB are free") from error
 
+    def _write_adapter(self, partial: Path) -> None:
+        policy, lora = self.policy, self.policy.config.lora
+        if lora.enabled:
+            base = str(self.model_folder.resolve())
+            save_adapter(policy.chunks, policy.hf_config, self.layout, partial / ADAPTER_FILES, lora, base, policy.dtype)
+
     def _publish(self, partial: Path, final: Path, state: TrainState) -> None:
         (partial / HF_FILES).mkdir()
         copy_side_files(self.model_folder, partial / HF_FILES)
@@ -119,13 +130,18 @@ class Checkpointer:
         metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": "fully_reshardable"}
         local = metadata | {"dp_cp_group": self.layout.dp_cp_group}
         state: dict[str, Any] = {
-            name: chunk.sharded_state_dict(metadata=local) for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
+            name: self._trained(chunk.sharded_state_dict(metadata=local))
+            for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
         }
         state["optimizer"] = self.policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=local)
         state["scheduler"] = self.policy.scheduler.state_dict()
         if with_rng:
             state["rng"] = self._rng_state()
         return state, metadata
+
+    def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
+        """With LoRA the adapters alone: the base is the model that the run starts from."""
+        return {name: value for name, value in state.items() if is_adapter(name)} if self.policy.config.lora.enabled else state
 
     def _chunk_names(self) -> list[str]:
         count = len(self.policy.chunks)

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.bridge.families import blocks
+from megagrpo.bridge.adapters import fill_adapters
 from megagrpo.bridge.load import load_hf
+from megagrpo.bridge.merged import merged_blocks
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.checkpoint import Checkpointer, CheckpointError, newest_checkpoint
 from megagrpo.collect import Collector, sampling_params
@@ -106,6 +107,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     torch.manual_seed(config.run.seed)
     policy = MegatronPolicy(config, layout, hf_config)
     load_hf(policy.chunks, hf_config, model_folder, layout)
+    with _problems_of_the_config():
+        fill_adapters(policy.chunks, hf_config, layout, config.lora, config.run.seed)
     policy.weights_changed()
     reference = Reference(policy) if config.algorithm.beta else None
 
@@ -129,7 +132,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         eval_prompts=eval_prompts,
         collector=Collector(layout, engine, rewards, timer),
         sampling=sampling_params(config.rollout, tokenizer.eos_token_ids),
-        weights=partial(blocks, policy.chunks, hf_config, layout),
+        weights=partial(merged_blocks, policy.chunks, hf_config, layout),
         weight_sync=resources.enter_context(weight_sync),
         checkpointer=checkpointer,
         writer=writer,

@@ -135,7 +135,7 @@ class Trainer:
         tensor, where = error.tensor, "of no gradient, but of the loss"
         if tensor is not None:
             found = next((blocks for name, _, blocks in self.weights() if name == tensor.name), [])
-            names = sorted({block.name for block in self.layout.all_gather_objects(found)[tensor.rank]})
+            names = sorted({block.name for block in self.layout.all_gather_objects(found)[tensor.rank]}) or [tensor.name]
             where = f"in the {tensor.kind} of {', '.join(names)} on rank {tensor.rank}"
         self.writer.message(
             f"warning: step {self.state.step + 1}: optimizer step skipped, no weight has changed: NaN or infinity {where}; "

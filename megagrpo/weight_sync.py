@@ -184,11 +184,11 @@ class _Slots:
             self.buffers[slot] = _allocate(path, self.size)
         written = {}
         for name, param, blocks in found:
-            for block in blocks:
+            mine = [block for block in blocks if _key(block) in self.offsets and _key(block) not in written]
+            values_here = param.detach() if mine else None  # which may have to be computed
+            for block in mine:
                 key = _key(block)
-                if key in written or key not in self.offsets:
-                    continue
-                offset, source = self.offsets[key], block.view(param.detach())
+                offset, source = self.offsets[key], block.view(values_here)
                 count = source.numel() * self.dtype.itemsize
                 values = self.buffers[slot][offset : offset + count].view(self.dtype)
                 values.view(source.shape).copy_(source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megagrpo.bridge.blocks import Block
-from megagrpo.bridge.families import blocks
+from megagrpo.bridge.merged import Merged, merged_blocks
 from megagrpo.bridge.sources import INDEX, SINGLE, new_folder
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
 
 SIDE_FILES = (".json", ".jinja", ".txt", ".model")
+Held = list[tuple[str, Tensor | Merged, list[Block]]]  # this rank's parameters with their blocks
 _SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+Stream = Iterator[tuple[str, Tensor]]  # (name, whole tensor)
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,17 @@ def iter_full(
     """(name, whole tensor) for every tensor of the model on rank `writer`, on the CPU, layer by layer; nothing on the others.
 
     Collective: every rank of the world must exhaust the iterator. Each block is sent once, by one of the ranks that hold it.
-    `dtype` None keeps the parameters' own. Reads `param.data`, so an optimizer that gathers parameters late must have done so.
+    `dtype` None keeps the parameters' own; weights with adapters come with these added, in float32. Reads `param.data`, so an optimizer
+    that gathers parameters late must have done so.
     """
-    yield from _stream(chunks, hf_config, layout, find_sources(chunks, hf_config, layout), dtype, writer)
+    held = list(merged_blocks(chunks, hf_config, layout))
+    yield from _stream(held, layout, find_sources(held, layout), dtype, writer)
 
 
-def find_sources(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> dict[str, Source]:
-    """Every tensor of the model in layer order, each block with the lowest rank that holds it. Collective, small messages only."""
-    held = [
-        (b.name, b.shape, param.dtype, (b.dim, b.start, b.stop)) for _, param, found in blocks(chunks, hf_config, layout) for b in found
-    ]
+def find_sources(parameters: Held, layout: Layout) -> dict[str, Source]:
+    """Every tensor that the ranks' parameters make up, in layer order, each block with the lowest rank that holds it. Collective, small
+    messages only."""
+    held = [(b.name, b.shape, param.dtype, (b.dim, b.start, b.stop)) for _, param, found in parameters for b in found]
     sources: dict[str, Source] = {}
     for rank, of_rank in enumerate(layout.all_gather_objects(held)):
         for name, shape, dtype, place in of_rank:
@@ -60,8 +65,8 @@ def find_sources(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -
     return {name: sources[name] for name in sorted(sources, key=_natural)}
 
 
-def _stream(chunks, hf_config, layout: Layout, sources: dict[str, Source], dtype: torch.dtype | None, writer: int):
-    mine = {(b.name, b.dim, b.start, b.stop): (param, b) for _, param, found in blocks(chunks, hf_config, layout) for b in found}
+def _stream(held: Held, layout: Layout, sources: dict[str, Source], dtype: torch.dtype | None, writer: int):
+    mine = {(b.name, b.dim, b.start, b.stop): (param, b) for _, param, found in held for b in found}
     am_writer = layout.world_rank == writer
     for name, source in sources.items():
         full = torch.empty(source.shape, dtype=dtype or source.dtype) if am_writer else None
@@ -78,7 +83,7 @@ def _stream(chunks, hf_config, layout: Layout, sources: dict[str, Source], dtype
             yield name, full
 
 
-def _local_part(param: Tensor, block: Block) -> Tensor:
+def _local_part(param: Tensor | Merged, block: Block) -> Tensor:
     return block.read(param.data).to("cpu").contiguous()
 
 
@@ -110,31 +115,44 @@ def save_hf(
     max_shard_bytes: int = 5 * 2**30,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the model as a Hugging Face folder: safetensors in `dtype` (None: the one that config.json names), split into files of at most
-    `max_shard_bytes` with an index when there are several, and config and tokenizer copied from `source_folder`.
+    """Write the model, adapters added to its weights, as a Hugging Face folder: safetensors in `dtype` (None: the one that config.json
+    names), split into files of at most `max_shard_bytes` with an index when there are several, and config and tokenizer copied from
+    `source_folder`.
 
     Collective; rank 0 writes. The folder appears complete or not at all, also when a rank dies or the disk fills. Raises ValueError when
     `out_folder` exists and is not empty, OSError on every rank when it cannot be written.
     """
     out_folder, source_folder = Path(out_folder), Path(source_folder)
     refuse_non_empty(out_folder, layout)
-    sources = find_sources(chunks, hf_config, layout)
     dtype = dtype or getattr(torch, hf_config.dtype)
+
+    def write(stream: Stream, sources: dict[str, Source], unfinished: Path) -> None:
+        _write_weights(stream, sources, dtype, unfinished, max_shard_bytes)
+        copy_side_files(source_folder, unfinished)
+
+    save_folder(out_folder, list(merged_blocks(chunks, hf_config, layout)), layout, dtype, write)
+
+
+def save_folder(
+    folder: Path, held: Held, layout: Layout, dtype: torch.dtype, write: Callable[[Stream, dict[str, Source], Path], None]
+) -> None:
+    """Have rank 0 `write` the stream of whole tensors into a folder that appears complete or not at all. Collective; OSError on every rank
+    when it cannot be written."""
+    sources = find_sources(held, layout)
     with torch.no_grad():
-        stream = _stream(chunks, hf_config, layout, sources, dtype, writer=0)
+        stream = _stream(held, layout, sources, dtype, writer=0)
         failure = None
         try:
             if layout.world_rank == 0:
-                with new_folder(out_folder) as unfinished:
-                    _write_weights(stream, sources, dtype, unfinished, max_shard_bytes)
-                    copy_side_files(source_folder, unfinished)
+                with new_folder(folder) as unfinished:
+                    write(stream, sources, unfinished)
         except OSError as e:
             failure = str(e)
         for _ in stream:  # the other ranks' part; after a failure also rank 0's, or they would wait for ever
             pass
     failure = layout.all_gather_objects(failure)[0]
     if failure:
-        raise OSError(f"{out_folder}: {failure}")
+        raise OSError(f"{folder}: {failure}")
 
 
 def refuse_non_empty(folder: Path, layout: Layout) -> None:
@@ -144,7 +162,7 @@ def refuse_non_empty(folder: Path, layout: Layout) -> None:
         raise ValueError(f"{folder} exists and is not empty; name a new folder or remove it")
 
 
-def _write_weights(stream: Iterator[tuple[str, Tensor]], sources: dict[str, Source], dtype: torch.dtype, folder: Path, limit: int) -> None:
+def _write_weights(stream: Stream, sources: dict[str, Source], dtype: torch.dtype, folder: Path, limit: int) -> None:
     """Write the stream into as few safetensors files as `limit` allows; sizes are known beforehand, so nothing is held back."""
     shards: list[list[str]] = [[]]
     size = 0
@@ -158,7 +176,7 @@ def _write_weights(stream: Iterator[tuple[str, Tensor]], sources: dict[str, Sour
     n = len(shards)
     files = [SINGLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     for file, names in zip(files, shards, strict=True):
-        _write_safetensors(folder / file, names, stream, sources, dtype)
+        write_safetensors(folder / file, names, stream, sources, dtype)
     if n > 1:
         total = sum(_nbytes(source, dtype) for source in sources.values())
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
@@ -169,9 +187,9 @@ def _nbytes(source: Source, dtype: torch.dtype) -> int:
     return torch.Size(source.shape).numel() * dtype.itemsize
 
 
-def _write_safetensors(path: Path, names: list[str], stream: Iterator[tuple[str, Tensor]], sources: dict[str, Source], dtype) -> None:
-    """One file of the safetensors format, tensor by tensor: the header's length in 8 bytes, the header in JSON, the bytes.
-    Its own library wants all tensors of a file at once."""
+def write_safetensors(path: Path, names: list[str], stream: Stream, sources: dict[str, Source], dtype) -> None:
+    """One file of the safetensors format with the tensors `names`, which come next in the stream, one by one: the header's length in 8
+    bytes, the header in JSON, the bytes. Its own library wants all tensors of a file at once."""
     header: dict = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in names:

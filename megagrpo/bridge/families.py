@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megagrpo.bridge.blocks import Block, Local, Rule, gated, in_layer, qkv, same, vocab
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.specs import BLOCK
 
 from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.parallel, which prepares the platform)
@@ -67,13 +68,19 @@ TABLES: dict[str, dict[str, Rule]] = {
     "mixtral": DENSE | _experts("mixtral"),
 }
 
+# Adapters as PEFT names them, below the name of the model that they are wrapped around.
+PEFT = "base_model.model."
+ADAPTED = {p: _ATTENTION for p in ("q_proj", "k_proj", "v_proj", "o_proj")} | {p: _MLP for p in ("gate_proj", "up_proj", "down_proj")}
+
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Each expert a module of its own, or Transformer Engine's grouped linear with one weight per expert.
 _EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)")
+_ADAPTER = re.compile(r".+\.adapter\.(\w+)\.(lora_[AB])")
 
 
 def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor, list[Block]]]:
-    """(name, parameter, its blocks) for every parameter of this rank, in model order; local and without communication.
+    """(name, parameter, its blocks) for every weight of the model on this rank, adapters left out, in model order; local and without
+    communication.
 
     Names are unique within the rank: those of later virtual stages start with "chunkN.". The blocks cover the parameter, rows of
     the padded vocabulary excepted. Tied embeddings on two pipeline stages come twice, with equal blocks. KeyError when the family
@@ -83,6 +90,8 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
         for name, param in model.named_parameters():
+            if is_adapter(name):
+                continue
             place = _IN_LAYER.fullmatch(name)
             key, layer = (place[2], _block_number(model, int(place[1]))) if place else (name, None)
             if key == HEAD and hf_config.tied_embeddings:
@@ -95,6 +104,25 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
                 raise KeyError(f"family {hf_config.family} has no rule for Megatron parameter {name}")
             found = table[key](Local(param, *tensor_parallel, hf_config))
             yield f"chunk{i}.{name}" if i else name, param, [in_layer(block, layer, expert) for block in found]
+
+
+def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor, list[Block]]]:
+    """As `blocks`, of the adapters alone: one block each, in a tensor with the name that PEFT gives it in a file."""
+    for i, chunk in enumerate(chunks):
+        model = unwrap_model(chunk)
+        for name, param in model.named_parameters():
+            if not is_adapter(name):
+                continue
+            place = _IN_LAYER.fullmatch(name)
+            projection, matrix = _ADAPTER.fullmatch(place[2]).groups()
+            rule = same(f"{PEFT}{ADAPTED[projection]}{projection}.{matrix}.weight")
+            (block,) = rule(Local(param, layout.tp_size, layout.tp_rank, hf_config))
+            yield f"chunk{i}.{name}" if i else name, param, [in_layer(block, _block_number(model, int(place[1])))]
+
+
+def trained_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> list[tuple[str, Tensor, list[Block]]]:
+    """What has a gradient: the adapters where there are any, else all weights."""
+    return list(adapter_blocks(chunks, hf_config, layout)) or list(blocks(chunks, hf_config, layout))
 
 
 def _block_number(model: nn.Module, index: int) -> int:

@@ -16,6 +16,7 @@ from megagrpo import config_io
 from megagrpo.config.algorithm import AlgorithmSection as AlgorithmSection
 from megagrpo.config.data import DataSection as DataSection
 from megagrpo.config.data import DatasetSection as DatasetSection
+from megagrpo.config.lora import LoraSection as LoraSection
 from megagrpo.config.model import ModelSection as ModelSection
 from megagrpo.config.model import ParallelSection as ParallelSection
 from megagrpo.config.multi_turn import MultiTurnSection as MultiTurnSection
@@ -36,6 +37,7 @@ class RunConfig(Section):
 
     run: RunSection = RunSection()
     model: ModelSection
+    lora: LoraSection = LoraSection()
     parallel: ParallelSection = ParallelSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megagrpo.config.algorithm import CLIPPED_LOSSES, AlgorithmSection
+from megagrpo.config.lora import lora_problems
 from megagrpo.config.multi_turn import multi_turn_problems
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def cross_field_problems(config: RunConfig) -> list[str]:
         problems.append(
             f"algorithm.use_bias_correction_kl: {a.kl_estimator} is exact and takes no correction; set it to false or choose k1 or k3"
         )
-    problems += loss_problems(a) + advantage_problems(a) + multi_turn_problems(config.multi_turn)
+    problems += loss_problems(a) + advantage_problems(a) + multi_turn_problems(config.multi_turn) + lora_problems(config)
     if p.sequence_parallel and p.tp == 1:
         problems.append("parallel.sequence_parallel: needs parallel.tp > 1; set it to false or raise tp")
     if p.vpp > 1 and p.pp == 1:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from megagrpo.config import RunConfig
 from megagrpo.plan.memory import smallest_gpu, trainer_memory
-from megagrpo.plan.problems import expert_problems, layout_problems, reward_problems, rollout_problems, too_big
+from megagrpo.plan.problems import adapter_problems, expert_problems, layout_problems, reward_problems, rollout_problems, too_big
 from megagrpo.plan.shapes import model_shape
-from megagrpo.plan.text import experts_text, memory_table, model_text, rollout_text, step_text
+from megagrpo.plan.text import experts_text, lora_text, memory_table, model_text, rollout_text, step_text
 from megagrpo.policy.hf_config import model_problems, parse_hf_config
 
 
@@ -66,7 +66,9 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
     rows.insert(0, ("model", model_text(config.model.path, model)))
     if model.experts:
         rows.insert(2, ("experts", experts_text(config, model, world_size)))
-    problems += unfit + expert_problems(config, model) + rollout_problems(config, model)
+    if config.lora.enabled:
+        rows.insert(1, ("LoRA", lora_text(config.lora, model)))
+    problems += unfit + expert_problems(config, model) + adapter_problems(config, model) + rollout_problems(config, model)
     if unfit:
         return Plan(problems, rows)
     memory = trainer_memory(config, model, dp)

@@ -7,7 +7,7 @@ workspaces are not counted.
 from __future__ import annotations
 
 from megagrpo.config import RunConfig
-from megagrpo.plan.shapes import layers_of_ranks, num_parameters, stage_experts, stage_parameters
+from megagrpo.plan.shapes import layers_of_ranks, num_parameters, stage_adapters, stage_experts, stage_parameters
 from megagrpo.policy.hf_config import HfConfig
 
 GIB = 2**30
@@ -22,15 +22,18 @@ def trainer_memory(config: RunConfig, model: HfConfig, dp: int) -> dict[str, dic
 def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> dict[str, dict[str, float]]:
     p, train = config.parallel, config.train
     outside, experts = stage_parameters(model, p)[stage], stage_experts(model, p)[stage]
-    parameters = outside + experts
+    adapters = stage_adapters(model, p, config.lora)[stage]
+    parameters = outside + experts + adapters
+    trained, trained_experts = (adapters, 0) if config.lora.enabled else (outside, experts)
     copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
     weight_bytes = 4 if config.model.precision == "fp32" else 2
     optimizer_bytes = 8 if weight_bytes == 4 else 12  # two moments, and master weights beside bf16
     resident = {
         "weights": parameters * weight_bytes,
-        "gradients": parameters * 4,
-        "optimizer": (outside / copies + experts / expert_copies if train.distributed_optimizer else parameters) * optimizer_bytes,
-        "reference": parameters * weight_bytes if config.algorithm.beta else 0,
+        "gradients": (trained + trained_experts) * 4,
+        "optimizer": optimizer_bytes
+        * (trained / copies + trained_experts / expert_copies if train.distributed_optimizer else trained + trained_experts),
+        "reference": (trained + trained_experts) * weight_bytes if config.algorithm.beta else 0,
     }
     tokens = train.max_tokens_per_micro_batch / p.cp
     one_layer, kept = (elements * tokens * weight_bytes for elements in _activation_elements(config, model))

@@ -49,6 +49,18 @@ def expert_problems(config: RunConfig, model: HfConfig) -> list[str]:
     return []
 
 
+def adapter_problems(config: RunConfig, model: HfConfig) -> list[str]:
+    """Projections that are named although experts have them."""
+    named = [] if config.lora.target_modules == "all-linear" else config.lora.projections
+    inside = [name for name in named if name in ("gate_proj", "up_proj", "down_proj")]
+    if config.lora.enabled and model.experts and inside:
+        return [
+            f"lora.target_modules: {', '.join(inside)} of {model.family} are in its experts, which have no adapters; leave them out, or "
+            "choose all-linear, which is everything else"
+        ]
+    return []
+
+
 def reward_problems(config: RunConfig) -> list[str]:
     problems = []
     for i, reward in enumerate(config.rewards.functions):

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config import ParallelSection
+from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.policy.hf_config import HfConfig, read_raw_config, stage_layers
 
 KNOWN_SHAPES = Path(__file__).parents[2] / "configs" / "models"  # OWNER/NAME/config.json, for machines that cannot reach the hub
@@ -79,6 +79,22 @@ def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
     if parallel.pp > 1 or not model.tied_embeddings:
         sizes[-1] += embedding
     return sizes
+
+
+def stage_adapters(model: HfConfig, parallel: ParallelSection, lora: LoraSection) -> list[int]:
+    """Parameters of adapters on one rank of each pipeline stage; 0 without LoRA."""
+    return [sum(_layer_adapters(model, layer, parallel.tp, lora) for layer in layers) for layers in layers_of_ranks(model, parallel)]
+
+
+def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> int:
+    """Of A and B the one on the side where a projection is cut is cut as well. Experts have none."""
+    hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    by_output = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    by_input = {"o_proj": queries}
+    if not model.has_experts(layer):
+        by_output |= dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size)
+        by_input["down_proj"] = model.intermediate_size
+    return lora.rank * sum(hidden + size // tp for name, size in (by_output | by_input).items() if name in lora.projections)
 
 
 def num_parameters(model: HfConfig) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from megagrpo.config import RunConfig
-from megagrpo.plan.shapes import num_active_parameters, num_parameters
+from megagrpo.config import LoraSection, ParallelSection, RunConfig
+from megagrpo.plan.shapes import num_active_parameters, num_parameters, stage_adapters
 from megagrpo.policy.hf_config import HfConfig
 
 
@@ -25,6 +25,13 @@ def experts_text(config: RunConfig, model: HfConfig, world_size: int) -> str:
         f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token; the ranks of a stage = etp {p.expert_tp} x "
         f"ep {p.ep} x {max(1, world_size // p.expert_parallel_size)} copies, {experts.count // p.ep} experts on each"
     )
+
+
+def lora_text(lora: LoraSection, model: HfConfig) -> str:
+    trained = sum(stage_adapters(model, ParallelSection(), lora))
+    share = trained / num_parameters(model)
+    where = ", ".join(lora.projections)
+    return f"rank {lora.rank}, scale {lora.scale:g}, on {where}: {trained:,} trained parameters, {share:.2%} of the model's"
 
 
 def rollout_text(config: RunConfig) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_
 from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.tensor_parallel import ColumnParallelLinear  # isort: skip
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region  # isort: skip
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 from megatron.core.transformer.transformer_layer import MoETransformerLayer  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
@@ -42,12 +44,13 @@ def build_model(
     recompute: str = "none",
     sequence_parallel: bool = False,
     init_weights: bool = True,
+    own_linears: bool = False,
 ) -> list[nn.Module]:
     """This rank's chunks of the model, one per virtual pipeline stage, in `dtype` on this rank's device.
 
     The last chunk of the last stage returns logits [1, T, V/tp] in `dtype`, or hidden states inside `hidden_states(chunks)`. With
-    `init_weights=False` weights are uninitialised memory, for callers that load all of them. Raises ValueError when the model
-    cannot be cut into the layout.
+    `init_weights=False` weights are uninitialised memory, for callers that load all of them. With `own_linears` linears are Megatron's own
+    everywhere, for what is put on them. Raises ValueError when the model cannot be cut into the layout.
     """
     problems = model_problems(hf_config.raw, _sizes(layout))
     if problems:
@@ -56,7 +59,8 @@ def build_model(
     config = transformer_config(
         hf_config, layout, dtype=dtype, recompute=recompute, sequence_parallel=sequence_parallel, init_weights=init_weights
     )
-    return [_build_chunk(hf_config, config, layout, chunk) for chunk in range(layout.vpp)]
+    spec = partial(transformer_engine_spec, own_linears=own_linears) if device.has_transformer_engine() else local_spec
+    return [_build_chunk(hf_config, config, layout, chunk, spec(hf_config.qk_norm)) for chunk in range(layout.vpp)]
 
 
 @dataclass(frozen=True)
@@ -159,11 +163,10 @@ def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
     )
 
 
-def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout, chunk: int) -> nn.Module:
-    spec = transformer_engine_spec if device.has_transformer_engine() else local_spec
+def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout, chunk: int, spec: ModuleSpec) -> nn.Module:
     model = HybridModel(
         config,
-        spec(hf_config.qk_norm),
+        spec,
         vocab_size=hf_config.padded_vocab(layout.tp_size),
         max_sequence_length=hf_config.max_positions,
         hybrid_layer_pattern=layer_pattern(hf_config, stage_layers(hf_config.num_layers, _sizes(layout))),

@@ -44,7 +44,7 @@ def bad_gradient(chunks: Sequence[nn.Module], pp_rank: int, rank: int, summed: b
 
     `summed`: whether it is read after the sums over ranks, which hand a NaN on to every replica and may overflow themselves.
     """
-    found = _bad(chunks, lambda parameter: parameter.main_grad)
+    found = _bad(chunks, lambda parameter: parameter.main_grad, trained_only=True)
     return _tensor(KINDS[2 if summed else 1], max(found, default=None), pp_rank, rank)
 
 
@@ -65,9 +65,14 @@ def culprit(tensors: Iterable[BadTensor | None]) -> BadTensor | None:
     return max(alike, key=lambda tensor: (tensor.place, -tensor.rank))
 
 
-def _bad(chunks: Sequence[nn.Module], part: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[int, int, str]]:
-    """(chunk, index, name) of every parameter whose part holds NaN or infinity."""
-    named = [(i, j, name, p) for i, chunk in enumerate(chunks) for j, (name, p) in enumerate(unwrap_model(chunk).named_parameters())]
+def _bad(chunks: Sequence[nn.Module], part: Callable[[nn.Parameter], Tensor], trained_only: bool = False) -> Iterator[tuple[int, int, str]]:
+    """(chunk, index, name) of every parameter, or every one that is trained, whose part holds NaN or infinity."""
+    named = [
+        (i, j, name, p)
+        for i, chunk in enumerate(chunks)
+        for j, (name, p) in enumerate(unwrap_model(chunk).named_parameters())
+        if p.requires_grad or not trained_only
+    ]
     if not named:
         return
     largest = torch.stack(torch._foreach_norm([part(p) for *_, p in named], ord=math.inf))  # NaN when any element is

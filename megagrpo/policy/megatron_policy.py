@@ -20,6 +20,7 @@ from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_weight, culprit
 from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.lora import attach_adapters, without_dropout
 from megagrpo.policy.optimizer import build_optimizer, build_scheduler, learning_rate, wrap_data_parallel
 from megagrpo.types import LossFn, LossInputs, MicroBatch, RefHead, TrainBatch
 
@@ -31,14 +32,22 @@ Sums = dict[str, tuple[float, float]]
 
 class MegatronPolicy:
     """`chunks` are the bare model chunks of this rank (several with virtual pipeline stages), `model` the same with gradient buffers.
-    With `shares_prompts` batches may hold samples that continue one copy of their prompt."""
+    With `shares_prompts` batches may hold samples that continue one copy of their prompt. With LoRA only adapters have gradients and
+    optimizer state; like all weights they are uninitialised until somebody fills them."""
 
     def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig):
         self.config, self.layout, self.hf_config = config, layout, hf_config
         self.dtype = device.resolve_precision(config.model.precision)
         self.chunks = build_model(
-            hf_config, layout, dtype=self.dtype, recompute=config.model.recompute, sequence_parallel=config.parallel.sequence_parallel
+            hf_config,
+            layout,
+            dtype=self.dtype,
+            recompute=config.model.recompute,
+            sequence_parallel=config.parallel.sequence_parallel,
+            own_linears=config.lora.enabled,
         )
+        if config.lora.enabled:
+            attach_adapters(self.chunks, config.lora, config.model.recompute)
         self.model = wrap_data_parallel(self.chunks, config.train, layout.dp_cp_size)
         self.optimizer = build_optimizer(self.model, config.train, self.dtype)
         self.scheduler = build_scheduler(self.optimizer, config.train, config.run.max_steps * config.algorithm.num_iterations)
@@ -88,7 +97,8 @@ class MegatronPolicy:
 
     def _collect(self, batch: TrainBatch, collect: Callable[..., Any]) -> list[Any]:
         """What `collect` makes of each micro-batch's hidden states on the last stage; None elsewhere."""
-        rows = self._run(batch.micro_batches, collect, forward_only=True)
+        with without_dropout(self.chunks):
+            rows = self._run(batch.micro_batches, collect, forward_only=True)
         return rows if self.layout.is_last_stage else [None] * len(batch.micro_batches)
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, float]:

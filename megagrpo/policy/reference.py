@@ -12,7 +12,8 @@ from megagrpo.types import RefHead, TrainBatch
 
 
 class Reference:
-    """A frozen copy of this rank's weights, in the compute dtype and on the same device (2 or 4 bytes per local parameter)."""
+    """A frozen copy of this rank's weights that are trained, in the compute dtype and on the same device (2 or 4 bytes per local
+    parameter). With LoRA these are the adapters; fresh ones add nothing, so the reference is the model itself, and no copy of it."""
 
     def __init__(self, policy: MegatronPolicy):
         self._policy = policy
@@ -36,7 +37,7 @@ class Reference:
             return self._policy.logprobs(batch)
 
     def _parameters(self) -> list[Tensor]:
-        return [p for chunk in self._policy.chunks for p in chunk.parameters()]
+        return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad]
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:

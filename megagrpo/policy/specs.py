@@ -28,6 +28,9 @@ from megagrpo.policy.elementwise import rms_norm, swiglu
 from megagrpo.policy.hf_config import HfConfig
 
 BLOCK = 2  # hybrid layers in one decoder block
+# Transformer Engine fuses the norm into the linear: the same keys keep checkpoints of CPU and GPU interchangeable.
+ATTENTION_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+MLP_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
@@ -84,15 +87,14 @@ def local_spec(qk_norm: bool) -> ModuleSpec:
         input_layernorm=RMSNorm,
         self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
         self_attn_bda=get_bias_dropout_add,
-        # Transformer Engine fuses the norm into the linear: the same keys keep checkpoints of CPU and GPU interchangeable.
-        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+        sharded_state_dict_keys_map=ATTENTION_KEYS,
     )
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
     mlp_layer = TransformerLayerSubmodules(
         pre_mlp_layernorm=RMSNorm,
         mlp=functools.partial(MLP.as_mlp_submodule, submodules=mlp),
         mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+        sharded_state_dict_keys_map=MLP_KEYS,
     )
     experts = MoESubmodules(experts=functools.partial(SequentialMLP, submodules=mlp))
     # Transformer Engine's spec keeps this norm apart, because the router reads its output as well.
@@ -109,13 +111,21 @@ def local_spec(qk_norm: bool) -> ModuleSpec:
     )
 
 
-def transformer_engine_spec(qk_norm: bool) -> ModuleSpec:
-    """megatron-core's own stack on Transformer Engine, with the head norms that it leaves out."""
+def transformer_engine_spec(qk_norm: bool, own_linears: bool = False) -> ModuleSpec:
+    """megatron-core's own stack on Transformer Engine, with the head norms that it leaves out. With `own_linears` its linears outside of
+    experts are Megatron's, the norm before them a module of its own: what adapters read is then there to be read."""
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     spec = copy.deepcopy(hybrid_stack_spec)
+    layer, mlp_layer = spec.submodules.attention_layer.submodules, spec.submodules.mlp_layer.submodules
+    attention = layer.self_attention.submodules
     if qk_norm:
-        attention = spec.submodules.attention_layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = TENorm
+    if own_linears:
+        attention.linear_qkv, attention.linear_proj = ColumnParallelLinear, RowParallelLinear
+        layer.input_layernorm = mlp_layer.pre_mlp_layernorm = TENorm
+        layer.sharded_state_dict_keys_map, mlp_layer.sharded_state_dict_keys_map = ATTENTION_KEYS, MLP_KEYS
+        mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        mlp_layer.mlp = functools.partial(MLP.as_mlp_submodule, submodules=mlp)
     return spec

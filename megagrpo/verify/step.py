@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.bridge.families import blocks
+from megagrpo.bridge.families import adapter_blocks, blocks, trained_blocks
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.look_ahead import look_ahead
@@ -89,7 +89,7 @@ def fill_weights(
     policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, weights: Callable[[str, tuple], Tensor] = random_tensor
 ) -> None:
     """The tensors that `weights(name, shape)` gives, cut for this rank; the vocabulary's padding is 0."""
-    for _, parameter, found in blocks(policy.chunks, hf_config, layout):
+    for _, parameter, found in (*blocks(policy.chunks, hf_config, layout), *adapter_blocks(policy.chunks, hf_config, layout)):
         parameter.zero_()
         for block in found:
             part = weights(block.name, block.shape).narrow(block.dim, block.start, block.stop - block.start)
@@ -101,7 +101,7 @@ def fill_weights(
 def _move_away(policy: MegatronPolicy) -> None:
     """Move the policy away from the reference: a function of each weight alone, so that every layout moves alike."""
     for chunk in policy.chunks:
-        for parameter in chunk.parameters():
+        for parameter in filter(lambda p: p.requires_grad, chunk.parameters()):
             parameter.add_(0.02 * torch.sin(40 * parameter))
 
 
@@ -136,9 +136,9 @@ def whole_tensors(
     policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, part: Callable[[Tensor], Tensor]
 ) -> tuple[Tensors, float, float]:
     """(whole tensors, largest relative difference between ranks that hold the same block, largest element that belongs to no block) of
-    `part(parameter)`, put together from every rank's blocks; on rank 0, empty elsewhere."""
+    `part(parameter)` of every parameter that is trained, put together from every rank's blocks; on rank 0, empty elsewhere."""
     mine, padding = [], 0.0
-    for _, parameter, found in blocks(policy.chunks, hf_config, layout):
+    for _, parameter, found in trained_blocks(policy.chunks, hf_config, layout):
         tensor = part(parameter).detach().to("cpu", torch.float64, copy=True)
         for block in found:
             place = block.view(tensor)

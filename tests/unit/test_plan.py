@@ -321,3 +321,24 @@ def test_the_command_prints_the_plan_needs_no_torch_and_ends_with_code_2_on_prob
     assert good.returncode == 0 and good.stderr == "" and "134.5M parameters" in good.stdout
     bad = subprocess.run([*arguments, "world_size=3", "parallel.pp=2"], capture_output=True, text=True)
     assert bad.returncode == 2 and bad.stdout == "" and "1 problem(s)\n  world_size: 3 is not a multiple" in bad.stderr
+
+
+LLAMA_8B = dict(model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+LLAMA_8B |= dict(intermediate_size=14336, vocab_size=128256, max_position_embeddings=8192, tie_word_embeddings=False)
+
+
+def test_adapters_of_llama_8b_are_as_many_as_peft_counts_and_alone_have_gradients(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    settings = config(folder, "lora.rank=32", "lora.alpha=32", "model.precision=bf16", "algorithm.beta=0.1")
+    assert "83,886,080 trained parameters, 1.04% of the model's" in dict(plan(settings, 1).rows)["LoRA"]
+    memory = trainer_memory(settings, parse_hf_config(LLAMA_8B), dp=1)["generate"]
+    gib = 83_886_080 / 2**30
+    assert (memory["gradients"], memory["optimizer"], memory["reference"]) == pytest.approx((4 * gib, 12 * gib, 2 * gib))
+
+
+def test_adapters_in_experts_are_refused_and_all_linear_leaves_them_out(folder):
+    (folder / "config.json").write_text(json.dumps(MIXED))
+    (problem,) = plan(config(folder, "lora.rank=4", "lora.target_modules=[q_proj, up_proj]"), 1).problems
+    assert problem.startswith("lora.target_modules: up_proj of qwen3_moe are in its experts, which have no adapters; leave them out")
+    made = dict(plan(config(folder, "lora.rank=4"), 1).rows)["LoRA"]
+    assert f"{4 * 30 * (4 * 576 + 2 * 576 + 2 * 192):,} trained" in made

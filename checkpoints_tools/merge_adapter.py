@@ -1,0 +1,51 @@
+"""A model and an adapter -> a Hugging Face folder of the model with the adapter added to its weights.
+
+    python checkpoints_tools/merge_adapter.py runs/grpo/checkpoints/step_000100/adapter OUT
+    torchrun --nproc-per-node 2 checkpoints_tools/merge_adapter.py ADAPTER OUT --model MODEL --tp 2
+
+ADAPTER is a folder that a run, or PEFT, has written; without --model the model that it names is taken. The sum is computed in float32
+and written in the dtype of the model's config.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from layout_arguments import add_layout_arguments, run_in_layout
+
+from megagrpo.bridge.adapters import base_of, load_adapter, read_lora
+from megagrpo.bridge.export import save_hf
+from megagrpo.bridge.load import load_hf
+from megagrpo.bridge.sources import resolve_model
+from megagrpo.parallel.layout import Layout
+from megagrpo.policy.build import build_model, weights_dtype
+from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.policy.lora import attach_adapters
+
+
+def merge(adapter: Path, out: Path, model: str | None, layout: Layout) -> None:
+    """Write `out`: safetensors, config and tokenizer. Collective."""
+    lora = read_lora(adapter)
+    source = resolve_model(model or base_of(adapter))
+    hf_config = load_hf_config(source)
+    chunks = build_model(hf_config, layout, dtype=weights_dtype(hf_config), init_weights=False, own_linears=True)
+    attach_adapters(chunks, lora, recompute="none")
+    load_hf(chunks, hf_config, source, layout)
+    load_adapter(chunks, hf_config, layout, adapter, lora)
+    save_hf(chunks, hf_config, layout, out, source)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("adapter", type=Path, help="folder with adapter_config.json and adapter_model.safetensors")
+    parser.add_argument("out", type=Path, help="folder to create")
+    parser.add_argument("--model", help="Hugging Face folder, hub name, or package:NAME (default: what the adapter names)")
+    add_layout_arguments(parser)
+    args = parser.parse_args()
+    return run_in_layout(args, lambda layout: merge(args.adapter, args.out, args.model, layout))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Adapters in PEFT's format, a folder with adapter_config.json and adapter_model.safetensors, to and from any layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from megagrpo.bridge.export import save_folder, write_safetensors
+from megagrpo.bridge.families import adapter_blocks
+from megagrpo.config import LoraSection
+from megagrpo.parallel.layout import Layout
+from megagrpo.policy.hf_config import HfConfig
+
+ADAPTER_FILES = "adapter"  # subfolder of a checkpoint
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What PEFT can do beyond A and B of one rank, and the value that says it does not.
+PLAIN = dict(bias="none", use_dora=False, rank_pattern={}, alpha_pattern={}, modules_to_save=None, layers_to_transform=None)
+
+
+@torch.no_grad()
+def fill_adapters(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, lora: LoraSection, seed: int) -> None:
+    """The adapter of `lora.adapter_path`, or a fresh one. Collective."""
+    if lora.adapter_path is not None:
+        load_adapter(chunks, hf_config, layout, Path(lora.adapter_path).expanduser(), lora)
+        return
+    for _, param, (block,) in adapter_blocks(chunks, hf_config, layout):
+        param.copy_(fresh_matrix(block.name, block.shape, seed).narrow(block.dim, block.start, block.stop - block.start))
+
+
+def fresh_matrix(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """The whole A or B called `name`, as PEFT starts them: A uniform within 1 / sqrt(in), B zero, so that a fresh adapter adds nothing. A
+    function of the arguments alone: every layout starts from the same."""
+    if "lora_B" in name:
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
+    return (2 * torch.rand(shape, generator=generator) - 1) * shape[1] ** -0.5
+
+
+@torch.no_grad()
+def load_adapter(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, folder: Path, lora: LoraSection) -> None:
+    """Fill the adapters from a folder that PEFT, or `save_adapter`, has written. Collective.
+
+    ValueError, with what to change, when its rank, scale or projections are not those of `lora`.
+    """
+    saved = read_lora(folder)
+    for key in ("rank", "alpha", "use_rslora"):
+        if getattr(lora, key) != getattr(saved, key):
+            raise ValueError(f"lora.{key}: {getattr(lora, key)}, and the adapter in {folder} was made with {getattr(saved, key)}; use that")
+    wanted = [(param, block) for _, param, (block,) in adapter_blocks(chunks, hf_config, layout)]
+    names = {name for names in layout.all_gather_objects([block.name for _, block in wanted]) for name in names}
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        if odd := sorted(names ^ set(file.keys())):
+            where = "the model" if odd[0] in names else folder
+            raise ValueError(
+                f"lora.target_modules: {odd[0]} is only in {where} ({len(odd)} such tensors); name the projections of the adapter"
+            )
+        for param, block in wanted:
+            stored = file.get_slice(block.name)
+            if tuple(stored.get_shape()) != block.shape:
+                raise ValueError(
+                    f"lora.adapter_path: {block.name} in {folder} has shape {stored.get_shape()}; the model needs {block.shape}"
+                )
+            part = stored[block.start : block.stop] if block.dim == 0 else stored[:, block.start : block.stop]
+            param.copy_(part)
+
+
+def read_lora(folder: Path) -> LoraSection:
+    """The section of a config that describes the adapter in `folder`. ValueError when it is none, or of another kind than ours."""
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise ValueError(f"lora.adapter_path: {folder} holds no {file}; name a folder that PEFT or a checkpoint of a run has written")
+    saved = json.loads((folder / CONFIG).read_text())
+    if saved.get("peft_type") != "LORA" or (odd := [key for key, plain in PLAIN.items() if saved.get(key, plain) not in (plain, None)]):
+        what = f"peft_type {saved.get('peft_type')}" if saved.get("peft_type") != "LORA" else f"{odd[0]} {saved[odd[0]]}"
+        raise ValueError(f"lora.adapter_path: the adapter in {folder} has {what}; only plain LoRA of one rank can be continued")
+    section = dict(
+        rank=saved["r"], alpha=saved["lora_alpha"], use_rslora=bool(saved.get("use_rslora")), dropout=saved.get("lora_dropout", 0)
+    )
+    return LoraSection(**section, target_modules=_projections(saved["target_modules"]))
+
+
+def base_of(folder: Path) -> str:
+    """The model that the adapter in `folder` was trained on. ValueError when it does not say."""
+    name = json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{folder / CONFIG} names no base model; say which one it is with --model")
+    return name
+
+
+def _projections(target_modules: Any) -> Any:
+    """PEFT's `target_modules`, of which full module names are cut to the projection."""
+    return target_modules if isinstance(target_modules, str) else sorted({name.rpartition(".")[2] for name in target_modules})
+
+
+def save_adapter(
+    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, folder: Path, lora: LoraSection, base: str, dtype: torch.dtype
+) -> None:
+    """Write the adapters as a folder that PEFT, vLLM and `load_adapter` read; `base` is the model that they belong to. Collective.
+
+    The folder appears complete or not at all. OSError on every rank when it cannot be written.
+    """
+
+    def write(stream, sources, unfinished: Path) -> None:
+        write_safetensors(unfinished / WEIGHTS, list(sources), stream, sources, dtype)
+        (unfinished / CONFIG).write_text(json.dumps(adapter_config(lora, _named(sources), base), indent=2))
+
+    save_folder(folder, list(adapter_blocks(chunks, hf_config, layout)), layout, dtype, write)
+
+
+def _named(sources: dict[str, Any]) -> list[str]:
+    return sorted({name.split(".")[-3] for name in sources})
+
+
+def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict[str, Any]:
+    """What PEFT keeps in adapter_config.json."""
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    own = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora, target_modules=projections)
+    about = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True, fan_in_fan_out=False)
+    return about | own | PLAIN | dict(init_lora_weights=True)

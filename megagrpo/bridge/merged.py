@@ -1,0 +1,59 @@
+"""The model's weights as they act: those of adapted linears with their adapters added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megagrpo.bridge.blocks import Block
+from megagrpo.bridge.families import blocks
+from megagrpo.parallel.layout import Layout
+from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.lora import LowRank
+
+from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """W + scale B A of one parameter on this rank, float32, computed anew whenever `data` or `detach()` reads it: nothing is kept. Each
+    projection comes with its block of the parameter. A rank has all of B A that its part of W needs, so nothing is communicated."""
+
+    weight: Tensor
+    parts: tuple[tuple[Block, LowRank], ...]
+    scale: float
+
+    dtype = torch.float32
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @torch.no_grad()
+    def detach(self) -> Tensor:
+        merged = self.weight.detach().to(torch.float32, copy=True)
+        for block, low_rank in self.parts:
+            place = block.view(merged)
+            place.add_((low_rank.lora_B.float() @ low_rank.lora_A.float()).view(place.shape), alpha=self.scale)
+        return merged
+
+
+def merged_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor | Merged, list[Block]]]:
+    """As `blocks`, with a `Merged` in place of every weight that has adapters: what exports and the engine get."""
+    modules = {}
+    for i, chunk in enumerate(chunks):
+        modules |= {f"chunk{i}.{name}" if i else name: module for name, module in unwrap_model(chunk).named_modules()}
+    for name, param, found in blocks(chunks, hf_config, layout):
+        adapter = getattr(modules[name.rpartition(".")[0]], "adapter", None)
+        if adapter is not None and name.endswith(".weight"):
+            parts = ((block, projection(block)) for block in found)
+            param = Merged(param, tuple((block, adapter[part]) for block, part in parts if part in adapter), adapter.scale)
+        yield name, param, found
+
+
+def projection(block: Block) -> str:
+    """The projection that a block of a linear's weight belongs to, as in q_proj."""
+    return block.name.split(".")[-2]

@@ -1,0 +1,67 @@
+"""Low-rank adapters: which projections have them, and how they reach the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from megagrpo.config.section import NonNegativeInt, PositiveFloat, Section
+
+if TYPE_CHECKING:
+    from megagrpo.config import RunConfig
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_LINEAR = "all-linear"
+
+
+class LoraSection(Section):
+    rank: NonNegativeInt = 0
+    """Rank of the adapters that are trained in place of the model's weights; 0 trains the weights themselves. docs/lora.md."""
+    alpha: PositiveFloat = 32.0
+    """The adapters' output is scaled by alpha / rank."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapters' inputs that is set to 0 in training; log-probs of the reference and of the old policy are computed without."""
+    target_modules: list[str] | str = ALL_LINEAR
+    """Projections with an adapter: `all-linear`, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj. Experts have
+    none."""
+    adapter_path: str | None = None
+    """Adapter to continue from, a folder as PEFT saves it; it is also the reference. Empty: a fresh one, and the model is the reference."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What goes to vLLM: whole weights with the adapters added to them, or the adapters alone, which vLLM applies to weights of its own."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether adapters are trained."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """What the adapters' output is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The projections with an adapter, in the order of the forward pass."""
+        return tuple(p for p in PROJECTIONS if self.target_modules == ALL_LINEAR or p in self.target_modules)
+
+
+def lora_problems(config: RunConfig) -> list[str]:
+    """Targets that cannot have an adapter, options without one, and what does not know adapters."""
+    lora, problems = config.lora, []
+    choice = f"choose {ALL_LINEAR} or a list of {', '.join(PROJECTIONS)}"
+    named = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
+    if unknown := [name for name in named if name not in PROJECTIONS and lora.target_modules != ALL_LINEAR]:
+        why = "embeddings and LM head have none" if {"lm_head", "embed_tokens"} & set(unknown) else "no such projection"
+        problems.append(f"lora.target_modules: {', '.join(unknown)}: {why}; {choice}")
+    if not named:
+        problems.append(f"lora.target_modules: names nothing to train; {choice}")
+    if not lora.enabled and lora.adapter_path is not None:
+        problems.append(
+            f"lora.adapter_path: {lora.adapter_path} needs lora.rank, the rank it was made with; set it, or leave the path empty"
+        )
+    if lora.enabled and config.debug.dump_steps:
+        problems.append("debug.dump_steps: megagrpo audit knows no adapters; leave it empty, or set lora.rank to 0")
+    return problems

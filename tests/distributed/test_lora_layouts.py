@@ -1,0 +1,48 @@
+"""LoRA over ranks: gradients of every A and B, log-probs and the next adapters of a layout equal those of one process."""
+
+import functools
+
+import pytest
+from ranks import run_ranks
+from tiny_policy import Case, tiny_model, tiny_run
+
+from megagrpo.verify.compare import compare, silent_tensors
+from megagrpo.verify.shrink import plainly, random_samples
+from megagrpo.verify.step import Outcome, take_step
+
+SHARDED = dict(distributed_optimizer=True)
+ALL = dict(rank=3)
+CASES = [
+    (Case("tp3", 3, dict(tp=3)), "llama_tied", ALL),
+    (Case("tp2_sp_dp2_cp2", 8, dict(tp=2, cp=2, sequence_parallel=True), SHARDED), "qwen2_untied", ALL),
+    (Case("tp2_pp2_vpp2", 4, dict(tp=2, pp=2, vpp=2)), "llama_tied", ALL),
+    (Case("pp2_dp2", 4, dict(pp=2), SHARDED), "qwen3_tied", dict(rank=2, target_modules=["q_proj", "v_proj"], use_rslora=True)),
+    (
+        Case("tp2_sp", 2, dict(tp=2, sequence_parallel=True)),
+        "qwen3_untied",
+        dict(rank=2, target_modules=["k_proj", "up_proj", "down_proj"]),
+    ),
+    (Case("tp2_sp_ep2", 2, dict(tp=2, ep=2, etp=1, sequence_parallel=True)), "qwen3_moe", ALL),
+]
+
+
+def config(parallel: dict, lora: dict, recompute: str, train: dict | None = None):
+    return tiny_run(parallel, lora=lora, model=dict(recompute=recompute), train=dict(share_prompts=False) | (train or {}))
+
+
+@functools.cache
+def one_process(model: str, lora: str) -> Outcome:
+    (found,) = run_ranks(take_step, 1, plainly(config({}, eval(lora), "none")), tiny_model(model), random_samples())
+    assert silent_tensors(found) == []
+    return found
+
+
+@pytest.mark.parametrize(("case", "model", "lora"), CASES, ids=[f"{case}-{model}" for case, model, _ in CASES])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_step_of_adapters_equals_that_of_one_process(case, model, lora, recompute):
+    expected = one_process(model, repr(lora))
+    found = run_ranks(take_step, case.ranks, config(case.parallel, lora, recompute, case.train), tiny_model(model), random_samples())[0]
+    assert [d for d in compare(found, expected) if not d.passed] == []
+    assert found.disagreement == 0
+    names = lora.get("target_modules", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    assert {name.split(".")[-3] for name in found.gradients} == set(names)

@@ -1,0 +1,202 @@
+"""LoRA against PEFT on transformers' own model: the same logits from the same folder, the same gradients, and files both ways."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from ranks import RankFailed, run_ranks
+from safetensors.torch import load_file, save_file
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.bridge.adapters import fill_adapters, fresh_matrix, read_lora, save_adapter
+from megagrpo.bridge.export import iter_full
+from megagrpo.bridge.families import adapter_blocks
+from megagrpo.bridge.load import load_hf
+from megagrpo.config import LoraSection
+from megagrpo.data.packing import pack, packing_rules
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
+from megagrpo.types import TrainSample
+from megagrpo.verify.step import relative_error, whole_tensors
+
+from tiny_policy import tiny_run  # isort: skip
+
+TINY = dict(
+    hidden_size=48, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, intermediate_size=80, vocab_size=127, head_dim=8
+)
+LORA = dict(rank=4, alpha=10.0, use_rslora=True, target_modules="all-linear")
+SAMPLES = [(5, 9, 1.5), (3, 14, -0.7), (8, 1, 0.4)]  # prompt length, response length, advantage
+
+
+def samples() -> list[TrainSample]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for prompt, response, advantage in SAMPLES:
+        ids = torch.randint(0, 127, (prompt + response,), generator=generator)
+        mask = torch.arange(len(ids)) >= prompt
+        made.append(TrainSample(ids, mask, torch.zeros(len(ids)), advantage))
+    return made
+
+
+def make_with_peft(root):
+    """A model and an adapter as transformers and PEFT save them; the gradients of the loss that `dapo` is on policy, the mean over
+    response tokens of -A log-prob; merged weights; logits."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(**TINY, initializer_range=0.1)
+    model = transformers.Qwen2ForCausalLM(config)
+    model.save_pretrained(root / "model")
+    lora = LoraConfig(r=4, lora_alpha=10, use_rslora=True, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, lora)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    adapted.save_pretrained(root / "adapter")
+    loss, logits = 0.0, []
+    for sample in samples():
+        logits.append(adapted(sample.token_ids[None]).logits[0])
+        logprobs = (logits[-1][:-1] / 0.8).log_softmax(-1).gather(1, sample.token_ids[1:, None])[:, 0]
+        loss = loss - sample.advantage * logprobs[sample.response_mask[1:]].sum()
+    (loss / sum(response for _, response, _ in SAMPLES)).backward()
+    gradients = {name.replace(".default", ""): p.grad.double() for name, p in adapted.named_parameters() if p.requires_grad}
+    merged = adapted.merge_and_unload().state_dict()
+    return gradients, {k: v.clone() for k, v in merged.items()}, torch.cat([row.detach() for row in logits])
+
+
+def prepare(root, parallel: dict, **lora):
+    config = tiny_run(parallel, lora=LORA | lora, algorithm=dict(loss_type="dapo", beta=0.0), train=dict(max_grad_norm=0.0))
+    config = config.model_copy(update=dict(lora=LoraSection(**LORA | lora)))  # tiny_run makes the adapters small
+    layout = init_layout(config.parallel)
+    hf_config = load_hf_config(root / "model")
+    policy = MegatronPolicy(config, layout, hf_config)
+    load_hf(policy.chunks, hf_config, root / "model", layout)
+    fill_adapters(policy.chunks, hf_config, layout, config.lora, seed=5)
+    policy.weights_changed()
+    batch = pack(samples(), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    return config, layout, hf_config, policy, batch
+
+
+def _step(root, parallel, out):
+    config, layout, hf_config, policy, batch = prepare(root, parallel, adapter_path=str(root / "adapter"))
+    merged = dict(iter_full(policy.chunks, hf_config, layout))
+    policy.backward(batch, make_loss(config), batch.num_tokens)
+    gradients, _, _ = whole_tensors(policy, hf_config, layout, lambda p: p.main_grad)
+    save_adapter(policy.chunks, hf_config, layout, out, config.lora, "base", policy.dtype)
+    frozen = [p for chunk in policy.chunks for p in chunk.parameters() if not p.requires_grad]
+    held = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad)
+    clean = not any(hasattr(p, "main_grad") or p.grad is not None for p in frozen)
+    buffers = sum(b.grad_data.numel() for chunk in policy.model for b in chunk.buffers)
+    return gradients, merged, clean, held, buffers
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    root = tmp_path_factory.mktemp("peft")
+    return root, *run_ranks(make_with_peft, 1, root)[0]
+
+
+@pytest.mark.parametrize("parallel", [{}, dict(tp=2, sequence_parallel=True), dict(pp=2, vpp=2)], ids=str)
+def test_gradients_merged_weights_and_files_are_those_of_peft(parallel, made, tmp_path):
+    root, gradients, merged, _ = made
+    ranks = parallel.get("tp", 1) * parallel.get("pp", 1)
+    found = run_ranks(_step, ranks, root, parallel, tmp_path / "out")
+    ours, exported = found[0][:2]
+    assert ours.keys() == gradients.keys() and max(relative_error(ours[n], g) for n, g in gradients.items()) < 2e-5
+    assert max(relative_error(exported[n], merged[n]) for n in exported) < 1e-6
+    assert load_file(tmp_path / "out/adapter_model.safetensors").keys() == load_file(root / "adapter/adapter_model.safetensors").keys()
+    for name, tensor in load_file(root / "adapter/adapter_model.safetensors").items():
+        assert torch.equal(load_file(tmp_path / "out/adapter_model.safetensors")[name], tensor)
+    # No gradient, no buffer and no optimizer state of what is frozen.
+    for _, _, clean, held, buffers in found:
+        assert clean and held <= buffers < 2 * held
+
+
+def _read_with_peft(root, adapter):
+    import transformers
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(root / "model"), adapter)
+    with torch.no_grad():
+        return torch.cat([model(sample.token_ids[None]).logits[0] for sample in samples()])
+
+
+def test_peft_reads_what_we_write_and_computes_the_same(made, tmp_path):
+    root, *_, logits = made
+    run_ranks(_step, 2, root, dict(tp=2), tmp_path / "out")
+    assert torch.equal(run_ranks(_read_with_peft, 1, root, tmp_path / "out")[0], logits)
+    lora = read_lora(tmp_path / "out")
+    assert (lora.rank, lora.alpha, lora.use_rslora) == (4, 10.0, True) and set(lora.projections) == set(
+        read_lora(root / "adapter").projections
+    )
+
+
+def _fresh(root, parallel):
+    _, layout, hf_config, policy, batch = prepare(root, parallel)
+    reference = Reference(policy)
+    start = policy.logprobs(batch)
+    adapters, _, _ = whole_tensors(policy, hf_config, layout, lambda p: p.data)
+    with torch.no_grad():
+        for _, param, _ in adapter_blocks(policy.chunks, hf_config, layout):
+            param.add_(0.1)
+    moved, ref = policy.logprobs(batch), reference.logprobs(batch)
+    copied = sum(w.numel() for w in reference._weights)
+    trained = sum(p.numel() for c in policy.chunks for p in c.parameters() if p.requires_grad)
+    same, still = ([torch.equal(a, b) for a, b in zip(start, rows, strict=True)] for rows in (ref, moved))
+    return adapters, same, still, copied == trained
+
+
+def test_a_fresh_adapter_adds_nothing_starts_alike_everywhere_and_the_reference_is_the_model(made):
+    root = made[0]
+    alone, together = run_ranks(_fresh, 1, root, {})[0], run_ranks(_fresh, 2, root, dict(tp=2))[0]
+    assert all(torch.equal(alone[0][name], together[0][name]) for name in alone[0])
+    for name, tensor in alone[0].items():
+        assert torch.equal(tensor, fresh_matrix(name, tuple(tensor.shape), 5).double()) and ("lora_B" not in name or not tensor.any())
+    for _, same, moved, copied in (alone, together):
+        assert all(same) and not any(moved) and copied
+
+
+def _dropout(root, parallel):
+    config, layout, hf_config, policy, batch = prepare(root, parallel, adapter_path=str(root / "adapter"), dropout=0.3)
+    same = all(torch.equal(a, b) for a, b in zip(policy.logprobs(batch), policy.logprobs(batch), strict=True))
+    runs = []
+    for _ in range(2):
+        policy.backward(batch, make_loss(config), batch.num_tokens)
+        gradients, apart, _ = whole_tensors(policy, hf_config, layout, lambda p: p.main_grad)
+        runs.append(gradients)
+    return same, apart, max((relative_error(runs[0][n], g) for n, g in runs[1].items()), default=1.0)
+
+
+@pytest.mark.parametrize("parallel", [dict(tp=2), dict(tp=2, sequence_parallel=True)], ids=str)
+def test_dropout_drops_the_same_on_all_ranks_and_only_in_training(parallel, made):
+    same, apart, change = run_ranks(_dropout, 2, made[0], parallel)[0]
+    assert same and apart == 0 and change > 0.05
+
+
+BROKEN = {
+    "lora.rank: 5, and the adapter in .* was made with 4": (dict(rank=5), {}),
+    "lora.alpha: 10.0, and the adapter": ({}, dict(lora_alpha=3)),
+    "has use_dora True; only plain LoRA": ({}, dict(use_dora=True)),
+    "has peft_type LOHA": ({}, dict(peft_type="LOHA")),
+    "lora.target_modules: .* is only in": (dict(target_modules=["q_proj"]), {}),
+}
+
+
+def _refused(root, lora: dict) -> None:
+    prepare(root, {}, **lora)
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_an_adapter_that_does_not_fit_is_refused(message, made, tmp_path):
+    lora, in_file = BROKEN[message]
+    saved = json.loads((made[0] / "adapter/adapter_config.json").read_text()) | in_file
+    save_file(load_file(made[0] / "adapter/adapter_model.safetensors"), tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    with pytest.raises(RankFailed, match=message):
+        run_ranks(_refused, 1, made[0], lora | dict(adapter_path=str(tmp_path)))

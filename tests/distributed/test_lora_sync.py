@@ -1,0 +1,82 @@
+"""Adapters reach the engine and other layouts: merged weights bit by bit those of an export, checkpoints that hold nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_build_and_bridge import run_tool
+from test_lora_peft import make_with_peft, prepare
+from test_weight_sync_copies import OneReader
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.bridge.export import save_hf
+from megagrpo.bridge.merged import merged_blocks
+from megagrpo.checkpoint import Checkpointer
+from megagrpo.types import TrainState
+from megagrpo.verify.step import whole_tensors
+from megagrpo.weight_sync import WeightSync
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("peft")
+    run_ranks(make_with_peft, 1, folder)
+    return folder
+
+
+SAVED = "step_000001/adapter/adapter_model.safetensors"
+
+
+def _push(root: Path, parallel: dict, shared: Path, out: Path):
+    _, layout, hf_config, policy, _ = prepare(root, parallel, adapter_path=str(root / "adapter"))
+    save_hf(policy.chunks, hf_config, layout, out, root / "model", dtype=torch.bfloat16)
+    engine = OneReader() if layout.world_rank == 0 else None
+    with WeightSync(engine, layout, "bfloat16", shared_memory=shared) as sync:
+        sync.push(merged_blocks(policy.chunks, hf_config, layout), 1)
+    return engine and {name: tensor.float().numpy() for name, tensor in engine.tensors.items()}
+
+
+@pytest.mark.parametrize("parallel", [{}, dict(tp=2, pp=2)], ids=str)
+def test_the_engine_gets_bit_by_bit_the_weights_of_a_merged_export(parallel, root, tmp_path):
+    synced = run_ranks(_push, 4 if parallel else 1, root, parallel, tmp_path / "shm", tmp_path / "out")[0]
+    exported = load_file(tmp_path / "out/model.safetensors")
+    base = load_file(root / "model/model.safetensors")
+    assert synced.keys() == exported.keys() == base.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(torch.from_numpy(synced[name]), tensor.float()), name
+        assert torch.equal(tensor, base[name].bfloat16()) != name.endswith("_proj.weight"), name
+
+
+def _train(root: Path, parallel: dict, folder: Path, steps: int, resume: bool):
+    config, layout, hf_config, policy, batch = prepare(root, parallel, adapter_path=str(root / "adapter"))
+    saver = Checkpointer(folder, layout, policy, 2, root / "model")
+    if resume:
+        assert saver.load(saver.latest()) == TrainState(step=1)
+    for _ in range(steps):
+        policy.train_step(batch, make_loss(config), batch.num_tokens)
+    if not resume:
+        saver.save(TrainState(step=1))
+        policy.train_step(batch, make_loss(config), batch.num_tokens)
+    return whole_tensors(policy, hf_config, layout, lambda p: p.data)[0], saver._bytes_needed
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(dict(tp=2), dict(pp=2, vpp=2)), (dict(pp=2), dict(tp=2, sequence_parallel=True))], ids=str)
+def test_a_checkpoint_holds_adapters_alone_and_continues_in_another_layout(saved, loaded, root, tmp_path):
+    unbroken, needed = run_ranks(_train, 2, root, saved, tmp_path, 1, False)[0]
+    resumed, _ = run_ranks(_train, 2, root, loaded, tmp_path, 1, True)[0]
+    assert max(((resumed[name] - tensor).norm() / tensor.norm()).item() for name, tensor in unbroken.items()) < 1e-6
+    sizes = [sum(t.numel() for t in load_file(file).values()) for file in (tmp_path / SAVED, root / "model/model.safetensors")]
+    assert 14 * sizes[0] <= needed < 28 * sizes[0] < 14 * sizes[1]  # what each tensor-parallel rank holds counts for each
+    assert sum(path.stat().st_size for path in (tmp_path / "step_000001").glob("*.distcp")) < 7 * sizes[1]
+    assert json.loads((tmp_path / "step_000001/adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(root / "model")
+
+
+def test_the_tool_merges_an_adapter_into_its_model(root, tmp_path):
+    assert run_ranks(run_tool, 2, "merge_adapter.py", root / "adapter", tmp_path / "out", "--model", root / "model", "--tp", 2) == [0, 0]
+    run_ranks(_push, 1, root, {}, tmp_path / "shm", tmp_path / "expected")
+    merged, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
+    assert all(torch.equal(merged[name].bfloat16(), tensor) for name, tensor in expected.items())
+    assert run_ranks(run_tool, 1, "merge_adapter.py", root / "model", tmp_path / "none", "--model", root / "model") == [2]

@@ -1,0 +1,42 @@
+"""Runs that train adapters: rewards rise, a resumed run is the run that never stopped, and what they leave is what a run continues from."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e import world
+
+LORA = ("lora.rank=8", "lora.alpha=16", "train.learning_rate=5e-2", "algorithm.beta=0.01")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Eight steps, stopped and resumed after three."""
+    output = tmp_path_factory.mktemp("lora")
+    assert world.train(output, *LORA, "run.max_steps=3").code == 0
+    run = world.train(output, *LORA, "run.max_steps=8", "--resume")
+    assert run.code == 0, run.err
+    return run
+
+
+def test_rewards_rise_with_adapters_alone(run):
+    rewards = [line["reward"] for line in run.metrics]
+    assert len(rewards) == 8 and max(rewards[-2:]) > rewards[0] + 0.2
+    assert run.metrics[0]["kl"] == pytest.approx(0, abs=1e-7) and run.metrics[-1]["kl"] > 1e-3
+    assert all(line["token_mult_prob_error"] < 1.001 for line in run.metrics)
+
+
+def test_a_resumed_run_ends_with_the_adapters_of_one_that_never_stopped(run, tmp_path):
+    whole = world.train(tmp_path, *LORA, "run.max_steps=8")
+    expected, found = (load_file(r.newest / "adapter" / "adapter_model.safetensors") for r in (whole, run))
+    assert len(found) == 2 * 7 * 2 and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert [row["completion"] for row in run.completions] == [row["completion"] for row in whole.completions]
+
+
+def test_a_run_continues_from_an_adapter_which_is_its_reference(run, tmp_path):
+    adapter = run.newest / "adapter"
+    more = world.train(tmp_path, *LORA, "run.max_steps=1", f"lora.adapter_path={adapter}")
+    assert more.code == 0, more.err
+    assert more.metrics[0]["kl"] == pytest.approx(0, abs=1e-7) and more.metrics[0]["reward"] > run.metrics[0]["reward"] + 0.1
+    refused = world.train(tmp_path / "other", *LORA, "lora.rank=4", f"lora.adapter_path={adapter}")
+    assert refused.code == 2 and "lora.rank: 4, and the adapter in" in refused.err
