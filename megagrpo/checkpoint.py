@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.bridge.adapters import ADAPTER_FILES, save_adapter
 from megagrpo.bridge.export import copy_side_files
+from megagrpo.bridge.families import adapter_blocks
 from megagrpo.bridge.megatron_io import HF_FILES
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
@@ -113,8 +114,8 @@ class Checkpointer:
     def _write_adapter(self, partial: Path) -> None:
         policy, lora = self.policy, self.policy.config.lora
         if lora.enabled:
-            base = str(self.model_folder.resolve())
-            save_adapter(policy.chunks, policy.hf_config, self.layout, partial / ADAPTER_FILES, lora, base, policy.dtype)
+            held = list(adapter_blocks(policy.chunks, policy.hf_config, self.layout))
+            save_adapter(held, self.layout, partial / ADAPTER_FILES, lora, str(self.model_folder.resolve()), policy.dtype)
 
     def _publish(self, partial: Path, final: Path, state: TrainState) -> None:
         (partial / HF_FILES).mkdir()

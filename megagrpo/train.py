@@ -15,8 +15,10 @@ from pathlib import Path
 
 import torch
 
+from megagrpo.adapter_sync import AdapterSync
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.bridge.adapters import fill_adapters
+from megagrpo.bridge.families import adapter_blocks
 from megagrpo.bridge.load import load_hf
 from megagrpo.bridge.merged import merged_blocks
 from megagrpo.bridge.sources import resolve_model
@@ -117,9 +119,9 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     engine = None
     if layout.is_dp_leader:
         limits = dict(max_num_seqs=config.rollout.max_num_seqs, request_timeout=config.rollout.request_timeout)
-        engine = VllmEngine(urls, tokenizer.decode, logs=logs, **limits)
+        engine = VllmEngine(urls, tokenizer.decode, logs=logs, lora=config.lora.syncs_adapters, **limits)
     with _problems_of_the_config():
-        weight_sync = WeightSync(engine if first else None, layout, engine_dtype)
+        weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype, model_folder)
     checkpointer = Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit, model_folder)
     timer = PhaseTimer()
     trainer = Trainer(
@@ -132,7 +134,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         eval_prompts=eval_prompts,
         collector=Collector(layout, engine, rewards, timer),
         sampling=sampling_params(config.rollout, tokenizer.eos_token_ids),
-        weights=partial(merged_blocks, policy.chunks, hf_config, layout),
+        weights=partial(adapter_blocks if config.lora.syncs_adapters else merged_blocks, policy.chunks, hf_config, layout),
         weight_sync=resources.enter_context(weight_sync),
         checkpointer=checkpointer,
         writer=writer,
@@ -215,11 +217,18 @@ def _launcher(config: RunConfig, model_folder: Path, run_folder: Path, dtype: st
         gpu_memory_utilization=r.gpu_memory_utilization,
         enforce_eager=r.enforce_eager,
         deterministic=config.run.deterministic,
+        lora_rank=config.lora.rank if config.lora.syncs_adapters else 0,
         extra_args=tuple(r.extra_args),
     )
     return Launcher(
         options, run_folder, num_servers=r.servers, port=r.port, devices=device.visible_gpus(), startup_timeout=r.startup_timeout
     )
+
+
+def _weight_sync(config: RunConfig, engine: VllmEngine | None, layout: Layout, dtype: str, model_folder: Path) -> WeightSync:
+    if config.lora.syncs_adapters:
+        return AdapterSync(engine, layout, dtype, config.lora, str(model_folder.resolve()))
+    return WeightSync(engine, layout, dtype)
 
 
 def _name(dtype: torch.dtype) -> str:

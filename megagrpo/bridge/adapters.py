@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
-from megagrpo.bridge.export import save_folder, write_safetensors
+from megagrpo.bridge.export import Held, Source, Stream, save_folder, write_safetensors
 from megagrpo.bridge.families import adapter_blocks
 from megagrpo.config import LoraSection
 from megagrpo.parallel.layout import Layout
@@ -99,18 +100,30 @@ def _projections(target_modules: Any) -> Any:
 
 
 def save_adapter(
-    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, folder: Path, lora: LoraSection, base: str, dtype: torch.dtype
+    held: Held,
+    layout: Layout,
+    folder: Path,
+    lora: LoraSection,
+    base: str,
+    dtype: torch.dtype,
+    look: Callable[[str, Tensor], None] = lambda name, tensor: None,
 ) -> None:
-    """Write the adapters as a folder that PEFT, vLLM and `load_adapter` read; `base` is the model that they belong to. Collective.
+    """Write adapters, `held` as `adapter_blocks` yields them, as a folder that PEFT, vLLM and `load_adapter` read; `base` is the model that
+    they belong to. `look` is shown every whole tensor on rank 0. Collective.
 
     The folder appears complete or not at all. OSError on every rank when it cannot be written.
     """
 
-    def write(stream, sources, unfinished: Path) -> None:
-        write_safetensors(unfinished / WEIGHTS, list(sources), stream, sources, dtype)
+    def shown(stream: Stream) -> Stream:
+        for name, tensor in stream:
+            look(name, tensor)
+            yield name, tensor
+
+    def write(stream: Stream, sources: dict[str, Source], unfinished: Path) -> None:
+        write_safetensors(unfinished / WEIGHTS, list(sources), shown(stream), sources, dtype)
         (unfinished / CONFIG).write_text(json.dumps(adapter_config(lora, _named(sources), base), indent=2))
 
-    save_folder(folder, list(adapter_blocks(chunks, hf_config, layout)), layout, dtype, write)
+    save_folder(folder, held, layout, dtype, write)
 
 
 def _named(sources: dict[str, Any]) -> list[str]:

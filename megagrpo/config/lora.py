@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LARGEST_IN_VLLM = 512
 ALL_LINEAR = "all-linear"
 
 
@@ -38,9 +40,14 @@ class LoraSection(Section):
         return self.rank > 0
 
     @property
+    def syncs_adapters(self) -> bool:
+        """Whether vLLM gets the adapters alone."""
+        return self.enabled and self.sync == "adapter"
+
+    @property
     def scale(self) -> float:
         """What the adapters' output is multiplied by."""
-        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+        return self.alpha / (sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -62,6 +69,10 @@ def lora_problems(config: RunConfig) -> list[str]:
         problems.append(
             f"lora.adapter_path: {lora.adapter_path} needs lora.rank, the rank it was made with; set it, or leave the path empty"
         )
+    if not lora.enabled and lora.sync == "adapter":
+        problems.append("lora.sync: there are no adapters to send; set lora.rank, or choose merged")
+    if lora.syncs_adapters and lora.rank > LARGEST_IN_VLLM:
+        problems.append(f"lora.rank: vLLM takes adapters up to rank {LARGEST_IN_VLLM}; lower it, or set lora.sync to merged")
     if lora.enabled and config.debug.dump_steps:
         problems.append("debug.dump_steps: megagrpo audit knows no adapters; leave it empty, or set lora.rank to 0")
     return problems

@@ -47,6 +47,12 @@ class Engine(Protocol):
     def resume(self, version: int) -> None:
         """Serve again, with weights that the trainer has verified to be `version`."""
 
+    def load_adapter(self, folder: Path, version: int) -> list[dict[str, Any]]:
+        """Take in the adapter in `folder`; per worker `server`, `worker` and the checksums (`sums`) of what it holds."""
+
+    def use_adapter(self, version: int) -> None:
+        """Sample with the adapter that the trainer has verified to be `version` from here on, and forget the one before."""
+
     def close(self) -> None:
         """Let go of connections."""
 

@@ -27,6 +27,7 @@ HOST = "127.0.0.1"
 HERE = Path(__file__).parent
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 MAX_BATCHED_TOKENS = 4096  # of one prefill without a GPU
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 LOG_LINES = 30  # shown when a server does not start
 
 
@@ -43,6 +44,7 @@ class ServerOptions:
     gpu_memory_utilization: float = 0.4
     enforce_eager: bool = False
     deterministic: bool = False  # a request's numbers must not depend on those that it is decoded with; needs a GPU
+    lora_rank: int = 0  # of adapters that will come; 0 when weights come instead
     omp_threads: int | None = None  # threads of each worker without a GPU; all cores shared among the workers when None
     extra_args: tuple[str, ...] = ()
 
@@ -189,10 +191,15 @@ class Launcher:
             "--max-num-seqs": o.max_num_seqs,
             "--tensor-parallel-size": o.tp,
             "--logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
-            "--weight-transfer-config": json.dumps({"backend": "megagrpo"}),
             "--uvicorn-log-level": "warning",
         }
+        if o.lora_rank:
+            flags |= {"--max-loras": 1, "--max-cpu-loras": 1, "--max-lora-rank": next(rank for rank in LORA_RANKS if rank >= o.lora_rank)}
+            flags["--worker-extension-cls"] = "megagrpo.rollout.vllm_lora.AdapterReports"
+        else:
+            flags["--weight-transfer-config"] = json.dumps({"backend": "megagrpo"})
         switches = ["--skip-tokenizer-init", "--enable-scale-out", "--no-enable-log-requests"]
+        switches += ["--enable-lora"] * bool(o.lora_rank)
         if self.devices is not None:
             flags["--gpu-memory-utilization"] = o.gpu_memory_utilization
         else:
@@ -210,6 +217,8 @@ class Launcher:
         env = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("TORCHELASTIC_")}
         env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
         env["VLLM_PLUGINS"] = "megagrpo"
+        if self.options.lora_rank:
+            env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling vLLM's sources doubles the time of every start
         if self.devices is not None:
             if self.options.deterministic:

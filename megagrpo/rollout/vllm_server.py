@@ -35,7 +35,8 @@ class VllmEngine:
     """Rollouts from vLLM servers that hold the same weights.
 
     `urls` are the servers, `logs` their log files for messages, `decode` turns response ids into text. Each server works on up to
-    `max_num_seqs` sequences; a free one takes the next prompt. When a server stops answering, its prompts go to the others.
+    `max_num_seqs` sequences; a free one takes the next prompt. When a server stops answering, its prompts go to the others. With `lora`
+    a weight version is an adapter, and the weights under it stay those that the servers started with.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class VllmEngine:
         max_num_seqs: int = 256,
         request_timeout: float = 1800.0,
         logs: Sequence[Path] = (),
+        lora: bool = False,
     ):
         if not urls:
             raise ValueError("rollout.urls: no vLLM server is named and none was started")
         self.urls, self.decode, self.max_num_seqs, self.timeout = list(urls), decode, max_num_seqs, request_timeout
         self.logs = dict(zip(urls, logs, strict=False))
+        self.lora = lora
         self.weight_version = 0
         self.dead: set[str] = set()
         self._interrupted = False
@@ -72,7 +75,7 @@ class VllmEngine:
         for place, prompt in enumerate(prompts):
             own_seed = derive_seed(seed, prompt.prompt_id, seen[prompt.prompt_id])
             seen[prompt.prompt_id] += 1
-            jobs.append(_Job(place, prompt, _request(prompt, n, sampling, own_seed)))
+            jobs.append(_Job(place, prompt, _request(prompt, n, sampling, own_seed) | self._model()))
         groups: list[list[Rollout] | None] = [None] * len(prompts)
         try:
             asyncio.run(self._work_off(jobs, n, groups))
@@ -160,7 +163,7 @@ class VllmEngine:
     def _version(self, url: str, choice: dict[str, Any]) -> int:
         """The weights that sampled `choice`; EngineError unless they are those of the last sync, e.g. after a server was restarted."""
         versions = {span["version"] for span in choice.get("weight_versions") or ()}
-        expected = str(self.weight_version) if self.weight_version else INITIAL_VERSION
+        expected = str(self.weight_version) if self.weight_version and not self.lora else INITIAL_VERSION
         if versions - {expected}:
             raise EngineError(f"{self._name(url)} sampled with weight version {sorted(versions)}; the last sync was {expected}")
         return self.weight_version
@@ -183,6 +186,34 @@ class VllmEngine:
 
         asyncio.run(self._each(verbs))
         self.weight_version = version
+
+    def load_adapter(self, folder: Path, version: int) -> list[dict[str, Any]]:
+        """Have every server load the adapter in `folder` under the name of its version; what each of its workers then holds.
+
+        WeightSyncError when a server refuses it.
+        """
+
+        async def verbs(client: httpx.AsyncClient, url: str) -> list[dict[str, Any]]:
+            body = {"lora_name": adapter_name(version), "lora_path": str(folder), "load_inplace": True}
+            await self._post(client, url, "/v1/load_lora_adapter", body)
+            workers = (await self._post(client, url, "/collective_rpc", {"method": "adapter_checksums"}))["results"]
+            return [{"server": url, "worker": i, "sums": sums} for i, sums in enumerate(workers)]
+
+        return [report for reports in asyncio.run(self._each(verbs)) for report in reports]
+
+    def use_adapter(self, version: int) -> None:
+        """Name the adapter of `version` in requests from here on; the servers forget the one before."""
+
+        async def forget(client: httpx.AsyncClient, url: str) -> None:
+            await self._post(client, url, "/v1/unload_lora_adapter", {"lora_name": adapter_name(self.weight_version)})
+
+        if self.weight_version not in (0, version):
+            asyncio.run(self._each(forget))
+        self.weight_version = version
+
+    def _model(self) -> dict[str, str]:
+        """What a request says about whose weights it wants: nothing before the first adapter came."""
+        return {"model": adapter_name(self.weight_version)} if self.lora and self.weight_version else {}
 
     async def _load_weights(self, client: httpx.AsyncClient, url: str, manifest: Path, version: int, replies: Path) -> list[dict]:
         folder = replies / f"server{self.urls.index(url)}"
@@ -232,7 +263,7 @@ class VllmEngine:
             raise WeightSyncError(f"{self._name(url)} did not answer {path}: {error!r}") from error
         if answer.status_code != 200:
             raise WeightSyncError(f"{self._name(url)} answered {answer.status_code} to {path}: {_error_text(answer)}")
-        return answer.json() if answer.content else None
+        return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
 
     # -- servers
 
@@ -269,6 +300,11 @@ def check_urls(urls: Sequence[str]) -> None:
 
     if silent := [url for url, answers in zip(urls, asyncio.run(check()), strict=True) if not answers]:
         raise ValueError(f"rollout.urls: {', '.join(silent)} does not answer; start it, or leave rollout.urls empty to have one started")
+
+
+def adapter_name(version: int) -> str:
+    """What servers call the adapter of a weight version. vLLM keeps cached prefixes apart by this name."""
+    return f"policy-{version}"
 
 
 def _request(prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> dict[str, Any]:

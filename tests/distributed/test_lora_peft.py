@@ -88,7 +88,7 @@ def _step(root, parallel, out):
     merged = dict(iter_full(policy.chunks, hf_config, layout))
     policy.backward(batch, make_loss(config), batch.num_tokens)
     gradients, _, _ = whole_tensors(policy, hf_config, layout, lambda p: p.main_grad)
-    save_adapter(policy.chunks, hf_config, layout, out, config.lora, "base", policy.dtype)
+    save_adapter(list(adapter_blocks(policy.chunks, hf_config, layout)), layout, out, config.lora, "base", policy.dtype)
     frozen = [p for chunk in policy.chunks for p in chunk.parameters() if not p.requires_grad]
     held = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad)
     clean = not any(hasattr(p, "main_grad") or p.grad is not None for p in frozen)

@@ -13,7 +13,7 @@ LEVELS = [
     {"algorithms", "rewards", "data", "parallel"},
     {"policy", "bridge", "rollout", "console"},
     {"weight_sync", "checkpoint", "metrics", "dump", "look_ahead"},
-    {"collect"},
+    {"collect", "adapter_sync"},
     {"draw"},
     {"trainer", "plan", "verify", "report", "audit"},
     {"train", "__main__"},

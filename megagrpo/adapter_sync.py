@@ -1,0 +1,82 @@
+"""Gives the engine the adapters alone, and proves that they arrived: the model's weights stay in the engine.
+
+The adapters go through shared memory as a PEFT folder, which every server loads under a name of its own per version; requests name it, so
+none is answered with another. Every worker tells the checksums of what it holds, and these must be those of what was written.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megagrpo.bridge.adapters import save_adapter
+from megagrpo.bridge.families import PEFT
+from megagrpo.config import LoraSection
+from megagrpo.parallel.layout import Layout
+from megagrpo.rollout.engine import Engine
+from megagrpo.rollout.shared_weights import DTYPES, WeightSyncError, checksum
+from megagrpo.weight_sync import SyncReport, Weights, WeightSync
+
+Sums = dict[str, list[str]]  # projection, as in layers.0.self_attn.q_proj -> checksums of A and of B times the scale
+
+
+class AdapterSync(WeightSync):
+    """As `WeightSync`, for a `push` of what `megagrpo.bridge.families.adapter_blocks` yields. `base` is the model's folder."""
+
+    def __init__(self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str, **options: Any):
+        super().__init__(engine, layout, dtype, **options)
+        self.lora, self.base = lora, base
+
+    @torch.no_grad()
+    def push(self, found: Weights, weight_version: int) -> SyncReport:
+        """Give the engine the adapters as they are now, as `weight_version`. Collective. WeightSyncError on every rank when any part fails;
+        the engine goes on with what it had."""
+        started = time.perf_counter()
+        folder, first = self.folder / f"adapter{weight_version}", self.ranks.world_rank == 0
+        sums: Sums = {}
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)  # of a push that failed
+        try:
+            save_adapter(list(found), self.ranks, folder, self.lora, self.base, DTYPES[self.dtype], lambda *item: self._note(sums, *item))
+        except OSError as error:
+            raise WeightSyncError(f"weight version {weight_version} was not written: {error}") from error
+        published = time.perf_counter()
+        told = self.ranks.all_gather_objects(self._deliver_adapter(folder, sums, weight_version) if first else None)[0]
+        if isinstance(told, str):
+            raise WeightSyncError(f"weight version {weight_version} did not reach the engine: {told}")
+        ended = time.perf_counter()
+        return SyncReport(weight_version, published - started, ended - published, ended - started, *told)
+
+    def _note(self, sums: Sums, name: str, values: Tensor) -> None:
+        """Add one tensor's checksum, as vLLM holds it; "" when it is not finite."""
+        values = values * self.lora.scale if "lora_B" in name else values
+        total = str(checksum(values)) if all(map(torch.isfinite, values.aminmax())) else ""
+        sums.setdefault(name.removeprefix(f"{PEFT}model.").rpartition(".lora_")[0], []).append(total)  # A comes before B
+
+    def _deliver_adapter(self, folder: Path, sums: Sums, version: int) -> tuple[int, int] | str:
+        """Drive the engine on rank 0: bytes that were written and read, or what went wrong. It must not raise, for the other ranks wait."""
+        try:
+            if bad := next((name for name, pair in sums.items() if "" in pair), None):
+                raise WeightSyncError(f"the adapter of {bad} holds NaN or infinity")
+            reports = self.engine.load_adapter(folder, version)
+            verify_adapter(sums, reports)
+            self.engine.use_adapter(version)
+            for old in self.folder.glob("adapter*"):
+                if old != folder:
+                    shutil.rmtree(old, ignore_errors=True)
+        except Exception as error:
+            return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        return size, size * len(reports)
+
+
+def verify_adapter(sums: Sums, reports: list[dict[str, Any]]) -> None:
+    """Prove that every worker holds exactly what `sums` are of; WeightSyncError names the worker and the projection otherwise."""
+    for report in reports:
+        if odd := sorted(name for name in sums.keys() | report["sums"].keys() if sums.get(name) != report["sums"].get(name)):
+            raise WeightSyncError(f"{report['server']}, worker {report['worker']}: the adapter of {odd[0]} is not the one that was written")

@@ -1,0 +1,125 @@
+"""Frozen weights kept in FP8 or NF4 and made dense for each use: in the forward pass, again in the backward pass, and nowhere in between.
+
+Every 64 neighbours of a row share a scale, whatever the layout, so a rank stores what it would store of the whole weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+import megagrpo.parallel.device  # noqa: F401  (prepares the platform before megatron is imported)
+
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region  # isort: skip
+
+BLOCK_SIZE = 64
+FP8 = torch.float8_e4m3fn
+# The 16 values of a 4-bit NormalFloat: quantiles of a normal distribution, 0 among them (QLoRA, arXiv 2305.14314, appendix E).
+NF4_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+class StoredWeight(nn.Module):
+    """A weight [out, in] of a linear as `codes` and one float32 scale per 64 elements of a row. Reads like the parameter that it replaces:
+    `data` and `detach()` are dense, in that parameter's dtype, made anew each time.
+
+    fp8: element / scale as e4m3, where scale is the largest magnitude / 448. nf4: two elements in a byte, each the nearest of 16 values to
+    element / largest magnitude. `store` takes new dense weights.
+    """
+
+    def __init__(self, weight: Tensor, storage: str):
+        super().__init__()
+        rows, width = weight.shape
+        if width % BLOCK_SIZE:
+            raise ValueError(f"model.base_storage: {storage} needs rows of a multiple of {BLOCK_SIZE} elements on each rank, not {width}")
+        self.shape, self.dtype, self.storage = weight.shape, weight.dtype, storage
+        self.tensor_model_parallel, self.partition_dim = weight.tensor_model_parallel, weight.partition_dim
+        codes = weight.new_zeros(rows, width, dtype=FP8) if storage == "fp8" else weight.new_zeros(rows, width // 2, dtype=torch.uint8)
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("scales", weight.new_zeros(rows, width // BLOCK_SIZE, dtype=torch.float32), persistent=False)
+
+    @property
+    def data(self) -> Tensor:
+        return self.dense()
+
+    def detach(self) -> Tensor:
+        return self.dense()
+
+    def numel(self) -> int:
+        """Elements of the weight."""
+        return self.shape.numel()
+
+    @torch.no_grad()
+    def dense(self) -> Tensor:
+        """[out, in] in `dtype`."""
+        if self.storage == "fp8":
+            values = self.codes.float()
+        else:
+            table = torch.tensor(NF4_VALUES, device=self.codes.device)
+            values = table[torch.stack([self.codes >> 4, self.codes & 15], dim=-1).int().flatten(-2)]
+        return (values.unflatten(-1, (-1, BLOCK_SIZE)) * self.scales[..., None]).flatten(-2).to(self.dtype)
+
+    @torch.no_grad()
+    def store(self, dense: Tensor) -> None:
+        """Replace the weight by the nearest that can be stored."""
+        blocks = dense.float().unflatten(-1, (-1, BLOCK_SIZE))
+        largest = blocks.abs().amax(-1)
+        self.scales.copy_(largest / torch.finfo(FP8).max if self.storage == "fp8" else largest)
+        values = (blocks / self.scales[..., None].clamp(min=torch.finfo(torch.float32).tiny)).flatten(-2)
+        if self.storage == "fp8":
+            self.codes.copy_(values.clamp(-torch.finfo(FP8).max, torch.finfo(FP8).max).to(FP8))
+            return
+        table = torch.tensor(NF4_VALUES, device=dense.device)
+        nearest = torch.bucketize(values, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+        self.codes.copy_(nearest[..., ::2] << 4 | nearest[..., 1::2])
+
+
+def store_weights(chunks: Sequence[nn.Module], storage: str) -> None:
+    """Have all linears of the bare chunks' blocks keep their weights as `storage` says. Embeddings, LM head and norms stay as they are. The
+    stored weights are zeros until they are loaded."""
+    for chunk in chunks:
+        for linear in chunk.decoder.modules():
+            if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)):
+                linear.stored = StoredWeight(linear.weight, storage)
+                linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+                linear.__class__ = _stored(type(linear))
+
+
+@functools.cache
+def _stored(linear: type) -> type:
+    return type(f"Stored{linear.__name__}", (Stored, linear), {})
+
+
+class Stored:
+    """A parallel linear whose weight is in `stored`; its `weight` is empty, and nothing of it is in checkpoints."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, **options) -> Tensor:
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
+        output = _Product.apply(input, self.stored, self.tp_group if options["allreduce_dgrad"] else None)
+        return output if bias is None else output + bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        return {}
+
+
+class _Product(torch.autograd.Function):
+    """x W^T of a stored W; what the backward pass keeps is the stored form, which is there anyway."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, stored: StoredWeight, group: torch.distributed.ProcessGroup | None) -> Tensor:
+        ctx.stored, ctx.group = stored, group
+        return torch.matmul(x, stored.dense().t())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad_x = torch.matmul(grad, ctx.stored.dense())
+        if ctx.group is not None:
+            torch.distributed.all_reduce(grad_x, group=ctx.group)
+        return grad_x, None, None

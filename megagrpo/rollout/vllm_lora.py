@@ -1,0 +1,28 @@
+"""What a vLLM worker says about the adapter that it was given: mixed into vLLM's worker class by `--worker-extension-cls`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megagrpo.rollout.shared_weights import checksum
+
+
+class AdapterReports:
+    """One method, which the trainer calls on every worker over `/collective_rpc`."""
+
+    def adapter_checksums(self) -> dict[str, list[str]]:
+        """Of the adapter that came last: projection, as in layers.0.self_attn.q_proj -> checksums of A and of B times the scale, whole, in
+        the dtype that vLLM computes adapters in. As text: JSON's other readers have no 64-bit integers."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        found = manager.list_adapters()
+        told: dict[str, list[str]] = {}
+        for name, weights in found[max(found)].loras.items():
+            packed = isinstance(weights.lora_a, list)
+            names = manager.packed_modules[name] if packed else [name]
+            a, b = (weights.lora_a, weights.lora_b) if packed else ([weights.lora_a], [weights.lora_b])
+            told |= {projection: [_sum(x), _sum(y)] for projection, x, y in zip(names, a, b, strict=True) if x is not None}
+        return {name.partition("model.")[2]: sums for name, sums in told.items()}
+
+
+def _sum(values: Tensor) -> str:
+    return str(checksum(values.cpu().contiguous()))

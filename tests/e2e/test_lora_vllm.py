@@ -1,0 +1,109 @@
+"""Adapters that lie in Megatron's shards reach a vLLM server exactly, and it samples with them: with the last ones, and with no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+from megagrpo.adapter_sync import AdapterSync, verify_adapter
+from megagrpo.bridge.export import save_hf
+from megagrpo.bridge.families import adapter_blocks
+from megagrpo.bridge.load import load_hf
+from megagrpo.config import LoraSection, ParallelSection
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.build import build_model
+from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.policy.lora import attach_adapters
+from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.types import SamplingParams
+from megagrpo.verify.shrink import random_tensor
+from tests.e2e.tiny_servers import PROMPTS, launch, model_folder, naive_logprobs, weights
+
+LORA = LoraSection(rank=4, alpha=6.0, use_rslora=True)
+GREEDY = SamplingParams(0.0, 12)
+
+
+@pytest.fixture(scope="module")
+def engine() -> VllmEngine:
+    """On a server that takes adapters."""
+    launcher = launch(model_folder("llama"), "lora", lora_rank=LORA.rank)
+    launcher.wait()
+    return VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, lora=True)
+
+
+def push(parallel: dict, engine, salt: str, out: Path, version: int, lora: LoraSection = LORA, spoil: float = 0.0) -> int:
+    """Make adapters that depend on `salt`, write the merged model to `out`, and push them; bytes that the workers read."""
+    layout = init_layout(ParallelSection(**parallel))
+    folder = model_folder("llama")
+    hf_config = load_hf_config(folder)
+    chunks = build_model(hf_config, layout, dtype=torch.float32, own_linears=True)
+    attach_adapters(chunks, lora, recompute="none")
+    load_hf(chunks, hf_config, folder, layout)
+    with torch.no_grad():
+        for _, param, (block,) in adapter_blocks(chunks, hf_config, layout):
+            param.copy_(random_tensor(salt + block.name, block.shape).narrow(block.dim, block.start, block.stop - block.start) + spoil)
+    if not spoil:
+        save_hf(chunks, hf_config, layout, out, folder)
+    with AdapterSync(engine if layout.world_rank == 0 else None, layout, "float32", lora, str(folder)) as sync:
+        read = sync.push(adapter_blocks(chunks, hf_config, layout), version).bytes_read
+    layout.close()
+    return read
+
+
+def sync(engine: VllmEngine, *arguments, ranks: int = 1, parallel: dict | None = None) -> int:
+    version = engine.weight_version + 1
+    salt, out = arguments
+    read = run_ranks(push, ranks, parallel or {}, engine, salt, out, version)[0]
+    engine.weight_version = version  # the ranks are forks: their client is not this one
+    return read
+
+
+def answers(engine: VllmEngine) -> list[tuple]:
+    return [(group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)]
+
+
+def served(engine: VllmEngine) -> list[str]:
+    return [model["id"] for model in httpx.get(f"{engine.urls[0]}/v1/models").json()["data"]]
+
+
+def test_a_server_samples_with_the_adapter_that_came_last(engine, tmp_path):
+    bare = answers(engine)
+    sync(engine, "a", tmp_path / "a", ranks=4, parallel=dict(tp=2, pp=2))
+    first = answers(engine)
+    for prompt, (ids, logprobs) in zip(PROMPTS, first, strict=True):
+        torch.testing.assert_close(torch.tensor(logprobs), naive_logprobs(tmp_path / "a", prompt, ids), atol=1e-4, rtol=0)
+    read = sync(engine, "b", tmp_path / "b")
+    assert len({tuple(bare), tuple(first), tuple(answers(engine))}) == 3
+    assert served(engine) == ["policy", f"policy-{engine.weight_version}"]
+    sync(engine, "a", tmp_path / "again")
+    assert answers(engine) == first
+    base = weights(model_folder("llama"))
+    assert read < sum(t.nbytes for t in base.values()) and load_file(tmp_path / "a/model.safetensors").keys() == base.keys()
+
+
+def test_an_adapter_that_vllm_refuses_or_that_is_not_finite_is_an_error_and_the_old_one_stays(engine, tmp_path):
+    sync(engine, "a", tmp_path / "a")
+    before = answers(engine)
+    for change, message in ((dict(lora=LORA.model_copy(update=dict(rank=16))), "answered 500"), (dict(spoil=float("nan")), "holds NaN")):
+        with pytest.raises(Exception, match=message):
+            run_ranks(_push_changed, 1, engine, tmp_path / message, engine.weight_version + 1, change)
+        assert answers(engine) == before
+
+
+def _push_changed(engine: VllmEngine, out: Path, version: int, change: dict) -> None:
+    push({}, engine, "c", out, version, **change)
+
+
+def test_what_a_worker_holds_must_be_what_was_written():
+    sums = {"layers.0.mlp.up_proj": ["1", "2"], "layers.0.mlp.down_proj": ["3", "4"]}
+    report = {"server": "here", "worker": 1, "sums": sums}
+    verify_adapter(sums, [report])
+    for wrong in ({"layers.0.mlp.up_proj": ["1", "2"]}, sums | {"layers.0.mlp.down_proj": ["3", "5"]}):
+        with pytest.raises(WeightSyncError, match=r"here, worker 1: the adapter of .*down_proj is not the one that was written"):
+            verify_adapter(sums, [report | {"sums": wrong}])
