@@ -194,8 +194,9 @@ class VllmEngine:
         """
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[dict[str, Any]]:
-            body = {"lora_name": adapter_name(version), "lora_path": str(folder), "load_inplace": True}
-            await self._post(client, url, "/v1/load_lora_adapter", body)
+            await self._forget_adapter(client, url, version)  # what an earlier attempt, or another run, has left
+            # Not with load_inplace: vLLM would read the folder again for every request.
+            await self._post(client, url, "/v1/load_lora_adapter", {"lora_name": adapter_name(version), "lora_path": str(folder)})
             workers = (await self._post(client, url, "/collective_rpc", {"method": "adapter_checksums"}))["results"]
             return [{"server": url, "worker": i, "sums": sums} for i, sums in enumerate(workers)]
 
@@ -204,12 +205,15 @@ class VllmEngine:
     def use_adapter(self, version: int) -> None:
         """Name the adapter of `version` in requests from here on; the servers forget the one before."""
 
-        async def forget(client: httpx.AsyncClient, url: str) -> None:
-            await self._post(client, url, "/v1/unload_lora_adapter", {"lora_name": adapter_name(self.weight_version)})
-
         if self.weight_version not in (0, version):
-            asyncio.run(self._each(forget))
+            asyncio.run(self._each(self._forget_adapter, self.weight_version))
         self.weight_version = version
+
+    async def _forget_adapter(self, client: httpx.AsyncClient, url: str, version: int) -> None:
+        try:
+            await self._post(client, url, "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
+        except WeightSyncError:  # it has none of that name
+            pass
 
     def _model(self) -> dict[str, str]:
         """What a request says about whose weights it wants: nothing before the first adapter came."""
