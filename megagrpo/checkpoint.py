@@ -1,4 +1,5 @@
 """Checkpoints: model, optimizer, schedule, RNG and `TrainState`, sharded by Megatron's dist_checkpointing. Each is complete or absent.
+A reference is part of it once it has moved; until then the run's configuration says where it comes from.
 
 Ranks write into `.step_000012.partial`; rank 0 renames it to `step_000012` when every rank has finished. It loads into another layout: the
 distributed optimizer's state is stored by parameter, not by rank. With LoRA it holds no weights of the model, but the adapters, and these
@@ -26,6 +27,7 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import together
 from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
 from megagrpo.types import TrainState
 
 from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.parallel, which prepares the platform)
@@ -44,8 +46,11 @@ class Checkpointer:
     """Saves and restores one run in `folder`, keeping the newest `keep` checkpoints. Each carries config and tokenizer of `model_folder`,
     so that it can be exported by itself."""
 
-    def __init__(self, folder: Path, layout: Layout, policy: MegatronPolicy, keep: int, model_folder: Path):
-        self.folder, self.layout, self.policy, self.keep, self.model_folder = folder, layout, policy, keep, model_folder
+    def __init__(
+        self, folder: Path, layout: Layout, policy: MegatronPolicy, keep: int, model_folder: Path, reference: Reference | None = None
+    ):
+        self.folder, self.layout, self.policy, self.reference = folder, layout, policy, reference
+        self.keep, self.model_folder = keep, model_folder
         trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
         held = sum(p.numel() for p in trained if _is_first_copy(p, layout))
         self._bytes_needed = sum(layout.all_gather_objects(held)) * BYTES_PER_PARAMETER
@@ -71,13 +76,14 @@ class Checkpointer:
         return final
 
     def load(self, path: Path) -> TrainState:
-        """Restore policy, optimizer, schedule and RNG from `path` on every rank; returns the rest."""
+        """Restore policy, optimizer, schedule, RNG and a moved reference from `path` on every rank; returns the rest."""
         try:
             saved = json.loads((path / STATE_FILE).read_text())
         except (OSError, ValueError) as e:
             raise CheckpointError(f"{path} is not a complete checkpoint: {e}") from e
         same_layout = saved["layout"] == self._layout_of_rng()
-        state, _ = self._sharded_state(is_loading=True, with_rng=same_layout)
+        with_reference = saved["reference_moved"] and self.reference is not None
+        state, _ = self._sharded_state(is_loading=True, with_rng=same_layout, with_reference=with_reference)
         try:
             loaded = dist_checkpointing.load(state, str(path))
         except (Exception, CheckpointException) as e:  # the latter is no Exception to Python
@@ -87,6 +93,8 @@ class Checkpointer:
         with torch.no_grad():  # float32 shards are views of leaves, which autograd would guard
             self.policy.optimizer.load_state_dict(loaded["optimizer"])
         self.policy.scheduler.load_state_dict(loaded["scheduler"])
+        if with_reference:
+            self.reference.load_state_dict(loaded["reference"])
         if same_layout:
             torch.set_rng_state(loaded["rng"][0]["torch"])
             get_cuda_rng_tracker().set_states(loaded["rng"][0]["tracker"])
@@ -103,7 +111,7 @@ class Checkpointer:
 
     def _write(self, partial: Path) -> None:
         device.release_memory()  # writing takes two more copies of weights and optimizer state
-        sharded, metadata = self._sharded_state(is_loading=False, with_rng=True)
+        sharded, metadata = self._sharded_state(is_loading=False, with_rng=True, with_reference=self._reference_moved)
         try:
             dist_checkpointing.save(sharded, str(partial), content_metadata=metadata, async_strategy="mcore")
         except CheckpointException as error:  # no Exception to Python; the first rank alone knows who failed
@@ -120,14 +128,19 @@ class Checkpointer:
     def _publish(self, partial: Path, final: Path, state: TrainState) -> None:
         (partial / HF_FILES).mkdir()
         copy_side_files(self.model_folder, partial / HF_FILES)
-        (partial / STATE_FILE).write_text(json.dumps({"state": asdict(state), "layout": self._layout_of_rng()}, indent=1))
+        contents = {"state": asdict(state), "layout": self._layout_of_rng(), "reference_moved": self._reference_moved}
+        (partial / STATE_FILE).write_text(json.dumps(contents, indent=1))
         if final.exists():
             _remove(final)
         partial.rename(final)
         for old in checkpoints(self.folder)[: -self.keep]:
             _remove(old)
 
-    def _sharded_state(self, is_loading: bool, with_rng: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    @property
+    def _reference_moved(self) -> bool:
+        return self.reference is not None and self.reference.moved
+
+    def _sharded_state(self, is_loading: bool, with_rng: bool, with_reference: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": "fully_reshardable"}
         local = metadata | {"dp_cp_group": self.layout.dp_cp_group}
         state: dict[str, Any] = {
@@ -136,6 +149,8 @@ class Checkpointer:
         }
         state["optimizer"] = self.policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=local)
         state["scheduler"] = self.policy.scheduler.state_dict()
+        if with_reference:
+            state["reference"] = self.reference.sharded_state_dict(metadata=local)
         if with_rng:
             state["rng"] = self._rng_state()
         return state, metadata

@@ -1,12 +1,13 @@
 """Whole steps on disk for `megagrpo audit`: `dumps/step_N/` holds everything that step N used and what came out of it.
 
-step.json         samples with texts, rewards, advantages; per optimizer step its weights, denominator, metrics (loss and gradient norm
-                  among them); the model that the run started from, which is the reference; the configuration and library versions.
-                  Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
+step.json         samples with texts, rewards, advantages; per optimizer step its samples, weights, denominator, metrics (loss and
+                  gradient norm among them); the model that the run started from, and the reference; the configuration and library
+                  versions. Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
 samples.safetensors   `token_ids` [sum of L], `borders` [N + 1], `prompt_lengths` [N], `rollout_logprobs` [sum of L] (0 on what the
                   policy did not write) and `written` [sum of L] (whether it did)
 update_K.safetensors  one row per loss token as optimizer step K saw it: `sample`, `token` (its place there), `token_id`, `advantage`,
                   `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `entropy`, `full_kl`; those that the step has
+reference/        the reference's weights as a Hugging Face folder, once it has moved
 weights_K/        the weights before optimizer step K as a Hugging Face folder; the very first are those of the model, and not written
 
 A dump is complete or absent, and a step that is dumped computes the same as one that is not.
@@ -31,6 +32,7 @@ from megagrpo.bridge.export import save_hf
 from megagrpo.config import RunConfig
 from megagrpo.parallel.together import together
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
 from megagrpo.types import LossFn, LossInputs, ScoredRollout
 
 STEP_FILE = "step.json"
@@ -45,8 +47,19 @@ class StepDumps:
     All methods are collective. A dump that cannot be written is reported to `say` and given up; the run goes on.
     """
 
-    def __init__(self, config: RunConfig, policy: MegatronPolicy, folder: Path, model_folder: Path, say: Callable[[str], None]):
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: MegatronPolicy,
+        folder: Path,
+        model_folder: Path,
+        say: Callable[[str], None],
+        reference: Reference | None = None,
+        reference_folder: Path | None = None,
+    ):
+        """`reference_folder` holds what the reference was at first; the model when empty."""
         self._config, self._policy, self._layout = config, policy, policy.layout
+        self._reference, self._reference_folder = reference, reference_folder or model_folder
         self._folder, self._model_folder, self._say = folder, model_folder, say
         self._step = 0  # being dumped; 0 when none is
         self._updates: list[dict[str, Any]] = []
@@ -56,7 +69,10 @@ class StepDumps:
         """Dump what follows, if `step` (from 1) is one of those asked for."""
         self._step, self._updates = (step if step in self._config.debug.dump_steps else 0), []
         if self._step:
-            self._attempt(lambda: together(self._layout, self._clear, here=self._layout.world_rank == 0))
+            cleared = self._attempt(lambda: together(self._layout, self._clear, here=self._layout.world_rank == 0))
+            if cleared and self._reference is not None and self._reference.moved:
+                with self._reference.in_place():
+                    self._attempt(lambda: self._save("reference"))
 
     def record(self, loss_fn: LossFn) -> LossFn:
         """`loss_fn` for one optimizer step, which keeps what it is called with; the weights before the step are written now."""
@@ -72,10 +88,10 @@ class StepDumps:
 
         return recording
 
-    def measured(self, metrics: dict[str, float], denominator: int) -> None:
-        """What came out of the optimizer step under way; without `grad_norm` it was skipped."""
+    def measured(self, metrics: dict[str, float], denominator: int, samples: Sequence[int]) -> None:
+        """What came out of the optimizer step on these samples; without `grad_norm` it was skipped."""
         if self._step:
-            self._updates[-1] |= {"denominator": denominator, "metrics": dict(metrics)}
+            self._updates[-1] |= {"denominator": denominator, "metrics": dict(metrics), "samples": list(samples)}
             self._attempt(self._save_rows)
 
     def finish(self, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
@@ -111,11 +127,15 @@ class StepDumps:
         self._partial.mkdir(parents=True)
 
     def _save_weights(self) -> None:
-        number, policy = len(self._updates) + 1, self._policy
+        number = len(self._updates) + 1
         name = None if self._step == number == 1 else f"weights_{number}"
         if name:
-            save_hf(policy.chunks, policy.hf_config, self._layout, self._partial / name, self._model_folder, dtype=policy.dtype)
+            self._save(name)
         self._updates.append({"weights": name})
+
+    def _save(self, name: str) -> None:
+        policy = self._policy
+        save_hf(policy.chunks, policy.hf_config, self._layout, self._partial / name, self._model_folder, dtype=policy.dtype)
 
     def _save_rows(self) -> None:
         mine = [loss_tokens(inputs) for inputs in self._seen.values()]
@@ -133,6 +153,7 @@ class StepDumps:
             "layout": {axis: getattr(layout, f"{axis}_size") for axis in ("tp", "cp", "pp", "dp", "ep")},
             "versions": {package: _version(package) for package in PACKAGES},
             "model": str(self._model_folder.resolve()),
+            "reference": "reference" if (self._partial / "reference").exists() else str(self._reference_folder.resolve()),
             "updates": self._updates,
             "samples": [_sample(s, a) for s, a in zip(scored, advantages, strict=True)],
             "config": config.model_dump(mode="json"),

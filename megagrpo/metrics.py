@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import sys
 import time
 import uuid
@@ -21,6 +22,17 @@ from typing import Any, Protocol
 from megagrpo.config import RunConfig
 from megagrpo.console import ConsoleSink
 from megagrpo.types import ScoredRollout
+
+
+def over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its optimizer steps: means over those that have one, the extreme of `/max` and `/min`, and the
+    last learning rate."""
+    metrics = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
+        how = {"max": max, "min": min, "learning_rate": lambda rates: rates[-1]}.get(name.rpartition("/")[2], statistics.fmean)
+        metrics[name] = how(values)
+    return metrics
 
 
 class Sink(Protocol):

@@ -33,7 +33,7 @@ from megagrpo.parallel import device, quiet
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.parallel.together import RankError, own_part, together
 from megagrpo.plan import plan
-from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.policy.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.rewards.scorer import RewardScorer
@@ -87,6 +87,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         resume_from = together(layout, lambda: prepare_run_folder(config, run_folder), here=first)[0]
         hf_config = load_hf_config(model_folder)
         tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
+        reference_folder = _reference_folder(config, hf_config, tokenizer)
         prompts = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder)
         eval_prompts = _eval_prompts(config, tokenizer, base_folder)
         rewards = own_part(layout, lambda: _rewards(config, base_folder, prompts.columns, resources), here=layout.is_dp_leader)
@@ -108,11 +109,16 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
 
     torch.manual_seed(config.run.seed)
     policy = MegatronPolicy(config, layout, hf_config)
+    reference = None
+    if reference_folder is not None:
+        load_hf(policy.chunks, hf_config, reference_folder, layout)
+        reference = Reference(policy)
     load_hf(policy.chunks, hf_config, model_folder, layout)
     with _problems_of_the_config():
         fill_adapters(policy.chunks, hf_config, layout, config.lora, config.run.seed)
     policy.weights_changed()
-    reference = Reference(policy) if config.algorithm.beta else None
+    if reference is None and config.algorithm.beta:
+        reference = Reference(policy)
 
     urls = together(layout, lambda: launcher.wait(writer.message) if launcher else config.rollout.urls, here=first)[0]
     logs = launcher.logs if launcher else []
@@ -122,7 +128,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         engine = VllmEngine(urls, tokenizer.decode, logs=logs, lora=config.lora.syncs_adapters, **limits)
     with _problems_of_the_config():
         weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype, model_folder)
-    checkpointer = Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit, model_folder)
+    checkpointer = Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit, model_folder, reference)
     timer = PhaseTimer()
     trainer = Trainer(
         config=config,
@@ -138,7 +144,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         weight_sync=resources.enter_context(weight_sync),
         checkpointer=checkpointer,
         writer=writer,
-        dumps=StepDumps(config, policy, run_folder / "dumps", model_folder, writer.message),
+        dumps=StepDumps(config, policy, run_folder / "dumps", model_folder, writer.message, reference, reference_folder),
         timer=timer,
     )
     if resume_from is not None:
@@ -191,6 +197,23 @@ class _problems_of_the_config:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (ValueError, RankError, EngineStartError)):
             raise ConfigError(str(error)) from error
+
+
+def _reference_folder(config: RunConfig, model: HfConfig, tokenizer: Tokenizer) -> Path | None:
+    """The weights of `model.reference_path`; ValueError when they are not of the policy's architecture and vocabulary."""
+    if config.model.reference_path is None:
+        return None
+    folder = resolve_model(config.model.reference_path, "model.reference_path")
+    different = architecture_differences(model, load_hf_config(folder))
+    if not different and (folder / "tokenizer_config.json").exists():
+        pairs = zip(tokenizer.pieces(), load_tokenizer(folder).pieces(), strict=False)
+        different = [f"token {i}: {one!r}, {other!r}" for i, (one, other) in enumerate(pairs) if one != other][:1]
+    if different:
+        raise ValueError(
+            f"model.reference_path: {folder} is not of the policy's architecture and vocabulary (policy, reference): "
+            f"{'; '.join(different)}. Name weights that are, or leave it empty to keep the policy's first ones"
+        )
+    return folder
 
 
 def _eval_prompts(config: RunConfig, tokenizer: Tokenizer, base_folder: Path) -> PromptSource | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megagrpo.algorithms.advantages import advantages_of, reward_statistics, rewards_by_group, to_samples
+from torch import Tensor
+
+from megagrpo.algorithms.advantages import advantages_of, less_kl, reward_statistics, rewards_by_group, to_samples
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.checkpoint import Checkpointer, CheckpointError
@@ -16,17 +18,18 @@ from megagrpo.collect import Collector, StopRequested, rollout_metrics
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.prompts import PromptSource
+from megagrpo.data.slices import slices
 from megagrpo.draw import draw_rollouts
 from megagrpo.dump import StepDumps
 from megagrpo.look_ahead import look_ahead
-from megagrpo.metrics import MetricsWriter, PhaseTimer
+from megagrpo.metrics import MetricsWriter, PhaseTimer, over_updates
 from megagrpo.parallel.device import memory_gb
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.reference import Reference
+from megagrpo.policy.reference import Reference, kl_by_sample
 from megagrpo.rollout.engine import derive_seed
-from megagrpo.types import LossFn, SamplingParams, TrainBatch, TrainState
+from megagrpo.types import LossFn, SamplingParams, ScoredRollout, TrainBatch, TrainSample, TrainState
 from megagrpo.weight_sync import Weights, WeightSync
 
 
@@ -60,16 +63,17 @@ class Trainer:
         scored, metrics = draw_rollouts(self.collector, self.prompts, config, self.sampling, self.state.step, self.writer.message)
         rewards = rewards_by_group(scored, config.rollout.num_generations)
         advantages = advantages_of(scored, config)
-        rules = packing_rules(config, self.policy.shares_prompts)
-        batch = pack(to_samples(scored, advantages), rules, self.layout.dp_rank, self.layout.dp_size)
-        batch = self.with_logprobs(batch)
+        batches = [self.with_logprobs(batch) for batch in self.batches(to_samples(scored, advantages))]
+        if config.algorithm.kl_in_reward:
+            advantages, batches, metrics["kl"] = self.with_kl_in_reward(scored, batches)
         self.dumps.begin(self.state.step + 1)
-        for _ in range(config.algorithm.num_iterations):
-            metrics |= self.train(batch)
+        metrics |= over_updates([self.train(batch) for batch in batches * config.algorithm.num_iterations])
         self.dumps.finish(scored, advantages.flatten().tolist())
+        self.move_reference()
         self.sync()
         self.writer.completions(self.state.step + 1, scored, advantages.flatten().tolist())
-        return metrics | batch.packing | reward_statistics(rewards) | rollout_metrics(scored)
+        packing = over_updates([batch.packing for batch in batches])
+        return metrics | packing | reward_statistics(rewards) | rollout_metrics(scored)
 
     def run(self) -> int:
         """Steps until `run.max_steps` or a request to stop, with evaluation and checkpoints between them.
@@ -100,12 +104,25 @@ class Trainer:
             return stop.number
         return 0
 
+    def batches(self, samples: Sequence[TrainSample]) -> list[TrainBatch]:
+        """This rank's share of every optimizer step of an iteration."""
+        rules, seed = packing_rules(self.config, self.policy.shares_prompts), derive_seed(self.config.run.seed, self.state.step, "slices")
+        parts = slices(samples, self.config.algorithm.steps_per_generation, seed)
+        return [pack(part, rules, self.layout.dp_rank, self.layout.dp_size) for part in parts]
+
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Old log-probs when the policy will have moved on from them, reference log-probs when the loss has a KL term."""
+        """Old log-probs when the policy will have moved on from them, reference log-probs for the KL; both for a KL in the reward."""
+        algorithm = self.config.algorithm
         with self.timer("logprobs"):
-            if self.config.algorithm.num_iterations > 1:
+            if algorithm.updates_per_step > 1 or algorithm.kl_in_reward:
                 batch = batch.with_logprobs(old=self.policy.logprobs(batch))
             return batch if self.reference is None else self.reference.annotate(batch)
+
+    def with_kl_in_reward(self, scored: Sequence[ScoredRollout], batches: list[TrainBatch]) -> tuple[Tensor, list[TrainBatch], float]:
+        """Advantages [P, G] of the rewards less beta times the KL of each response, batches that carry them, and the mean KL."""
+        kl = kl_by_sample(batches, self.layout)
+        advantages = advantages_of(less_kl(scored, kl, self.config.algorithm.beta), self.config)
+        return advantages, [batch.with_advantages(advantages.flatten()) for batch in batches], kl.mean().item()
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on the batch; none, and the metrics without those of the optimizer, when a number in it is not finite."""
@@ -125,7 +142,7 @@ class Trainer:
         if algorithm.entropy_bonus:
             metrics["entropy_coef"] = entropy_coef
             adapt_bonus(self.state, metrics, algorithm)
-        self.dumps.measured(metrics, divisor)
+        self.dumps.measured(metrics, divisor, batch.samples)
         return metrics
 
     def count_skip(self, error: NonFiniteError) -> None:
@@ -170,6 +187,12 @@ class Trainer:
         self.state.weight_version = version
         if self.collector.engine is not None:
             self.collector.engine.weight_version = version
+
+    def move_reference(self) -> None:
+        """Let the reference follow the policy at the end of every so many steps."""
+        algorithm = self.config.algorithm
+        if algorithm.sync_ref_model and (self.state.step + 1) % algorithm.ref_model_sync_steps == 0:
+            self.reference.mix_in(algorithm.ref_model_mixup_alpha)
 
     def evaluate(self) -> None:
         """Score responses to the held-out prompts."""

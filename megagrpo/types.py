@@ -37,7 +37,10 @@ class Truncation:
 
     def __bool__(self) -> bool:
         """Whether it leaves anything out."""
-        return self != Truncation()
+        return self != NO_TRUNCATION
+
+
+NO_TRUNCATION = Truncation()
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class SamplingParams:
     temperature: float  # 0 is greedy
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()  # any of them ends a response and is part of it
-    truncation: Truncation = Truncation()
+    truncation: Truncation = NO_TRUNCATION
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,11 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return self.token_ids.numel()
 
+    def with_advantages(self, of_samples: Tensor) -> MicroBatch:
+        """A copy with these advantages [N] of the step's samples."""
+        of_sequences = torch.where(self.samples >= 0, of_samples.float()[self.samples], 0.0)
+        return replace(self, advantages=of_sequences.repeat_interleave(self.cu_seqlens.diff().long()))
+
     def to(self, device: torch.device) -> MicroBatch:
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
@@ -164,6 +172,7 @@ class TrainBatch:
     num_tokens: int  # loss tokens of the step, over all ranks, those of samples left out for zero advantage included
     num_sequences: int  # samples of the step, over all ranks, the same
     packing: dict[str, float] = field(default_factory=dict)  # metrics of how even the packing is, over all ranks
+    samples: tuple[int, ...] = ()  # `TrainSample.index` of those samples
 
     def with_logprobs(self, old: list[Tensor] | None = None, ref: list[Tensor] | None = None) -> TrainBatch:
         """A copy whose micro-batches carry these old_ and ref_ log-probs, one [T] tensor per micro-batch; what is not given stays."""
@@ -173,6 +182,10 @@ class TrainBatch:
     def with_ref_heads(self, heads: list[RefHead | None]) -> TrainBatch:
         """A copy whose micro-batches carry these."""
         return self.with_rows(ref_head=heads)
+
+    def with_advantages(self, of_samples: Tensor) -> TrainBatch:
+        """A copy with these advantages [N] of the step's samples."""
+        return replace(self, micro_batches=tuple(m.with_advantages(of_samples) for m in self.micro_batches))
 
     def with_rows(self, **rows: Sequence[Any]) -> TrainBatch:
         """A copy whose micro-batches carry these, one for each micro-batch under the name of a field."""

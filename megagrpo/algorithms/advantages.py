@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -80,6 +81,12 @@ def flat_groups(scored: Sequence[ScoredRollout], config: RunConfig) -> list[bool
     if config.algorithm.multi_objective_aggregation == "sum_then_normalize":
         return _is_flat(rewards_by_group(scored, group))[:, 0].tolist()
     return torch.stack([_is_flat(r) for r in rewards_by_function(scored, group).unbind(-1)]).all(0)[:, 0].tolist()
+
+
+def less_kl(scored: Sequence[ScoredRollout], kl: Tensor, beta: float) -> list[ScoredRollout]:
+    """The rollouts with beta times the KL of each response [N] taken from its reward: the penalty of RLHF's PPO (Ziegler et al. 2019,
+    arXiv 1909.08593, eq. 2), whose KL is k1 summed over the response."""
+    return [replace(s, reward=s.reward - beta * penalty) for s, penalty in zip(scored, kl.tolist(), strict=True)]
 
 
 def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:

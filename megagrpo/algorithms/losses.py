@@ -46,7 +46,7 @@ def make_loss(config: RunConfig) -> LossFn:
         if correction is not None and algorithm.loss_type != "vespo":  # vespo holds it in its own weight
             per_token = per_token * correction
         kl = inputs.full_kl
-        if batch.ref_logprobs is not None:
+        if batch.ref_logprobs is not None and not algorithm.kl_in_reward:
             kl = token_kl(policy, batch.ref_logprobs, ratio, algorithm.kl_estimator, algorithm.use_bias_correction_kl)
         if kl is not None:
             per_token = per_token + algorithm.beta * kl

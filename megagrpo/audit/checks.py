@@ -64,9 +64,13 @@ class Check:
 def check_step(step: Step) -> Iterator[Check]:
     """All checks of a step, in order, as they are done: the costly ones come last."""
     yield _tokens(step)
+    if len(step.updates) > 1:
+        yield _slices(step)
     yield from (_masks(step, update) for update in step.updates)
     table, weights, check = _rewards(step)
     yield check
+    if step.config.algorithm.kl_in_reward:
+        table, weights = _with_kl(step, table), [*weights, -step.config.algorithm.beta]
     advantages = naive_advantages.advantages(table, weights, step.config.rollout.num_generations, step.config.algorithm)
     dumped = [float(s.text["advantage"]) for s in step.samples]
     yield compare("advantages", dumped, advantages, ROUNDING, lambda i: f"sample {i}")
@@ -141,13 +145,24 @@ def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) ->
         yield "the text is not that of the tokens"
 
 
+def _slices(step: Step) -> Check:
+    """The optimizer steps of each iteration train on every sample once."""
+    width, everyone = step.config.algorithm.steps_per_generation, range(len(step.samples))
+    problems = []
+    for start in range(0, len(step.updates), width):
+        trained = Counter(i for update in step.updates[start : start + width] for i in update.samples)
+        wrong = [i for i in everyone if trained[i] != 1]
+        problems += [(f"in {trained[i]} optimizer steps of iteration {start // width + 1}", f"sample {i}") for i in wrong]
+    return _listed("samples", len(everyone) * (len(step.updates) // width), problems)
+
+
 def _masks(step: Step, update: Update) -> Check:
     """Loss tokens are those that the policy wrote, each once; of samples that teach nothing none, where they are left out."""
     left_out = step.config.algorithm.leaves_out_zero_advantage
     expected = {
         (i, token)
         for i, sample in enumerate(step.samples)
-        if not (step.is_masked(sample) or (left_out and float(sample.text["advantage"]) == 0))
+        if i in update.samples and not (step.is_masked(sample) or (left_out and float(sample.text["advantage"]) == 0))
         for token in sample.places.tolist()
     }
     found = Counter(zip(update.rows["sample"].tolist(), update.rows["token"].tolist(), strict=True))
@@ -156,6 +171,17 @@ def _masks(step: Step, update: Update) -> Check:
     problems += [(f"in the loss {times} times", place) for place, times in sorted(found.items()) if times > 1 and place in expected]
     named = [(problem, f"sample {sample} token {token}") for problem, (sample, token) in problems]
     return _listed(_name("masks", step, update), len(expected), named)
+
+
+def _with_kl(step: Step, table: list[list[float | None]]) -> list[list[float | None]]:
+    """One more reward for each sample that has any: the sum of log(old / reference) over its tokens, from the dumped rows, which have
+    checks of their own."""
+    kl = [0.0] * len(table)
+    for update in step.updates[: step.config.algorithm.steps_per_generation]:
+        log_ratios = update.rows["old_logprobs"].double() - update.rows["ref_logprobs"].double()
+        for sample, log_ratio in zip(update.rows["sample"].tolist(), log_ratios.tolist(), strict=True):
+            kl[sample] += log_ratio
+    return [[*row, None if all(value is None for value in row) else of] for row, of in zip(table, kl, strict=True)]
 
 
 def _listed(quantity: str, count: int, problems: list[tuple[str, str]], note: str = "") -> Check:
@@ -260,7 +286,7 @@ def _numbers(step: Step, rows: _Rows, result: Recomputed) -> Iterator[Check]:
 
     for name, value in _means(rows).items():
         yield single(f"mean {name}", update.metric(name), value, SUMMING)
-    yield single("denominator", update.denominator, _denominator(step), EXACT)
+    yield single("denominator", update.denominator, _denominator(step, update), EXACT)
     yield single("loss", update.metric("loss"), result.loss, tolerances.loss, result.loss_size)
     yield single("grad_norm", update.metric("grad_norm"), result.grad_norm, tolerances.grad_norm, 0.0)
 
@@ -277,13 +303,13 @@ def _means(rows: _Rows) -> dict[str, float]:
     if algorithm.top_entropy_quantile < 1:
         threshold = naive_loss.top_threshold(entropy.tolist(), algorithm.top_entropy_quantile)
         means["entropy/top"] = entropy[entropy >= threshold - ROUNDING].mean().item()
-    if ref is not None:
+    if ref is not None and not algorithm.kl_in_reward:
         full_kl = naive.estimated_kl(ref - policy, rows.ratio(policy - old), algorithm)
     return means if full_kl is None else {"kl": full_kl.mean().item()} | means
 
 
-def _denominator(step: Step) -> int:
-    return naive_loss.denominator(step.loss_lengths, step.config.algorithm.loss_type, step.config.rollout.max_completion_length)
+def _denominator(step: Step, update: Update) -> int:
+    return naive_loss.denominator(step.loss_lengths(update), step.config.algorithm.loss_type, step.config.rollout.max_completion_length)
 
 
 def _name(quantity: str, step: Step, update: Update) -> str:

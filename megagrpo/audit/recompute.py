@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megagrpo.audit import naive, naive_loss
 from megagrpo.audit.naive_loss import Response, WholeStep
-from megagrpo.audit.saved import Step, Update
+from megagrpo.audit.saved import Sample, Step, Update
 from megagrpo.config import AlgorithmSection
 
 
@@ -30,38 +30,49 @@ class Recomputed:
 
 def recompute(step: Step, advantages: list[float]) -> Iterator[Recomputed]:
     """Every optimizer step of `step`, with `advantages` of its samples. Two models of float64 are in memory at most, and one gradient."""
-    reference = naive.load_model(step.model, step.dtype).requires_grad_(False) if step.config.algorithm.beta else None
-    first: Recomputed | None = None
+    reference = naive.load_model(step.reference, step.dtype).requires_grad_(False) if step.config.algorithm.beta else None
+    old = _old_logprobs(step) if len(step.updates) > 1 else None
     for update in step.updates:
-        result = _recompute_update(step, update, advantages, naive.load_model(update.weights, step.dtype), reference, first)
-        first = first or result
-        yield result
+        yield _recompute_update(step, update, advantages, naive.load_model(update.weights, step.dtype), reference, old)
+
+
+@torch.no_grad()
+def _old_logprobs(step: Step) -> list[Tensor]:
+    """[Lr] of each sample, by the weights that generated it: those before the first optimizer step."""
+    model = naive.load_model(step.updates[0].weights, step.dtype)
+    return [_picked(naive.log_softmax(model, s.token_ids, step.config.rollout.temperature)[s.places - 1], s) for s in step.samples]
+
+
+def _picked(policy: Tensor, sample: Sample) -> Tensor:
+    """[Lr] of [Lr, V]: the log-probs of the tokens that were sampled."""
+    return policy.gather(1, sample.token_ids[sample.places][:, None])[:, 0]
 
 
 def _recompute_update(
-    step: Step, update: Update, advantages: list[float], model: nn.Module, reference: nn.Module | None, first: Recomputed | None
+    step: Step, update: Update, advantages: list[float], model: nn.Module, reference: nn.Module | None, old: list[Tensor] | None
 ) -> Recomputed:
     algorithm, rollout = step.config.algorithm, step.config.rollout
-    divisor = naive_loss.denominator(step.loss_lengths, algorithm.loss_type, rollout.max_completion_length)
-    slope = _balancing_slope(step, model) if algorithm.router_aux_loss_coef else None
-    whole = _whole_step(step, update, advantages, model, first)
+    divisor = naive_loss.denominator(step.loss_lengths(update), algorithm.loss_type, rollout.max_completion_length)
+    slope = _balancing_slope(step, update, model) if algorithm.router_aux_loss_coef else None
+    whole = _whole_step(step, update, advantages, model, old)
     result = Recomputed(loss=whole.real_loss)
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
-        if step.is_masked(sample) or (algorithm.leaves_out_zero_advantage and advantage == 0):
+        elsewhere = index not in update.samples
+        if elsewhere or step.is_masked(sample) or (algorithm.leaves_out_zero_advantage and advantage == 0):
             _append(result, None, None, None, None, None)
             continue
         policy = naive.log_softmax(model, sample.token_ids, rollout.temperature)[sample.places - 1]
-        response = _response(step, index, policy, advantage, first)
+        response = _response(step, index, policy, advantage, old)
         share = divisor * naive_loss.share(algorithm.loss_type, response.logprobs.numel())
         terms = _policy_terms(response, whole, index, algorithm, share)
         ref_picked = kl = None
         if reference is not None:
             with torch.no_grad():
                 ref = naive.log_softmax(reference, sample.token_ids, rollout.temperature)[sample.places - 1]
-            picked = sample.token_ids[sample.places]
-            ref_picked = ref.gather(1, picked[:, None])[:, 0]
+            ref_picked = _picked(ref, sample)
+        if reference is not None and not algorithm.kl_in_reward:
             ratio = naive_loss.probability_ratio(response.logprobs - response.old, algorithm.importance_sampling_level)
-            kl = naive.kl_term(policy, ref, picked, ratio, algorithm)
+            kl = naive.kl_term(policy, ref, sample.token_ids[sample.places], ratio, algorithm)
             terms.append(algorithm.beta * kl / share)
         sum(term.sum() for term in terms).backward()
         if slope is not None:
@@ -75,13 +86,19 @@ def _recompute_update(
     return result
 
 
-def _response(step: Step, index: int, policy: Tensor, advantage: float, first: Recomputed | None) -> Response:
+def _response(step: Step, index: int, policy: Tensor, advantage: float, old: list[Tensor] | None) -> Response:
     """Of sample number `index` with `policy` [Lr, V], its log-probs of every next token."""
     sample = step.samples[index]
-    logprobs = policy.gather(1, sample.token_ids[sample.places][:, None])[:, 0]
-    old = logprobs.detach() if first is None else first.policy_logprobs[index]
+    logprobs = _picked(policy, sample)
     entropy = -(policy.exp() * policy).sum(dim=-1)
-    return Response(logprobs, old, sample.rollout_logprobs[sample.places].double(), entropy, sample.places, advantage)
+    return Response(
+        logprobs,
+        logprobs.detach() if old is None else old[index],
+        sample.rollout_logprobs[sample.places].double(),
+        entropy,
+        sample.places,
+        advantage,
+    )
 
 
 def _policy_terms(response: Response, whole: WholeStep, index: int, algorithm: AlgorithmSection, share: float) -> list[Tensor]:
@@ -94,7 +111,7 @@ def _policy_terms(response: Response, whole: WholeStep, index: int, algorithm: A
 
 
 @torch.no_grad()
-def _whole_step(step: Step, update: Update, advantages: list[float], model: nn.Module, first: Recomputed | None) -> WholeStep:
+def _whole_step(step: Step, update: Update, advantages: list[float], model: nn.Module, old: list[Tensor] | None) -> WholeStep:
     """What the responses' losses take from each other, by running the model on all of them first."""
     algorithm, whole = step.config.algorithm, WholeStep()
     coefficient = update.metric("entropy_coef") if algorithm.entropy_bonus else 0.0
@@ -102,9 +119,9 @@ def _whole_step(step: Step, update: Update, advantages: list[float], model: nn.M
         return whole
     responses = {}
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
-        if not step.is_masked(sample):
+        if index in update.samples and not step.is_masked(sample):
             policy = naive.log_softmax(model, sample.token_ids, step.config.rollout.temperature)[sample.places - 1]
-            responses[index] = _response(step, index, policy, advantage, first)
+            responses[index] = _response(step, index, policy, advantage, old)
     entropies = [value for response in responses.values() for value in response.entropy.tolist()]
     if algorithm.top_entropy_quantile < 1 and entropies:
         whole.entropy_threshold = naive_loss.top_threshold(entropies, algorithm.top_entropy_quantile)
@@ -120,9 +137,10 @@ def _whole_step(step: Step, update: Update, advantages: list[float], model: nn.M
 
 
 @torch.no_grad()
-def _balancing_slope(step: Step, model: nn.Module) -> Tensor:
+def _balancing_slope(step: Step, update: Update, model: nn.Module) -> Tensor:
     """What the balancing loss adds to the gradient by each probability of a router, [E]."""
-    rows = [naive.router_probabilities(model, sample.token_ids, sample.places) for sample in step.samples if not step.is_masked(sample)]
+    samples = [step.samples[i] for i in update.samples if not step.is_masked(step.samples[i])]
+    rows = [naive.router_probabilities(model, sample.token_ids, sample.places) for sample in samples]
     return step.config.algorithm.router_aux_loss_coef * naive.balancing_slope(torch.cat(rows), model.config.num_experts_per_tok)
 
 

@@ -32,9 +32,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step. `rows` as the loss saw them, one per loss token; `weights` is where those before it lie."""
+    """One optimizer step on the samples numbered `samples`. `rows` as the loss saw them, one per loss token; `weights` is where those
+    before it lie."""
 
     number: int  # from 1
+    samples: list[int]
     weights: Path
     denominator: int
     metrics: dict[str, float]
@@ -47,12 +49,13 @@ class Update:
 
 @dataclass(frozen=True)
 class Step:
-    """One dumped step of a run. `model` is what the run started from: its reference."""
+    """One dumped step of a run. `model` is what the run started from, `reference` what the reference was in this step."""
 
     folder: Path
     config: RunConfig
     dtype: str
     model: Path
+    reference: Path
     layout: dict[str, int]
     samples: list[Sample]
     updates: list[Update]
@@ -61,14 +64,14 @@ class Step:
         """Whether no token of the sample may be in the loss."""
         return self.config.algorithm.mask_truncated_completions and sample.text["finish_reason"] == "length"
 
-    @property
-    def loss_lengths(self) -> list[int]:
-        """Loss tokens of each sample."""
-        return [0 if self.is_masked(s) else s.places.numel() for s in self.samples]
+    def loss_lengths(self, update: Update) -> list[int]:
+        """Loss tokens of each sample of an optimizer step."""
+        return [0 if self.is_masked(s) else s.places.numel() for s in map(self.samples.__getitem__, update.samples)]
 
 
 def load_step(run: Path, step: int, model: Path | None = None) -> Step:
-    """The dump of one step. `model` is where the model lies that the run started from, None: where it lay then.
+    """The dump of one step. `model` is where the model lies that the run started from, None: where it lay then. A reference with weights of
+    its own is looked for where it lay.
 
     ConfigError, with the steps that are there, when this one is not, and when weights that it needs are gone.
     """
@@ -78,14 +81,19 @@ def load_step(run: Path, step: int, model: Path | None = None) -> Step:
         there = [str(int(p.parent.name.removeprefix("step_"))) for p in sorted(run.glob("dumps/step_*/step.json"))]
         raise ConfigError(f"--step: {run} holds no dump of step {step}; it has {', '.join(there) or 'none: set debug.dump_steps'}")
     contents = json.loads(file.read_text())
-    model = model or Path(contents["model"])
+    first = Path(contents["model"])
+    reference, model = folder / contents["reference"], model or first
+    reference = model if reference == first else reference
     if not (model / "config.json").is_file():
         raise ConfigError(f"--model: {model} holds no config.json; give the folder of the model that the run started from")
+    if not (reference / "config.json").is_file():
+        raise ConfigError(f"{file}: the reference {reference} holds no config.json; put the weights of model.reference_path back there")
     return Step(
         folder=folder,
         config=RunConfig.model_validate(contents["config"]),
         dtype=contents["dtype"],
         model=model,
+        reference=reference,
         layout=contents["layout"],
         samples=_samples(load_file(folder / "samples.safetensors"), contents["samples"]),
         updates=[_update(folder, model, number, update) for number, update in enumerate(contents["updates"], 1)],
@@ -103,4 +111,4 @@ def _samples(rows: dict[str, Tensor], texts: list[dict[str, Any]]) -> list[Sampl
 
 def _update(folder: Path, model: Path, number: int, saved: dict[str, Any]) -> Update:
     weights = folder / saved["weights"] if saved["weights"] else model
-    return Update(number, weights, saved["denominator"], saved["metrics"], load_file(folder / saved["rows"]))
+    return Update(number, saved["samples"], weights, saved["denominator"], saved["metrics"], load_file(folder / saved["rows"]))

@@ -18,13 +18,20 @@ PACKAGE = "package:"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
-def resolve_model(path: str) -> Path:
-    """A folder with config.json and safetensors for `model.path`.
+def resolve_model(path: str, key: str = "model.path") -> Path:
+    """A folder with config.json and safetensors for `model.path`, or what else `key` names.
 
     `path` is such a folder, a hub name (downloaded once into the hub's cache), or `package:NAME`, whose GGUF weights are converted
     once into $MEGAGRPO_CACHE (default ~/.cache/megagrpo). Safe to call from several processes at a time. Raises ValueError saying
     what is missing and what to do.
     """
+    try:
+        return _resolve(path)
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.path:", f"{key}:")) from error
+
+
+def _resolve(path: str) -> Path:
     if path.startswith(PACKAGE):
         return _check(_from_package(path.removeprefix(PACKAGE)))
     folder = Path(path).expanduser()

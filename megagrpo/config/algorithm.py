@@ -23,6 +23,14 @@ class AlgorithmSection(Section):
     KL(policy || ref). Estimators differ in their gradient more than in their value: docs/kl.md."""
     use_bias_correction_kl: bool = False
     """Multiply the estimate by the probability ratio, gradient included: its gradient then averages to that of KL(policy || ref)."""
+    kl_in_reward: bool = False
+    """Take `beta` times the KL of a response, k1 summed over its tokens, from its reward before advantages, and add nothing to the loss."""
+    sync_ref_model: bool = False
+    """Let the reference follow the policy: every `ref_model_sync_steps` steps it becomes their mixture."""
+    ref_model_mixup_alpha: Fraction = 0.6
+    """Share of the policy in that mixture; 1 makes the reference the policy."""
+    ref_model_sync_steps: PositiveInt = 512
+    """Steps between two such moves of the reference."""
     epsilon: NonNegativeFloat = 0.2
     """Lower clip range of the probability ratio."""
     epsilon_high: NonNegativeFloat | None = None
@@ -92,7 +100,10 @@ class AlgorithmSection(Section):
     """Weight of the load-balancing loss of a mixture of experts, as transformers defines it, over the step's response tokens together: the
     same in every layout. Above 0 it takes one more forward pass per optimizer step."""
     num_iterations: PositiveInt = 1
-    """Optimizer steps on each batch of rollouts."""
+    """How often each step's rollouts are trained on."""
+    steps_per_generation: PositiveInt = 1
+    """Optimizer steps that one pass over a step's rollouts is cut into, each on samples of its own, drawn by the seed. Advantages are those
+    of whole groups, and each optimizer step divides by its own tokens or samples."""
     advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
     """What a reward is compared with: its group's mean, the mean of the group's others (rloo), or the batch's mean. reinforce_plus_plus and
     its baseline form, which keeps the group's mean, always divide by the batch's std."""
@@ -118,6 +129,11 @@ class AlgorithmSection(Section):
     def upper_epsilon(self) -> float:
         """`epsilon_high`, or `epsilon` when it is empty."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in each step."""
+        return self.num_iterations * self.steps_per_generation
 
     @property
     def gradient_is_local(self) -> bool:

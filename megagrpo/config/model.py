@@ -11,6 +11,8 @@ from megagrpo.config.section import PositiveFloat, PositiveInt, Section
 class ModelSection(Section):
     path: str
     """Policy weights: a Hugging Face folder, a hub name, or `package:NAME` for GGUF weights that an installed Python package carries."""
+    reference_path: str | None = None
+    """Weights of the reference, named as `path` is, of the same architecture and vocabulary; the policy's first weights when empty."""
     tokenizer: str | None = None
     """Tokenizer folder, hub name, or a bare SentencePiece `.model` file; the model's own when empty."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"

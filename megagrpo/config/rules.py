@@ -15,12 +15,9 @@ if TYPE_CHECKING:
 def cross_field_problems(config: RunConfig) -> list[str]:
     """Rules that span fields, as `key: what is wrong; what to do`. Pure function of a config whose fields are each valid."""
     p, t, r, a = config.parallel, config.train, config.rollout, config.algorithm
-    problems = []
-    if a.full_kl and a.use_bias_correction_kl:
-        problems.append(
-            f"algorithm.use_bias_correction_kl: {a.kl_estimator} is exact and takes no correction; set it to false or choose k1 or k3"
-        )
-    problems += loss_problems(a) + advantage_problems(a) + multi_turn_problems(config.multi_turn) + lora_problems(config)
+    problems = (
+        kl_problems(config) + loss_problems(a) + advantage_problems(a) + multi_turn_problems(config.multi_turn) + lora_problems(config)
+    )
     if p.sequence_parallel and p.tp == 1:
         problems.append("parallel.sequence_parallel: needs parallel.tp > 1; set it to false or raise tp")
     if p.vpp > 1 and p.pp == 1:
@@ -41,7 +38,14 @@ def cross_field_problems(config: RunConfig) -> list[str]:
             f"train.max_tokens_per_micro_batch: {t.max_tokens_per_micro_batch} cannot hold the longest sample, "
             f"rollout.max_prompt_length {r.max_prompt_length} + {config.response_limit} = {config.max_model_len}"
         )
-    optimizer_steps = config.run.max_steps * config.algorithm.num_iterations
+    samples, slices = r.prompts_per_step * r.num_generations, a.steps_per_generation
+    if samples % slices:
+        fitting = [n for n in range(1, samples + 1) if samples % n == 0]
+        problems.append(
+            f"algorithm.steps_per_generation: {slices} does not divide the step's {samples} samples, rollout.prompts_per_step "
+            f"{r.prompts_per_step} x num_generations {r.num_generations}; use {min(fitting, key=lambda n: abs(n - slices))}"
+        )
+    optimizer_steps = config.run.max_steps * a.updates_per_step
     if t.warmup_steps > optimizer_steps:
         problems.append(f"train.warmup_steps: {t.warmup_steps} is more than the run's {optimizer_steps} optimizer steps")
     if t.min_learning_rate > t.learning_rate:
@@ -57,6 +61,30 @@ def cross_field_problems(config: RunConfig) -> list[str]:
         problems.append("evaluation.steps: needs data.eval; name held-out prompts or set steps to 0")
     if config.evaluation.num_generations > 1 and config.evaluation.temperature == 0:
         problems.append("evaluation.num_generations: greedy responses are all the same; raise evaluation.temperature or use 1")
+    return problems
+
+
+def kl_problems(config: RunConfig) -> list[str]:
+    """Ways of measuring and placing the KL that exclude each other, and settings of a reference that a run does not have."""
+    a, problems = config.algorithm, []
+    if a.full_kl and a.use_bias_correction_kl:
+        problems.append(
+            f"algorithm.use_bias_correction_kl: {a.kl_estimator} is exact and takes no correction; set it to false or choose k1 or k3"
+        )
+    if not a.beta:
+        wanted = {"algorithm.kl_in_reward": a.kl_in_reward, "algorithm.sync_ref_model": a.sync_ref_model}
+        wanted["model.reference_path"] = config.model.reference_path
+        problems += [f"{key}: {value} needs a reference, and algorithm.beta is 0; raise it" for key, value in wanted.items() if value]
+    if config.lora.enabled and a.sync_ref_model:
+        problems.append("algorithm.sync_ref_model: with LoRA the reference is the model with its first adapters; set it to false")
+    if config.lora.enabled and config.model.reference_path:
+        problems.append("model.reference_path: with LoRA the reference is the model with its first adapters; leave it empty")
+    if a.kl_in_reward and a.kl_estimator != "k1":
+        problems.append(f"algorithm.kl_estimator: {a.kl_estimator} belongs to the loss; kl_in_reward sums k1, set it to k1")
+    if a.kl_in_reward and a.use_bias_correction_kl:
+        problems.append("algorithm.use_bias_correction_kl: kl_in_reward adds no KL to the loss that it could correct; set it to false")
+    if a.kl_in_reward and a.multi_objective_aggregation == "normalize_then_sum":
+        problems.append("algorithm.kl_in_reward: normalize_then_sum normalises each function apart; choose sum_then_normalize")
     return problems
 
 
@@ -81,6 +109,11 @@ def loss_problems(a: AlgorithmSection) -> list[str]:
         ]
     if a.use_adaptive_entropy and a.entropy_coef_min > a.entropy_coef_max:
         problems.append(f"algorithm.entropy_coef_min: {a.entropy_coef_min} is above entropy_coef_max {a.entropy_coef_max}; lower it")
+    if a.loss_type == "real" and a.steps_per_generation > 1:
+        problems.append(
+            f"algorithm.steps_per_generation: real compares whole groups, and {a.steps_per_generation} optimizer steps hold parts of them; "
+            "set it to 1"
+        )
     correction, low, high = a.importance_correction, a.importance_correction_min, a.importance_correction_max
     if correction == "off":
         return problems

@@ -68,6 +68,7 @@ def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, 
         micro_batches=tuple(build_micro_batch(chosen, rules) for chosen in mine),
         num_tokens=sum(int(loss_mask_of(s, rules).sum()) for s in samples),
         num_sequences=len(samples),
+        samples=tuple(s.index for s in samples),
         packing=imbalances([sum(lengths[i] for i in indices) for indices in bins], dp_size),
     )
 

@@ -56,6 +56,10 @@ class Tokenizer(ABC):
         """Number of token ids, added tokens included."""
 
     @abstractmethod
+    def pieces(self) -> list[str]:
+        """The token of each id, as the tokenizer writes it."""
+
+    @abstractmethod
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`, control tokens such as <s> recognised. `add_special_tokens` adds what the model expects: BOS."""
 
@@ -99,6 +103,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def __len__(self) -> int:
         return len(self.tokenizer)
 
+    def pieces(self) -> list[str]:
+        return self.tokenizer.convert_ids_to_tokens(range(len(self)))
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
@@ -127,6 +134,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __len__(self) -> int:
         return self.processor.vocab_size()
+
+    def pieces(self) -> list[str]:
+        return [self.processor.id_to_piece(i) for i in range(len(self))]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids = [self.processor.bos_id()] if add_special_tokens and self.processor.bos_id() >= 0 else []

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megagrpo.parallel.vocab_shard import HeadGradients, Softmax, VocabShard, blocks, chunks, wide
+from megagrpo.parallel.vocab_truncation import drop_below, lowest_kept
+from megagrpo.types import NO_TRUNCATION, Truncation
 
 DIRECTIONS = ("forward", "reverse")
 LOGPROBS, ENTROPY, KL = range(3)  # the outputs
@@ -25,11 +27,13 @@ def vocab_logprobs(
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    truncation: Truncation = NO_TRUNCATION,
     chunk: int = 256,
     entropy_gradient: bool = False,
     upstream: Upstream | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs [N], entropy [N]) in nats, float32 (float64 for float64 inputs), of softmax(hidden weight^T / temperature).
+    """(logprobs [N], entropy [N]) in nats, float32 (float64 for float64 inputs), of softmax(hidden weight^T / temperature) over the tokens
+    that `truncation` keeps of it, and the label's, which was sampled.
 
     `group` are the tensor-parallel ranks (None: one rank holds all rows); all of them must call this with the same N. Rows at or above
     `vocab_size` are padding and get probability 0. The logits of `chunk` tokens exist at a time. The gradient flows through logprobs, and
@@ -41,7 +45,7 @@ def vocab_logprobs(
     hand, in three matrix products, as many as with all logits kept. Without it logits are computed again in the backward pass, a fourth
     product; so they are when it brings anything else, with the same result.
     """
-    task = _Task.of(weight, labels, None, None, group, temperature, vocab_size, chunk, entropy_gradient, upstream)
+    task = _Task.of(weight, labels, None, None, group, temperature, truncation, vocab_size, chunk, entropy_gradient, upstream)
     return _VocabHead.apply(hidden, weight, task)
 
 
@@ -71,7 +75,7 @@ def vocab_logprobs_and_kl(
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: {direction!r} is not one of {', '.join(DIRECTIONS)}")
     ref = ref_hidden, ref_weight
-    task = _Task.of(weight, labels, ref, direction, group, temperature, vocab_size, chunk, entropy_gradient, upstream)
+    task = _Task.of(weight, labels, ref, direction, group, temperature, NO_TRUNCATION, vocab_size, chunk, entropy_gradient, upstream)
     return _VocabHead.apply(hidden, weight, task)
 
 
@@ -84,15 +88,16 @@ class _Task:
     reverse: bool
     shard: VocabShard
     temperature: float
+    truncation: Truncation
     chunk: int
     entropy_gradient: bool
     upstream: Upstream | None
 
     @classmethod
-    def of(cls, weight, labels, ref, direction, group, temperature, vocab_size, chunk, entropy_gradient, upstream) -> _Task:
+    def of(cls, weight, labels, ref, direction, group, temperature, truncation, vocab_size, chunk, entropy_gradient, upstream) -> _Task:
         shard = VocabShard.of(weight, group, vocab_size)
         upstream = upstream if torch.is_grad_enabled() else None
-        return cls(labels, ref, direction == "reverse", shard, temperature, chunk, entropy_gradient, upstream)
+        return cls(labels, ref, direction == "reverse", shard, temperature, truncation, chunk, entropy_gradient, upstream)
 
     @property
     def num_outputs(self) -> int:
@@ -104,12 +109,17 @@ class _Task:
         """The places among the outputs of those that take a gradient."""
         return [place for place in range(self.num_outputs) if place != ENTROPY or self.entropy_gradient]
 
+    @property
+    def num_found(self) -> int:
+        """The outputs, a normaliser of each model, and the smallest logit that a truncation keeps."""
+        return 2 * self.num_outputs - 1 + bool(self.truncation)
+
 
 class _VocabHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, task: _Task):
         passing, num_tokens, outputs = _Pass(hidden, weight, task), hidden.shape[0], task.num_outputs
-        found = hidden.new_empty(2 * outputs - 1, num_tokens, dtype=wide(hidden.dtype))  # the outputs, and a normaliser of each model
+        found = hidden.new_empty(task.num_found, num_tokens, dtype=wide(hidden.dtype))
         foretold = hidden.new_empty(len(task.taught), num_tokens, dtype=wide(hidden.dtype))
         gradients = None if task.upstream is None else HeadGradients(hidden, weight, task.shard, ctx.needs_input_grad[:2])
         for rows in chunks(num_tokens, task.chunk):
@@ -133,7 +143,7 @@ class _VocabHead(torch.autograd.Function):
             return *ctx.result, None
         passing, gradients = _Pass(hidden, weight, ctx.task), HeadGradients(hidden, weight, ctx.task.shard, ctx.needs_input_grad[:2])
         for rows in chunks(hidden.shape[0], ctx.task.chunk):
-            passing.compute_logits(rows)
+            passing.compute_logits_again(rows, found[:, rows])
             gradients.add(rows, passing.grad_logits(rows, found[:, rows], upstream[:, rows]))
         return *gradients.result(), None
 
@@ -152,17 +162,28 @@ class _Pass:
         if self._task.ref is not None:
             self._ref_logits = self._logits_of(self._task.ref, rows, self._ref_memory)
 
+    def compute_logits_again(self, rows: slice, found: Tensor) -> None:
+        """As `forward` left them; `found` is what it gave."""
+        self.compute_logits(rows)
+        if self._task.truncation:
+            drop_below(self._logits, self._task.labels[rows], self._task.shard, found[-1])
+
     def _logits_of(self, model: tuple[Tensor, Tensor], rows: slice, memory: Tensor) -> Tensor:
         return self._task.shard.logits(model[0][rows], model[1], self._task.temperature, memory)
 
     def forward(self, rows: slice) -> Tensor:
-        """Log-probs, entropy and log-normaliser [3, n]; with a reference log-probs, entropy, KL and both log-normalisers [5, n]."""
+        """Log-probs, entropy and log-normaliser [3, n], with a truncation the smallest logit that it keeps [4, n]; with a reference
+        log-probs, entropy, KL and both log-normalisers [5, n]."""
         task = self._task
         self.compute_logits(rows)
         labels, logits, ref_logits = task.labels[rows], self._logits, self._ref_logits
+        kept = ()
+        if task.truncation:
+            kept = (lowest_kept(logits, task.shard, task.truncation),)
+            drop_below(logits, labels, task.shard, *kept)
         policy = Softmax.of(logits, labels, task.shard, other=ref_logits if task.reverse else None)
         if task.ref is None:
-            return torch.stack((policy.logprobs, policy.entropy, policy.log_normaliser))
+            return torch.stack((policy.logprobs, policy.entropy, policy.log_normaliser, *kept))
         ref = Softmax.of(ref_logits, labels, task.shard, other=None if task.reverse else logits)
         first, second = (policy, ref) if task.reverse else (ref, policy)
         # Normalisers are subtracted part by part: of nearly equal distributions the rounding error of a sum would exceed the divergence.

@@ -60,11 +60,31 @@ class VocabShard:
             column, held = self._place(labels)
             values.scatter_add_(1, column, torch.where(held, added[:, None], 0.0))
 
+    def put_at_labels(self, values: Tensor, labels: Tensor, put: Tensor) -> None:
+        """Overwrite the entry of each token's label in values [n, v] with `put` [n], where this rank holds it."""
+        if self.num_rows:
+            column, held = self._place(labels)
+            values.scatter_(1, column, torch.where(held, put[:, None], values.gather(1, column)))
+
     def _place(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(column [n, 1] of each label, whether this rank holds it [n, 1]); a label that it does not hold points at column 0."""
         column = labels[:, None] - self.first_row
         held = (column >= 0) & (column < self.num_rows)
         return torch.where(held, column, 0), held
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """[n]: the largest of values [n, v] over all ranks."""
+        maximum = values.amax(dim=-1) if self.num_rows else values.new_full(values.shape[:1], LOWEST)
+        self.all_reduce(maximum, dist.ReduceOp.MAX)
+        return maximum
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """[n, tp x k]: values [n, k] of all ranks side by side."""
+        if self.group is None or dist.get_world_size(self.group) == 1:
+            return values
+        everyone = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(everyone, values, group=self.group)
+        return torch.cat(everyone, dim=-1)
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp) -> None:
         """Combine `values` over the group, in place."""
@@ -87,8 +107,7 @@ class Softmax:
     def of(cls, logits: Tensor, labels: Tensor, shard: VocabShard, other: Tensor | None = None) -> Softmax:
         """From this rank's logits [n, v], and another model's [n, v] for `cross`, which is 0 without. Leaves them as they are. One maximum
         and four sums per token cross the ranks."""
-        maximum = logits.amax(dim=-1) if shard.num_rows else logits.new_full(logits.shape[:1], LOWEST)
-        shard.all_reduce(maximum, dist.ReduceOp.MAX)
+        maximum = shard.maximum(logits)
         sums = logits.new_zeros(4, logits.shape[0])
         for columns in blocks(logits):
             shifted = logits[:, columns] - maximum[:, None]

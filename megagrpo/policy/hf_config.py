@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -257,6 +257,16 @@ def _experts(raw: dict[str, Any]) -> Experts | None:
         normalized=mixtral or raw.get("norm_topk_prob", False),
         blocks=frozenset(blocks),
     )
+
+
+def architecture_differences(one: HfConfig, other: HfConfig) -> list[str]:
+    """What keeps two models from being the same function of their weights, as `key: value of one, value of other`. The length they were
+    trained for and the dtype on disk may differ."""
+    names = [f.name for f in fields(HfConfig) if f.compare and f.name not in ("max_positions", "dtype")]
+    pairs = [(name, getattr(one, name), getattr(other, name)) for name in names]
+    ropes = [{key: value for key, value in _rope(config.raw).items() if key != "type"} for config in (one, other)]
+    pairs += [(key, ropes[0].get(key), ropes[1].get(key)) for key in sorted(ropes[0].keys() | ropes[1].keys()) if key not in names]
+    return [f"{name}: {value}, {different}" for name, value, different in pairs if value != different]
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class MegatronPolicy:
             attach_adapters(self.chunks, config.lora, config.model.recompute)
         self.model = wrap_data_parallel(self.chunks, config.train, layout.dp_cp_size)
         self.optimizer = build_optimizer(self.model, config.train, self.dtype)
-        self.scheduler = build_scheduler(self.optimizer, config.train, config.run.max_steps * config.algorithm.num_iterations)
+        self.scheduler = build_scheduler(self.optimizer, config.train, config.run.max_steps * config.algorithm.updates_per_step)
         self.shares_prompts = _shares_prompts(config.train.share_prompts)
         self._schedule = get_forward_backward_func()
         for chunk in self.chunks:

@@ -77,6 +77,6 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
             known = look_ahead(batch, policy, divisor, coefficient)
             metrics = policy.train_step(known, dumps.record(make_loss(config)), divisor)
             adapt_bonus(state, metrics, algorithm)
-            dumps.measured(metrics | dict(entropy_coef=coefficient), divisor)
+            dumps.measured(metrics | dict(entropy_coef=coefficient), divisor, batch.samples)
         dumps.finish(scored, advantages.flatten().tolist())
     return said
