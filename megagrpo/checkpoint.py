@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: ski
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
 
 STATE_FILE = "megagrpo.json"
+BEST = "best"  # a link to the checkpoint with the best evaluation
 BYTES_PER_PARAMETER = 14  # weight (2), float32 master, first and second moment: the least that must fit on the disk
 
 
@@ -43,8 +44,8 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpointer:
-    """Saves and restores one run in `folder`, keeping the newest `keep` checkpoints. Each carries config and tokenizer of `model_folder`,
-    so that it can be exported by itself."""
+    """Saves and restores one run in `folder`, keeping the newest `keep` checkpoints beside that of the best evaluation. Each carries
+    config and tokenizer of `model_folder`, so that it can be exported by itself."""
 
     def __init__(
         self, folder: Path, layout: Layout, policy: MegatronPolicy, keep: int, model_folder: Path, reference: Reference | None = None
@@ -133,8 +134,12 @@ class Checkpointer:
         if final.exists():
             _remove(final)
         partial.rename(final)
+        best = self.folder / f"step_{state.best_step:06d}"
         for old in checkpoints(self.folder)[: -self.keep]:
-            _remove(old)
+            if old != best:
+                _remove(old)
+        if best == final:
+            _point(self.folder / BEST, best)
 
     @property
     def _reference_moved(self) -> bool:
@@ -182,6 +187,14 @@ def _remove(checkpoint: Path) -> None:
     """Under another name first: what a kill or an error leaves of it is not taken for a checkpoint, and goes with the next save."""
     aside = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.partial"))
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _point(link: Path, checkpoint: Path) -> None:
+    """A link that leads to the checkpoint, and at no time to nothing."""
+    fresh = link.with_name(f".{link.name}.partial")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(checkpoint.name)
+    fresh.replace(link)
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
+PLACES = ("N", "NAME")  # what stands in a dotted key for the position in a list, and for a free name
 Loc = tuple[str | int, ...]  # where pydantic found something: keys, and positions in lists
 
 
@@ -192,17 +193,15 @@ def _sentence(error: dict[str, Any], known: list[str]) -> str:
 
 
 def _did_you_mean(loc: Loc, known: list[str]) -> str:
-    """The nearest known key, by its dotted name or by its last word; list positions are put back where they stood."""
-    positions = [str(part) for part in loc if isinstance(part, int)]
+    """The nearest known key, by its dotted name or by its last word; list positions and free names are put back where they stood."""
     asked = ".".join("N" if isinstance(part, int) else part for part in loc)
     nearest = difflib.get_close_matches(asked, known, n=1, cutoff=0.75)
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(known)}
     nearest = nearest or [by_leaf[leaf] for leaf in difflib.get_close_matches(str(loc[-1]), by_leaf, n=1, cutoff=0.75)]
     if not nearest:
         return ""
-    for position in positions:
-        nearest[0] = nearest[0].replace(".N", f".{position}", 1)
-    return f"; did you mean {nearest[0]}?"
+    parts = nearest[0].split(".")
+    return f"; did you mean {'.'.join(str(loc[i]) if part in PLACES and i < len(loc) else part for i, part in enumerate(parts))}?"
 
 
 # ------------------------------------------------------------------------------------------------------------- describing, saving
@@ -211,21 +210,22 @@ def _did_you_mean(loc: Loc, known: list[str]) -> str:
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The model behind `Section` or `Section | None`; None for a plain field."""
     for option in (annotation, *get_args(annotation)):
-        if isinstance(option, type) and issubclass(option, BaseModel) and get_origin(annotation) is not list:
+        if isinstance(option, type) and issubclass(option, BaseModel) and get_origin(annotation) not in (list, dict):
             return option
     return None
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key below `model` in order, dotted, with its pydantic field; `N` stands for the position in a list."""
+    """Every key below `model` in order, dotted, with its pydantic field; `N` stands for the position in a list, `NAME` for a free key."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
-        elements = [a for a in get_args(field.annotation) if get_origin(field.annotation) is list and section_of(a)]
+        place = {list: "N", dict: "NAME"}.get(get_origin(field.annotation))
+        elements = [a for a in get_args(field.annotation) if place and section_of(a)]
         yield f"{prefix}{name}", field
         if section:
             yield from fields(section, f"{prefix}{name}.")
         for element in elements:
-            yield from fields(element, f"{prefix}{name}.N.")
+            yield from fields(element, f"{prefix}{name}.{place}.")
 
 
 def render_help(model: type[BaseModel]) -> str:

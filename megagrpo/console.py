@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
-from megagrpo.config import RunConfig
+from megagrpo.config import RunConfig, evaluation_sets
 from megagrpo.types import ScoredRollout
 
 # (label, metric, format). A metric that a step does not report is left out of its line.
@@ -25,7 +25,8 @@ STEP_COLUMNS = [
     ("grad", "grad_norm", "{:6.2f}"),
     ("tok/s", "tokens_per_second", "{:5.0f}"),
 ]
-EVALUATION_COLUMNS = [c for c in STEP_COLUMNS if c[0] in ("reward", "length", "cut")]
+EVALUATION_COLUMNS = [("reward", "reward", "{:6.3f}"), ("pass@1", "pass@1", "{:4.0%}")]
+EVALUATION_COLUMNS += [c for c in STEP_COLUMNS if c[0] in ("length", "cut")]
 # Endings of counters that are shown when they are not 0.
 ALARMS = ("/timeouts", "/exceptions", "/unscorable", "/failures", "/skipped_steps", "/alarms")
 PHASES = ["generate", "reward", "logprobs", "train", "sync"]
@@ -44,6 +45,7 @@ class ConsoleSink:
         self._console = console or _Console(file=sys.stdout, highlight=False)
         self._max_steps = config.run.max_steps
         self._every = config.run.log_completions_steps
+        self._held_out = list(evaluation_sets(config)) or [""]
         self._hidden = {"kl"} if config.algorithm.beta == 0 else set()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -53,9 +55,17 @@ class ConsoleSink:
         self._print(line.append(_times(metrics), style="dim"))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        line = Text().append(f"evaluation after step {step}", style="bold cyan")
-        self._cells(line, EVALUATION_COLUMNS, {name.removeprefix("eval/"): value for name, value in metrics.items()})
-        self._print(line)
+        for held_out in self._held_out:
+            line = Text().append(f"evaluation after step {step}{f' of {held_out}' if held_out else ''}", style="bold cyan")
+            self._cells(line, EVALUATION_COLUMNS, self._metrics_of(held_out, metrics))
+            self._print(line)
+
+    def _metrics_of(self, held_out: str, metrics: dict[str, float]) -> dict[str, float]:
+        """Those of one set, without what its name puts before them. The set "" has those that begin with no other's name."""
+        split = [(name.removeprefix("eval/").partition("/"), value) for name, value in metrics.items()]
+        if held_out:
+            return {rest: value for (first, _, rest), value in split if first == held_out}
+        return {first + slash + rest: value for (first, slash, rest), value in split if first not in self._held_out}
 
     def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
         if not scored or self._every == 0 or step % self._every:

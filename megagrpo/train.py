@@ -26,8 +26,9 @@ from megagrpo.checkpoint import Checkpointer, CheckpointError, newest_checkpoint
 from megagrpo.collect import Collector, sampling_params
 from megagrpo.config import ConfigError, RunConfig, save_resolved
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
+from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.dump import StepDumps
+from megagrpo.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.metrics import MetricsWriter, PhaseTimer
 from megagrpo.parallel import device, quiet
 from megagrpo.parallel.layout import Layout, init_layout
@@ -38,9 +39,9 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.engine import EngineError, EngineStartError
-from megagrpo.rollout.launcher import Launcher, ServerOptions
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_server import VllmEngine, check_urls
+from megagrpo.serving import make_launcher, name_of
 from megagrpo.trainer import BrokenTraining, Trainer
 from megagrpo.weight_sync import WeightSync
 
@@ -89,19 +90,19 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
         reference_folder = _reference_folder(config, hf_config, tokenizer)
         prompts = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder)
-        eval_prompts = _eval_prompts(config, tokenizer, base_folder)
-        rewards = own_part(layout, lambda: _rewards(config, base_folder, prompts.columns, resources), here=layout.is_dp_leader)
+        held_out = load_sets(config, tokenizer, base_folder)
+        rewards = own_part(layout, lambda: _rewards(config, base_folder, prompts.columns, held_out, resources), here=layout.is_dp_leader)
 
     dtype = device.resolve_precision(config.model.precision)
-    engine_dtype = _name(device.engine_precision(dtype))
+    engine_dtype = name_of(device.engine_precision(dtype))
     writer = MetricsWriter(run_folder, config, restored_step=_step_of(resume_from)) if first else MetricsWriter.silent()
     resources.callback(writer.close)
     context = f" x cp {layout.cp_size}" if layout.cp_size > 1 else ""
     writer.message(
-        f"{config.run.name}: {config.model.path} in {_name(dtype)} on {layout.world_size} rank(s) "
+        f"{config.run.name}: {config.model.path} in {name_of(dtype)} on {layout.world_size} rank(s) "
         f"= tp {layout.tp_size}{context} x pp {layout.pp_size} x dp {layout.dp_size}; everything goes to {run_folder}"
     )
-    launcher = _launcher(config, model_folder, run_folder, engine_dtype) if first and not config.rollout.urls else None
+    launcher = make_launcher(config, model_folder, run_folder, engine_dtype) if first and not config.rollout.urls else None
     if launcher is not None:
         resources.callback(launcher.stop)
     with _problems_of_the_config():
@@ -137,7 +138,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         reference=reference,
         loss_fn=make_loss(config),
         prompts=prompts,
-        eval_prompts=eval_prompts,
+        held_out=held_out,
         collector=Collector(layout, engine, rewards, timer),
         sampling=sampling_params(config.rollout, tokenizer.eos_token_ids),
         weights=partial(adapter_blocks if config.lora.syncs_adapters else merged_blocks, policy.chunks, hf_config, layout),
@@ -165,7 +166,7 @@ def prepare_run_folder(config: RunConfig, folder: Path) -> Path | None:
             raise ValueError(
                 f"run.name: {folder} holds an earlier run; continue it with --resume, pick another name, or set run.overwrite=true"
             )
-        aside = next(p for p in (folder.with_name(f"{folder.name}.{i}") for i in range(1, 10_000)) if not p.exists())
+        aside = next(p for p in (folder.withname_of(f"{folder.name}.{i}") for i in range(1, 10_000)) if not p.exists())
         shutil.move(folder, aside)
     folder.mkdir(parents=True, exist_ok=True)
     save_resolved(config, folder)
@@ -216,46 +217,17 @@ def _reference_folder(config: RunConfig, model: HfConfig, tokenizer: Tokenizer) 
     return folder
 
 
-def _eval_prompts(config: RunConfig, tokenizer: Tokenizer, base_folder: Path) -> PromptSource | None:
-    if config.data.eval is None:
-        return None
-    return PromptSource(config.data.eval, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder)
-
-
-def _rewards(config: RunConfig, base_folder: Path, columns: list[str], resources: ExitStack) -> RewardScorer:
+def _rewards(config: RunConfig, base_folder: Path, columns: list[str], held_out: list[HeldOut], resources: ExitStack) -> RewardScorer:
     scorer = resources.enter_context(RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder))
     scorer.check_columns(columns)
+    check_columns(held_out, scorer)
     return scorer
-
-
-def _launcher(config: RunConfig, model_folder: Path, run_folder: Path, dtype: str) -> Launcher:
-    r = config.rollout
-    options = ServerOptions(
-        model=str(model_folder.resolve()),
-        dtype=dtype,
-        max_model_len=config.max_model_len,
-        tp=r.tp,
-        max_num_seqs=r.max_num_seqs,
-        kv_cache_gb=r.kv_cache_gb,
-        gpu_memory_utilization=r.gpu_memory_utilization,
-        enforce_eager=r.enforce_eager,
-        deterministic=config.run.deterministic,
-        lora_rank=config.lora.rank if config.lora.syncs_adapters else 0,
-        extra_args=tuple(r.extra_args),
-    )
-    return Launcher(
-        options, run_folder, num_servers=r.servers, port=r.port, devices=device.visible_gpus(), startup_timeout=r.startup_timeout
-    )
 
 
 def _weight_sync(config: RunConfig, engine: VllmEngine | None, layout: Layout, dtype: str, model_folder: Path) -> WeightSync:
     if config.lora.syncs_adapters:
         return AdapterSync(engine, layout, dtype, config.lora, str(model_folder.resolve()))
     return WeightSync(engine, layout, dtype)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _step_of(checkpoint: Path | None) -> int:

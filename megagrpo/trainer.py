@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,12 +14,13 @@ from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.checkpoint import Checkpointer, CheckpointError
 from megagrpo.collect import Collector, StopRequested, rollout_metrics
-from megagrpo.config import RunConfig
+from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.slices import slices
 from megagrpo.draw import draw_rollouts
 from megagrpo.dump import StepDumps
+from megagrpo.evaluation.sets import HeldOut, evaluate
 from megagrpo.look_ahead import look_ahead
 from megagrpo.metrics import MetricsWriter, PhaseTimer, over_updates
 from megagrpo.parallel.device import memory_gb
@@ -43,7 +43,7 @@ class Trainer:
     reference: Reference | None
     loss_fn: LossFn
     prompts: PromptSource
-    eval_prompts: PromptSource | None
+    held_out: list[HeldOut]
     collector: Collector
     sampling: SamplingParams
     weights: Callable[[], Weights]
@@ -195,18 +195,29 @@ class Trainer:
             self.reference.mix_in(algorithm.ref_model_mixup_alpha)
 
     def evaluate(self) -> None:
-        """Score responses to the held-out prompts."""
-        if self.eval_prompts is None:
+        """Score responses to the held-out prompts; a checkpoint when they are the best so far and that is asked for."""
+        if not self.held_out:
             return
-        evaluation = self.config.evaluation
-        sampling = replace(self.sampling, temperature=evaluation.temperature)
-        scored, counters = self.collector.collect(
-            self.eval_prompts.all(), evaluation.num_generations, sampling, derive_seed(self.config.run.seed, self.state.step)
-        )
-        rewards = rewards_by_group(scored, evaluation.num_generations)
-        mean = rewards.nanmean().item()
-        metrics = rollout_metrics(scored) | counters | ({} if math.isnan(mean) else {"reward": mean})
+        metrics = evaluate(self.held_out, self.collector.collect, self.config.run.seed)
         self.writer.evaluation(self.state.step, metrics)
+        if self.config.evaluation.keep_best is not None:
+            self.keep_if_best(metrics)
+
+    def keep_if_best(self, metrics: dict[str, float]) -> None:
+        """A checkpoint that stays, when `evaluation.keep_best` is higher than in every evaluation of a trained model before.
+
+        ConfigError when there is no metric of that name. An evaluation that lacks it later on, with nothing to score, is not the best.
+        """
+        name, state = self.config.evaluation.keep_best, self.state
+        if state.step == 0 and name not in metrics:
+            raise ConfigError(f"evaluation.keep_best: no metric `{name}`; evaluations have {', '.join(sorted(metrics))}")
+        if state.step == 0 or name not in metrics or (state.best_value is not None and metrics[name] <= state.best_value):
+            return
+        before = state.best_step, state.best_value
+        state.best_step, state.best_value = state.step, metrics[name]
+        self.save(must_succeed=False)
+        if self.saved_step != state.step:
+            state.best_step, state.best_value = before
 
     def save(self, must_succeed: bool) -> None:
         """Write a checkpoint, unless this step has one. A failure in the middle of a run is reported and counted; the last must succeed."""

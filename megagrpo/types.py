@@ -224,6 +224,8 @@ class TrainState:
 
     step: int = 0  # outer iterations finished
     weight_version: int = 0  # weight syncs finished
+    best_step: int = 0  # of the checkpoint with the best evaluation; 0: none
+    best_value: float | None = None  # of `evaluation.keep_best` there
     cursor: int = 0  # prompts drawn or passed over since the start
     pass_rates: list[tuple[int, float, int]] = field(default_factory=list)  # of the curriculum: prompt_id, pass rate, epoch of it
     skipped_steps: int = 0  # optimizer steps left out because their loss or gradient was NaN or infinite

@@ -16,6 +16,9 @@ from megagrpo import config_io
 from megagrpo.config.algorithm import AlgorithmSection as AlgorithmSection
 from megagrpo.config.data import DataSection as DataSection
 from megagrpo.config.data import DatasetSection as DatasetSection
+from megagrpo.config.evaluation import EvaluationSection as EvaluationSection
+from megagrpo.config.evaluation import EvaluationSet as EvaluationSet
+from megagrpo.config.evaluation import evaluation_sets as evaluation_sets
 from megagrpo.config.lora import LoraSection as LoraSection
 from megagrpo.config.model import ModelSection as ModelSection
 from megagrpo.config.model import ParallelSection as ParallelSection
@@ -25,7 +28,6 @@ from megagrpo.config.rewards import RewardsSection as RewardsSection
 from megagrpo.config.rollout import RolloutSection as RolloutSection
 from megagrpo.config.rules import cross_field_problems
 from megagrpo.config.run import DebugSection as DebugSection
-from megagrpo.config.run import EvaluationSection as EvaluationSection
 from megagrpo.config.run import RunSection as RunSection
 from megagrpo.config.section import Section
 from megagrpo.config.train import TrainSection as TrainSection
@@ -63,6 +65,12 @@ class RunConfig(Section):
     def max_model_len(self) -> int:
         """Longest prompt plus longest response, in tokens."""
         return self.rollout.max_prompt_length + self.max_response_length
+
+    @property
+    def longest_sequence(self) -> int:
+        """What an engine must hold: the longest sample, or the longest prompt with the longest response of an evaluation, in tokens."""
+        held_out = [s.max_completion_length for s in evaluation_sets(self).values()]
+        return max(self.max_model_len, self.rollout.max_prompt_length + max(held_out, default=0))
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megagrpo.config.algorithm import CLIPPED_LOSSES, AlgorithmSection
+from megagrpo.config.evaluation import evaluation_problems
 from megagrpo.config.lora import lora_problems
 from megagrpo.config.multi_turn import multi_turn_problems
 
@@ -57,11 +58,7 @@ def cross_field_problems(config: RunConfig) -> list[str]:
             f"data.curriculum_low: {config.data.curriculum_low} is above data.curriculum_high {config.data.curriculum_high}; no prompt is "
             "inside; exchange them"
         )
-    if config.evaluation.steps and config.data.eval is None:
-        problems.append("evaluation.steps: needs data.eval; name held-out prompts or set steps to 0")
-    if config.evaluation.num_generations > 1 and config.evaluation.temperature == 0:
-        problems.append("evaluation.num_generations: greedy responses are all the same; raise evaluation.temperature or use 1")
-    return problems
+    return problems + evaluation_problems(config)
 
 
 def kl_problems(config: RunConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a run is called, how long it goes on and what it leaves behind; evaluation and debugging."""
+"""What a run is called, how long it goes on and what it leaves behind; debugging."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megagrpo.config.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from megagrpo.config.section import NonNegativeInt, PositiveInt, Section
 
 
 class RunSection(Section):
@@ -35,15 +35,6 @@ class RunSection(Section):
     """Write TensorBoard events to the run folder."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Send metrics to Weights & Biases; `offline` needs no account and can be synced later."""
-
-
-class EvaluationSection(Section):
-    steps: NonNegativeInt = 0
-    """Evaluate every so many steps; with `data.eval` it also runs before the first and after the last step."""
-    temperature: NonNegativeFloat = 0.0
-    """Sampling temperature of evaluation; 0 is greedy."""
-    num_generations: PositiveInt = 1
-    """Responses per held-out prompt."""
 
 
 class DebugSection(Section):

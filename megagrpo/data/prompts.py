@@ -27,9 +27,10 @@ class PromptSource:
     in the data set's. So the order depends on nothing but the seed and the epoch, and dropping a prompt does not move the others. A prompt
     that the curriculum rests is passed over.
 
-    `section` is `data.train` or `data.eval`; reasoning-gym draws eval prompts from a seed of their own. Every prompt is tokenized once
-    here to learn its length: `num_overlong` counts those above `max_prompt_length` tokens, dropped or cut as `data.overlong_prompts`
-    says. ValueError for a source that cannot be used: missing, empty, without its prompt column, with nothing but overlong prompts."""
+    `section` is `data.train` or held out; `key` is its place in the config. reasoning-gym draws held-out prompts from a seed of their
+    own. Every prompt is tokenized once here to learn its length: `num_overlong` counts those above `max_prompt_length` tokens, dropped or
+    cut as `data.overlong_prompts` says. ValueError for a source that cannot be used: missing, empty, without its prompt column, with
+    nothing but overlong prompts."""
 
     def __init__(
         self,
@@ -39,13 +40,13 @@ class PromptSource:
         max_prompt_length: int,
         seed: int,
         base_folder: str | Path | None = None,
+        key: str = "data.train",
     ):
-        self._is_eval = section is data.eval
-        self._key = "data.eval" if self._is_eval else "data.train"
+        self._key = key
         self._data, self._tokenizer, self._seed = data, tokenizer, seed
         self._max_prompt_length = max_prompt_length
         self._template = read_chat_template(data.chat_template, base_folder)
-        rows_seed = seed + _EVAL_SEED_OFFSET * self._is_eval
+        rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
         self._rows = load_rows(section, self._key, rows_seed, data.prompt_column, base_folder)
         self._check_columns(list(self._rows[0]))
         self.num_overlong = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from megagrpo.config import RunConfig
+from megagrpo.config import RunConfig, evaluation_sets
 from megagrpo.plan.memory import GIB, kv_bytes_per_token
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.rewards import registry
@@ -87,6 +87,14 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> list[str]:
             f"{config.max_model_len} tokens, but the model ends at {model.max_positions} (max_position_embeddings); shorten by "
             f"{config.max_model_len - model.max_positions}"
         )
+    for name, held_out in evaluation_sets(config).items():
+        longest = r.max_prompt_length + held_out.max_completion_length
+        if name and config.max_model_len < longest > model.max_positions:
+            problems.append(
+                f"evaluation.sets.{name}.max_completion_length: max_prompt_length {r.max_prompt_length} + "
+                f"{held_out.max_completion_length} = {longest} tokens, but the model ends at {model.max_positions} "
+                f"(max_position_embeddings); shorten by {longest - model.max_positions}"
+            )
     needed = config.max_model_len * kv_bytes_per_token(model, r.tp) / GIB
     if not r.urls and needed > r.kv_cache_gb:
         problems.append(

@@ -37,7 +37,7 @@ CASES = [
 ]
 DOWN = "model.layers.{}.mlp.down_proj.weight"
 # What a trainer has besides, and an optimizer step on a batch that is there does not touch.
-NOT_NEEDED = dict.fromkeys(["reference", "prompts", "eval_prompts", "collector", "sampling", "weight_sync", "checkpointer"])
+NOT_NEEDED = dict.fromkeys(["reference", "prompts", "held_out", "collector", "sampling", "weight_sync", "checkpointer"])
 
 
 class Messages:

@@ -52,7 +52,8 @@ def jsonl(tmp_path_factory) -> Path:
 def source(tokenizer, path, *, seed=0, limit=100, base_folder=None, dataset=None, evaluate=False, **data) -> PromptSource:
     section = {"source": str(path), **(dataset or {})}
     config = DataSection(train=section, eval=section if evaluate else None, **data)
-    return PromptSource(config.eval if evaluate else config.train, config, tokenizer, limit, seed, base_folder)
+    key = "data.eval" if evaluate else "data.train"
+    return PromptSource(config.eval if evaluate else config.train, config, tokenizer, limit, seed, base_folder, key)
 
 
 def text(tokenizer, prompt) -> str:

@@ -25,7 +25,13 @@ REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 EXAMPLE = REPOSITORY / "configs" / "examples" / "capitals.yaml"
 KEYS = {key for key, _ in fields(RunConfig)}
-OPEN = ("data.columns", "data.train.options", "data.eval.options", "rewards.functions.N.args")  # any key may stand below these
+OPEN = (
+    "data.columns",
+    "data.train.options",
+    "data.eval.options",
+    "evaluation.sets.NAME.options",
+    "rewards.functions.N.args",
+)  # any key may stand below these
 
 # Names in metrics.jsonl of a training step with one reward function `exact_number`, beta > 0 and any options of the loss, and of an
 # evaluation.
@@ -44,7 +50,7 @@ STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/
 EVALUATION_METRICS = """eval/num_tokens eval/completions/mean_length eval/completions/min_length eval/completions/max_length
     eval/completions/clipped_ratio eval/completions/mean_terminated_length eval/rewards/exact_number/timeouts
     eval/rewards/exact_number/exceptions eval/rewards/exact_number/unscorable eval/rewards/exact_number/mean
-    eval/rewards/exact_number/std eval/reward""".split()
+    eval/rewards/exact_number/std eval/reward eval/pass@K eval/maj@K""".split()
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -61,6 +67,7 @@ def config_table():
 
 def is_known(key: str) -> bool:
     key = re.sub(r"\.\d+(?=\.|$)", ".N", key)
+    key = re.sub(r"(?<=^evaluation\.sets\.)[^.]+", "NAME", key)
     return key in KEYS or key.startswith(tuple(f"{prefix}." for prefix in OPEN))
 
 

@@ -13,8 +13,8 @@ LEVELS = [
     {"algorithms", "rewards", "data", "parallel"},
     {"policy", "bridge", "rollout", "console"},
     {"weight_sync", "checkpoint", "metrics", "dump", "look_ahead"},
-    {"collect", "adapter_sync"},
-    {"draw"},
+    {"collect", "serving", "adapter_sync"},
+    {"draw", "evaluation"},
     {"trainer", "plan", "verify", "report", "audit"},
     {"train", "__main__"},
 ]

@@ -1,0 +1,101 @@
+"""Held-out prompts: which sets, how they are sampled, and what counts as right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from megagrpo.config.data import DatasetSection
+from megagrpo.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, Share
+
+if TYPE_CHECKING:
+    from megagrpo.config import RunConfig
+
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+OF_DATA = ("prompt_column", "columns", "extract_hash_answer")
+OF_EVALUATION = ("temperature", "top_p", "top_k", "min_p", "num_generations")
+
+
+class EvaluationSet(DatasetSection):
+    """A data set with its own sampling."""
+
+    prompt_column: str | None = None
+    """Column with the question; `data.prompt_column` when empty."""
+    columns: dict[str, str] | None = None
+    """Renames columns for the reward functions; `data.columns` when empty."""
+    extract_hash_answer: list[str] | None = None
+    """Columns of which only what follows `####` is passed on; `data.extract_hash_answer` when empty."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature, 0 is greedy; `evaluation.temperature` when empty."""
+    top_p: Fraction | None = None
+    """Nucleus sampling; `evaluation.top_p` when empty."""
+    top_k: NonNegativeInt | None = None
+    """Sample among so many tokens; `evaluation.top_k` when empty."""
+    min_p: Share | None = None
+    """Least probability beside the likeliest token's; `evaluation.min_p` when empty."""
+    num_generations: PositiveInt | None = None
+    """Responses per prompt; `evaluation.num_generations` when empty."""
+    max_completion_length: PositiveInt | None = None
+    """Longest response in tokens; `rollout.max_completion_length` when empty."""
+
+
+class EvaluationSection(Section):
+    steps: NonNegativeInt = 0
+    """Evaluate every so many steps; with `data.eval` or `evaluation.sets` it also runs before the first and after the last step."""
+    sets: dict[SetName, EvaluationSet] = {}
+    """More held-out data sets by name; their metrics are `eval/NAME/...`, those of `data.eval` are `eval/...`."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature of evaluation; 0 is greedy."""
+    top_p: Fraction = 1.0
+    """Sample among the most likely tokens that add up to this probability; 1 keeps all."""
+    top_k: NonNegativeInt = 0
+    """Sample among so many of the most likely tokens; 0 keeps all."""
+    min_p: Share = 0.0
+    """Sample among tokens at least this times as likely as the most likely one; 0 keeps all."""
+    num_generations: PositiveInt = 1
+    """Responses per held-out prompt."""
+    pass_function: str | None = None
+    """The reward function that says whether a response passes, by its name in the metrics; the first of `rewards.functions` when empty."""
+    pass_reward: float = 1.0
+    """A response passes when that function gives it at least this, before its weight."""
+    answer: Literal["auto", "number", "tag", "boxed", "text"] = "auto"
+    """What responses vote with in maj@k: their last number, the last <answer>...</answer>, the last \\boxed{...}, or their whole text.
+    auto: what `pass_function` reads, if it is built in; a function of your own has no maj@k then."""
+    keep_best: str | None = None
+    """Also keep the checkpoint whose evaluation is highest in this metric, named without `eval/`: `reward`, `pass@1`, `NAME/pass@1`. It is
+    saved after the evaluation, whatever `run.save_steps` says, and `checkpoints/best` points to it."""
+
+
+def evaluation_sets(config: RunConfig) -> dict[str, EvaluationSet]:
+    """Every held-out set with nothing left empty; that of `data.eval` has the name ""."""
+    data, evaluation, sets = config.data, config.evaluation, {}
+    if data.eval is not None:
+        sets[""] = EvaluationSet(**data.eval.model_dump())
+    return {name: _filled(section, config) for name, section in (sets | evaluation.sets).items()}
+
+
+def _filled(section: EvaluationSet, config: RunConfig) -> EvaluationSet:
+    defaults = {key: getattr(config.data, key) for key in OF_DATA} | {key: getattr(config.evaluation, key) for key in OF_EVALUATION}
+    defaults["max_completion_length"] = config.rollout.max_completion_length
+    return section.model_copy(update={key: value for key, value in defaults.items() if getattr(section, key) is None})
+
+
+def evaluation_problems(config: RunConfig) -> list[str]:
+    """Rules of evaluation."""
+    evaluation, problems = config.evaluation, []
+    held_out = bool(evaluation.sets) or config.data.eval is not None
+    if evaluation.steps and not held_out:
+        problems.append("evaluation.steps: needs data.eval or evaluation.sets; name held-out prompts or set steps to 0")
+    if evaluation.keep_best is not None and not held_out:
+        problems.append("evaluation.keep_best: needs data.eval or evaluation.sets; name held-out prompts or leave it empty")
+    if evaluation.num_generations > 1 and evaluation.temperature == 0 and (not evaluation.sets or config.data.eval is not None):
+        problems.append("evaluation.num_generations: greedy responses are all the same; raise evaluation.temperature or use 1")
+    for name in evaluation.sets:
+        filled = _filled(evaluation.sets[name], config)
+        if filled.num_generations > 1 and filled.temperature == 0:
+            problems.append(
+                f"evaluation.sets.{name}.num_generations: {filled.num_generations} greedy responses are all the same; raise its "
+                "temperature or use 1"
+            )
+    return problems

@@ -1,0 +1,115 @@
+"""Held-out sets: their prompts, how they are sampled, and the metrics of their responses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import batched
+from pathlib import Path
+from statistics import fmean
+
+from megagrpo.collect import rollout_metrics
+from megagrpo.config import RunConfig, evaluation_sets
+from megagrpo.data.prompts import PromptSource
+from megagrpo.data.tokenizer import Tokenizer
+from megagrpo.evaluation.estimators import majority_passes, pass_at_k, steps_to
+from megagrpo.rewards.answers import extractor
+from megagrpo.rewards.registry import did_you_mean, display_names
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rollout.engine import derive_seed
+from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
+
+Collect = Callable[[Sequence[Prompt], int, SamplingParams, int], tuple[list[ScoredRollout], dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One set. `name` is "" for that of `data.eval`; `function` is the reward function that says whether a response passes."""
+
+    name: str
+    prompts: list[Prompt]
+    columns: list[str]
+    num_generations: int
+    sampling: SamplingParams
+    function: str
+    pass_reward: float
+    answer: Callable[[str], str | None] | None  # how to read what a response answers; None: no maj@k
+
+    @property
+    def key(self) -> str:
+        """Its place in the config."""
+        return f"evaluation.sets.{self.name}" if self.name else "data.eval"
+
+
+def load_sets(config: RunConfig, tokenizer: Tokenizer, base_folder: Path) -> list[HeldOut]:
+    """The sets that the config names. ValueError for one that cannot be used, and for a pass_function that is no reward function."""
+    evaluation = config.evaluation
+    names = display_names([f.function for f in config.rewards.functions])
+    function = evaluation.pass_function or names[0]
+    if function not in names:
+        hint = did_you_mean(function, names)
+        raise ValueError(f"evaluation.pass_function: no reward function `{function}`{hint}; name one of {', '.join(names)}")
+    answer = extractor(evaluation.answer, config.rewards.functions[names.index(function)].function)
+    sets = []
+    for name, section in evaluation_sets(config).items():
+        own = {key: getattr(section, key) for key in ("prompt_column", "columns", "extract_hash_answer")}
+        data, key = config.data.model_copy(update=own), f"evaluation.sets.{name}" if name else "data.eval"
+        source = PromptSource(section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder, key)
+        truncation = Truncation(section.top_p, section.top_k, section.min_p)
+        sampling = SamplingParams(section.temperature, section.max_completion_length, tokenizer.eos_token_ids, truncation)
+        about = function, evaluation.pass_reward, answer
+        sets.append(HeldOut(name, source.all(), source.columns, section.num_generations, sampling, *about))
+    return sets
+
+
+def check_columns(sets: Sequence[HeldOut], rewards: RewardScorer) -> None:
+    """ValueError when a reward function needs a column that a set does not have."""
+    for held_out in sets:
+        try:
+            rewards.check_columns(held_out.columns)
+        except ValueError as error:
+            raise ValueError(f"{held_out.key}: {error}") from error
+
+
+def evaluate(
+    sets: Sequence[HeldOut], collect: Collect, seed: int, see: Callable[[HeldOut, list[ScoredRollout]], None] = lambda *_: None
+) -> dict[str, float]:
+    """Metrics of every set, each under `NAME/`; `see` gets the responses of each set.
+
+    Each set has a seed of its own that does not change from one evaluation to the next: what differs is the policy.
+    """
+    metrics = {}
+    for held_out in sets:
+        own_seed = derive_seed(seed, "evaluation", held_out.name)
+        scored, counters = collect(held_out.prompts, held_out.num_generations, held_out.sampling, own_seed)
+        see(held_out, scored)
+        prefix = f"{held_out.name}/" if held_out.name else ""
+        metrics |= {f"{prefix}{name}": value for name, value in (metrics_of(held_out, scored) | counters).items()}
+    return metrics
+
+
+def metrics_of(held_out: HeldOut, scored: Sequence[ScoredRollout]) -> dict[str, float]:
+    """Lengths, endings, mean rewards, pass@k and maj@k of the responses to one set, in prompt order.
+
+    A response passes when `function` gives it `pass_reward` or more; one that it cannot score does not. Prompts of which it can score
+    no response are left out of pass@k and maj@k.
+    """
+    metrics = rollout_metrics(scored)
+    if known := [s.reward for s in scored if not math.isnan(s.reward)]:
+        metrics["reward"] = fmean(known)
+    n = held_out.num_generations
+    groups = [group for group in batched(scored, n) if any(s.rewards[held_out.function] is not None for s in group)]
+    if not groups:
+        return metrics
+    passed = [[passes(s.rewards[held_out.function], held_out.pass_reward) for s in group] for group in groups]
+    for k in steps_to(n):
+        metrics[f"pass@{k}"] = fmean(pass_at_k(n, sum(of_prompt), k) for of_prompt in passed)
+    if n > 1 and held_out.answer is not None:
+        answers = [[held_out.answer(s.rollout.text) for s in group] for group in groups]
+        metrics[f"maj@{n}"] = fmean(majority_passes(a, p) for a, p in zip(answers, passed, strict=True))
+    return metrics
+
+
+def passes(reward: float | None, pass_reward: float) -> bool:
+    return reward is not None and reward >= pass_reward
