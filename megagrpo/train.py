@@ -26,7 +26,7 @@ from megagrpo.checkpoint import Checkpointer, CheckpointError, newest_checkpoint
 from megagrpo.collect import Collector, sampling_params
 from megagrpo.config import ConfigError, RunConfig, save_resolved
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.dump import StepDumps
 from megagrpo.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.metrics import MetricsWriter, PhaseTimer
