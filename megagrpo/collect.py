@@ -14,7 +14,7 @@ from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.engine import Engine, EngineInterrupted
 from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout
 
-COUNTERS = ("/timeouts", "/exceptions", "/unscorable")
+COUNTERS = ("/timeouts", "/exceptions", "/unscorable", "/seconds")
 
 
 class StopRequested(Exception):
@@ -83,10 +83,11 @@ def generate_and_score(
     timer: PhaseTimer,
 ) -> list[ScoredRollout]:
     """`num_generations` scored rollouts of each prompt, in prompt order. Raises EngineInterrupted when the engine was interrupted."""
-    with timer("generate"):
-        groups = engine.generate(prompts, num_generations, sampling, seed)
-    with timer("reward"):
-        return rewards.score([rollout for group in groups for rollout in group])
+    with rewards.begin() as scoring:  # a group is scored while others are still generated
+        with timer("generate"):
+            engine.generate(prompts, num_generations, sampling, seed, on_group=scoring.add)
+        with timer("reward"):
+            return scoring.finish()
 
 
 def summed_counters(counted: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -11,17 +11,28 @@ from megagrpo.config.section import PositiveFloat, PositiveInt, Section
 
 class RewardFunction(Section):
     function: str
-    """A built-in of docs/rewards.md such as `accuracy`, or your own as `package.module:function` or `path/file.py:function`."""
+    """A built-in of docs/rewards.md such as `accuracy`; your own as `package.module:function` or `path/file.py:function`; or a name that
+    one of `rewards.plugins` registers."""
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
+    """What it is called in metrics and completions.jsonl; the last part of `function` when empty."""
     weight: float = 1.0
     """Weight in the sum of rewards."""
     args: dict[str, Any] = {}
-    """Keyword arguments passed on every call."""
+    """Keyword arguments passed on every call; for a class, to its constructor."""
+    timeout: PositiveFloat | None = None
+    """Seconds one completion may take to score; `rewards.timeout` when empty."""
+    own_worker: bool = False
+    """Give it a process of its own: for a function that holds a model, so that no other worker loads it too."""
 
 
 class RewardsSection(Section):
     functions: Annotated[list[RewardFunction], Field(min_length=1)]
     """Reward functions; the weighted sum is the reward."""
+    plugins: list[str] = []
+    """Python files that register reward functions under names of their own."""
     timeout: PositiveFloat = 10.0
     """Seconds one completion may take to score; then its worker is killed, the completion gets 0 and is counted in the metrics."""
     workers: PositiveInt = 2
     """Worker processes per rank that scores."""
+    concurrency: PositiveInt = 16
+    """Calls of async functions under way at once, per rank that scores."""

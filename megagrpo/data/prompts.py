@@ -16,7 +16,10 @@ from megagrpo.types import Prompt
 
 log = logging.getLogger(__name__)
 _EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i: near seeds share almost all rows
-_PASSED_BY_SCORER = {"prompt", "prompts", "completion", "completions", "completion_ids", "finish_reasons"}
+_PASSED_BY_SCORER = {
+    *("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reason", "is_truncated"),
+    *("max_completion_length", "trainer_state"),
+}
 
 
 class PromptSource:

@@ -9,26 +9,33 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from megagrpo.rewards.feed import Feed
 from megagrpo.rewards.registry import Target
 
-LOAD_SECONDS = 300.0  # to start a worker and import the function; the deadline of the call itself starts after that
+LOAD_SECONDS = 300.0  # to start a worker and load the function; the deadline of the call itself starts after that
+GRACE_SECONDS = 2.0  # within which a worker of coroutines reports one that it has cancelled
+SHARED = "shared"  # the lane of the workers that take any call
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a function in a worker. `action` is "describe" or "score"; `tag` is the caller's own."""
+    """One call of a function in a worker of `lane`. `action` is "describe" or "score"; `tag` is the caller's own."""
 
     target: Target
+    options: dict[str, Any] = field(default_factory=dict)  # of the function, or of its class's constructor
     action: str = "score"
     arguments: dict[str, Any] = field(default_factory=dict)
+    timeout: float = 10.0
+    lane: str = SHARED
     tag: Any = None
+    repeated: bool = False  # a worker that had other calls too was lost with it
 
 
 @dataclass(frozen=True)
@@ -40,19 +47,38 @@ class Outcome:
     seconds: float
 
 
-class Worker:
-    """One process in a session of its own, so that killing it takes along what the reward started."""
+@dataclass
+class _Running:
+    call: Call
+    begun: float
+    deadline: float
 
-    def __init__(self, search_path: str | None):
-        self._search_path = search_path
-        self.call: Call | None = None
+
+class Worker:
+    """One process in a session of its own, so that killing it takes along what the reward started.
+
+    With `capacity` above 1 it runs coroutines, so many at once; with 1 plain functions, in its main thread."""
+
+    def __init__(self, lane: str, capacity: int, search_path: str | None):
+        self.lane, self.capacity, self._search_path = lane, capacity, search_path
+        self.running: dict[int, _Running] = {}
+        self._count = 0
         self._spawn()
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.running) < self.capacity
+
+    @property
+    def deadline(self) -> float:
+        return min(running.deadline for running in self.running.values())
 
     def _spawn(self) -> None:
         self.connection, theirs = Pipe()
         paths = [p for p in (_PACKAGE_ROOT, self._search_path, os.environ.get("PYTHONPATH")) if p]
+        kind = "coroutines" if self.capacity > 1 else "functions"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "megagrpo.rewards.worker", str(theirs.fileno())],
+            [sys.executable, "-m", "megagrpo.rewards.worker", kind, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what rewards print must not mix with the trainer's own output
@@ -61,45 +87,52 @@ class Worker:
         )
         theirs.close()
 
-    def start(self, call: Call, timeout: float) -> None:
-        if self.process.poll() is not None:  # died while idle
+    def start(self, call: Call) -> None:
+        if not self.running and self.process.poll() is not None:  # died while idle
             self.restart()
-        self.call, self._timeout = call, timeout
-        self._begun = time.monotonic()
-        self.deadline = self._begun + LOAD_SECONDS
+        self._count += 1
+        now = time.monotonic()
+        self.running[self._count] = _Running(call, now, now + LOAD_SECONDS)
         try:
-            self.connection.send((call.action, call.target.location, call.target.attribute, call.arguments))
+            self.connection.send((self._count, call.action, call.target, call.options, call.arguments, call.timeout))
         except (BrokenPipeError, ConnectionResetError):
             pass  # `receive` sees the end of the stream and reports it
 
-    def receive(self) -> Outcome | None:
-        """The outcome of the call, or None when the message only says that the function is loaded and running."""
+    def receive(self) -> list[tuple[Call, Outcome | None]]:
+        """The call that is over, with its outcome; nothing when the message only says that a function is loaded and running; all calls
+        when the worker died, with None for those that may be innocent of it."""
         try:
-            message = self.connection.recv()
+            number, kind, *answer = self.connection.recv()
         except (EOFError, ConnectionResetError):
-            self.kill()
-            outcome = Outcome("error", f"the worker died ({_exit_text(self.process.returncode)})", time.monotonic() - self._begun)
-            self._spawn()
-            return outcome
-        if message[0] == "started":
-            self._begun = time.monotonic()
-            self.deadline = self._begun + self._timeout
-            return None
-        self.call = None
-        return Outcome(*message)
+            return self._lost()
+        running = self.running[number]
+        if kind == "started":
+            running.begun = time.monotonic()
+            running.deadline = running.begun + running.call.timeout + (GRACE_SECONDS if self.capacity > 1 else 0.0)
+            return []
+        del self.running[number]
+        return [(running.call, Outcome(kind, *answer))]
 
-    def expire(self) -> Outcome:
-        """Kill the worker because its deadline passed, and start another."""
-        seconds = time.monotonic() - self._begun
+    def _lost(self) -> list[tuple[Call, Outcome | None]]:
+        lost, now = list(self.running.values()), time.monotonic()
+        self.kill()
+        reason = f"the worker died ({_exit_text(self.process.returncode)})"
+        self._spawn()
+        return [(r.call, None if len(lost) > 1 else Outcome("error", reason, now - r.begun)) for r in lost]
+
+    def expire(self) -> list[tuple[Call, Outcome | None]]:
+        """Kill the worker because a deadline passed, and start another; its calls, with None for those that had time left."""
+        now, lost = time.monotonic(), list(self.running.values())
         self.restart()
-        return Outcome("timeout", f"no answer in {seconds:.1f} s", seconds)
+        late = {id(r): Outcome("timeout", f"no answer in {now - r.begun:.1f} s", now - r.begun) for r in lost if now >= r.deadline}
+        return [(r.call, late.get(id(r))) for r in lost]
 
     def restart(self) -> None:
         self.kill()
         self._spawn()
 
     def kill(self) -> None:
-        self.call = None
+        self.running = {}
         self.connection.close()
         try:
             os.killpg(self.process.pid, signal.SIGKILL)  # the group outlives its leader while children of the reward run
@@ -109,48 +142,62 @@ class Worker:
 
 
 class WorkerPool:
-    """`workers` processes. Use it from one thread: the kernel kills a worker when the thread that started it ends."""
+    """Worker processes in lanes; a call goes to the workers of its lane. `workers` are those of the shared lane.
+
+    Use it from one thread: the kernel kills a worker when the thread that started it ends."""
 
     def __init__(self, workers: int, search_path: str | None = None):
-        self._workers = [Worker(search_path) for _ in range(workers)]
+        self._search_path = search_path
+        self._workers: list[Worker] = []
+        self.add_lane(SHARED, workers)
 
-    def __len__(self) -> int:
-        return len(self._workers)
+    def add_lane(self, lane: str, workers: int = 1, capacity: int = 1) -> None:
+        """More workers, for the calls of `lane` only. With `capacity` above 1 each runs so many coroutines at once."""
+        self._workers += [Worker(lane, capacity, self._search_path) for _ in range(workers)]
 
-    def run(self, calls: Iterable[Call], timeout: float, on_done: Callable[[Call, Outcome], Iterable[Call]]) -> None:
-        """Run all calls, `timeout` seconds each. `on_done` gets each outcome, in no order, and may return more calls to run."""
+    def size(self, lane: str) -> int:
+        """How many workers a lane has."""
+        return sum(worker.lane == lane for worker in self._workers)
+
+    def run(self, calls: Iterable[Call], on_done: Callable[[Call, Outcome], Iterable[Call]], feed: Feed | None = None) -> None:
+        """Run all calls. `on_done` gets each outcome, in no order, and may return more calls to run; `feed` brings more until it ends."""
         if not self._workers:
             raise ValueError("the reward workers are closed")
-        pending = deque(calls)
+        pending = {worker.lane: deque() for worker in self._workers}
+
+        def enqueue(more: Iterable[Call]) -> None:
+            for call in more:
+                pending[call.lane].append(call)
+
+        enqueue(calls)
         try:
-            while pending or any(w.call for w in self._workers):
+            while any(pending.values()) or any(w.running for w in self._workers) or (feed is not None and not feed.ended):
                 for worker in self._workers:
-                    if worker.call is None and pending:
-                        worker.start(pending.popleft(), timeout)
-                for call, outcome in self._wait():
-                    pending.extend(on_done(call, outcome))
+                    while worker.has_room and pending[worker.lane]:
+                        worker.start(pending[worker.lane].popleft())
+                for call, outcome in self._wait(feed):
+                    enqueue([replace(call, repeated=True)] if outcome is None else on_done(call, outcome))
+                if feed is not None:
+                    enqueue(feed.take())
         finally:  # an interrupt: answers still under way must not be taken for answers to the next calls
             for worker in self._workers:
-                if worker.call is not None:
+                if worker.running:
                     worker.restart()
 
-    def _wait(self) -> list[tuple[Call, Outcome]]:
-        """Wait for an answer or the next deadline; the calls that are over."""
-        busy = {w.connection: w for w in self._workers if w.call is not None}
-        until = min(w.deadline for w in busy.values())
-        ready = wait(list(busy), timeout=max(0.0, until - time.monotonic()))
-        done = []
+    def _wait(self, feed: Feed | None) -> list[tuple[Call, Outcome | None]]:
+        """Wait for an answer, more work or the next deadline; the calls that are over, or are to be called again (None)."""
+        busy = {w.connection: w for w in self._workers if w.running}
+        until = min((w.deadline for w in busy.values()), default=None)
+        watched = [*busy, *([feed.connection] if feed is not None and not feed.ended else [])]
+        ready = wait(watched, timeout=None if until is None else max(0.0, until - time.monotonic()))
+        over = []
         for connection, worker in busy.items():
-            call = worker.call
             if connection in ready:
-                outcome = worker.receive()
+                over += worker.receive()
             elif time.monotonic() >= worker.deadline:
-                outcome = worker.expire()
-            else:
-                continue
-            if outcome is not None:
-                done.append((call, outcome))
-        return done
+                over += worker.expire()
+        lost = "its worker was lost twice, with other calls under way"
+        return [(c, Outcome("error", lost, 0.0) if outcome is None and c.repeated else outcome) for c, outcome in over]
 
     def close(self) -> None:
         """Kill all workers. Safe to call twice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,41 +28,43 @@ BUILT_IN = {
 }
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FILE_PATH = re.compile(r".+\.py:[A-Za-z_]\w*")
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 @dataclass(frozen=True)
 class Target:
-    """`location` is a dotted module or the absolute path of a .py file; `attribute` is the function in it."""
+    """`location` is a dotted module or the absolute path of a .py file; `attribute` is the function or class in it.
+
+    With `plugins`, the paths of files to import, `attribute` is a name that one of them registers."""
 
     location: str
     attribute: str
-
-    @property
-    def is_file(self) -> bool:
-        return self.location.endswith(".py")
+    plugins: tuple[str, ...] = ()
 
 
-def resolve(function: str, base_folder: str | Path | None = None) -> Target:
+def resolve(function: str, base_folder: str | Path | None = None, plugins: Sequence[str] = ()) -> Target:
     """Where `function` (as in `rewards.functions[].function`) is defined. Files are looked for here, then in `base_folder`.
 
     Raises ValueError for an unknown name, naming the known ones, and for a file that does not exist."""
     if _FILE_PATH.fullmatch(function):
         path, attribute = function.rsplit(":", 1)
-        return Target(str(_find_file(path, base_folder)), attribute)
+        return Target(str(find_file(path, base_folder, "rewards.functions")), attribute)
+    if plugins and function not in BUILT_IN and _NAME.fullmatch(function):
+        return Target("", function, plugins=tuple(str(find_file(path, base_folder, "rewards.plugins")) for path in plugins))
     dotted = BUILT_IN.get(function, function)
     if not _IMPORT_PATH.fullmatch(dotted):
         raise ValueError(
-            f"rewards.functions: `{function}` is no reward function{did_you_mean(function, BUILT_IN)}; "
-            f"known: {', '.join(BUILT_IN)}; your own: package.module:function or path/file.py:function"
+            f"rewards.functions: `{function}` is no reward function{did_you_mean(function, BUILT_IN)}; known: {', '.join(BUILT_IN)}; "
+            "your own: package.module:function, path/file.py:function, or a name from rewards.plugins"
         )
-    return Target(*dotted.split(":"))
+    return Target(*_split(dotted))
 
 
 def display_names(functions: list[str]) -> list[str]:
-    """A short unique name for each function: what follows the colon, numbered from the second of a kind (`length`, `length_2`)."""
+    """A short unique name for each function, numbered from the second of a kind (`length`, `length_2`): what follows the colon."""
     names: list[str] = []
     for function in functions:
-        stem = function.rsplit(":", 1)[-1]
+        stem = function.rpartition(":")[2]
         name, count = stem, 1
         while name in names:
             count += 1
@@ -76,11 +79,20 @@ def did_you_mean(word: str, known) -> str:
     return f"; did you mean `{near[0]}`?" if near else ""
 
 
-def _find_file(path: str, base_folder: str | Path | None) -> Path:
-    candidates = [Path(path).expanduser()]
-    if base_folder is not None:
-        candidates.append(Path(base_folder) / path)
+def find_file(path: str, base_folder: str | Path | None, key: str) -> Path:
+    """The file of that name here or in `base_folder`. ValueError, naming the config's `key`, when there is none."""
+    candidates = _candidates(path, base_folder)
     for candidate in candidates:
         if candidate.is_file():
             return candidate.resolve()
-    raise ValueError(f"rewards.functions: no file {' or '.join(str(c.absolute()) for c in candidates)}")
+    raise ValueError(f"{key}: no file {' or '.join(str(c.absolute()) for c in candidates)}")
+
+
+def _candidates(path: str, base_folder: str | Path | None) -> list[Path]:
+    here = Path(path).expanduser()
+    return [here] if base_folder is None else [here, Path(base_folder) / path]
+
+
+def _split(dotted: str) -> tuple[str, str]:
+    module, _, attribute = dotted.partition(":")
+    return module, attribute

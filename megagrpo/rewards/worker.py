@@ -1,7 +1,8 @@
-"""The process that runs reward functions: `python -m megagrpo.rewards.worker FD`, started and killed by `pool.Worker`.
+"""The process that runs reward functions: `python -m megagrpo.rewards.worker functions|coroutines FD`, started and killed by `pool.Worker`.
 
-It reads `Call` tuples from the socket FD and answers each with ("started",) when the function is loaded and then
-("result", value, seconds) or ("error", text, seconds). It never imports torch; standard output goes to standard error.
+It reads (number, action, target, options, arguments, timeout) from the socket FD and answers each with (number, "started") when the
+function is loaded, and then (number, "result", value, seconds), (number, "error", text, seconds) or, for a coroutine that it has
+cancelled at its deadline, (number, "timeout", text, seconds). It imports no torch of its own; standard output goes to standard error.
 """
 
 from __future__ import annotations
@@ -18,41 +19,63 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PASSED_TO_ALL = ("prompts", "completions", "completion_ids", "finish_reasons", "max_completion_length")
+from megagrpo.rewards.functions import text_of
+from megagrpo.rewards.plugins import orms
+from megagrpo.rewards.registry import BUILT_IN, Target, did_you_mean
+
+PASSED_TO_ALL = (
+    *("prompts", "completions", "completion_ids", "finish_reason", "is_truncated"),
+    *("max_completion_length", "trainer_state"),
+)
 _PR_SET_PDEATHSIG = 1
 
 
-def serve(connection: Connection) -> None:
-    """Answer calls until the other side closes the connection."""
-    while True:
-        try:
-            action, location, attribute, arguments = connection.recv()
-        except EOFError:
-            return
-        started = time.perf_counter()
-        try:
-            function = load(location, attribute)
-            connection.send(("started",))
-            started = time.perf_counter()
-            answer = ("result", signature(function) if action == "describe" else call(function, arguments))
-        except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward are the reward's fault too
-            answer = ("error", _explain(error))
-        connection.send((*answer, time.perf_counter() - started))
+@dataclass(frozen=True)
+class Loaded:
+    """A function, or an instance of a class, ready to be called; `options` go with each call (a class has had its own already)."""
+
+    function: Callable
+    options: dict[str, Any]
+    wants_text: bool  # completions as strings, whatever the prompts are
+    signature: dict[str, Any]
 
 
-@cache
-def load(location: str, attribute: str) -> Callable:
-    """Import `attribute` from a dotted module or from the .py file `location`."""
-    module = _load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
-    function = getattr(module, attribute, None)
+_loaded: dict[str, Loaded] = {}
+
+
+def load(target: Target, options: dict[str, Any]) -> Loaded:
+    """What `target` names, imported, and made with `options` when it is a class; once per process."""
+    key = repr((target, sorted(options.items())))
+    if key not in _loaded:
+        found = _find(target)
+        is_class = isinstance(found, type)
+        described = _signature(found, options, is_class)
+        function = found(**options) if is_class and not described["unknown"] else found
+        _loaded[key] = Loaded(function, {} if is_class else options, bool(target.plugins), described)
+    return _loaded[key]
+
+
+def _find(target: Target) -> Callable:
+    for path in target.plugins:
+        _load_file(Path(path))
+    if target.plugins:
+        if taken := sorted(set(orms) & set(BUILT_IN)):
+            raise ValueError(f"rewards.plugins registers `{taken[0]}`, which is the name of a built-in; choose another")
+        if target.attribute not in orms:
+            known = ", ".join([*orms, *BUILT_IN])
+            raise ValueError(f"no reward function `{target.attribute}`{did_you_mean(target.attribute, [*orms, *BUILT_IN])}; known: {known}")
+        return orms[target.attribute]
+    is_file = target.location.endswith(".py")
+    module = _load_file(Path(target.location)) if is_file else importlib.import_module(target.location)
+    function = getattr(module, target.attribute, None)
     if not callable(function):
         own = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
-        raise AttributeError(f"{location} has no function `{attribute}`; it has: {', '.join(own) or 'none'}")
+        raise AttributeError(f"{target.location} has no function `{target.attribute}`; it has: {', '.join(own) or 'none'}")
     return function
 
 
@@ -70,37 +93,61 @@ def _load_file(path: Path) -> Any:
     return sys.modules[name]
 
 
-def signature(function: Callable) -> dict[str, Any]:
-    """What the function takes: `accepts` all its keyword names, `open` whether it takes **kwargs, `needs` the columns it cannot do
-    without, each as a tuple of alternatives."""
-    parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    required = tuple((p.name,) for p in named if p.default is p.empty and p.name not in PASSED_TO_ALL)
+def _signature(found: Callable, options: dict[str, Any], is_class: bool) -> dict[str, Any]:
+    """What is to be known of a function before it is called:
+
+    `options` are the names it takes as args (a class: its constructor) and `unknown` those of `options` that it does not take; `accepts`
+    and `open` say what a call takes; `needs` are the columns it cannot do without, each as a tuple of alternatives. The rest are
+    attributes that a function may have: `completions_per_call`, and `value_of_failure`, what a completion gets that could not be scored.
+    """
+    takes = _named(found.__call__ if is_class else found, skip_first=is_class)
+    constructor = _named(found.__init__, skip_first=True) if is_class else takes
+    names = tuple(p.name for p in constructor.named)
+    required = tuple((p.name,) for p in takes.named if p.default is p.empty and p.name not in PASSED_TO_ALL)
+    needs = getattr(found, "needs_columns", required)
+    call = found.__call__ if is_class else found
     return {
-        "accepts": tuple(p.name for p in named),
-        "open": any(p.kind is p.VAR_KEYWORD for p in parameters),
-        "needs": getattr(function, "needs_columns", required),
+        "options": names,
+        "unknown": () if constructor.open else tuple(name for name in options if name not in names),
+        "accepts": tuple(p.name for p in takes.named),
+        "open": takes.open,
+        "needs": tuple(n for n in needs if is_class or set(n).isdisjoint(options)),
+        "is_coroutine": any(map(inspect.iscoroutinefunction, (call, type(found).__call__))),
+        "completions_per_call": getattr(found, "completions_per_call", None),
+        "value_of_failure": getattr(found, "value_of_failure", 0.0),
     }
 
 
-def call(function: Callable, arguments: dict[str, Any]) -> list[float | None]:
-    """Call with those arguments the function accepts; check that one number or None comes back per completion.
+@dataclass(frozen=True)
+class _Parameters:
+    named: list[inspect.Parameter]
+    open: bool
 
-    A value that is no finite number comes back as NaN: an error of that completion alone."""
-    described = signature(function)
-    accepted = arguments if described["open"] else {k: v for k, v in arguments.items() if k in described["accepts"]}
-    values = function(**accepted)
-    if inspect.isawaitable(values):
-        values = asyncio.run(_await(values))
-    count = len(arguments["completions"])
+
+def _named(function: Callable, skip_first: bool) -> _Parameters:
+    parameters = list(inspect.signature(function).parameters.values())[int(skip_first) :]
+    if function is object.__init__:
+        return _Parameters([], False)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return _Parameters(named, any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+
+def call(loaded: Loaded, arguments: dict[str, Any]) -> Any:
+    """What the function gives for those arguments that it accepts: values or an awaitable of them."""
+    arguments = arguments | loaded.options
+    if loaded.wants_text:
+        arguments["completions"] = [text_of(c) for c in arguments["completions"]]
+    if not loaded.signature["open"]:
+        arguments = {k: v for k, v in arguments.items() if k in loaded.signature["accepts"]}
+    return loaded.function(**arguments)
+
+
+def checked(values: Any, count: int) -> list[float | None]:
+    """One number or None per completion. A value that is no finite number becomes NaN: an error of that completion alone."""
     values = list(values)
     if len(values) != count:
         raise ValueError(f"gave {len(values)} rewards for {count} completions")
     return [None if v is None else _finite(v) for v in values]
-
-
-async def _await(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def _finite(value: Any) -> float:
@@ -111,11 +158,89 @@ def _finite(value: Any) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def _explain(error: BaseException) -> str:
-    """The error and the line it comes from, frames of this file left out."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and not f.filename.startswith("<frozen")]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+def explain(error: BaseException, whole: bool) -> str:
+    """The error with its traceback, frames of this file left out; or one line with the place it comes from."""
+    report = traceback.TracebackException.from_exception(error)
+    seen: traceback.TracebackException | None = report
+    while seen is not None:
+        kept = [f for f in seen.stack if f.filename != __file__ and not f.filename.startswith("<frozen")]
+        seen.stack = traceback.StackSummary.from_list(kept)
+        seen = seen.__cause__ or seen.__context__
+    if whole:
+        return "".join(report.format()).rstrip()
+    where = f" ({report.stack[-1].filename}:{report.stack[-1].lineno})" if report.stack else ""
     return f"{type(error).__name__}: {error}{where}"
+
+
+# ----------------------------------------------------------------------------------------------------------------- the two kinds
+
+
+def serve_functions(connection: Connection) -> None:
+    """Answer calls one after the other until the other side closes the connection."""
+    while True:
+        try:
+            number, action, target, options, arguments, _ = connection.recv()
+        except EOFError:
+            return
+        begun = time.perf_counter()
+        try:
+            loaded = load(target, options)
+            connection.send((number, "started"))
+            begun = time.perf_counter()
+            answer = ("result", loaded.signature if action == "describe" else _values(loaded, arguments))
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward are the reward's fault too
+            answer = ("error", explain(error, whole=action == "score"))
+        connection.send((number, *answer, time.perf_counter() - begun))
+
+
+def _values(loaded: Loaded, arguments: dict[str, Any]) -> list[float | None]:
+    values = call(loaded, arguments)
+    if inspect.isawaitable(values):  # of a plain function that returns one
+        values = asyncio.run(_await(values))
+    return checked(values, len(arguments["completions"]))
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+async def serve_coroutines(connection: Connection) -> None:
+    """Answer calls as they come, all those under way at once, until the other side closes the connection."""
+    closed, tasks = asyncio.Event(), set()
+
+    def read() -> None:
+        try:
+            message = connection.recv()
+        except EOFError:
+            closed.set()
+            return
+        task = asyncio.ensure_future(_answer(connection, *message))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    asyncio.get_running_loop().add_reader(connection.fileno(), read)
+    await closed.wait()
+
+
+async def _answer(
+    connection: Connection, number: int, action: str, target: Target, options: dict[str, Any], arguments: dict[str, Any], timeout: float
+) -> None:
+    begun = time.perf_counter()
+    try:
+        loaded = load(target, options)
+        connection.send((number, "started"))
+        begun = time.perf_counter()
+        if action == "describe":
+            answer = ("result", loaded.signature)
+        else:
+            async with asyncio.timeout(timeout) as limit:
+                answer = ("result", checked(await call(loaded, arguments), len(arguments["completions"])))
+    except BaseException as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            answer = ("timeout", f"no answer in {time.perf_counter() - begun:.1f} s")
+        else:
+            answer = ("error", explain(error, whole=action == "score"))
+    connection.send((number, *answer, time.perf_counter() - begun))
 
 
 def _tie_to_parent() -> None:
@@ -130,7 +255,12 @@ def _tie_to_parent() -> None:
 def main() -> None:
     _tie_to_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(Connection(int(sys.argv[1])))
+    kind, descriptor = sys.argv[1:]
+    connection = Connection(int(descriptor))
+    if kind == "coroutines":
+        asyncio.run(serve_coroutines(connection))
+    else:
+        serve_functions(connection)
     os._exit(0)  # threads that a reward left behind do not keep the worker alive
 
 

@@ -7,7 +7,7 @@ these methods.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,13 +30,20 @@ class EngineInterrupted(EngineError):
     """Somebody called `interrupt` while responses were generated."""
 
 
+OnGroup = Callable[[int, list[Rollout]], None]
+
+
 class Engine(Protocol):
     """Generates responses and takes new weights."""
 
     weight_version: int
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> list[list[Rollout]]:
-        """`n` rollouts of each prompt, in the order of `prompts`. The same arguments and weights give the same tokens."""
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
+        """`n` rollouts of each prompt, in the order of `prompts`. The same arguments and weights give the same tokens.
+
+        `on_group` gets each prompt's place and rollouts as soon as they are there, and must not block."""
 
     def interrupt(self) -> None:
         """Have the `generate` that is under way, and every later one, raise EngineInterrupted. May be called from a signal handler."""

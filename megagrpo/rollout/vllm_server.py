@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from megagrpo.rollout.engine import EngineDeadError, EngineError, EngineInterrupted, derive_seed
+from megagrpo.rollout.engine import EngineDeadError, EngineError, EngineInterrupted, OnGroup, derive_seed
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
@@ -64,8 +64,12 @@ class VllmEngine:
 
     # -- generation
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> list[list[Rollout]]:
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
         """`n` rollouts of each prompt, in order. Each prompt's seed follows from `seed` and its prompt_id.
+
+        `on_group` gets the place and the rollouts of each prompt as they come.
 
         Raises EngineDeadError when no server is left, EngineInterrupted after `interrupt`, EngineError when a server refuses a request
         or its answer does not add up.
@@ -78,7 +82,7 @@ class VllmEngine:
             jobs.append(_Job(place, prompt, _request(prompt, n, sampling, own_seed) | self._model()))
         groups: list[list[Rollout] | None] = [None] * len(prompts)
         try:
-            asyncio.run(self._work_off(jobs, n, groups))
+            asyncio.run(self._work_off(jobs, n, groups, on_group))
         except asyncio.CancelledError:
             raise EngineInterrupted("generation was interrupted") from None
         finally:
@@ -93,7 +97,7 @@ class VllmEngine:
             loop, task = self._under_way
             loop.call_soon_threadsafe(task.cancel)
 
-    async def _work_off(self, jobs: deque[_Job], n: int, groups: list[list[Rollout] | None]) -> None:
+    async def _work_off(self, jobs: deque[_Job], n: int, groups: list[list[Rollout] | None], on_group: OnGroup | None) -> None:
         self._under_way = asyncio.get_running_loop(), asyncio.current_task()
         if self._interrupted:  # looked at after the line above, so that no interrupt falls between the two
             raise asyncio.CancelledError
@@ -111,6 +115,8 @@ class VllmEngine:
                     jobs.append(job)
                     continue
                 groups[job.place] = [self._rollout(url, job, choice) for choice in _complete(url, choices, n)]
+                if on_group is not None:
+                    on_group(job.place, groups[job.place])
                 left -= 1
 
         slots = max(1, math.ceil(self.max_num_seqs / n))

@@ -75,9 +75,9 @@ def torch_is_loaded(completions):
 def group_size(prompts, completions):
     return [float(len(completions))] * len(completions)
 
-def sees(prompts, completions, completion_ids, finish_reasons, question, difficulty=None, scale=1.0):
-    assert [len(x) for x in (prompts, completions, finish_reasons, question)] == [len(completion_ids)] * 4
-    return [scale * (len(ids) + (reason == "length") + len(q)) for ids, reason, q in zip(completion_ids, finish_reasons, question)]
+def sees(prompts, completions, completion_ids, finish_reason, question, difficulty=None, scale=1.0):
+    assert [len(x) for x in (prompts, completions, finish_reason, question)] == [len(completion_ids)] * 4
+    return [scale * (len(ids) + (reason == "length") + len(q)) for ids, reason, q in zip(completion_ids, finish_reason, question)]
 
 def sees_messages(prompts, completions):
     return [float(p[-1]["role"] == "user" and c == [{"role": "assistant", "content": "a"}]) for p, c in zip(prompts, completions)]
@@ -280,7 +280,7 @@ def test_metrics_give_mean_and_unbiased_std_over_what_was_scored(folder):
         assert metrics["rewards/exact_number/mean"] == 0.5
         assert metrics["rewards/exact_number/std"] == pytest.approx(math.sqrt(0.5))
         assert metrics["rewards/exact_number/unscorable"] == 1
-        assert 0 < metrics["rewards/exact_number/seconds"] and 0 < metrics["rewards/seconds"]
+        assert 0 < metrics["rewards/exact_number/seconds"]
 
 
 @pytest.mark.parametrize(
@@ -344,8 +344,8 @@ from megagrpo.rewards.pool import Call, WorkerPool
 from megagrpo.rewards.registry import resolve
 pool = WorkerPool(2)
 print(*[worker.process.pid for worker in pool._workers], flush=True)
-call = Call(resolve("mine.py:{function}", {folder!r}), arguments={{"completions": ["hang"]}})
-pool.run([call, call], 600, lambda call, outcome: [])
+call = Call(resolve("mine.py:{function}", {folder!r}), arguments={{"completions": ["hang"]}}, timeout=600)
+pool.run([call, call], lambda call, outcome: [])
 """
 
 

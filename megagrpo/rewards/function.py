@@ -1,0 +1,71 @@
+"""A configured reward function as the scorer sees it: how it is called, and what was counted in the last scoring."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import batched, groupby
+from typing import Any
+
+from megagrpo.rewards.registry import Target
+from megagrpo.types import Rollout
+
+_FIRST_PART = 32  # completions in a call while the pace of the function is unknown
+
+
+@dataclass(eq=False)
+class Function:
+    """`signature` is what `worker.load` found out; `values` are those of the last scoring, one per rollout."""
+
+    name: str
+    target: Target
+    weight: float
+    args: dict[str, Any]
+    timeout: float
+    lane: str
+    signature: dict[str, Any] = field(default_factory=dict)
+    pace: float = 0.0  # seconds per completion, as last seen
+    values: list[float | None] = field(default_factory=list)
+    timeouts: int = 0
+    exceptions: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_coroutine(self) -> bool:
+        return self.signature["is_coroutine"]
+
+    def reset(self) -> None:
+        """Forget the last scoring, but for the pace."""
+        self.values, self.timeouts, self.exceptions, self.seconds = [], 0, 0, 0.0
+
+    def parts(self, rollouts: list[Rollout], workers: int) -> Iterator[list[int]]:
+        """Places in `rollouts` of each call: as many completions as the function asks for; else each group by itself for a coroutine;
+        else whole groups up to an even share per worker and what takes a quarter of the deadline, where only a longer group is cut."""
+        if wanted := self.signature["completions_per_call"]:
+            yield from (list(part) for part in batched(range(len(rollouts)), wanted))
+            return
+        fits = max(1, int(self.timeout / 4 / self.pace)) if self.pace and not self.is_coroutine else None
+        size = 1 if self.is_coroutine else min(math.ceil(len(rollouts) / workers), fits or _FIRST_PART)
+        part: list[int] = []
+        for _, group in groupby(range(len(rollouts)), key=lambda i: rollouts[i].prompt.prompt_id):
+            for members in batched(group, fits or len(rollouts)):
+                if part and len(part) + len(members) > size:
+                    yield part
+                    part = []
+                part.extend(members)
+        if part:
+            yield part
+
+    def metrics(self) -> dict[str, float]:
+        """Mean and unbiased std over what could be scored, and the counters."""
+        scored = [v for v in self.values if v is not None]
+        return {
+            "mean": statistics.fmean(scored) if scored else math.nan,
+            "std": statistics.stdev(scored) if len(scored) > 1 else 0.0,
+            "timeouts": float(self.timeouts),
+            "exceptions": float(self.exceptions),
+            "unscorable": float(len(self.values) - len(scored)),
+            "seconds": self.seconds,
+        }
