@@ -33,6 +33,7 @@ class Collector:
     engine: Engine | None
     rewards: RewardScorer | None
     timer: PhaseTimer
+    step: int = 0  # outer iterations finished, for rewards that follow the run
     stop_signal: int = 0  # the number of the signal that asked this rank to stop
 
     def collect(
@@ -45,6 +46,7 @@ class Collector:
         share = slice(*(len(prompts) * r // self.layout.dp_size for r in (self.layout.dp_rank, self.layout.dp_rank + 1)))
 
         def part() -> tuple[int, list[ScoredRollout], dict[str, float]] | None:
+            self.rewards.step = self.step
             try:
                 scored = generate_and_score(self.engine, self.rewards, prompts[share], num_generations, sampling, seed, self.timer)
             except EngineInterrupted:

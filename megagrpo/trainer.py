@@ -89,6 +89,7 @@ class Trainer:
                 self.timer.collect()
                 metrics = self.step()
                 self.state.step, self.state.cursor = self.state.step + 1, self.prompts.cursor
+                self.collector.step = self.state.step
                 self.check_mismatch(metrics)
                 self.writer.step(self.state.step, self.with_speed(metrics))
                 self.stop_if_broken()
@@ -238,6 +239,7 @@ class Trainer:
         self.state = self.checkpointer.load(path)
         self.saved_step, self.prompts.cursor = self.state.step, self.state.cursor
         self.prompts.curriculum.history = self.state.pass_rates
+        self.collector.step = self.state.step
         self.writer.message(f"resumed from {path} after step {self.state.step}")
 
     def with_speed(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -35,7 +35,7 @@ class Call:
     timeout: float = 10.0
     lane: str = SHARED
     tag: Any = None
-    repeated: bool = False  # a worker that had other calls too was lost with it
+    alone: bool = False  # beside no other in its worker: it may be the one that cost the last worker
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,10 @@ class Worker:
         self._count = 0
         self._spawn()
 
-    @property
-    def has_room(self) -> bool:
+    def has_room(self, call: Call) -> bool:
+        """Whether `call` may start now."""
+        if call.alone or any(r.call.alone for r in self.running.values()):
+            return not self.running
         return len(self.running) < self.capacity
 
     @property
@@ -100,7 +102,7 @@ class Worker:
 
     def receive(self) -> list[tuple[Call, Outcome | None]]:
         """The call that is over, with its outcome; nothing when the message only says that a function is loaded and running; all calls
-        when the worker died, with None for those that may be innocent of it."""
+        when the worker died, with None where it may have been another's fault."""
         try:
             number, kind, *answer = self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -114,18 +116,21 @@ class Worker:
         return [(running.call, Outcome(kind, *answer))]
 
     def _lost(self) -> list[tuple[Call, Outcome | None]]:
-        lost, now = list(self.running.values()), time.monotonic()
+        lost = list(self.running.values())
         self.kill()
         reason = f"the worker died ({_exit_text(self.process.returncode)})"
         self._spawn()
-        return [(r.call, None if len(lost) > 1 else Outcome("error", reason, now - r.begun)) for r in lost]
+        return self._blame(lost, "error", reason)
 
     def expire(self) -> list[tuple[Call, Outcome | None]]:
-        """Kill the worker because a deadline passed, and start another; its calls, with None for those that had time left."""
-        now, lost = time.monotonic(), list(self.running.values())
+        """Kill the worker because a deadline passed, and start another; its calls, with None where it may have been another's fault."""
+        lost = list(self.running.values())
         self.restart()
-        late = {id(r): Outcome("timeout", f"no answer in {now - r.begun:.1f} s", now - r.begun) for r in lost if now >= r.deadline}
-        return [(r.call, late.get(id(r))) for r in lost]
+        return self._blame(lost, "timeout", "no answer in time")
+
+    def _blame(self, lost: list[_Running], kind: str, reason: str) -> list[tuple[Call, Outcome | None]]:
+        now = time.monotonic()
+        return [(r.call, Outcome(kind, reason, now - r.begun) if len(lost) == 1 else None) for r in lost]
 
     def restart(self) -> None:
         self.kill()
@@ -173,10 +178,10 @@ class WorkerPool:
         try:
             while any(pending.values()) or any(w.running for w in self._workers) or (feed is not None and not feed.ended):
                 for worker in self._workers:
-                    while worker.has_room and pending[worker.lane]:
+                    while pending[worker.lane] and worker.has_room(pending[worker.lane][0]):
                         worker.start(pending[worker.lane].popleft())
                 for call, outcome in self._wait(feed):
-                    enqueue([replace(call, repeated=True)] if outcome is None else on_done(call, outcome))
+                    enqueue([replace(call, alone=True)] if outcome is None else on_done(call, outcome))
                 if feed is not None:
                     enqueue(feed.take())
         finally:  # an interrupt: answers still under way must not be taken for answers to the next calls
@@ -185,7 +190,7 @@ class WorkerPool:
                     worker.restart()
 
     def _wait(self, feed: Feed | None) -> list[tuple[Call, Outcome | None]]:
-        """Wait for an answer, more work or the next deadline; the calls that are over, or are to be called again (None)."""
+        """Wait for an answer, more work or the next deadline; the calls that are over, or (None) to be called again."""
         busy = {w.connection: w for w in self._workers if w.running}
         until = min((w.deadline for w in busy.values()), default=None)
         watched = [*busy, *([feed.connection] if feed is not None and not feed.ended else [])]
@@ -196,8 +201,7 @@ class WorkerPool:
                 over += worker.receive()
             elif time.monotonic() >= worker.deadline:
                 over += worker.expire()
-        lost = "its worker was lost twice, with other calls under way"
-        return [(c, Outcome("error", lost, 0.0) if outcome is None and c.repeated else outcome) for c, outcome in over]
+        return over
 
     def close(self) -> None:
         """Kill all workers. Safe to call twice."""

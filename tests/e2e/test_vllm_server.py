@@ -68,6 +68,13 @@ def test_one_seed_gives_one_result_and_another_seed_another(fresh):
     assert not {response for group in first for response in group} & {response for group in second for response in group}
 
 
+def test_each_group_is_handed_out_as_it_comes(fresh):
+    handed = []
+    groups = fresh.engine.generate(PROMPTS, 2, SamplingParams(1.0, 12), 1, on_group=lambda place, group: handed.append((place, group)))
+    assert sorted(place for place, _ in handed) == list(range(len(PROMPTS)))
+    assert [group for _, group in sorted(handed, key=lambda item: item[0])] == groups
+
+
 def test_responses_of_a_group_differ_and_so_do_groups_of_the_same_prompt(fresh):
     one, two = ids(fresh.engine.generate([PROMPTS[0], PROMPTS[0]], 8, SamplingParams(1.0, 12), seed=3))
     assert len(set(one + two)) == 16

@@ -40,7 +40,8 @@ STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/
     sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max grad_norm learning_rate reward reward_std reward_std_batch
     frac_reward_zero_std num_tokens completions/mean_length completions/min_length completions/max_length completions/clipped_ratio
     completions/mean_terminated_length rewards/exact_number/mean rewards/exact_number/std rewards/exact_number/timeouts
-    rewards/exact_number/exceptions rewards/exact_number/unscorable time/generate time/reward time/logprobs time/train time/sync time/step
+    rewards/exact_number/exceptions rewards/exact_number/unscorable rewards/exact_number/seconds
+    time/generate time/reward time/logprobs time/train time/sync time/step
     dynamic_sample/rounds dynamic_sample/groups_drawn dynamic_sample/groups_kept dynamic_sample/reward_drawn
     curriculum/resting curriculum/pass_rate
     multi_turn/mean_turns multi_turn/failures tools/call_frequency tools/failure_frequency
@@ -49,8 +50,8 @@ STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/
     sampling/importance_sampling_ratio/min sampling/importance_sampling_ratio/max entropy/top entropy_coef""".split()
 EVALUATION_METRICS = """eval/num_tokens eval/completions/mean_length eval/completions/min_length eval/completions/max_length
     eval/completions/clipped_ratio eval/completions/mean_terminated_length eval/rewards/exact_number/timeouts
-    eval/rewards/exact_number/exceptions eval/rewards/exact_number/unscorable eval/rewards/exact_number/mean
-    eval/rewards/exact_number/std eval/reward eval/pass@K eval/maj@K""".split()
+    eval/rewards/exact_number/exceptions eval/rewards/exact_number/unscorable eval/rewards/exact_number/seconds
+    eval/rewards/exact_number/mean eval/rewards/exact_number/std eval/reward eval/pass@K eval/maj@K""".split()
 
 
 def blocks(page: Path, language: str) -> list[str]:

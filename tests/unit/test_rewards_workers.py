@@ -75,8 +75,10 @@ def torch_is_loaded(completions):
 def group_size(prompts, completions):
     return [float(len(completions))] * len(completions)
 
-def sees(prompts, completions, completion_ids, finish_reason, question, difficulty=None, scale=1.0):
+def sees(prompts, completions, completion_ids, finish_reason, is_truncated, trainer_state, question, difficulty=None, scale=1.0):
     assert [len(x) for x in (prompts, completions, finish_reason, question)] == [len(completion_ids)] * 4
+    assert is_truncated == [reason == "length" for reason in finish_reason]
+    scale *= 1 + trainer_state.global_step
     return [scale * (len(ids) + (reason == "length") + len(q)) for ids, reason, q in zip(completion_ids, finish_reason, question)]
 
 def sees_messages(prompts, completions):
@@ -196,7 +198,8 @@ def test_a_reward_that_raises_or_exits_scores_0_for_that_completion(folder, func
         assert rewards_of(s.score(rollouts("a", "b", "bad", "d")), function) == [1.0, 1.0, 0.0, 1.0]
         assert s.metrics()[f"rewards/{function}/exceptions"] == 1
     if function == "raises":
-        assert "RuntimeError: no such thing as bad" in caplog.text and "mine.py:" in caplog.text
+        assert 'mine.py", line' in caplog.text and "RuntimeError: no such thing as bad" in caplog.text
+        assert "rewards/worker.py" not in caplog.text  # the traceback is the user's own
     else:
         assert "SystemExit: 3" in caplog.text  # caught: it cost no worker
 
@@ -245,6 +248,8 @@ def test_a_function_gets_the_arguments_it_names_with_its_columns_and_args(folder
     with scorer(folder, {"function": "mine.py:sees", "args": {"scale": 10.0}}) as s:
         s.check_columns(["question"])
         assert [r.reward for r in s.score(batch)] == [60.0, 70.0]
+        s.step = 2
+        assert [r.reward for r in s.score(batch)] == [180.0, 210.0]
     with scorer(folder, "mine.py:sees_messages") as s:
         batch = rollouts("a", "a", messages=[{"role": "user", "content": "Q"}])
         assert [r.reward for r in s.score(batch)] == [1.0, 1.0]
@@ -286,7 +291,7 @@ def test_metrics_give_mean_and_unbiased_std_over_what_was_scored(folder):
 @pytest.mark.parametrize(
     "function, expected",
     [
-        ("exact_numbr", ["no reward function", "did you mean `exact_number`", "accuracy, format"]),
+        ("exact_numbr", ["no reward function", "did you mean `exact_number`", "accuracy, reasoning_accuracy"]),
         ("no_such_file.py:length", ["no file", "no_such_file.py"]),
         ("mine.py:lenght", ["has no function `lenght`", "length", "cannot be loaded"]),
         ("broken.py:length", ["no_such_module_at_all"]),
