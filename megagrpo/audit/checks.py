@@ -16,7 +16,7 @@ from megagrpo.audit.recompute import Recomputed, recompute
 from megagrpo.audit.saved import Sample, Step, Update
 from megagrpo.config import RewardsSection
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
-from megagrpo.rewards.registry import BUILT_IN, display_names
+from megagrpo.rewards.registry import REPEATABLE, display_names
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Dialogue, Prompt, Rollout
 
@@ -191,10 +191,10 @@ def _listed(quantity: str, count: int, problems: list[tuple[str, str]], note: st
 
 
 def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
-    """The rewards of each sample by function, with the functions' weights; those of ours are run again, of others the dumped are taken."""
+    """The rewards of each sample by function, with their weights; of functions that are not ours, or ask somebody, the dumped ones."""
     functions = step.config.rewards.functions
-    names = display_names([f.function for f in functions])
-    again = [i for i, f in enumerate(functions) if f.function in BUILT_IN]
+    names = display_names(functions)
+    again = [i for i, f in enumerate(functions) if f.function in REPEATABLE]
     values = [[s.text["rewards"][name] for name in names] for s in step.samples]
     pairs: list[tuple[float | None, float | None, str]] = []  # dumped, recomputed, place
     if again:

@@ -11,8 +11,8 @@ from megagrpo.config.section import PositiveFloat, PositiveInt, Section
 
 class RewardFunction(Section):
     function: str
-    """A built-in of docs/rewards.md such as `accuracy`; your own as `package.module:function` or `path/file.py:function`; or a name that
-    one of `rewards.plugins` registers."""
+    """A built-in of docs/rewards.md such as `accuracy`; your own as `package.module:function` or `path/file.py:function`; a name that one
+    of `rewards.plugins` registers; a reward model as `model:PATH`, or one that is served, as `http://...`."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """What it is called in metrics and completions.jsonl; the last part of `function` when empty."""
     weight: float = 1.0
@@ -22,7 +22,7 @@ class RewardFunction(Section):
     timeout: PositiveFloat | None = None
     """Seconds one completion may take to score; `rewards.timeout` when empty."""
     own_worker: bool = False
-    """Give it a process of its own: for a function that holds a model, so that no other worker loads it too."""
+    """Give it a process of its own: for a function that holds a model. Reward models have one anyway."""
 
 
 class RewardsSection(Section):
@@ -35,4 +35,4 @@ class RewardsSection(Section):
     workers: PositiveInt = 2
     """Worker processes per rank that scores."""
     concurrency: PositiveInt = 16
-    """Calls of async functions under way at once, per rank that scores."""
+    """Calls of async functions (LLM judge, served models, your own) under way at once, per rank that scores."""

@@ -57,9 +57,9 @@ class _Running:
 class Worker:
     """One process in a session of its own, so that killing it takes along what the reward started.
 
-    With `capacity` above 1 it runs coroutines, so many at once; with 1 plain functions, in its main thread."""
+    With a `capacity` it runs coroutines, so many at once; without one plain functions in its main thread, one after the other."""
 
-    def __init__(self, lane: str, capacity: int, search_path: str | None):
+    def __init__(self, lane: str, capacity: int | None, search_path: str | None):
         self.lane, self.capacity, self._search_path = lane, capacity, search_path
         self.running: dict[int, _Running] = {}
         self._count = 0
@@ -69,7 +69,7 @@ class Worker:
         """Whether `call` may start now."""
         if call.alone or any(r.call.alone for r in self.running.values()):
             return not self.running
-        return len(self.running) < self.capacity
+        return len(self.running) < (self.capacity or 1)
 
     @property
     def deadline(self) -> float:
@@ -78,7 +78,7 @@ class Worker:
     def _spawn(self) -> None:
         self.connection, theirs = Pipe()
         paths = [p for p in (_PACKAGE_ROOT, self._search_path, os.environ.get("PYTHONPATH")) if p]
-        kind = "coroutines" if self.capacity > 1 else "functions"
+        kind = "coroutines" if self.capacity else "functions"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megagrpo.rewards.worker", kind, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -110,7 +110,7 @@ class Worker:
         running = self.running[number]
         if kind == "started":
             running.begun = time.monotonic()
-            running.deadline = running.begun + running.call.timeout + (GRACE_SECONDS if self.capacity > 1 else 0.0)
+            running.deadline = running.begun + running.call.timeout + (GRACE_SECONDS if self.capacity else 0.0)
             return []
         del self.running[number]
         return [(running.call, Outcome(kind, *answer))]
@@ -156,8 +156,8 @@ class WorkerPool:
         self._workers: list[Worker] = []
         self.add_lane(SHARED, workers)
 
-    def add_lane(self, lane: str, workers: int = 1, capacity: int = 1) -> None:
-        """More workers, for the calls of `lane` only. With `capacity` above 1 each runs so many coroutines at once."""
+    def add_lane(self, lane: str, workers: int = 1, capacity: int | None = None) -> None:
+        """More workers, for the calls of `lane` only. With a `capacity` each runs coroutines, so many at once."""
         self._workers += [Worker(lane, capacity, self._search_path) for _ in range(workers)]
 
     def size(self, lane: str) -> int:

@@ -7,6 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megagrpo.config import RewardFunction
 
 BUILT_IN = {
     "exact_number": "megagrpo.rewards.functions:exact_number",
@@ -25,7 +29,13 @@ BUILT_IN = {
     "int": "megagrpo.rewards.gsm8k_xml:whole_number",
     "correctness": "megagrpo.rewards.gsm8k_xml:correctness",
     "reasoning_gym": "megagrpo.rewards.gym_score:reasoning_gym",
+    "code_execution": "megagrpo.rewards.code_execution:CodeExecution",
+    "llm_judge": "megagrpo.rewards.llm_judge:LlmJudge",
 }
+REPEATABLE = frozenset(BUILT_IN) - {"code_execution", "llm_judge"}  # the same value whenever they are asked
+REWARD_MODEL = "megagrpo.rewards.reward_model:RewardModel"
+SERVED_REWARD = "megagrpo.rewards.served:ServedReward"
+_MODEL, _URL = "model:", ("http://", "https://")
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FILE_PATH = re.compile(r".+\.py:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -35,17 +45,24 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 class Target:
     """`location` is a dotted module or the absolute path of a .py file; `attribute` is the function or class in it.
 
-    With `plugins`, the paths of files to import, `attribute` is a name that one of them registers."""
+    With `plugins`, the paths of files to import, `attribute` is a name that one of them registers. `given` are options that the name
+    itself holds. A target with a `heavy` load gets a worker of its own, so that no other worker loads it too."""
 
     location: str
     attribute: str
     plugins: tuple[str, ...] = ()
+    given: tuple[tuple[str, Any], ...] = ()
+    heavy: bool = False
 
 
 def resolve(function: str, base_folder: str | Path | None = None, plugins: Sequence[str] = ()) -> Target:
     """Where `function` (as in `rewards.functions[].function`) is defined. Files are looked for here, then in `base_folder`.
 
     Raises ValueError for an unknown name, naming the known ones, and for a file that does not exist."""
+    if function.startswith(_MODEL):
+        return Target(*_split(REWARD_MODEL), given=(("path", _model_path(function.removeprefix(_MODEL), base_folder)),), heavy=True)
+    if function.startswith(_URL):
+        return Target(*_split(SERVED_REWARD), given=(("url", function),))
     if _FILE_PATH.fullmatch(function):
         path, attribute = function.rsplit(":", 1)
         return Target(str(find_file(path, base_folder, "rewards.functions")), attribute)
@@ -55,22 +72,29 @@ def resolve(function: str, base_folder: str | Path | None = None, plugins: Seque
     if not _IMPORT_PATH.fullmatch(dotted):
         raise ValueError(
             f"rewards.functions: `{function}` is no reward function{did_you_mean(function, BUILT_IN)}; known: {', '.join(BUILT_IN)}; "
-            "your own: package.module:function, path/file.py:function, or a name from rewards.plugins"
+            "your own: package.module:function, path/file.py:function, or a name from rewards.plugins; models: model:PATH or http://..."
         )
     return Target(*_split(dotted))
 
 
-def display_names(functions: list[str]) -> list[str]:
-    """A short unique name for each function, numbered from the second of a kind (`length`, `length_2`): what follows the colon."""
+def display_names(functions: Sequence[RewardFunction]) -> list[str]:
+    """A short unique name for each function, numbered from the second of a kind (`length`, `length_2`): its own, or what follows the
+    colon, or the last part of a model's path or of a URL."""
     names: list[str] = []
     for function in functions:
-        stem = function.rpartition(":")[2]
+        stem = function.name or _short_name(function.function)
         name, count = stem, 1
         while name in names:
             count += 1
             name = f"{stem}_{count}"
         names.append(name)
     return names
+
+
+def _short_name(function: str) -> str:
+    if function.startswith((_MODEL, *_URL)):
+        return function.split("?")[0].removeprefix(_MODEL).rstrip("/").rpartition("/")[2].replace(":", "_")
+    return function.rpartition(":")[2]
 
 
 def did_you_mean(word: str, known) -> str:
@@ -86,6 +110,14 @@ def find_file(path: str, base_folder: str | Path | None, key: str) -> Path:
         if candidate.is_file():
             return candidate.resolve()
     raise ValueError(f"{key}: no file {' or '.join(str(c.absolute()) for c in candidates)}")
+
+
+def _model_path(path: str, base_folder: str | Path | None) -> str:
+    """The folder of that name here or in `base_folder`; else the name as it is, of a model on the hub."""
+    folders = [str(c.resolve()) for c in _candidates(path, base_folder) if c.is_dir()]
+    if not folders and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise ValueError(f"rewards.functions: `{_MODEL}{path}`: no folder {path}")
+    return folders[0] if folders else path
 
 
 def _candidates(path: str, base_folder: str | Path | None) -> list[Path]:

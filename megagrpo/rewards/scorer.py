@@ -27,16 +27,16 @@ class RewardScorer:
     fast, single completions when a part failed or it is too slow for more. What raises, hangs, or gives no finite number scores 0 and is
     counted.
 
-    Plain functions share `rewards.workers` processes; async ones run concurrently in one more, up to `rewards.concurrency` calls; functions
-    with `own_worker` have a process each. All are loaded here at construction: ValueError for an unknown name, a
+    Plain functions share `rewards.workers` processes; async ones run concurrently in one more, up to `rewards.concurrency` calls; reward
+    models and functions with `own_worker` have a process each. All are loaded here at construction: ValueError for an unknown name, a
     function that cannot be imported, or an argument it does not take. `base_folder` is where relative .py files and modules are looked for
     after the current folder. Call `close` at the end (or use `with`)."""
 
     def __init__(self, section: RewardsSection, max_completion_length: int, base_folder: str | Path | None = None):
-        names = display_names([f.name or f.function for f in section.functions])
+        names = display_names(section.functions)
         targets = [resolve(f.function, base_folder, section.plugins) for f in section.functions]
         self._functions = [
-            Function(name, target, f.weight, f.args, f.timeout or section.timeout, f"own {i}" if f.own_worker else SHARED)
+            Function(name, target, f.weight, f.args, f.timeout or section.timeout, f"own {i}" if f.own_worker or target.heavy else SHARED)
             for i, (name, target, f) in enumerate(zip(names, targets, section.functions, strict=True))
         ]
         self.step = 0  # outer iterations finished, for functions that follow the run
@@ -63,7 +63,10 @@ class RewardScorer:
             if function.lane != SHARED:
                 self._pool.add_lane(function.lane)
         self._describe(self._functions)
-        coroutines = [f for f in self._functions if f.is_coroutine and f.lane == SHARED]
+        coroutines = [f for f in self._functions if f.is_coroutine]
+        for i, function in enumerate(self._functions):
+            if function.is_coroutine and function.lane != SHARED:
+                raise ValueError(f"rewards.functions[{i}].own_worker: `{function.name}` is async and shares a worker; remove own_worker")
         if coroutines:
             self._pool.add_lane(COROUTINES, capacity=self._concurrency)
             for function in coroutines:

@@ -54,8 +54,11 @@ def load(target: Target, options: dict[str, Any]) -> Loaded:
     if key not in _loaded:
         found = _find(target)
         is_class = isinstance(found, type)
-        described = _signature(found, options, is_class)
+        options = {**dict(target.given), **options}
+        described = _signature(found, target, options, is_class)
         function = found(**options) if is_class and not described["unknown"] else found
+        needs = getattr(function, "needs_columns", described["needs"])  # an instance may want others than its class
+        described["needs"] = tuple(n for n in needs if is_class or set(n).isdisjoint(options))
         _loaded[key] = Loaded(function, {} if is_class else options, bool(target.plugins), described)
     return _loaded[key]
 
@@ -93,7 +96,7 @@ def _load_file(path: Path) -> Any:
     return sys.modules[name]
 
 
-def _signature(found: Callable, options: dict[str, Any], is_class: bool) -> dict[str, Any]:
+def _signature(found: Callable, target: Target, options: dict[str, Any], is_class: bool) -> dict[str, Any]:
     """What is to be known of a function before it is called:
 
     `options` are the names it takes as args (a class: its constructor) and `unknown` those of `options` that it does not take; `accepts`
@@ -102,16 +105,16 @@ def _signature(found: Callable, options: dict[str, Any], is_class: bool) -> dict
     """
     takes = _named(found.__call__ if is_class else found, skip_first=is_class)
     constructor = _named(found.__init__, skip_first=True) if is_class else takes
-    names = tuple(p.name for p in constructor.named)
+    given = {name for name, _ in target.given}
+    names = tuple(p.name for p in constructor.named if p.name not in given)
     required = tuple((p.name,) for p in takes.named if p.default is p.empty and p.name not in PASSED_TO_ALL)
-    needs = getattr(found, "needs_columns", required)
     call = found.__call__ if is_class else found
     return {
         "options": names,
-        "unknown": () if constructor.open else tuple(name for name in options if name not in names),
+        "unknown": () if constructor.open else tuple(name for name in options if name not in names and name not in given),
         "accepts": tuple(p.name for p in takes.named),
         "open": takes.open,
-        "needs": tuple(n for n in needs if is_class or set(n).isdisjoint(options)),
+        "needs": required,
         "is_coroutine": any(map(inspect.iscoroutinefunction, (call, type(found).__call__))),
         "completions_per_call": getattr(found, "completions_per_call", None),
         "value_of_failure": getattr(found, "value_of_failure", 0.0),

@@ -130,8 +130,9 @@ def test_so_many_calls_of_coroutines_run_at_once_as_concurrency_says(folder):
         begun = time.monotonic()
         s.score(rollouts(*"abcd"))
         assert 1.0 <= time.monotonic() - begun
-    with scorer(folder, "naps", concurrency=1) as s:  # then a plain worker runs them
-        assert values(s.score(rollouts("a")), "naps") == [1.0]
+        assert 0.9 < s.metrics()["rewards/naps/seconds"]
+    with pytest.raises(ValueError, match=r"functions\[0\].own_worker: `naps` is async"):
+        scorer(folder, {"function": "mine.py:naps", "own_worker": True})
 
 
 def test_a_coroutine_is_cancelled_at_its_deadline_and_the_others_go_on(folder):

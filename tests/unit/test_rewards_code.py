@@ -1,0 +1,205 @@
+"""Programs in the sandbox: what works, what counts, and that no hostile one does harm or outlives its deadline."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config import RewardsSection
+from megagrpo.rewards import code_execution, sandbox
+from megagrpo.rewards.code_execution import CodeExecution, program_of, read_tests
+from megagrpo.rewards.sandbox import WALLS, Limits, missing_guarantees, run
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.types import Prompt, Rollout
+
+SHORT = Limits(seconds=1.5, memory_mb=256)
+LAYERS = {"all": WALLS, "no namespaces": ("landlock", "seccomp"), "no Landlock": ("namespaces", "mounts", "seccomp")}
+ADD = "def add(a, b):\n    return a + b\n"
+TRAPS = {
+    "fork": "import os\nif os.fork() == 0:\n    os._exit(0)",
+    "fork bomb": "import os\nwhile True:\n    os.fork()",
+    "a process of its own": "import subprocess\nsubprocess.run(['true'])",
+    "another program": "import os\nos.execv('/bin/true', ['true'])",
+    "the trainer's files": "open({secret!r}).read()",
+    "a file outside": "open({folder!r} + '/x', 'w')",
+    "a file in /tmp": "open('/tmp/megagrpo_escape', 'w')",
+    "shared memory": "open('/dev/shm/megagrpo_escape', 'w')",
+    "a folder outside": "import os\nos.listdir({folder!r})",
+    "other processes": "import os\nos.listdir('/proc')",
+    "removing": "import os\nos.remove({secret!r})",
+    "permissions": "import os\nos.chmod({secret!r}, 0o777)",
+    "permissions of what it may read": "import os, sys\nos.chmod(os.__file__, 0o644)",
+    "permissions through a descriptor": "import os\nos.fchmod(open(os.__file__).fileno(), 0o644)",
+    "lengths": "import os\nos.truncate({secret!r}, 0)",
+    "times": "import os\nos.utime({secret!r})",
+    "links": "import os\nos.link({secret!r}, 'x')",
+    "TCP": "import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)",
+    "UDP": "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
+    "a local socket": "import socket\nsocket.socket(socket.AF_UNIX).connect({secret!r})",
+    "a signal": "import os\nos.kill({pid}, 0)",
+    "a signal to all": "import os\nos.kill(-1, 0)",
+    "a parent's signal": "import os\nos.kill(os.getppid(), 0)",
+    "memory": "x = bytearray(600 << 20)",
+    "more memory": "x = []\nwhile True:\n    x.append(bytearray(1 << 20))",
+    "memory without a limit": "import os\nos.memfd_create('x')",
+    "raised limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))",
+    "a large file": "open('x', 'wb').write(bytes(64 << 20))",
+    "a daemon": "import ctypes\nassert ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0",
+    "new namespaces": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
+    "io_uring": "import ctypes\nassert ctypes.CDLL(None).syscall(425, 8, ctypes.create_string_buffer(200)) >= 0",
+}
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory):
+    """What a program might reach for: a file, a folder, a port, this process."""
+    folder = tmp_path_factory.mktemp("outside")
+    (folder / "secret").write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield {"secret": str(folder / "secret"), "folder": str(folder), "port": server.getsockname()[1], "pid": os.getpid()}
+    assert (folder / "secret").read_text() == "secret" and os.listdir(folder) == ["secret"]
+    assert not Path("/tmp/megagrpo_escape").exists() and not Path("/dev/shm/megagrpo_escape").exists()
+
+
+def score(completion, tests=None, expected=None, **options):
+    return CodeExecution(**options)([completion], tests=[tests], expected_output=[expected])[0]
+
+
+def sandboxes() -> set[str]:
+    """Folders and processes of programs."""
+    running = set()
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if b"sandbox_child" in Path(f"/proc/{entry}/cmdline").read_bytes():
+                running.add(entry)
+        except OSError:
+            pass
+    return running
+
+
+@pytest.mark.parametrize("walls", list(LAYERS.values())[1:], ids=list(LAYERS)[1:])
+@pytest.mark.parametrize("trap", TRAPS)
+def test_no_program_gets_out(outside, trap, walls):
+    limits = Limits(seconds=4.0, memory_mb=256)
+    assert run("", limits, tests=[TRAPS[trap].format(**outside)], walls=walls).passed in ([False], [])
+
+
+@pytest.mark.parametrize("walls", LAYERS.values(), ids=LAYERS)
+def test_every_guarantee_holds_with_either_kind_of_wall(walls):
+    assert missing_guarantees(walls) == {}
+
+
+@pytest.mark.parametrize(
+    "walls, missing",
+    [
+        (("seccomp",), ["no file outside its folder"]),
+        (("landlock",), ["no network", "no other process"]),
+        (("namespaces", "mounts"), ["no other process"]),
+        ((), ["no network", "no file outside its folder", "no other process"]),
+    ],
+    ids=str,
+)
+def test_a_wall_that_is_missing_is_found_out(walls, missing):
+    assert list(missing_guarantees(walls)) == missing
+
+
+def test_a_guarantee_that_cannot_be_given_is_refused_unless_best_effort_is_asked_for(monkeypatch, caplog):
+    monkeypatch.setattr(code_execution, "missing_guarantees", lambda: {"no network": "..."})
+    with pytest.raises(ValueError, match=r"missing: no network.*args: {sandbox: best_effort}"):
+        CodeExecution()
+    assert CodeExecution(sandbox="best_effort")(["print(1)"], expected_output=["1"]) == [1.0]
+    assert "missing: no network" in caplog.text
+
+
+def test_a_machine_that_runs_nothing_is_named(monkeypatch):
+    monkeypatch.setattr(sandbox, "_CHILD", "/no/such/file.py")
+    with pytest.raises(ValueError, match="no program runs here"):
+        missing_guarantees()
+
+
+@pytest.mark.parametrize("options", [{"sandbox": "no"}, {"seconds": 0}, {"memory_mb": -1}])
+def test_options_without_a_meaning_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        CodeExecution(**options)
+
+
+@pytest.mark.parametrize(
+    "program, ended",
+    [
+        ("import time\ntime.sleep(3600)", "time"),
+        ("while True:\n    pass", "time"),
+        ("import ctypes\nctypes.PyDLL(None).sleep(3600)", "time"),
+        ("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True:\n    pass", "time"),
+        ("import os\nos.close(1)\nos.close(2)\nwhile True:\n    pass", "time"),
+        ("while True:\n    print('x' * 100000)", "output"),
+        ("import os\nwhile True:\n    os.write(3, b'x' * 100000)\n    os.write(4, b'x' * 100000)", None),
+        ("for i in range(10**9):\n    open(str(i), 'w')", "files"),
+        ("for i in range(10**9):\n    open(str(i % 150), 'ab').write(bytes(1 << 20))", "files"),
+        ("import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(3600,)).start()", "time"),
+        ("import os\nos._exit(0)", "died"),
+        ("1 / 0", "died"),
+        ("raise SystemExit(1)", "done"),
+        ("f(" * 300 + ")" * 300, "died"),
+        ("(" * 300 + ")" * 300, "died"),
+        ("\ud800", "died"),
+        ("x = 10**10**10", "time"),
+        ("def f():\n    f()\nimport sys\nsys.setrecursionlimit(10**9)\nf()", None),
+    ],
+)
+def test_a_program_ends_by_its_deadline_and_leaves_nothing(program, ended):
+    begun = time.monotonic()
+    ran = run(program, SHORT)
+    assert time.monotonic() - begun < SHORT.seconds + 3
+    assert ran.passed != [True] and ended in (ran.ended, None)
+    assert not sandboxes()
+
+
+def test_a_program_may_use_threads_files_of_its_own_and_installed_packages():
+    program = "import threading, json, numpy\nopen('a', 'w').write('x')\nt = threading.Thread(target=print, args=(open('a').read(),))"
+    program += "\nt.start()\nt.join()"
+    assert run(program, Limits()).stdout == "x\n"
+    assert run("import numpy", Limits(), packages=False).passed == [] and run("import json", Limits(), packages=False).passed == [True]
+
+
+def test_python_tests_run_after_the_program():
+    assert score(f"Here:\n```python\n{ADD}```\nDone.", "assert add(1, 2) == 3") == 1.0
+    assert score(f"```python\n{ADD}```", ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]) == 0.0
+    assert score(f"```python\n{ADD}```", ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], partial=True) == 0.5
+    assert score(ADD + "import sys\nsys.exit()", '["assert add(1, 2) == 3"]') == 1.0
+    assert score("no code at all", "assert add(1, 2) == 3") == 0.0
+
+
+def test_output_is_compared_outside_of_the_program():
+    pairs = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 5", "output": "10"}]
+    program = "```\na, b = map(int, input().split())\nprint(a + b, end='  ')\n```"
+    assert score(program, pairs) == 1.0
+    assert score(program, {"inputs": ["1 2", ["1 1"]], "outputs": ["3", "3"]}, partial=True) == 0.5
+    assert score("print('a')\nprint('b')", expected="a\nb\n") == 1.0 and score("print('a b')", expected="a\nb") == 0.0
+    assert score("print(3)\nraise SystemExit(1)", expected="3") == 0.0
+    assert score("import os\nprint(3, flush=True)\nos._exit(0)", expected="3") == 0.0  # it never reached its end
+    assert score("print(1)") is None and score("print(1)", "") is None
+
+
+def test_the_program_is_the_last_python_block():
+    assert program_of("```python\nx\n```\nand\n```py\ny\n```\nfor\n```sh\nls\n```") == "y\n"
+    assert program_of("```sh\nls\n```") == "" and program_of("x = 1") == "x = 1"
+
+
+@pytest.mark.parametrize("tests", ["[1, 2]", "[", [{"in": "a"}], {"inputs": ["a"], "outputs": []}])
+def test_tests_that_cannot_be_read_are_an_error_of_their_row(tests):
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        read_tests(tests)
+
+
+def test_the_reward_runs_in_a_worker_and_counts_as_any_other():
+    section = RewardsSection(functions=[{"function": "code_execution", "args": {"seconds": 1.0}}], workers=1)
+    columns = {"tests": ["assert add(1, 2) == 3"]}
+    texts = [ADD, "while True: pass", "def add(a, b): return 0"]
+    with RewardScorer(section, 100) as scorer:
+        scorer.check_columns(columns)
+        scored = scorer.score([Rollout(Prompt(0, (1,), "Q", columns), (1,), (0.0,), "stop", 0, t) for t in texts])
+        assert [s.reward for s in scored] == [1.0, 0.0, 0.0]
+        assert scorer.metrics()["rewards/code_execution/timeouts"] == 0  # the program's time is its own affair
+    assert not sandboxes()
