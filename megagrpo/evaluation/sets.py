@@ -45,7 +45,7 @@ class HeldOut:
 def load_sets(config: RunConfig, tokenizer: Tokenizer, base_folder: Path) -> list[HeldOut]:
     """The sets that the config names. ValueError for one that cannot be used, and for a pass_function that is no reward function."""
     evaluation = config.evaluation
-    names = display_names([f.function for f in config.rewards.functions])
+    names = display_names(config.rewards.functions)
     function = evaluation.pass_function or names[0]
     if function not in names:
         hint = did_you_mean(function, names)
