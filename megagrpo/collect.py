@@ -12,7 +12,7 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import together
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.engine import Engine, EngineInterrupted
-from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout
+from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout, Truncation
 
 COUNTERS = ("/timeouts", "/exceptions", "/unscorable", "/seconds")
 
@@ -72,7 +72,8 @@ class Collector:
 
 def sampling_params(rollout: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """How training samples."""
-    return SamplingParams(rollout.temperature, rollout.max_completion_length, stop_token_ids)
+    truncation = Truncation(rollout.top_p, rollout.top_k, rollout.min_p)
+    return SamplingParams(rollout.temperature, rollout.max_completion_length, stop_token_ids, truncation)
 
 
 def generate_and_score(

@@ -12,7 +12,8 @@ def truncated_log_softmax(logits: Tensor, labels: Tensor, rules: Truncation) -> 
     kept = logits.double().softmax(-1)
     kept = kept.where(kept >= rules.min_p * kept.amax(-1, keepdim=True), 0.0)
     if rules.top_k:
-        kept = kept.where(kept >= kept.sort(-1, descending=True).values[:, rules.top_k - 1 : rules.top_k], 0.0)
+        last = min(rules.top_k, kept.shape[-1]) - 1
+        kept = kept.where(kept >= kept.sort(-1, descending=True).values[:, last, None], 0.0)
     ordered, order = (kept / kept.sum(-1, keepdim=True)).sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
     if rules.top_p < 1:

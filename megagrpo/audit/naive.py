@@ -13,7 +13,7 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
-from megagrpo.config import AlgorithmSection
+from megagrpo.config import AlgorithmSection, RolloutSection
 
 
 def load_model(folder: Path, dtype: str) -> nn.Module:
@@ -33,9 +33,23 @@ def _rms_norm(self: nn.Module, hidden: Tensor) -> Tensor:
     return self.weight * hidden * (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
 
 
-def log_softmax(model: nn.Module, token_ids: Tensor, temperature: float) -> Tensor:
-    """[L - 1, V] log-probs of every next token of one sample."""
-    return (model(token_ids[None]).logits[0, :-1] / temperature).log_softmax(dim=-1)
+def log_softmax(model: nn.Module, token_ids: Tensor, rollout: RolloutSection) -> Tensor:
+    """[L - 1, V] log-probs of every next token of one sample, of the distribution that `rollout` samples from; those that it never
+    samples are at -1e30, but for the sample's own."""
+    logits = model(token_ids[None]).logits[0, :-1] / rollout.temperature
+    if rollout.truncates:
+        logits = logits.masked_fill(~_kept(logits.detach(), rollout).scatter(1, token_ids[1:, None], True), -1e30)
+    return logits.log_softmax(dim=-1)
+
+
+def _kept(logits: Tensor, rollout: RolloutSection) -> Tensor:
+    """[n, V] bool: what min-p leaves, of it top-k, of it top-p, which adds up the largest until they reach it."""
+    ordered, order = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    left = ordered * (ordered >= rollout.min_p * ordered[:, :1])
+    if rollout.top_k:
+        left = left * (ordered >= ordered[:, min(rollout.top_k, ordered.shape[1]) - 1, None])
+    left = left / left.sum(dim=-1, keepdim=True)
+    return ((left > 0) & (left.cumsum(dim=-1) - left < rollout.top_p)).gather(1, order.argsort(dim=-1))
 
 
 def router_probabilities(model: nn.Module, token_ids: Tensor, places: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def recompute(step: Step, advantages: list[float]) -> Iterator[Recomputed]:
 def _old_logprobs(step: Step) -> list[Tensor]:
     """[Lr] of each sample, by the weights that generated it: those before the first optimizer step."""
     model = naive.load_model(step.updates[0].weights, step.dtype)
-    return [_picked(naive.log_softmax(model, s.token_ids, step.config.rollout.temperature)[s.places - 1], s) for s in step.samples]
+    return [_picked(naive.log_softmax(model, s.token_ids, step.config.rollout)[s.places - 1], s) for s in step.samples]
 
 
 def _picked(policy: Tensor, sample: Sample) -> Tensor:
@@ -61,14 +61,14 @@ def _recompute_update(
         if elsewhere or step.is_masked(sample) or (algorithm.leaves_out_zero_advantage and advantage == 0):
             _append(result, None, None, None, None, None)
             continue
-        policy = naive.log_softmax(model, sample.token_ids, rollout.temperature)[sample.places - 1]
+        policy = naive.log_softmax(model, sample.token_ids, rollout)[sample.places - 1]
         response = _response(step, index, policy, advantage, old)
         share = divisor * naive_loss.share(algorithm.loss_type, response.logprobs.numel())
         terms = _policy_terms(response, whole, index, algorithm, share)
         ref_picked = kl = None
         if reference is not None:
             with torch.no_grad():
-                ref = naive.log_softmax(reference, sample.token_ids, rollout.temperature)[sample.places - 1]
+                ref = naive.log_softmax(reference, sample.token_ids, rollout)[sample.places - 1]
             ref_picked = _picked(ref, sample)
         if reference is not None and not algorithm.kl_in_reward:
             ratio = naive_loss.probability_ratio(response.logprobs - response.old, algorithm.importance_sampling_level)
@@ -120,7 +120,7 @@ def _whole_step(step: Step, update: Update, advantages: list[float], model: nn.M
     responses = {}
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
         if index in update.samples and not step.is_masked(sample):
-            policy = naive.log_softmax(model, sample.token_ids, step.config.rollout.temperature)[sample.places - 1]
+            policy = naive.log_softmax(model, sample.token_ids, step.config.rollout)[sample.places - 1]
             responses[index] = _response(step, index, policy, advantage, old)
     entropies = [value for response in responses.values() for value in response.entropy.tolist()]
     if algorithm.top_entropy_quantile < 1 and entropies:

@@ -20,6 +20,13 @@ class RolloutSection(Section):
     """Longest response in tokens."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer's log-probs are of the same distribution."""
+    top_p: Fraction = 1.0
+    """Sample from the most likely tokens that add up to this share; 1 from all. The trainer's log-probs are of what is left, by its own
+    probabilities: so with top_k and min_p."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many of the most likely tokens; 0 from all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample from the tokens that are at least this times as likely as the most likely one; 0 from all."""
     mismatch_threshold: Annotated[float, Field(ge=1)] | None = 1.05
     """Warn when a step's `token_mult_prob_error` is above this; empty never warns. 1.05 is the gate of NeMo-RL's functional tests in
     bf16; in fp32 the two sides agree to 1.001."""
@@ -45,3 +52,8 @@ class RolloutSection(Section):
     """Seconds until a launched server must answer."""
     request_timeout: PositiveFloat = 1800.0
     """Seconds until one generate or sync request must be answered."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0

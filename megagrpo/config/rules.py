@@ -68,6 +68,11 @@ def kl_problems(config: RunConfig) -> list[str]:
         problems.append(
             f"algorithm.use_bias_correction_kl: {a.kl_estimator} is exact and takes no correction; set it to false or choose k1 or k3"
         )
+    if a.full_kl and a.beta and config.rollout.truncates:
+        problems.append(
+            f"algorithm.kl_estimator: {a.kl_estimator} compares all tokens, and rollout.top_p, top_k and min_p leave out other ones of the "
+            "reference than of the policy; choose k3, or sample from all"
+        )
     if not a.beta:
         wanted = {"algorithm.kl_in_reward": a.kl_in_reward, "algorithm.sync_ref_model": a.sync_ref_model}
         wanted["model.reference_path"] = config.model.reference_path

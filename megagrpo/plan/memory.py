@@ -54,13 +54,13 @@ def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> di
 def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) -> tuple[float, float, float]:
     """Bytes that the LM head takes for log-probs, that it takes in a train step, and that exact KL keeps of the reference for a whole step.
 
-    Logits of a chunk of tokens, in float32; with exact KL of both models. In a train step also the gradient of the head, summed in float32
-    and then cast.
+    Logits of a chunk of tokens, in float32; with exact KL of both models, with top-p their exponentials too. In a train step also the
+    gradient of the head, summed in float32 and then cast.
     """
     cp, algorithm, rollout = config.parallel.cp, config.algorithm, config.rollout
     exact = algorithm.beta > 0 and algorithm.full_kl
     tokens, shard = config.train.max_tokens_per_micro_batch // cp, model.padded_vocab(config.parallel.tp) // config.parallel.tp
-    logits = min(config.train.logprob_chunk, tokens) * shard * 4 * (2 if exact else 1)
+    logits = min(config.train.logprob_chunk, tokens) * shard * 4 * (1 + exact + (rollout.top_p < 1))
     gradients = shard * model.hidden_size * (4 if weight_bytes == 4 else 4 + weight_bytes)
     responses = rollout.prompts_per_step * rollout.num_generations * config.max_response_length / dp / cp
     return logits, logits + gradients, responses * model.hidden_size * weight_bytes if exact else 0

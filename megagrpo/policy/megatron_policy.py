@@ -22,7 +22,7 @@ from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.lora import attach_adapters, without_dropout
 from megagrpo.policy.optimizer import build_optimizer, build_scheduler, learning_rate, wrap_data_parallel
-from megagrpo.types import LossFn, LossInputs, MicroBatch, RefHead, TrainBatch
+from megagrpo.types import LossFn, LossInputs, MicroBatch, RefHead, TrainBatch, Truncation
 
 from megatron.core.distributed import finalize_model_grads  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
@@ -204,7 +204,8 @@ class MegatronPolicy:
             upstream=None if loss_fn is None else partial(foretell, loss_fn, micro_batch, own[selected]),
         )
         if (ref := micro_batch.ref_head) is None:
-            found = vocab_logprobs(*arguments, **options)
+            r = self.config.rollout
+            found = vocab_logprobs(*arguments, truncation=Truncation(r.top_p, r.top_k, r.min_p), **options)
         else:
             direction = self.config.algorithm.kl_estimator.removeprefix("full_")
             found = vocab_logprobs_and_kl(*arguments, ref.hidden, ref.weight, direction=direction, **options)

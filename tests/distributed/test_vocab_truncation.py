@@ -1,0 +1,117 @@
+"""Log-probs of what top-k, top-p and min-p leave, over a sharded vocabulary, against sorting the whole of it in float64."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from tiny_policy import Case, tiny_model, tiny_run
+
+from megagrpo.parallel.vocab_logprobs import vocab_logprobs
+from megagrpo.types import Truncation
+from megagrpo.verify.shrink import random_samples
+from megagrpo.verify.step import take_step
+from tests.naive_truncation import truncated_log_softmax
+
+RULES = {
+    "top_k": Truncation(top_k=5),
+    "top_k of one": Truncation(top_k=1),
+    "top_k of more than there are": Truncation(top_k=1000),
+    "top_p": Truncation(top_p=0.6),
+    "little top_p": Truncation(top_p=1e-6),
+    "large top_p": Truncation(top_p=0.99999),
+    "min_p": Truncation(min_p=0.3),
+    "min_p of one": Truncation(min_p=1.0),
+    "all": Truncation(top_p=0.7, top_k=9, min_p=0.05),
+}
+
+
+def problem(vocab_size: int, dtype: torch.dtype, ranks: int = 1):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(11, 12, generator=generator, dtype=dtype)
+    weight = 0.7 * torch.randn(-(-vocab_size // ranks) * ranks, 12, generator=generator, dtype=dtype)
+    labels, upstream = torch.randint(0, vocab_size, (11,), generator=generator), torch.randn(2, 11, generator=generator, dtype=dtype)
+    return hidden, weight, labels, upstream
+
+
+def naive(hidden, weight, labels, rules):
+    """Log-probs and entropy; the gradient goes through the logits that are kept."""
+    logits = hidden @ weight.t() / 0.7
+    log_p = truncated_log_softmax(logits.detach(), labels, rules)
+    log_p = logits.double().masked_fill(log_p.isinf(), -1e30).log_softmax(-1)
+    return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("foretold", [False, True], ids=["computed again", "foretold"])
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_values_and_gradients_are_those_of_the_kept_logits(rules, foretold):
+    hidden, weight, labels, upstream = problem(37, torch.float64)
+    options = dict(temperature=0.7, truncation=rules, chunk=4, entropy_gradient=True)
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    told = (lambda rows, *found: tuple(upstream[:, rows])) if foretold else None
+    found = vocab_logprobs(*leaves, labels, upstream=told, **options)
+    grads = torch.autograd.grad(found, leaves, tuple(upstream))
+    expected = naive(*leaves, labels, rules)
+    oracles = torch.autograd.grad(expected, leaves, tuple(upstream))
+    for value, right in zip((*found, *grads), (*expected, *oracles), strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-10, atol=1e-10)
+    assert (found[0] > -1e6).all()  # what was sampled is kept, also where the rules would not
+    if rules.top_k != 1000:
+        assert (found[0] - vocab_logprobs(hidden, weight, labels, temperature=0.7)[0]).abs().max() > 1e-9
+
+
+def test_logits_that_equal_the_last_one_kept_are_kept():
+    weight = torch.tensor([[2.0], [1.0], [1.0], [1.0], [0.0]])
+    for rules in (Truncation(top_k=2), Truncation(top_p=0.5), Truncation(min_p=0.3)):
+        logprobs, _ = vocab_logprobs(torch.ones(4, 1), weight, torch.arange(4), truncation=rules)
+        torch.testing.assert_close(logprobs, weight[:4, 0].log_softmax(0))
+
+
+def sharded(vocab_size: int, name: str) -> tuple[float, float]:
+    """Errors of values and gradients of this rank's shard."""
+    rank, tp, rules = dist.get_rank(), dist.get_world_size(), RULES[name]
+    hidden, weight, labels, upstream = problem(vocab_size, torch.float64, tp)
+    height = weight.shape[0] // tp
+    mine = slice(rank * height, (rank + 1) * height)
+    leaves = hidden.clone().requires_grad_(), weight[mine].clone().requires_grad_()
+    options = dict(temperature=0.7, vocab_size=vocab_size, truncation=rules, chunk=4)
+    logprobs, entropy = vocab_logprobs(*leaves, labels, group=dist.group.WORLD, **options)
+    grad_hidden, grad_weight = torch.autograd.grad(logprobs, leaves, upstream[0])
+    dist.all_reduce(grad_hidden)
+    whole = hidden.requires_grad_(), weight[:vocab_size].clone().requires_grad_()
+    expected = naive(*whole, labels, rules)
+    oracle_hidden, oracle_weight = torch.autograd.grad(expected[0], whole, upstream[0])
+    own = oracle_weight[mine]
+    pairs = [(logprobs, expected[0]), (entropy, expected[1]), (grad_hidden, oracle_hidden), (grad_weight[: len(own)], own)]
+    return max((one - other).abs().max().item() for one, other in pairs if other.numel()), grad_weight[len(own) :].abs().sum().item()
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "all", "top_k of more than there are"])
+@pytest.mark.parametrize(("tp", "vocab_size"), [(2, 37), (3, 4)])  # in the last one a rank holds padding only
+def test_over_shards_they_are_the_same(tp, vocab_size, name):
+    for error, padding in run_ranks(sharded, tp, vocab_size, name):
+        assert error < 1e-10 and padding == 0
+
+
+LAYOUTS = [Case("tp2", 2, dict(tp=2, sequence_parallel=True)), Case("cp2 pp2", 4, dict(cp=2, pp=2))]
+
+
+def step_of(parallel: dict):
+    rollout = dict(temperature=0.8, top_p=0.7, top_k=40, min_p=0.01)
+    config = tiny_run(parallel, rollout=rollout, algorithm=dict(beta=0.1, loss_type="grpo"))
+    outcome = take_step(config, tiny_model("qwen2_untied"), random_samples())
+    return outcome and (outcome.metrics, outcome.logprobs.numpy(), {name: g.numpy() for name, g in outcome.gradients.items()})
+
+
+@pytest.fixture(scope="module")
+def one():
+    return run_ranks(step_of, 1, {})[0]
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_every_layout_takes_the_same_step(case, one):
+    metrics, logprobs, gradients = run_ranks(step_of, case.ranks, case.parallel)[0]
+    assert metrics == pytest.approx(one[0], rel=1e-4, abs=1e-5)
+    assert logprobs == pytest.approx(one[1], abs=1e-4)
+    for name, gradient in gradients.items():
+        expected = torch.from_numpy(one[2][name])
+        assert (torch.from_numpy(gradient) - expected).norm() <= 1e-4 * expected.norm(), name
