@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from megagrpo.algorithms.sequences import Sequences
+from megagrpo.algorithms.sequences import Sequences, masked_sum
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -50,12 +50,14 @@ def correction_weights(
     return torch.where(outside, 0.0, ratio), ratio
 
 
-def correction_metrics(weights: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """TRL's names: `sampling/importance_sampling_ratio/min`, `mean` and `max`, of the weights after truncation and masking."""
-    count = mask.sum().float()
-    name = "sampling/importance_sampling_ratio"
+def correction_metrics(weights: Tensor, sequences: Sequences, mode: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """TRL's names: `sampling/importance_sampling_ratio/min`, `mean` and `max`, of the weights after truncation and masking; over loss
+    tokens, and over sequences where those have one weight each."""
+    mask, name = sequences.mask, "sampling/importance_sampling_ratio"
+    mean = masked_sum(weights, mask) if mode.startswith("token") else sequences.total_of_means(weights)
+    _, count = mean
     return {
-        f"{name}/mean": (torch.where(mask, weights, 0.0).sum(), count),
+        f"{name}/mean": mean,
         f"{name}/min": (torch.where(mask, weights, math.inf).min(), count),
         f"{name}/max": (torch.where(mask, weights, 0.0).max(), count),
     }

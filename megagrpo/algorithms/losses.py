@@ -10,7 +10,7 @@ from megagrpo.algorithms.kl import token_kl
 from megagrpo.algorithms.mismatch import mismatch_metrics
 from megagrpo.algorithms.policy_losses import POLICY_LOSSES, Tokens, importance_ratio, keep_on_policy
 from megagrpo.algorithms.reductions import numerator
-from megagrpo.algorithms.sequences import Sequences
+from megagrpo.algorithms.sequences import Sequences, masked_sum
 from megagrpo.config import AlgorithmSection, RunConfig
 from megagrpo.config.algorithm import CLIPPED_LOSSES
 from megagrpo.types import LossFn, LossInputs, LossOutput
@@ -31,7 +31,7 @@ def make_loss(config: RunConfig) -> LossFn:
         if algorithm.importance_correction != "off":
             band = (algorithm.importance_correction_min, algorithm.importance_correction_max)
             correction, _ = correction_weights(old, batch.rollout_logprobs, sequences, algorithm.importance_correction, *band)
-            metrics |= correction_metrics(correction, batch.loss_mask)
+            metrics |= correction_metrics(correction, sequences, algorithm.importance_correction)
 
         ratio = importance_ratio(policy, old, sequences, algorithm.importance_sampling_level)
         tokens = Tokens(policy, old, ratio, batch.advantages, sequences, correction, batch.slopes, batch.values)
@@ -63,35 +63,23 @@ def make_loss(config: RunConfig) -> LossFn:
     return loss
 
 
-def masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum of values under the mask, number of them), both float32 scalars."""
-    return torch.where(mask, values, 0.0).sum(), mask.sum().float()
-
-
-def token_share(which: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """(loss tokens where `which` [T] is true, loss tokens)."""
-    return masked_sum(which.float(), sequences.mask)
-
-
-def sequence_share(which: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """(sequences where `which` [T], equal in each, is true, sequences with loss tokens)."""
-    count = (sequences.sums(sequences.mask.float()) > 0).sum().float()
-    return sequences.means(which.float()).sum(), count
-
-
 def ratio_metrics(tokens: Tokens, algorithm: AlgorithmSection) -> Sums:
     """What bounds do to the ratios: share of loss tokens (of sequences, when they have one ratio) below the range with A < 0, above with
     A > 0, and both for the clipped losses; share above the bound with A > 0 for cispo. The others bound nothing a token could be out of."""
     ratio, advantages = tokens.ratio.detach(), tokens.advantages
-    share = sequence_share if algorithm.importance_sampling_level == "sequence" else token_share
+
+    def share(which: Tensor) -> tuple[Tensor, Tensor]:
+        of_sequences = algorithm.importance_sampling_level == "sequence"
+        return tokens.sequences.total_of_means(which.float()) if of_sequences else masked_sum(which.float(), tokens.sequences.mask)
+
     if algorithm.loss_type == "cispo":
-        return {"cispo_clip_ratio": share((ratio > algorithm.upper_epsilon) & (advantages > 0), tokens.sequences)}
+        return {"cispo_clip_ratio": share((ratio > algorithm.upper_epsilon) & (advantages > 0))}
     if algorithm.loss_type not in CLIPPED_LOSSES:
         return {}
     low = (ratio < 1 - algorithm.epsilon) & (advantages < 0)
     high = (ratio > 1 + algorithm.upper_epsilon) & (advantages > 0)
     return {
-        "clip_ratio/low_mean": share(low, tokens.sequences),
-        "clip_ratio/high_mean": share(high, tokens.sequences),
-        "clip_ratio/region_mean": share(low | high, tokens.sequences),
+        "clip_ratio/low_mean": share(low),
+        "clip_ratio/high_mean": share(high),
+        "clip_ratio/region_mean": share(low | high),
     }

@@ -134,6 +134,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 def keep_on_policy(logprobs: Tensor, sampled_logprobs: Tensor, advantages: Tensor, sequences: Sequences, threshold: float) -> Tensor:
     """[T] bool: False in sequences with negative advantage that the policy has left: mean log(sampled / policy) above `threshold`
-    (DeepSeek-V3.2, 2025, arXiv 2512.02556: off-policy sequence masking). A sequence whose mean is NaN is kept."""
-    distance = sequences.spread(sequences.means((sampled_logprobs - logprobs).detach()))
+    (DeepSeek-V3.2, 2025, arXiv 2512.02556: off-policy sequence masking). A log-prob that the engine did not give (NaN) counts as equal to
+    the policy's."""
+    distance = sequences.spread(sequences.means((sampled_logprobs - logprobs).detach().nan_to_num(nan=0.0)))
     return ~((advantages < 0) & (distance > threshold))

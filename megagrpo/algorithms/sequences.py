@@ -36,6 +36,10 @@ class Sequences:
         """[S]: mean of `values` [T] over each sequence's counted tokens; 0 without any."""
         return self.sums(values) / self.lengths()
 
+    def total_of_means(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of `means`, number of sequences with counted tokens)."""
+        return self.means(values).sum(), (self.sums(self.mask.float()) > 0).sum().float()
+
     def discounted_ahead(self, values: Tensor, factor: float) -> Tensor:
         """[T]: sum over the token and those that follow it in its sequence of factor^distance times `values` [T]."""
         total, distance = values, 1
@@ -49,3 +53,8 @@ class Sequences:
     def spread(self, per_sequence: Tensor) -> Tensor:
         """[T]: each sequence's entry of `per_sequence` [S] at all its tokens."""
         return per_sequence[self.index]
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum of values under the mask, number of them)."""
+    return torch.where(mask, values, 0.0).sum(), mask.sum().float()

@@ -43,7 +43,7 @@ def policy_term(of: Response, algorithm: AlgorithmSection, threshold: float) -> 
     losses = LOSSES.get(algorithm.loss_type, _clipped)(of, algorithm)
     if algorithm.off_policy_mask_threshold is not None and of.advantage < 0:
         sampled = of.old if algorithm.importance_correction == "off" else of.rollout
-        if (sampled - of.logprobs).mean() > algorithm.off_policy_mask_threshold:
+        if torch.where(sampled.isnan(), 0.0, sampled - of.logprobs).mean() > algorithm.off_policy_mask_threshold:
             losses = losses * 0
     losses = losses * (of.entropy >= threshold)
     if algorithm.importance_correction != "off" and algorithm.loss_type != "vespo":

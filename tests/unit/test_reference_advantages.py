@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.algorithms.advantages import group_advantages, normalized_sum_advantages
-from megagrpo.algorithms.correction import correction_weights
+from megagrpo.algorithms.advantages import group_advantages, normalized_sum_advantages, reward_statistics
+from megagrpo.algorithms.correction import correction_metrics, correction_weights
+from megagrpo.algorithms.mismatch import mismatch_metrics
 from megagrpo.algorithms.sequences import Sequences
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 TRL = json.loads((VECTORS / "trl_advantage.json").read_text())["cases"]
 SWIFT = json.loads((VECTORS / "swift_advantage.json").read_text())["cases"]
-OUR_NAMES = {"reinforce_plus_plus": "reinforce_plus_plus_baseline"}  # ms-swift's centres on the group
 
 
 def table(rows, generations):
@@ -30,6 +30,11 @@ def summed(rewards, weights):
     return torch.where(rewards.isnan().all(-1), math.nan, total)
 
 
+# Ours is the share of groups that teach nothing. TRL's does not count a group with one scorable response, and is about the batch where that
+# is what it divides by.
+FRACTION_DIFFERS = ["one_scorable_in_group/group"]
+
+
 @pytest.mark.parametrize("case", TRL, ids=lambda c: c["name"])
 def test_trl(case):
     inputs = case["inputs"]
@@ -41,21 +46,43 @@ def test_trl(case):
         found = group_advantages(summed(rewards, weights), inputs["scale_rewards"])
     expected = torch.tensor(case["advantages"], dtype=torch.float64)
     torch.testing.assert_close(found.flatten(), expected, rtol=1e-5, atol=1e-6)
+    statistics, metrics = reward_statistics(summed(rewards, weights)), case["metrics"]
+    assert statistics["reward"] == pytest.approx(metrics["reward"])
+    assert statistics["reward_std_batch"] == pytest.approx(metrics["reward_std"])
+    counted = statistics["frac_reward_zero_std"] == pytest.approx(metrics["frac_reward_zero_std"])
+    assert counted == (case["name"] not in FRACTION_DIFFERS)
 
 
-def _comparable(case):
-    """Ours differs by intent where ms-swift normalises each function with an epsilon of 1e-8 (gdpo; ours is TRL's 1e-4), puts the KL into
-    the reward, or gives its reinforce_plus_plus a scale that makes it grpo."""
-    scale = case.get("scale_rewards")
-    return scale not in (None, "gdpo") and (case["advantage_estimator"] != "reinforce_plus_plus" or scale == "batch")
+# What ours computes otherwise, and why; docs/losses.md says it to users. Of these cases each must differ.
+SWIFT_DIFFERS = {
+    "R1/grpo/gdpo": "it adds 1e-8 to the standard deviations of gdpo, ours is TRL's 1e-4",
+    "R1/rloo/gdpo": "the same; and ours refuses rloo with gdpo, which overrides it there",
+    "R2/grpo/kl_in_reward": "a response that no function could score counts as 0 there, and ours leaves it out as TRL does",
+    "R2/reinforce_plus_plus/kl_in_reward": "the same",
+}
 
 
-@pytest.mark.parametrize("case", [c for c in SWIFT if _comparable(c)], ids=lambda c: c["name"])
+@pytest.mark.parametrize("case", SWIFT, ids=lambda c: c["name"])
 def test_ms_swift(case):
     rewards = summed(table(case["rewards_per_func"], case["num_generations"]), case["reward_weights"])
-    estimator, scale = case["advantage_estimator"], case["scale_rewards"]
-    found = group_advantages(rewards, scale, OUR_NAMES.get(estimator, estimator))
-    torch.testing.assert_close(found.flatten(), torch.tensor(case["advantages"], dtype=torch.float64), rtol=1e-5, atol=1e-6)
+    expected = torch.tensor(case["advantages"], dtype=torch.float64)
+    found = _of_ms_swift(case, rewards)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6) == (case["name"] not in SWIFT_DIFFERS)
+    torch.testing.assert_close(_of_ms_swift(case, rewards.nan_to_num(nan=0.0)), expected, rtol=1e-3, atol=1e-6)
+
+
+def _of_ms_swift(case, rewards):
+    """Our advantages [N] for what its configuration means."""
+    estimator, scale = case["advantage_estimator"], case.get("scale_rewards")
+    if kl := case.get("kl_values"):
+        rewards = rewards - case["beta"] * torch.tensor(kl, dtype=torch.float64).view_as(rewards)
+        scale = {"grpo": "group", "reinforce_plus_plus": "batch"}[estimator]
+    if scale == "gdpo":
+        of_functions = table(case["rewards_per_func"], case["num_generations"])
+        return normalized_sum_advantages(of_functions, torch.tensor(case["reward_weights"])).flatten()
+    if estimator == "reinforce_plus_plus":  # it centres on the group; with another scale than the batch it is grpo by another name
+        estimator = "reinforce_plus_plus_baseline" if scale == "batch" else "grpo"
+    return group_advantages(rewards, scale, estimator).flatten()
 
 
 @pytest.mark.parametrize("case", [c for c in TRL if c["name"].startswith("vllm_is/")], ids=lambda c: c["name"])
@@ -79,6 +106,12 @@ def test_correction_weights_equal_trls(case):
         if keep:
             theirs = row.expand(stop - start) if row.numel() == 1 else row[: stop - start]
             torch.testing.assert_close(weights[start:stop], theirs, rtol=1e-5, atol=1e-6)
+    difference = mismatch_metrics(old, sampled.nan_to_num(nan=0.0), mask & ~sampled.isnan())
+    found = difference | correction_metrics(weights, sequences, inputs["vllm_importance_sampling_mode"])
+    for name, expected in case["metrics"].items():
+        if name.startswith("sampling/"):
+            total, count = found[name]
+            assert (total / count if name.endswith("mean") else total).item() == pytest.approx(expected, rel=1e-6), name
 
 
 def test_rloo_is_the_reward_minus_the_mean_of_the_others():

@@ -18,6 +18,7 @@ from megagrpo.types import LossInputs, TrainBatch, TrainSample
 VECTORS = Path(__file__).parents[1] / "vectors"
 TRL = json.loads((VECTORS / "trl_loss.json").read_text())
 SWIFT = {engine: json.loads((VECTORS / f"swift_loss_{engine}.json").read_text()) for engine in ("hf", "megatron")}
+SEED = json.loads((VECTORS / "seed_era.json").read_text())
 GMPO = json.loads((VECTORS / "trl_misc.json").read_text())["gmpo"]
 PROMPT = 2  # tokens put before every response
 
@@ -239,6 +240,33 @@ def _swift_scale(engine, reference, mask, whole):
 def test_gmpo(case):
     words = {"loss_type": "gmpo", "beta": case["beta"], "epsilon": case["epsilon"]}
     check(case, TRL["inputs"], TRL["inputs"]["mask"], settings(**words))
+
+
+def test_the_loss_of_trls_first_release():
+    """Its gradient with the ratio of a policy to itself, which has a gradient; its value is the KL term alone."""
+    check(
+        SEED["trl_e95f9fb"] | {"beta": 0.04},
+        SEED["inputs"] | {"old": SEED["inputs"]["new"], "entropy": SEED["inputs"]["old"]},
+        SEED["inputs"]["mask"],
+        settings(loss_type="grpo", beta=0.04),
+    )
+
+
+# Divided once by the step's tokens here; there each mini-batch by its own, and the sum is not divided by their number.
+SEED_DIFFERS = ["mini_batch_2"]
+
+
+@pytest.mark.parametrize("case", SEED["swift_526f8a409"]["cases"], ids=lambda c: c["name"])
+def test_the_loss_of_ms_swift_in_april_2025(case):
+    inputs, mask = SEED["inputs"] | {"entropy": SEED["inputs"]["old"]}, torch.tensor(SEED["inputs"]["mask"])
+    if case["overlong_filter"]:
+        mask = mask * (1 - torch.tensor(case["truncated"], dtype=torch.long)[:, None])
+    config = settings(loss_type="dapo", beta=case["beta"], epsilon_high=case["epsilon_high"])
+    if case["name"] in SEED_DIFFERS:
+        with pytest.raises(AssertionError):
+            check(case, inputs, mask.tolist(), config)
+    else:
+        check(case, inputs, mask.tolist(), config)
 
 
 def test_every_loss_type_has_one_way_to_be_averaged():
