@@ -4,8 +4,10 @@
 """
 
 import functools
+from dataclasses import replace
 
 import pytest
+import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
@@ -87,3 +89,16 @@ def test_a_loss_that_looks_beyond_its_token_is_the_same_over_context_parallel_ra
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_with_this_loss_equals_that_of_one_process(layout, name):
     _check(name, in_layout(layout, *LOSSES), one_process(*LOSSES))
+
+
+def _step_of_nothing(name):
+    """Loss and largest gradient of a step in which nothing counts."""
+    config = tiny_run({}, algorithm=dict(beta=0.0) | LOSSES[name], train=dict(distributed_optimizer=False))
+    samples = [replace(s, response_mask=torch.zeros_like(s.response_mask)) for s in random_samples()]
+    outcome = take_step(config, tiny_model(MODEL), samples)
+    return outcome and (outcome.metrics["loss"], max(float(gradient.abs().max()) for gradient in outcome.gradients.values()))
+
+
+@pytest.mark.parametrize("name", ["real", "entropy bonus on top", "vespo correction"])
+def test_a_step_without_loss_tokens_has_loss_and_gradient_0(name):
+    assert run_ranks(_step_of_nothing, 2, name)[0] == (0.0, 0.0)
