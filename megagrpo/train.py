@@ -30,6 +30,7 @@ from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.dump import StepDumps
 from megagrpo.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.metrics import MetricsWriter, PhaseTimer
+from megagrpo.multi_turn.dialogues import make_dialogues
 from megagrpo.parallel import device, quiet
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.parallel.together import RankError, own_part, together
@@ -89,8 +90,12 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         hf_config = load_hf_config(model_folder)
         tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
         reference_folder = _reference_folder(config, hf_config, tokenizer)
-        prompts = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder)
-        held_out = load_sets(config, tokenizer, base_folder)
+        dialogues = own_part(layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader)
+        tools = together(layout, lambda: dialogues.tools if dialogues else [], here=first)[0]
+        prompts = PromptSource(
+            config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder, tools=tools
+        )
+        held_out = load_sets(config, tokenizer, base_folder, tools)
         rewards = own_part(layout, lambda: _rewards(config, base_folder, prompts.columns, held_out, resources), here=layout.is_dp_leader)
 
     dtype = device.resolve_precision(config.model.precision)
@@ -139,7 +144,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         loss_fn=make_loss(config),
         prompts=prompts,
         held_out=held_out,
-        collector=Collector(layout, engine, rewards, timer),
+        collector=Collector(layout, dialogues.over(engine) if dialogues else engine, rewards, timer),
         sampling=sampling_params(config.rollout, tokenizer.eos_token_ids),
         weights=partial(adapter_blocks if config.lora.syncs_adapters else merged_blocks, policy.chunks, hf_config, layout),
         weight_sync=resources.enter_context(weight_sync),

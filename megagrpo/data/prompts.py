@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ class PromptSource:
 
     `section` is `data.train` or held out; `key` is its place in the config. reasoning-gym draws held-out prompts from a seed of their
     own. Every prompt is tokenized once here to learn its length: `num_overlong` counts those above `max_prompt_length` tokens, dropped or
-    cut as `data.overlong_prompts` says. ValueError for a source that cannot be used: missing, empty, without its prompt column, with
-    nothing but overlong prompts."""
+    cut as `data.overlong_prompts` says. `tools` are the JSON schemas that the chat template shows. ValueError for a source that cannot be
+    used: missing, empty, without its prompt column, with nothing but overlong prompts."""
 
     def __init__(
         self,
@@ -44,11 +44,12 @@ class PromptSource:
         seed: int,
         base_folder: str | Path | None = None,
         key: str = "data.train",
+        tools: Sequence[dict[str, Any]] = (),
     ):
         self._key = key
         self._data, self._tokenizer, self._seed = data, tokenizer, seed
         self._max_prompt_length = max_prompt_length
-        self._template = read_chat_template(data.chat_template, base_folder)
+        self._template, self._tools = read_chat_template(data.chat_template, base_folder), tools
         rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
         self._rows = load_rows(section, self._key, rows_seed, data.prompt_column, base_folder)
         self._check_columns(list(self._rows[0]))
@@ -159,7 +160,7 @@ class PromptSource:
         if not prompt:
             column, value = self._data.prompt_column, self._rows[row][self._data.prompt_column]
             raise ValueError(f"{self._key}: row {row}: column `{column}` must hold a string or chat messages, not {value!r:.200}")
-        token_ids = self._tokenizer.render(prompt, self._data.system_prompt, self._template)
+        token_ids = self._tokenizer.render(prompt, self._data.system_prompt, self._template, self._tools)
         if not token_ids:
             raise ValueError(f"{self._key}: row {row}: the prompt has no tokens: {prompt!r}")
         return token_ids

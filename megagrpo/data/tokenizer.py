@@ -6,13 +6,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 Messages = str | list[dict[str, Any]]
+Ending = Literal["generate", "continue", "closed"]  # the assistant's turn is opened, the last message left open, or nothing of both
 PLAIN_TEXT = "none"  # the chat template that feeds a string prompt as it is
 
 
@@ -68,21 +69,32 @@ class Tokenizer(ABC):
         """Text of the ids, special tokens left out."""
 
     @abstractmethod
-    def _apply(self, messages: list[dict[str, Any]], template: str, generate: bool) -> str:
-        """Chat messages as text; `generate` opens the assistant's turn, otherwise the last message is left open to be continued."""
+    def token_text(self, token_id: int) -> str:
+        """How a special token is written in a text: "</s>"."""
 
-    def render(self, prompt: Messages, system_prompt: str | None = None, chat_template: str | None = None) -> tuple[int, ...]:
+    @abstractmethod
+    def apply_template(self, messages: list[dict[str, Any]], template: str, ending: Ending, tools: Sequence[dict[str, Any]] = ()) -> str:
+        """Chat messages as text; `tools` are JSON schemas that the template may show to the policy."""
+
+    def render(
+        self,
+        prompt: Messages,
+        system_prompt: str | None = None,
+        chat_template: str | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> tuple[int, ...]:
         """Token ids of a prompt, ready for the engine to continue.
 
         A string prompt becomes a user message, after `system_prompt` if there is one; messages are taken as they are, and a last message
         of the assistant is continued. `chat_template` (Jinja text) replaces the tokenizer's own. String prompts are plain text, BOS
-        included, when `chat_template` is `none` or there is no template at all. Templates may add a system message of their own.
+        included, when `chat_template` is `none` or there is no template at all. Templates may add a system message of their own, and
+        show `tools` (JSON schemas).
         ValueError where a template is needed and there is none."""
         template = self.chat_template if chat_template is None else chat_template
         if template is None or template == PLAIN_TEXT:
             return tuple(self._plain(prompt, system_prompt))
-        messages = _as_messages(prompt, system_prompt)
-        text = self._apply(messages, template, generate=messages[-1]["role"] != "assistant")
+        messages = as_messages(prompt, system_prompt)
+        text = self.apply_template(messages, template, "continue" if messages[-1]["role"] == "assistant" else "generate", tools)
         return tuple(self.encode(text, add_special_tokens=False))  # the template writes BOS where the model wants it
 
     def _plain(self, prompt: Messages, system_prompt: str | None) -> list[int]:
@@ -112,10 +124,12 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _apply(self, messages: list[dict[str, Any]], template: str, generate: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=generate, continue_final_message=not generate, tokenize=False
-        )
+    def token_text(self, token_id: int) -> str:
+        return self.tokenizer.convert_ids_to_tokens(token_id) or ""
+
+    def apply_template(self, messages: list[dict[str, Any]], template: str, ending: Ending, tools: Sequence[dict[str, Any]] = ()) -> str:
+        how = _how(ending, tools)
+        return self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **how)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -147,16 +161,23 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.processor.decode([int(i) for i in token_ids])  # control tokens have no text
 
-    def _apply(self, messages: list[dict[str, Any]], template: str, generate: bool) -> str:
+    def token_text(self, token_id: int) -> str:
+        return self.processor.id_to_piece(token_id)
+
+    def apply_template(self, messages: list[dict[str, Any]], template: str, ending: Ending, tools: Sequence[dict[str, Any]] = ()) -> str:
         names = {"bos_token": self.processor.bos_id(), "eos_token": self.processor.eos_id(), "unk_token": self.processor.unk_id()}
         tokens = {name: self.processor.id_to_piece(i) for name, i in names.items() if i >= 0}
-        rendered, _ = render_jinja_template(
-            [messages], chat_template=template, add_generation_prompt=generate, continue_final_message=not generate, **tokens
-        )
+        rendered, _ = render_jinja_template([messages], chat_template=template, **_how(ending, tools), **tokens)
         return rendered[0]
 
 
-def _as_messages(prompt: Messages, system_prompt: str | None) -> list[dict[str, Any]]:
+def _how(ending: Ending, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What transformers wants to be told. Some templates speak of tools when the list is there, though empty."""
+    return dict(add_generation_prompt=ending == "generate", continue_final_message=ending == "continue", tools=list(tools) or None)
+
+
+def as_messages(prompt: Messages, system_prompt: str | None) -> list[dict[str, Any]]:
+    """A string prompt as a user's message, after the system's if there is one; messages as they are."""
     if not isinstance(prompt, str):
         return prompt
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from megagrpo.collect import rollout_metrics
 from megagrpo.config import RunConfig, evaluation_sets
@@ -42,8 +43,9 @@ class HeldOut:
         return f"evaluation.sets.{self.name}" if self.name else "data.eval"
 
 
-def load_sets(config: RunConfig, tokenizer: Tokenizer, base_folder: Path) -> list[HeldOut]:
-    """The sets that the config names. ValueError for one that cannot be used, and for a pass_function that is no reward function."""
+def load_sets(config: RunConfig, tokenizer: Tokenizer, base_folder: Path, tools: Sequence[dict[str, Any]] = ()) -> list[HeldOut]:
+    """The sets that the config names; `tools` are shown in their prompts. ValueError for one that cannot be used, and for a pass_function
+    that is no reward function."""
     evaluation = config.evaluation
     names = display_names(config.rewards.functions)
     function = evaluation.pass_function or names[0]
@@ -55,7 +57,7 @@ def load_sets(config: RunConfig, tokenizer: Tokenizer, base_folder: Path) -> lis
     for name, section in evaluation_sets(config).items():
         own = {key: getattr(section, key) for key in ("prompt_column", "columns", "extract_hash_answer")}
         data, key = config.data.model_copy(update=own), f"evaluation.sets.{name}" if name else "data.eval"
-        source = PromptSource(section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder, key)
+        source = PromptSource(section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder, key, tools)
         truncation = Truncation(section.top_p, section.top_k, section.min_p)
         sampling = SamplingParams(section.temperature, section.max_completion_length, tokenizer.eos_token_ids, truncation)
         about = function, evaluation.pass_reward, answer

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 
 from megagrpo.config import RunConfig
 from megagrpo.plan.memory import smallest_gpu, trainer_memory
-from megagrpo.plan.problems import adapter_problems, expert_problems, layout_problems, reward_problems, rollout_problems, too_big
+from megagrpo.plan.problems import (
+    adapter_problems,
+    expert_problems,
+    layout_problems,
+    multi_turn_problems,
+    reward_problems,
+    rollout_problems,
+    too_big,
+)
 from megagrpo.plan.shapes import model_shape
 from megagrpo.plan.text import experts_text, lora_text, memory_table, model_text, rollout_text, step_text
 from megagrpo.policy.hf_config import model_problems, parse_hf_config
@@ -44,7 +52,7 @@ def main(config: RunConfig, world_size: int | None = None, gpu_memory_gb: float 
 def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None) -> Plan:
     """The plan of `config` on `world_size` ranks. With `gpu_memory_gb`, the memory of each GPU in GiB, it must also fit there."""
     parallel = config.parallel
-    problems = layout_problems(config, world_size) + reward_problems(config)
+    problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config)
     dp = max(1, world_size // parallel.model_parallel_size)
     context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
     stages = [f"vpp {parallel.vpp}"] * (parallel.vpp > 1)

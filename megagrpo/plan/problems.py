@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import ceil
 
-from megagrpo.config import RunConfig, evaluation_sets
+from megagrpo.config import MultiTurnSection, RunConfig, evaluation_sets
+from megagrpo.multi_turn.registry import targets
 from megagrpo.plan.memory import GIB, kv_bytes_per_token
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.rewards import registry
@@ -71,6 +72,17 @@ def reward_problems(config: RunConfig) -> list[str]:
         except ValueError as error:
             problems.append(str(error).replace("rewards.functions:", f"rewards.functions.{i}.function:", 1))
     return problems
+
+
+def multi_turn_problems(config: RunConfig) -> list[str]:
+    named = {key: getattr(config.multi_turn, key) for key in ("scheduler", "environment")}
+    known = {key: name for key, name in named.items() if name is not None and ".py:" not in name}
+    known["tools"] = [name for name in config.multi_turn.tools if ".py:" not in name]  # a file's folder is known when the run starts
+    try:
+        targets(MultiTurnSection(**known))
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def rollout_problems(config: RunConfig, model: HfConfig) -> list[str]:

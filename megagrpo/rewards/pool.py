@@ -26,7 +26,8 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a function in a worker of `lane`. `action` is "describe" or "score"; `tag` is the caller's own."""
+    """One call of a function in a worker of `lane`. `action` is "describe", "score" (as a reward function is called) or "call" (with just
+    these arguments); `tag` is the caller's own."""
 
     target: Target
     options: dict[str, Any] = field(default_factory=dict)  # of the function, or of its class's constructor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,18 @@ def resolve(function: str, base_folder: str | Path | None = None, plugins: Seque
             f"rewards.functions: `{function}` is no reward function{did_you_mean(function, BUILT_IN)}; known: {', '.join(BUILT_IN)}; "
             "your own: package.module:function, path/file.py:function, or a name from rewards.plugins; models: model:PATH or http://..."
         )
+    return Target(*_split(dotted))
+
+
+def locate(name: str, key: str, kind: str, built_in: Mapping[str, str], base_folder: str | Path | None = None) -> Target:
+    """Where another `kind` of plug-in than a reward function is defined, given by the config's `key`; as `resolve`."""
+    if _FILE_PATH.fullmatch(name):
+        path, attribute = name.rsplit(":", 1)
+        return Target(str(find_file(path, base_folder, key)), attribute)
+    dotted = built_in.get(name, name)
+    if not _IMPORT_PATH.fullmatch(dotted):
+        known = f"known: {', '.join(built_in)}; your own: " if built_in else "give it as "
+        raise ValueError(f"{key}: `{name}` is no {kind}{did_you_mean(name, built_in)}; {known}package.module:name or path/file.py:name")
     return Target(*_split(dotted))
 
 

@@ -1,4 +1,5 @@
-"""The process that runs reward functions: `python -m megagrpo.rewards.worker functions|coroutines FD`, started and killed by `pool.Worker`.
+"""The process that runs reward functions, tools and schedulers, started and killed by `pool.Worker`:
+`python -m megagrpo.rewards.worker functions|coroutines FD`.
 
 It reads (number, action, target, options, arguments, timeout) from the socket FD and answers each with (number, "started") when the
 function is loaded, and then (number, "result", value, seconds), (number, "error", text, seconds) or, for a coroutine that it has
@@ -52,7 +53,7 @@ def load(target: Target, options: dict[str, Any]) -> Loaded:
     """What `target` names, imported, and made with `options` when it is a class; once per process."""
     key = repr((target, sorted(options.items())))
     if key not in _loaded:
-        found = _find(target)
+        found = find(target)
         is_class = isinstance(found, type)
         options = {**dict(target.given), **options}
         described = _signature(found, target, options, is_class)
@@ -63,7 +64,8 @@ def load(target: Target, options: dict[str, Any]) -> Loaded:
     return _loaded[key]
 
 
-def _find(target: Target) -> Callable:
+def find(target: Target) -> Callable:
+    """The function or class that `target` names, imported once per process."""
     for path in target.plugins:
         _load_file(Path(path))
     if target.plugins:
@@ -190,13 +192,17 @@ def serve_functions(connection: Connection) -> None:
             loaded = load(target, options)
             connection.send((number, "started"))
             begun = time.perf_counter()
-            answer = ("result", loaded.signature if action == "describe" else _values(loaded, arguments))
+            answer = ("result", _result(action, loaded, arguments))
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward are the reward's fault too
             answer = ("error", explain(error, whole=action == "score"))
         connection.send((number, *answer, time.perf_counter() - begun))
 
 
-def _values(loaded: Loaded, arguments: dict[str, Any]) -> list[float | None]:
+def _result(action: str, loaded: Loaded, arguments: dict[str, Any]) -> Any:
+    if action == "describe":
+        return loaded.signature
+    if action == "call":
+        return loaded.function(**arguments)
     values = call(loaded, arguments)
     if inspect.isawaitable(values):  # of a plain function that returns one
         values = asyncio.run(_await(values))
@@ -246,7 +252,7 @@ async def _answer(
     connection.send((number, *answer, time.perf_counter() - begun))
 
 
-def _tie_to_parent() -> None:
+def tie_to_parent() -> None:
     """Die with the trainer, whatever kills it, even while a reward holds the GIL; and be the first to go when memory runs out."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
@@ -256,7 +262,7 @@ def _tie_to_parent() -> None:
 
 
 def main() -> None:
-    _tie_to_parent()
+    tie_to_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     kind, descriptor = sys.argv[1:]
     connection = Connection(int(descriptor))

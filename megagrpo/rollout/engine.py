@@ -45,6 +45,9 @@ class Engine(Protocol):
 
         `on_group` gets each prompt's place and rollouts as soon as they are there, and must not block."""
 
+    def extend(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Rollout]:
+        """One rollout of each prompt, with limits and a seed of its own, in order."""
+
     def interrupt(self) -> None:
         """Have the `generate` that is under way, and every later one, raise EngineInterrupted. May be called from a signal handler."""
 

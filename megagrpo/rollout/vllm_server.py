@@ -80,7 +80,16 @@ class VllmEngine:
             own_seed = derive_seed(seed, prompt.prompt_id, seen[prompt.prompt_id])
             seen[prompt.prompt_id] += 1
             jobs.append(_Job(place, prompt, _request(prompt, n, sampling, own_seed) | self._model()))
-        groups: list[list[Rollout] | None] = [None] * len(prompts)
+        return self._run(jobs, n, on_group)
+
+    def extend(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Rollout]:
+        """One rollout of each prompt, with limits and a seed of its own, in order. Fails as `generate` does."""
+        given = enumerate(zip(prompts, sampling, seeds, strict=True))
+        jobs = deque(_Job(place, prompt, _request(prompt, 1, params, seed) | self._model()) for place, (prompt, params, seed) in given)
+        return [rollout for (rollout,) in self._run(jobs, 1)]
+
+    def _run(self, jobs: deque[_Job], n: int, on_group: OnGroup | None = None) -> list[list[Rollout]]:
+        groups: list[list[Rollout] | None] = [None] * len(jobs)
         try:
             asyncio.run(self._work_off(jobs, n, groups, on_group))
         except asyncio.CancelledError:

@@ -12,7 +12,7 @@ LEVELS = [
     {"config", "config_io", "types"},
     {"algorithms", "rewards", "data", "parallel"},
     {"policy", "bridge", "rollout", "console"},
-    {"weight_sync", "checkpoint", "metrics", "dump", "look_ahead"},
+    {"weight_sync", "checkpoint", "metrics", "dump", "multi_turn", "look_ahead"},
     {"collect", "serving", "adapter_sync"},
     {"draw", "evaluation"},
     {"trainer", "plan", "verify", "report", "audit"},

@@ -270,6 +270,12 @@ def test_an_unknown_reward_is_a_problem_with_its_place(folder):
     assert problem.startswith("rewards.functions.0.function: `exact_numbr` is no reward function; did you mean `exact_number`?")
 
 
+def test_unknown_tools_and_schedulers_are_reported_with_the_key(folder):
+    (problem,) = plan(config(folder, "multi_turn.tools=[calculater]"), 1).problems
+    assert problem.startswith("multi_turn.tools.0: `calculater` is no tool; did you mean `calculator`?")
+    assert plan(config(folder, "multi_turn.scheduler=math_tip_trick"), 1).problems == []
+
+
 def test_vllm_copies_kv_heads_when_there_are_fewer_than_devices():
     model = parse_hf_config(LLAMA | {"intermediate_size": 1152})
     assert [tp for tp in range(1, 10) if vllm_can_split(model, tp)] == [1, 3, 9]

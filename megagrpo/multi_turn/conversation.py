@@ -1,0 +1,129 @@
+"""One response of several turns while it comes about: its tokens, who wrote each of them, and its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megagrpo.data.follow_ups import FollowUps
+from megagrpo.types import Dialogue, Prompt, Rollout
+
+Message = dict[str, Any]
+
+
+class Conversation:
+    """`place` is its prompt's place in the call, `index` its own among the responses to the prompt; `number` is no other's in the call.
+
+    `opening` are the prompt's messages. Tokens are only ever appended, except that a scheduler may cut the end off the policy's last
+    message. `ended` says why nothing follows, "" while something may.
+    """
+
+    def __init__(self, prompt: Prompt, place: int, index: int, number: int, opening: list[Message], max_length: int):
+        self.prompt, self.place, self.index, self.number, self.opening = prompt, place, index, number, opening
+        self.max_length = max_length  # of the response in tokens, everything counted
+        self.ids: list[int] = []
+        self.written: list[bool] = []
+        self.logprobs: list[float] = []
+        self.messages: list[Message] = []
+        self.message_start = 0  # where the tokens of the policy's last message begin
+        self.is_open = False  # whether the policy goes on within that message
+        self.finish_reason, self.weight_version = "", 0
+        self.turns = self.tool_rounds = self.tool_calls = self.tool_failures = 0
+        self.turn_rewards: list[float | None] = []
+        self.rewards: dict[str, float | None] = {}
+        self.ended = ""
+
+    @property
+    def prefix(self) -> Prompt:
+        """What the engine continues."""
+        return Prompt(self.prompt.prompt_id, (*self.prompt.token_ids, *self.ids), self.prompt.messages, self.prompt.columns)
+
+    @property
+    def room(self) -> int:
+        """Tokens that the response may still get."""
+        return self.max_length - len(self.ids)
+
+    @property
+    def all_messages(self) -> list[Message]:
+        """The prompt's and the response's."""
+        return [*self.opening, *self.messages]
+
+    def add_turn(self, rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> None:
+        """What the policy wrote next."""
+        assert not self.turns or rollout.weight_version == self.weight_version, "the weights changed in the middle of a response"
+        if self.is_open:
+            self.messages.pop()
+        else:
+            self.message_start = len(self.ids)
+        self._append(rollout.response_ids, True, rollout.rollout_logprobs)
+        self.messages.append({"role": "assistant", "content": decode(self.ids[self.message_start :])})
+        self.finish_reason, self.weight_version = rollout.finish_reason, rollout.weight_version
+        self.turns, self.is_open = self.turns + 1, False
+
+    def add_messages(self, messages: list[Message], follow_ups: FollowUps) -> None:
+        """Messages of others behind the policy's turn; the response ends for want of room when they leave none for another."""
+        ids = follow_ups.suffix(messages)
+        if len(ids) >= self.room:
+            self.ended = "budget"
+            return
+        self._append(ids, False)
+        self.messages += messages
+
+    def follow(self, messages: list[Message], follow_ups: FollowUps) -> None:
+        """Go on as a scheduler says, whose `messages` are those of the conversation with more behind them, or with another end of the
+        policy's last message. ValueError for what cannot be continued."""
+        before = self.all_messages
+        last = len(before) - 1
+        if len(messages) < len(before) or messages[:last] != before[:last]:
+            raise ValueError("the scheduler changed earlier messages; it may add messages, or change the end of the policy's last one")
+        added, content = messages[last + 1 :], messages[last].get("content")
+        if not all(isinstance(m, dict) and m.get("role") and isinstance(m.get("content"), str) for m in messages[last:]):
+            raise ValueError(f"the scheduler gave no messages with a role and a content: {messages[last:]!r:.200}")
+        if content == before[last]["content"]:
+            if not added or added[-1]["role"] == "assistant":
+                raise ValueError("the scheduler goes on but adds nothing that the policy could answer")
+            self.add_messages(added, follow_ups)
+        elif added:
+            raise ValueError("the scheduler changed the policy's last message and added others; it may do one of the two")
+        else:
+            self._reopen(content, follow_ups)
+
+    def _reopen(self, content: str, follow_ups: FollowUps) -> None:
+        """Let the policy's last message go on with `content`: of its tokens those stay that lie in what is unchanged."""
+        unchanged = common_beginning(content, self.messages[-1]["content"])
+        count, text = follow_ups.kept(self.ids[self.message_start :], unchanged)
+        ids, stop = follow_ups.text(content[len(text) :]), self.message_start + count
+        if stop + len(ids) >= self.max_length:
+            self.ended = "budget"
+            return
+        for row in (self.ids, self.written, self.logprobs):
+            del row[stop:]
+        self._append(ids, False)
+        self.messages[-1] = {"role": "assistant", "content": content}
+        self.is_open = True
+
+    def _append(self, ids: Sequence[int], own: bool, logprobs: Sequence[float] | None = None) -> None:
+        self.ids += ids
+        self.written += [own] * len(ids)
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+
+    def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
+        """The finished response."""
+        dialogue = Dialogue(
+            written=tuple(self.written),
+            messages=tuple(self.messages),
+            num_turns=self.turns,
+            ended=self.ended,
+            rewards=self.rewards,
+            turn_rewards=tuple(self.turn_rewards),
+            tool_calls=self.tool_calls,
+            tool_failures=self.tool_failures,
+        )
+        text, version = decode(self.ids), self.weight_version
+        return Rollout(self.prompt, tuple(self.ids), tuple(self.logprobs), self.finish_reason, version, text, dialogue)
+
+
+def common_beginning(one: str, other: str) -> str:
+    """The longest text that both begin with."""
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:length]

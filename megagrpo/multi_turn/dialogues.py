@@ -1,0 +1,198 @@
+"""An engine whose responses have several turns: the policy writes, somebody answers, the policy goes on from the very tokens it wrote."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config import RunConfig
+from megagrpo.data.follow_ups import FollowUps
+from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
+from megagrpo.multi_turn.conversation import Conversation
+from megagrpo.multi_turn.players import Players
+from megagrpo.multi_turn.tool_calls import as_message, hermes
+from megagrpo.rollout.engine import Engine, OnGroup, derive_seed
+from megagrpo.types import Prompt, Rollout, SamplingParams
+
+
+@dataclass(frozen=True)
+class Dialogues:
+    """What makes responses of several turns: those who answer, and how their words become tokens.
+
+    `max_response_length` limits responses in tokens with all that others write into them; None: as the sampling's `max_tokens` does.
+    """
+
+    players: Players
+    tokenizer: Tokenizer
+    follow_ups: FollowUps
+    max_prompt_length: int
+    max_response_length: int | None = None
+    system_prompt: str | None = None
+    chat_template: str | None = None
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """JSON schemas of the tools, for the prompts."""
+        return self.players.tools
+
+    def over(self, engine: Engine) -> DialogueEngine:
+        """`engine` with these."""
+        return DialogueEngine(engine, self)
+
+
+def make_dialogues(config: RunConfig, tokenizer: Tokenizer, base_folder: Path, resources: ExitStack) -> Dialogues | None:
+    """Those that `multi_turn` describes, to be closed with `resources`; None without. ValueError for what cannot be used."""
+    if not config.multi_turn.enabled:
+        return None
+    template = read_chat_template(config.data.chat_template, base_folder)
+    players = resources.enter_context(Players(config.multi_turn, base_folder))
+    follow_ups = FollowUps(tokenizer, template, players.tools, users=players.has_scheduler)
+    limits = config.rollout.max_prompt_length, config.multi_turn.max_response_length
+    return Dialogues(players, tokenizer, follow_ups, *limits, config.data.system_prompt, template)
+
+
+class DialogueEngine:
+    """An engine whose rollouts have a `Dialogue`.
+
+    All conversations take their turns together. Each turn is one request with the whole prefix, of which vLLM's prefix cache holds all
+    but what was added. Seeds depend on prompt, response and turn alone, so that a run repeats itself whatever else is under way.
+    """
+
+    def __init__(self, engine: Engine, dialogues: Dialogues):
+        self.engine, self._dialogues, self.players = engine, dialogues, dialogues.players
+        self._tokenizer, self._follow_ups, self._limits = dialogues.tokenizer, dialogues.follow_ups, dialogues.players.section
+
+    @property
+    def weight_version(self) -> int:
+        """Of the engine."""
+        return self.engine.weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: int) -> None:
+        self.engine.weight_version = version
+
+    def interrupt(self) -> None:
+        """Have `generate` raise EngineInterrupted at the latest when the policy's next turn begins."""
+        self.engine.interrupt()
+
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
+        """`n` rollouts of each prompt, in order; see `Engine.generate`. What `sampling.max_tokens` limits is the configuration's matter."""
+        limit = self._dialogues.max_response_length or sampling.max_tokens
+        conversations = self._conversations(prompts, n, limit)
+        self._open(conversations)
+        finished: dict[int, Rollout] = {}
+        going = conversations
+        while going:
+            self._take_turns(going, sampling, seed)
+            self._answer(going)
+            over = [c for c in going if c.ended]
+            self.players.finish(over)
+            finished |= {c.number: c.rollout(self._tokenizer.decode) for c in over}
+            going = [c for c in going if not c.ended]
+            for place in dict.fromkeys(c.place for c in over):
+                group = [finished.get(place * n + i) for i in range(n)]
+                if on_group is not None and None not in group:
+                    on_group(place, group)
+        return [[finished[place * n + i] for i in range(n)] for place in range(len(prompts))]
+
+    def _conversations(self, prompts: Sequence[Prompt], n: int, limit: int) -> list[Conversation]:
+        seen: Counter[int] = Counter()  # a prompt that comes again gets other seeds
+        made = []
+        for place, prompt in enumerate(prompts):
+            opening = as_messages(prompt.messages, self._dialogues.system_prompt)
+            for i in range(n):
+                made.append(Conversation(prompt, place, seen[prompt.prompt_id] + i, place * n + i, opening, limit))
+            seen[prompt.prompt_id] += n
+        return made
+
+    def _open(self, conversations: Sequence[Conversation]) -> None:
+        """Put what their episodes say at the beginning to the end of their prompts."""
+        longest = self._dialogues.max_prompt_length
+        for conversation, said in zip(conversations, self.players.begin(conversations), strict=True):
+            if said is None:
+                continue
+            opening = [*conversation.opening]
+            opening[-1] = opening[-1] | {"content": opening[-1]["content"] + said}
+            token_ids = self._tokenizer.render(opening, None, self._dialogues.chat_template, self.players.tools)
+            if len(token_ids) > longest:
+                reason = f"with what `reset` says its prompt has {len(token_ids)} tokens, rollout.max_prompt_length {longest}"
+                self.players.break_off(conversation, reason)
+                continue
+            prompt = conversation.prompt
+            shown = prompt.messages + said if isinstance(prompt.messages, str) else opening
+            conversation.prompt, conversation.opening = replace(prompt, token_ids=token_ids, messages=shown), opening
+
+    def _take_turns(self, conversations: Sequence[Conversation], sampling: SamplingParams, seed: int) -> None:
+        """One turn of the policy in each."""
+        params = [replace(sampling, max_tokens=min(sampling.max_tokens, c.room)) for c in conversations]
+        seeds = [derive_seed(seed, c.prompt.prompt_id, c.index, c.turns) for c in conversations]
+        turns = self.engine.extend([c.prefix for c in conversations], params, seeds)
+        for conversation, turn in zip(conversations, turns, strict=True):
+            conversation.add_turn(turn, self._tokenizer.decode)
+
+    def _answer(self, conversations: Sequence[Conversation]) -> None:
+        """Have somebody answer each one's turn, or end it."""
+        calling: list[tuple[Conversation, list[dict[str, Any]]]] = []
+        waiting: list[Conversation] = []
+        for conversation in conversations:
+            if conversation.ended:  # it broke off before its first turn
+                continue
+            if conversation.finish_reason == "length":
+                conversation.ended = "length"
+                continue
+            calls = self._read_calls(conversation)
+            if calls and self._may_call(conversation):
+                calling.append((conversation, calls))
+            elif not calls and self.players.has_scheduler:
+                waiting.append(conversation)
+            elif not conversation.ended:
+                conversation.ended = "done"
+        self._call_tools(calling)
+        self._ask_scheduler(waiting)
+
+    def _read_calls(self, conversation: Conversation) -> list[dict[str, Any]]:
+        if not self.players.tools:
+            return []
+        content, calls = hermes(conversation.messages[-1]["content"])
+        if calls:
+            conversation.messages[-1] = as_message(content, calls)
+        return calls
+
+    def _may_call(self, conversation: Conversation) -> bool:
+        limits = self._limits
+        if limits.max_tool_calling_iterations is not None and conversation.tool_rounds >= limits.max_tool_calling_iterations:
+            conversation.ended = "tool_limit"
+        elif limits.max_turns is not None and conversation.turns >= limits.max_turns:
+            conversation.ended = "max_turns"
+        return not conversation.ended
+
+    def _call_tools(self, calling: Sequence[tuple[Conversation, list[dict[str, Any]]]]) -> None:
+        conversations = [conversation for conversation, _ in calling]
+        for conversation, messages in zip(
+            conversations, self.players.use_tools(conversations, [calls for _, calls in calling]), strict=True
+        ):
+            conversation.tool_rounds += 1
+            if not conversation.ended:
+                conversation.add_messages(messages, self._follow_ups)
+
+    def _ask_scheduler(self, waiting: Sequence[Conversation]) -> None:
+        for conversation, answer in zip(waiting, self.players.schedule(waiting), strict=True):
+            if answer is None:
+                continue
+            messages, done, reward = answer
+            conversation.turn_rewards.append(reward)
+            if done:
+                conversation.ended = "done"
+            elif self._limits.max_turns is not None and conversation.turns >= self._limits.max_turns:
+                conversation.ended = "max_turns"
+            else:
+                try:
+                    conversation.follow(messages, self._follow_ups)
+                except ValueError as error:
+                    self.players.break_off(conversation, str(error))

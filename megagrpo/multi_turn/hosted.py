@@ -1,0 +1,230 @@
+"""What runs in worker processes: tools, schedulers and environments, and an episode of its own for each response that needs one.
+
+Functions keep nothing, so any worker may call them. Classes keep the state of one response: an instance lives in a process that is forked
+from a worker once that has imported the class, so that a call that hangs costs this one episode. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megagrpo.multi_turn.schema import tool_schema
+from megagrpo.rewards.registry import Target
+from megagrpo.rewards.worker import explain, find, tie_to_parent
+
+Arguments = dict[str, Any]
+NOT_TOOLS = ("reset", "get_reward")
+
+
+class Hosted:
+    """What a worker calls: a function of this file by name. Made once per worker, before any deadline runs, it imports `targets`."""
+
+    def __init__(self, targets: list[Target]):
+        for target in targets:
+            find(target)
+
+    def __call__(self, function: str, arguments: Arguments) -> Any:
+        return {f.__name__: f for f in (describe, use_tool, schedule, begin, act, finish)}[function](**arguments)
+
+
+def describe(scheduler: Target | None, scheduler_args: Arguments, tools: list[Target], environment: Target | None) -> Arguments:
+    """What the trainer has to know before the first prompt: `tools`, the schemas of all; `methods`, the names of those that an environment
+    has; `columns`, of rewards; `scheduler_is_class`; `keeps_state`, whether each response needs an episode.
+
+    ValueError for what cannot be used.
+    """
+    schemas = [tool_schema(find(target)) for target in tools]
+    methods: list[str] = []
+    columns: list[str] = []
+    scheduler_is_class = False
+    if environment is not None:
+        found = find(environment)
+        if not isinstance(found, type) or not callable(getattr(found, "reset", None)):
+            raise ValueError(f"`{environment.attribute}` must be a class with a method `reset`")
+        methods = [name for name, _ in inspect.getmembers(found, inspect.isfunction) if not name.startswith("_") and name not in NOT_TOOLS]
+        schemas += [_method_schema(found, name) for name in methods]
+        columns += [found.__name__] if hasattr(found, "get_reward") else []
+    if scheduler is not None:
+        found = find(scheduler)
+        scheduler_is_class = isinstance(found, type)
+        if scheduler_is_class and not callable(getattr(found, "step", None)):
+            raise ValueError(f"the class `{scheduler.attribute}` must have a method `step`")
+        if unknown := [name for name in scheduler_args if name not in _accepted(found, scheduler_args)]:
+            takes = ", ".join(inspect.signature(found).parameters)
+            raise ValueError(f"`{scheduler.attribute}` takes no argument `{unknown[0]}`; it takes {takes}")
+        columns += ["turns"] + ([found.__name__] if scheduler_is_class and hasattr(found, "get_reward") else [])
+    names = [schema["function"]["name"] for schema in schemas]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two tools are called `{twice[0]}`; rename one")
+    described = {"tools": schemas, "methods": methods, "columns": columns, "scheduler_is_class": scheduler_is_class}
+    return described | {"keeps_state": scheduler_is_class or environment is not None}
+
+
+def _method_schema(found: type, name: str) -> Arguments:
+    bound = getattr(found, name).__get__(object())  # without `self`, and without making an instance
+    return tool_schema(bound)
+
+
+def use_tool(target: Target, arguments: Arguments) -> Arguments:
+    """{"result": text}, or {"error": text} when the function raises, as its caller's message is to say."""
+    return _used(find(target), arguments)
+
+
+def schedule(target: Target, arguments: Arguments) -> tuple[list, bool, float | None]:
+    """What a scheduler that is a function says: the messages with what follows, whether that is the end, the turn's reward."""
+    return _answer(find(target), arguments)
+
+
+def _used(function: Callable, arguments: Arguments) -> Arguments:
+    try:
+        result = _settled(function(**arguments))
+    except Exception as error:
+        return {"error": str(error) or type(error).__name__}
+    return {"result": result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)}
+
+
+def _answer(function: Callable, arguments: Arguments) -> tuple[list, bool, float | None]:
+    answer = _settled(function(**_accepted(function, arguments)))
+    match answer:
+        case (list() as messages, bool() as done):
+            return messages, done, None
+        case (list() as messages, bool() as done, None | int() | float() as reward):
+            return messages, done, None if reward is None else float(reward)
+    raise TypeError(f"a scheduler gives (messages, done) or (messages, done, reward), not {answer!r:.200}")
+
+
+def _accepted(function: Callable, arguments: Arguments) -> Arguments:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in {p.name for p in parameters}}
+
+
+def _settled(value: Any) -> Any:
+    """The value, awaited when it is a coroutine's."""
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait()) if inspect.isawaitable(value) else value
+
+
+# ------------------------------------------------------------------------------------------------------------------------- episodes
+
+
+@dataclass
+class _Child:
+    pid: int
+    connection: Connection
+
+
+_children: dict[int, _Child] = {}
+
+
+def begin(
+    number: int, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None, columns: Arguments, timeout: float
+) -> Arguments:
+    """Start episode `number` and reset it. `value` is what `reset` says: text for the end of the prompt, or None. See `act`."""
+    finish(number)
+    ours, theirs = Pipe()
+    pid = os.fork()
+    if pid == 0:
+        _live(theirs, ours, scheduler, scheduler_args, environment)
+    theirs.close()
+    _children[number] = _Child(pid, ours)
+    return _ask(number, timeout, "reset", columns)
+
+
+def act(number: int, verb: str, arguments: Arguments, timeout: float) -> Arguments:
+    """`verb` of an episode: "step", "reward", or the name of a tool: {"value": what it gives} or {"failure": what went wrong}.
+
+    An episode that misses a deadline or dies is over: every later call of it fails too.
+    """
+    return _ask(number, timeout, verb, arguments)
+
+
+def finish(number: int) -> None:
+    """End an episode, with all the processes it has started."""
+    child = _children.pop(number, None)
+    if child is None:
+        return
+    child.connection.close()
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has not made its group yet
+        os.kill(child.pid, signal.SIGKILL)
+    os.waitpid(child.pid, 0)
+
+
+def _ask(number: int, timeout: float, verb: str, arguments: Arguments) -> Arguments:
+    child = _children.get(number)
+    if child is None:
+        return {"failure": "its process has ended"}
+    try:
+        child.connection.send((verb, arguments))
+        if child.connection.poll(timeout):
+            return child.connection.recv()
+        failure = "no answer in time"
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        failure = "its process died"
+    finish(number)
+    return {"failure": failure}
+
+
+def _live(connection: Connection, parents: Connection, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None):
+    """The life of a child: it never returns."""
+    os.setpgid(0, 0)
+    tie_to_parent()
+    parents.close()
+    for sibling in _children.values():
+        sibling.connection.close()
+    os.close(int(sys.argv[-1]))  # the worker's own connection: the trainer must see its end when the worker dies
+    episode: _Episode | None = None
+    while True:
+        try:
+            verb, arguments = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            episode = episode or _Episode(scheduler, scheduler_args, environment)
+            answer = {"value": episode.do(verb, arguments)}
+        except BaseException as error:
+            answer = {"failure": explain(error, whole=False)}
+        connection.send(answer)
+
+
+class _Episode:
+    """The instances of one response."""
+
+    def __init__(self, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None):
+        found = None if scheduler is None else find(scheduler)
+        self.scheduler = found(**scheduler_args) if isinstance(found, type) else None
+        self.environment = None if environment is None else find(environment)()
+
+    def do(self, verb: str, arguments: Arguments) -> Any:
+        players = [p for p in (self.environment, self.scheduler) if p is not None]
+        if verb == "reset":
+            said = [_settled(p.reset(**_accepted(p.reset, arguments))) for p in players if hasattr(p, "reset")]
+            said = [text for text in said if text is not None]
+            if wrong := [text for text in said if not isinstance(text, str)]:
+                raise TypeError(f"reset gives text or None, not {wrong[0]!r:.200}")
+            return "".join(said) if said else None
+        if verb == "step":
+            return _answer(self.scheduler.step, arguments)
+        if verb == "reward":
+            return {type(p).__name__: _reward(_settled(p.get_reward())) for p in players if hasattr(p, "get_reward")}
+        return _used(getattr(self.environment, verb), arguments)
+
+
+def _reward(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,180 @@
+"""Those who answer the policy, seen from the trainer: calls go to worker processes, each with a deadline; nothing they do stops a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config import MultiTurnSection
+from megagrpo.multi_turn.conversation import Conversation
+from megagrpo.multi_turn.registry import targets
+from megagrpo.rewards.pool import SHARED, Call, Outcome, WorkerPool
+from megagrpo.rewards.registry import Target
+
+_HOSTED = Target("megagrpo.multi_turn.hosted", "Hosted")
+TURNS = "turns"  # the reward column of a scheduler
+log = logging.getLogger(__name__)
+_GRACE = 5.0  # seconds beyond the deadline within which a worker reports an episode that missed it
+
+
+class Players:
+    """The scheduler, tools and environment of a configuration. Every method takes many conversations and works on them at once.
+
+    Loads them here: ValueError for what cannot be used. Call `close` at the end (or use `with`)."""
+
+    def __init__(self, section: MultiTurnSection, base_folder: str | Path | None = None):
+        self.section = section
+        self._scheduler, tools, self._environment = targets(section, base_folder)
+        self._targets = [target for target in (self._scheduler, *tools, self._environment) if target is not None]
+        self._pool = WorkerPool(section.workers, None if base_folder is None else str(Path(base_folder).resolve()))
+        try:
+            described = self._described(tools)
+        except BaseException:
+            self.close()
+            raise
+        self.tools: list[dict[str, Any]] = described["tools"]  # schemas of all
+        self.columns: list[str] = described["columns"]  # of rewards
+        self._methods: list[str] = described["methods"]  # tools that are the environment's
+        self._functions = dict(zip((s["function"]["name"] for s in self.tools), tools, strict=False))  # the others come first
+        self._keeps_state: bool = described["keeps_state"]
+        self._scheduler_is_class: bool = described["scheduler_is_class"]
+        self._failed = ""
+        if self._keeps_state:
+            for lane in range(section.workers):
+                self._pool.add_lane(f"episodes {lane}")
+
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether somebody decides what follows a turn without tool calls."""
+        return self._scheduler is not None
+
+    def begin(self, conversations: Sequence[Conversation]) -> list[str | None]:
+        """Start the episode of each, where any is needed; what to put at the end of its prompt."""
+        self._failed = ""
+        if not self._keeps_state:
+            return [None] * len(conversations)
+        given = dict(scheduler=self._scheduler, scheduler_args=self.section.scheduler_args, environment=self._environment)
+        calls = [self._episode("begin", c, given | dict(columns=c.prompt.columns)) for c in conversations]
+        return self._values(conversations, calls)
+
+    def schedule(self, conversations: Sequence[Conversation]) -> list[tuple[list, bool, float | None] | None]:
+        """What the scheduler says of each one's last turn; None, and the conversation is over, when it fails."""
+        return self._values(conversations, [self._step_call(c) for c in conversations])
+
+    def use_tools(self, conversations: Sequence[Conversation], calls: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+        """The tools' messages that answer each one's calls, in order; {"error": ...} for calls that fail. Counts both."""
+        flat = [(c, self._checked(call)) for c, of_one in zip(conversations, calls, strict=True) for call in of_one]
+        sound = [(c, call) for c, call in flat if "error" not in call]
+        answers = iter(self._answers([self._tool_call(c, call) for c, call in sound]))
+        messages: dict[int, list[dict[str, Any]]] = {c.number: [] for c in conversations}
+        for conversation, call in flat:
+            result, failure = (call, None) if "error" in call else next(answers)
+            if failure is not None:
+                result = {"error": failure}
+                if call["name"] in self._methods:  # its environment is lost
+                    self.break_off(conversation, failure)
+            conversation.tool_calls += 1
+            conversation.tool_failures += "error" in result
+            content = result["result"] if "result" in result else json.dumps({"error": result["error"]}, ensure_ascii=False)
+            messages[conversation.number].append({"role": "tool", "name": call.get("name", "unknown"), "content": content})
+        return list(messages.values())
+
+    def finish(self, conversations: Sequence[Conversation]) -> None:
+        """Give each its reward columns and end its episode. As with reward functions, one that fails gives 0."""
+        asked = [name for name in self.columns if name != TURNS]
+        if asked:
+            found = self._values(conversations, [self._episode("act", c, dict(verb="reward", arguments={})) for c in conversations])
+            for conversation, rewards in zip(conversations, found, strict=True):
+                conversation.rewards |= rewards or dict.fromkeys(asked, 0.0)
+        if self.has_scheduler:
+            for conversation in conversations:
+                judged = [reward for reward in conversation.turn_rewards if reward is not None]
+                conversation.rewards[TURNS] = sum(judged) if judged else None
+        if self._keeps_state:
+            self._answers([self._call("finish", dict(number=c.number), _GRACE, self._lane_of(c)) for c in conversations])
+
+    def break_off(self, conversation: Conversation, reason: str) -> None:
+        """End a conversation that cannot go on. The first since `begin` is logged."""
+        conversation.ended = "failed"
+        if not self._failed:
+            log.warning("multi_turn: the response to prompt %d broke off: %s", conversation.prompt.prompt_id, reason)
+        self._failed = self._failed or reason
+
+    def close(self) -> None:
+        """Kill the workers, and with them the episodes. Safe to call twice."""
+        self._pool.close()
+
+    def __enter__(self) -> Players:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- calls
+
+    def _checked(self, call: dict[str, Any]) -> dict[str, Any]:
+        known = (*self._functions, *self._methods)
+        if "error" in call or call["name"] in known:
+            return call
+        return {"error": f"there is no tool {call['name']}; there are: {', '.join(known)}"}
+
+    def _tool_call(self, conversation: Conversation, call: dict[str, Any]) -> Call:
+        if call["name"] in self._methods:
+            return self._episode("act", conversation, dict(verb=call["name"], arguments=call["arguments"]))
+        given = dict(target=self._functions[call["name"]], arguments=call["arguments"])
+        return self._call("use_tool", given, self.section.timeout)
+
+    def _step_call(self, conversation: Conversation) -> Call:
+        left = None if self.section.max_turns is None else self.section.max_turns - conversation.turns
+        arguments = conversation.prompt.columns | dict(
+            messages=conversation.all_messages, turn=conversation.turns, turns_left=left, finish_reason=conversation.finish_reason
+        )
+        if self._scheduler_is_class:
+            return self._episode("act", conversation, dict(verb="step", arguments=arguments))
+        given = dict(target=self._scheduler, arguments=arguments | self.section.scheduler_args)
+        return self._call("schedule", given, self.section.timeout)
+
+    def _episode(self, function: str, conversation: Conversation, given: dict[str, Any]) -> Call:
+        """The episode keeps the deadline; its worker has a little longer to report one that was missed."""
+        given = dict(number=conversation.number, timeout=self.section.timeout) | given
+        return self._call(function, given, self.section.timeout + _GRACE, self._lane_of(conversation))
+
+    def _lane_of(self, conversation: Conversation) -> str:
+        return f"episodes {conversation.number % self.section.workers}"
+
+    def _call(self, function: str, arguments: dict[str, Any], timeout: float, lane: str = SHARED) -> Call:
+        given = {"function": function, "arguments": arguments}
+        return Call(_HOSTED, {"targets": self._targets}, action="call", arguments=given, timeout=timeout, lane=lane)
+
+    def _answers(self, calls: Sequence[Call]) -> list[tuple[Any, str | None]]:
+        """(value, None) or (None, what went wrong) of each call, in order."""
+        answers: list[tuple[Any, str | None]] = [(None, None)] * len(calls)
+
+        def over(call: Call, outcome: Outcome) -> list[Call]:
+            value, failure = (outcome.value, None) if outcome.kind == "result" else (None, str(outcome.value))
+            if failure is None and call.arguments["function"] in ("begin", "act"):
+                value, failure = value.get("value"), value.get("failure")
+            answers[call.tag] = (value, failure)
+            return []
+
+        self._pool.run([replace(call, tag=i) for i, call in enumerate(calls)], over)
+        return answers
+
+    def _values(self, conversations: Sequence[Conversation], calls: Sequence[Call]) -> list[Any]:
+        """The values alone; where a call fails None, and its conversation is over."""
+        answers = self._answers(calls)
+        for conversation, (_, failure) in zip(conversations, answers, strict=True):
+            if failure is not None:
+                self.break_off(conversation, failure)
+        return [value for value, _ in answers]
+
+    def _described(self, tools: list[Target]) -> dict[str, Any]:
+        given = dict(scheduler=self._scheduler, scheduler_args=self.section.scheduler_args, tools=tools, environment=self._environment)
+        ((value, failure),) = self._answers([self._call("describe", given, self.section.timeout)])
+        if failure is not None:
+            raise ValueError(f"multi_turn: {failure}")
+        return value

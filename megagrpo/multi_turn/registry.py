@@ -1,0 +1,23 @@
+"""Built-in schedulers and tools by name, and where those of the user are. Imports nothing of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megagrpo.config import MultiTurnSection
+from megagrpo.rewards.registry import Target, locate
+
+SCHEDULERS = {
+    "math_tip_trick": "megagrpo.multi_turn.math_tips:math_tip_trick",
+    "math_tip_trick_multi_turn": "megagrpo.multi_turn.math_tips:math_tip_trick_multi_turn",
+    "reasoning_gym": "megagrpo.multi_turn.gym_attempts:ReasoningGym",
+}
+TOOLS = {"calculator": "megagrpo.multi_turn.calculator:calculator"}
+
+
+def targets(section: MultiTurnSection, base_folder: str | Path | None = None) -> tuple[Target | None, list[Target], Target | None]:
+    """(scheduler, tools, environment). ValueError, with the key, for a name that is none and a file that is not there."""
+    scheduler = section.scheduler and locate(section.scheduler, "multi_turn.scheduler", "scheduler", SCHEDULERS, base_folder)
+    tools = [locate(name, f"multi_turn.tools.{i}", "tool", TOOLS, base_folder) for i, name in enumerate(section.tools)]
+    environment = section.environment and locate(section.environment, "multi_turn.environment", "environment", {}, base_folder)
+    return scheduler or None, tools, environment or None

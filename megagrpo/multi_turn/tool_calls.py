@@ -1,0 +1,46 @@
+"""Tool calls out of a policy's text."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def hermes(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """What stands before the first call, and the calls: JSON objects with `name` and `arguments` between <tool_call> and </tool_call>, as
+    Hermes and Qwen models write them. A call that is none has `error` in place of both."""
+    bodies = _CALL.findall(text)
+    if not bodies:
+        return text, []
+    return text[: text.index("<tool_call>")].strip(), [_call(body.strip()) for body in bodies]
+
+
+def _call(body: str) -> dict[str, Any]:
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return {"error": f"the tool call is no JSON: {error}"}
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return {"error": 'the tool call has no name; write {"name": ..., "arguments": {...}}'}
+    return named_call(call["name"], call.get("arguments", {}))
+
+
+def named_call(name: str, arguments: Any) -> dict[str, Any]:
+    """A call of tool `name`; arguments may be a JSON text, as in OpenAI's format."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return {"error": f"the arguments of {name} are no JSON: {error}"}
+    if not isinstance(arguments, dict):
+        return {"error": f"the arguments of {name} must be an object, not {json.dumps(arguments)[:100]}"}
+    return {"name": name, "arguments": arguments}
+
+
+def as_message(content: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """An assistant's message in OpenAI's format; broken calls are shown in none."""
+    told = [{"type": "function", "function": call} for call in calls if "error" not in call]
+    return {"role": "assistant", "content": content} | ({"tool_calls": told} if told else {})

@@ -1,0 +1,146 @@
+"""Runs whose responses have several turns, on a real engine: what others wrote is in the tokens and nowhere else."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from tests.e2e import world
+
+SCHEDULERS = '''
+"""Schedulers of the tests."""
+
+import os
+import time
+
+
+def again(messages, turn, answer, **columns):
+    """Two questions more, and points for digits."""
+    said = messages[-1]["content"]
+    return [*messages, {"role": "user", "content": "?"}], turn == 3, float(any(c.isdigit() for c in said))
+
+
+class Board:
+    """Says something of its own at the beginning, fails now and then, and rewards patience."""
+
+    def __init__(self):
+        self.turns = 0
+
+    def reset(self, prompt=None, answer=None):
+        return " Go!"
+
+    def step(self, messages, turn):
+        self.turns = turn
+        if len(messages[-1]["content"]) == 3:
+            raise RuntimeError("three is a crowd")
+        return [*messages, {"role": "user", "content": "go"}], False
+
+    def get_reward(self):
+        return self.turns / 10
+
+
+def slow(messages, folder="", **columns):
+    open(os.path.join(folder, "asked"), "w").close()
+    time.sleep(2)
+    return [*messages, {"role": "user", "content": "?"}], False
+'''
+LIMITS = ["rollout.max_prompt_length=36", "rollout.max_completion_length=27"]
+
+
+@pytest.fixture(scope="module")
+def talkative(tmp_path_factory):
+    """Options of runs on the world's model with a quarter of all tokens ending a turn, and a file of schedulers."""
+    folder = tmp_path_factory.mktemp("talkative")
+    shutil.copytree(world.folder() / "model", folder / "model")
+    (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(10, 74), 257]}))
+    (folder / "mine.py").write_text(SCHEDULERS)
+    return folder
+
+
+def options(talkative, scheduler, *more):
+    return [
+        f"model.path={talkative}/model",
+        f"multi_turn.scheduler={talkative}/mine.py:{scheduler}",
+        "multi_turn.workers=1",
+        *LIMITS,
+        *more,
+    ]
+
+
+def test_a_run_of_several_turns_is_exact_to_the_token(talkative, tmp_path):
+    run = world.train(tmp_path, *options(talkative, "again", "algorithm.beta=0.1", "algorithm.num_iterations=2", "debug.dump_steps=[2]"))
+    assert run.code == 0, run.err
+    for line in run.metrics:
+        rows = [row for row in run.completions if row["step"] == line["step"]]
+        dialogues = [row["dialogue"] for row in rows]
+        assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)  # behind others' tokens too
+        assert (
+            line["multi_turn/mean_turns"] == pytest.approx(sum(d["num_turns"] for d in dialogues) / len(rows))
+            and line["multi_turn/mean_turns"] > 1.3
+        )
+        assert line["rewards/turns/mean"] == pytest.approx(
+            _mean([row["rewards"]["turns"] for row in rows if row["rewards"]["turns"] is not None])
+        )
+        assert line["multi_turn/failures"] == line["tools/call_frequency"] == 0
+        assert line["completions/mean_length"] == pytest.approx(sum(row["num_tokens"] for row in rows) / len(rows))
+        for row, dialogue in zip(rows, dialogues, strict=True):
+            assert dialogue["ended"] in ("done", "length", "budget") and (dialogue["ended"] == "length") == (
+                row["finish_reason"] == "length"
+            )
+            assert [m["role"] for m in dialogue["messages"]] == (["assistant", "user"] * 3)[: 2 * dialogue["num_turns"] - 1]
+            assert row["reward"] == pytest.approx(row["rewards"]["low_bytes"] + (row["rewards"]["turns"] or 0))
+            judged = [reward for reward in dialogue["turn_rewards"] if reward is not None]
+            assert row["rewards"]["turns"] == (pytest.approx(sum(judged)) if judged else None)
+        assert {d["ended"] for d in dialogues} >= {"done", "length"}
+    code, said = world.audit(run.folder, "--step", 2)
+    assert code == 0, said
+
+
+def _mean(values):
+    return sum(values) / len(values)
+
+
+@pytest.mark.full
+def test_the_same_seed_says_the_same_whatever_the_layout(talkative, tmp_path):
+    """An episode for each response, some of which fail: the run goes on, and two data-parallel ranks get what one gets."""
+    runs = []
+    for ranks in (1, 2):
+        words = options(talkative, "Board", "run.max_steps=1", "train.distributed_optimizer=false")
+        process = world.start(tmp_path / str(ranks), *words, NPROC=str(ranks))
+        runs.append(world.finish(process, tmp_path / str(ranks)))
+        assert runs[-1].code == 0, runs[-1].err
+    one, two = ([{k: v for k, v in row.items() if k != "advantage"} for row in run.completions] for run in runs)
+    assert one == two
+    assert all(row["prompt"].endswith("? Go!") for row in one)
+    failed = [row for row in one if row["dialogue"]["ended"] == "failed"]
+    assert failed and runs[0].metrics[0]["multi_turn/failures"] == len(failed) and "three is a crowd" in runs[0].err
+    assert all(row["rewards"]["Board"] == row["dialogue"]["num_turns"] / 10 or row["dialogue"]["ended"] == "length" for row in one)
+
+
+def test_a_signal_stops_between_two_turns_and_nothing_is_lost(talkative, tmp_path):
+    words = options(talkative, "slow", f"multi_turn.scheduler_args={{folder: {tmp_path}}}", "run.max_steps=3", "multi_turn.workers=2")
+    with world.running(tmp_path, *words) as run:
+        world.wait_for((tmp_path / "asked").exists, "question to the scheduler")
+        family = world.family(run.pid)
+        os.kill(run.pid, signal.SIGTERM)
+        ended = run.wait()
+    assert ended.code == 128 + signal.SIGTERM, ended.err
+    assert ended.metrics == [] and "stop requested (SIGTERM) after step 0" in ended.out
+    assert not any(world.alive(pid) for pid in family)
+
+
+@pytest.mark.full
+def test_a_model_that_can_learns_to_use_the_calculator(tmp_path):
+    """The example, two steps of it: most responses call the tool by the second."""
+    command = [world.REPOSITORY / "launch" / "local.sh", "configs/examples/calculator_tool.yaml", "run.max_steps=2"]
+    ended = subprocess.run([*command, f"run.output_dir={tmp_path}"], cwd=world.REPOSITORY, capture_output=True, text=True, timeout=600)
+    done = world.Run(ended.returncode, ended.stdout, ended.stderr, tmp_path / "calculator_tool")
+    assert done.code == 0, done.err
+    first, second = done.metrics
+    assert 0 < first["tools/call_frequency"] < second["tools/call_frequency"] <= 2 and second["tools/failure_frequency"] < 0.2
+    assert second["token_mult_prob_error"] == pytest.approx(1, abs=1e-3) and second["reward"] > first["reward"]
+    tool = [m for row in done.completions for m in row["dialogue"]["messages"] if m["role"] == "tool"]
+    assert tool and {m["name"] for m in tool} == {"calculator"}
