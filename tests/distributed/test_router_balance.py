@@ -66,7 +66,7 @@ def in_transformers(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[
     loss = load_balancing_loss_func(logits, raw["num_experts"], raw["num_experts_per_tok"], attention_mask=torch.cat(masks)[None].long())
     loss.backward()
     theirs = gradients_of_routers(policy)
-    rows = torch.cat([naive.router_probabilities(policy, s.token_ids, int((~s.response_mask).sum())) for s in samples])
+    rows = torch.cat([naive.router_probabilities(policy, s.token_ids, s.response_mask.nonzero()[:, 0]) for s in samples])
     (rows @ naive.balancing_slope(rows.detach(), raw["num_experts_per_tok"])).sum().backward()
     return loss.item(), theirs, gradients_of_routers(policy)
 
