@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from megagrpo.bridge.blocks import Block, Local, Rule, gated, in_layer, qkv, same, vocab
@@ -12,6 +13,7 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.specs import BLOCK
+from megagrpo.policy.stored import StoredWeight
 
 from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 
@@ -84,7 +86,7 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
 
     Names are unique within the rank: those of later virtual stages start with "chunkN.". The blocks cover the parameter, rows of
     the padded vocabulary excepted. Tied embeddings on two pipeline stages come twice, with equal blocks. KeyError when the family
-    has no rule for a parameter.
+    has no rule for a parameter. In place of a weight that is kept in fewer bits comes the `StoredWeight`.
     """
     table = TABLES[hf_config.family]
     for i, chunk in enumerate(chunks):
@@ -92,6 +94,7 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
         for name, param in model.named_parameters():
             if is_adapter(name):
                 continue
+            param = getattr(model.get_submodule(name.rpartition(".")[0]), "stored", param) if name.endswith(".weight") else param
             place = _IN_LAYER.fullmatch(name)
             key, layer = (place[2], _block_number(model, int(place[1]))) if place else (name, None)
             if key == HEAD and hf_config.tied_embeddings:
@@ -104,6 +107,18 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
                 raise KeyError(f"family {hf_config.family} has no rule for Megatron parameter {name}")
             found = table[key](Local(param, *tensor_parallel, hf_config))
             yield f"chunk{i}.{name}" if i else name, param, [in_layer(block, layer, expert) for block in found]
+
+
+@torch.no_grad()
+def fill(param: Tensor, found: list[Block], value_of: Callable[[Block], Tensor]) -> None:
+    """Write `value_of(block)`, in `block_shape`, into a parameter that `blocks` has yielded; what no block covers, padding, becomes 0."""
+    dense = param.data
+    dense.zero_()
+    for block in found:
+        place = block.view(dense)
+        place.copy_(value_of(block).reshape(place.shape))
+    if isinstance(param, StoredWeight):
+        param.store(dense)
 
 
 def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor, list[Block]]]:

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from megagrpo.bridge.blocks import Block
-from megagrpo.bridge.families import blocks, tensor_names
+from megagrpo.bridge.families import blocks, fill, tensor_names
 from megagrpo.bridge.sources import INDEX, SINGLE
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
@@ -24,21 +24,11 @@ def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, la
     Raises ValueError, naming the tensors, when the folder lacks one, holds one of another shape, or holds one that the model has no
     place for on any rank.
     """
-    wanted = [(param, block) for _, param, found in blocks(chunks, hf_config, layout) for block in found]
+    wanted = list(blocks(chunks, hf_config, layout))
     with Checkpoint(folder) as checkpoint:
-        checkpoint.check_names({block.name for _, block in wanted}, tensor_names(hf_config))
-        for param, block in wanted:
-            block.view(param.data).copy_(checkpoint.read(block).view(block.view(param.data).shape))
-    _zero_padding(chunks, hf_config, layout)
-
-
-def _zero_padding(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> None:
-    """Zero what no block covers: the rows that pad the vocabulary."""
-    for name, param, found in blocks(chunks, hf_config, layout):
-        filled = sum(block.view(param).numel() for block in found)
-        if filled < param.numel():
-            assert "embedding" in name or "output_layer" in name, f"{name}: {param.numel() - filled} elements belong to no block"
-            param.data[filled // param.shape[1] :].zero_()
+        checkpoint.check_names({block.name for _, _, found in wanted for block in found}, tensor_names(hf_config))
+        for _, param, found in wanted:
+            fill(param, found, checkpoint.read)
 
 
 class Checkpoint:

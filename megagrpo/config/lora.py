@@ -73,6 +73,11 @@ def lora_problems(config: RunConfig) -> list[str]:
         problems.append("lora.sync: there are no adapters to send; set lora.rank, or choose merged")
     if lora.syncs_adapters and lora.rank > LARGEST_IN_VLLM:
         problems.append(f"lora.rank: vLLM takes adapters up to rank {LARGEST_IN_VLLM}; lower it, or set lora.sync to merged")
+    storage = config.model.base_storage
+    if storage != "none" and not lora.enabled:
+        problems.append(f"model.base_storage: {storage} is for weights that are not trained; set lora.rank, or choose none")
+    if storage != "none" and lora.syncs_adapters:
+        problems.append(f"lora.sync: vLLM's own weights are not those of model.base_storage {storage}; choose merged")
     if lora.enabled and config.debug.dump_steps:
         problems.append("debug.dump_steps: megagrpo audit knows no adapters; leave it empty, or set lora.rank to 0")
     return problems

@@ -17,6 +17,9 @@ class ModelSection(Section):
     """Tokenizer folder, hub name, or a bare SentencePiece `.model` file; the model's own when empty."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute precision. bf16 keeps fp32 master weights. auto: bf16 on a GPU and on CPUs with bf16 instructions, fp32 on others."""
+    base_storage: Literal["none", "fp8", "nf4"] = "none"
+    """With LoRA: keep the frozen weights of the blocks' linears in 8 bits (e4m3) or 4 (NF4 of QLoRA) and a scale per 64 elements, and make
+    them dense for each use. The model that is trained is the rounded one, and so is what vLLM gets."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: `selective` the core attention, `full` every layer."""
 

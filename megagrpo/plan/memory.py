@@ -7,10 +7,11 @@ workspaces are not counted.
 from __future__ import annotations
 
 from megagrpo.config import RunConfig
-from megagrpo.plan.shapes import layers_of_ranks, num_parameters, stage_adapters, stage_experts, stage_parameters
+from megagrpo.plan.shapes import layers_of_ranks, num_parameters, stage_adapters, stage_experts, stage_linears, stage_parameters
 from megagrpo.policy.hf_config import HfConfig
 
 GIB = 2**30
+STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # of a weight, with its share of a scale
 
 
 def trainer_memory(config: RunConfig, model: HfConfig, dp: int) -> dict[str, dict[str, float]]:
@@ -28,8 +29,9 @@ def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> di
     copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
     weight_bytes = 4 if config.model.precision == "fp32" else 2
     optimizer_bytes = 8 if weight_bytes == 4 else 12  # two moments, and master weights beside bf16
+    stored = 0 if config.model.base_storage == "none" else stage_linears(model, p)[stage]
     resident = {
-        "weights": parameters * weight_bytes,
+        "weights": (parameters - stored) * weight_bytes + stored * STORED_BYTES.get(config.model.base_storage, 0),
         "gradients": (trained + trained_experts) * 4,
         "optimizer": optimizer_bytes
         * (trained / copies + trained_experts / expert_copies if train.distributed_optimizer else trained + trained_experts),

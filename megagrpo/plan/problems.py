@@ -54,12 +54,28 @@ def adapter_problems(config: RunConfig, model: HfConfig) -> list[str]:
     """Projections that are named although experts have them."""
     named = [] if config.lora.target_modules == "all-linear" else config.lora.projections
     inside = [name for name in named if name in ("gate_proj", "up_proj", "down_proj")]
+    problems = []
+    if config.model.base_storage != "none":
+        problems += storage_problems(config, model)
     if config.lora.enabled and model.experts and inside:
-        return [
+        problems.append(
             f"lora.target_modules: {', '.join(inside)} of {model.family} are in its experts, which have no adapters; leave them out, or "
             "choose all-linear, which is everything else"
-        ]
-    return []
+        )
+    return problems
+
+
+def storage_problems(config: RunConfig, model: HfConfig) -> list[str]:
+    """What keeps weights from being stored in fewer bits."""
+    storage, tp = config.model.base_storage, config.parallel.tp
+    if model.experts:
+        return [f"model.base_storage: {storage} is for linears, and {model.family} has experts; choose none"]
+    inputs = {"hidden_size": model.hidden_size, "heads x head_dim": model.num_heads * model.head_dim / tp}
+    odd = [(what, size) for what, size in (inputs | {"intermediate_size": model.intermediate_size / tp}).items() if size % 64]
+    return [
+        f"model.base_storage: a rank's part of {what} is {size:g}, and 64 elements share a scale; choose none or another tp"
+        for what, size in odd
+    ]
 
 
 def reward_problems(config: RunConfig) -> list[str]:

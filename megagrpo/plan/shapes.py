@@ -97,6 +97,14 @@ def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> 
     return lora.rank * sum(hidden + size // tp for name, size in (by_output | by_input).items() if name in lora.projections)
 
 
+def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
+    """Parameters, of those of `stage_parameters`, of the blocks' linears on one rank of each pipeline stage."""
+    attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    sizes = [[attention + (0 if model.has_experts(layer) else mlp) for layer in layers] for layers in layers_of_ranks(model, parallel)]
+    return [sum(layers) // parallel.tp for layers in sizes]
+
+
 def num_parameters(model: HfConfig) -> int:
     """Parameters of the whole model, as transformers counts them."""
     padding = (model.padded_vocab(1) - model.vocab_size) * model.hidden_size

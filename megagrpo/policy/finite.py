@@ -71,7 +71,7 @@ def _bad(chunks: Sequence[nn.Module], part: Callable[[nn.Parameter], Tensor], tr
         (i, j, name, p)
         for i, chunk in enumerate(chunks)
         for j, (name, p) in enumerate(unwrap_model(chunk).named_parameters())
-        if p.requires_grad or not trained_only
+        if (p.requires_grad or not trained_only) and p.numel()
     ]
     if not named:
         return

@@ -22,6 +22,7 @@ from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.lora import attach_adapters, without_dropout
 from megagrpo.policy.optimizer import build_optimizer, build_scheduler, learning_rate, wrap_data_parallel
+from megagrpo.policy.stored import store_weights
 from megagrpo.types import LossFn, LossInputs, MicroBatch, RefHead, TrainBatch, Truncation
 
 from megatron.core.distributed import finalize_model_grads  # isort: skip
@@ -45,9 +46,12 @@ class MegatronPolicy:
             recompute=config.model.recompute,
             sequence_parallel=config.parallel.sequence_parallel,
             own_linears=config.lora.enabled,
+            init_weights=config.model.base_storage == "none",
         )
         if config.lora.enabled:
             attach_adapters(self.chunks, config.lora, config.model.recompute)
+        if config.model.base_storage != "none":
+            store_weights(self.chunks, config.model.base_storage)
         self.model = wrap_data_parallel(self.chunks, config.train, layout.dp_cp_size)
         self.optimizer = build_optimizer(self.model, config.train, self.dtype)
         self.scheduler = build_scheduler(self.optimizer, config.train, config.run.max_steps * config.algorithm.updates_per_step)

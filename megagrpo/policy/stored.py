@@ -87,7 +87,7 @@ def store_weights(chunks: Sequence[nn.Module], storage: str) -> None:
         for linear in chunk.decoder.modules():
             if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)):
                 linear.stored = StoredWeight(linear.weight, storage)
-                linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+                linear.weight = nn.Parameter(linear.weight.new_empty(0, 0), requires_grad=False)
                 linear.__class__ = _stored(type(linear))
 
 
@@ -106,7 +106,9 @@ class Stored:
         return output if bias is None else output + bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        return {}
+        whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        del whole[f"{prefix}weight"]
+        return whole
 
 
 class _Product(torch.autograd.Function):

@@ -25,6 +25,7 @@ from megagrpo.parallel.ranks import RankFailed, run_ranks
 from megagrpo.plan import plan
 from megagrpo.plan.shapes import model_shape
 from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.stored import BLOCK_SIZE
 from megagrpo.verify.compare import compare
 from megagrpo.verify.report import Verdict, as_json, as_text, header, summary
 from megagrpo.verify.shrink import plainly, random_samples, shrink_config, shrink_model
@@ -81,7 +82,8 @@ def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int |
     ranks = ranks or (dp * replica if dp else config.parallel.smallest_world)
     if problems := plan(config, ranks).problems:
         raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *problems]))
-    model = shrink_model(model_shape(config.model.path), config.parallel)
+    unit = 1 if config.model.base_storage == "none" else BLOCK_SIZE
+    model = shrink_model(model_shape(config.model.path), config.parallel, unit)
     return Case(layout_text(config.parallel, ranks // replica), config, ranks, shrink_config(config), model)
 
 

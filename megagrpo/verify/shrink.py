@@ -66,8 +66,9 @@ def plainly(config: RunConfig) -> RunConfig:
     )
 
 
-def shrink_model(raw: dict[str, Any], parallel: ParallelSection) -> HfConfig:
-    """A small model of the architecture that `raw`, a config.json, describes, large enough for `parallel`.
+def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) -> HfConfig:
+    """A small model of the architecture that `raw`, a config.json, describes, large enough for `parallel`. The width of the hidden states,
+    and what a rank holds of heads and of the MLP, are multiples of `unit`.
 
     Kept: the family with its biases and norms, tied or untied embeddings, query heads per KV head, whether a rank holds several KV heads,
     whether heads add up to the hidden size, rotary scaling; of a mixture of experts, whether a token has several and a layer none.
@@ -75,14 +76,14 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection) -> HfConfig:
     real = parse_hf_config(raw)
     kv_heads = parallel.tp * min(2, ceil(real.num_kv_heads / parallel.tp))
     heads = kv_heads * (real.num_heads // real.num_kv_heads)
-    head_dim = 16 if heads < 8 else 8
+    head_dim = padded(16 if heads < 8 else 8, unit)
     small = dict(
         num_hidden_layers=sum(_few_layers(parallel.pipeline_layers) or []) or max(2, parallel.pp * parallel.vpp),
         hidden_size=heads * head_dim * (1 if real.hidden_size == real.num_heads * real.head_dim else 2),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=padded(96, lcm(parallel.tp, parallel.expert_tp)),
+        intermediate_size=padded(96, lcm(unit * parallel.tp, parallel.expert_tp)),
         vocab_size=VOCABULARY,
     )
     if real.experts is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.bridge.families import adapter_blocks, blocks, trained_blocks
+from megagrpo.bridge.families import adapter_blocks, blocks, fill, trained_blocks
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.look_ahead import look_ahead
@@ -90,11 +90,7 @@ def fill_weights(
 ) -> None:
     """The tensors that `weights(name, shape)` gives, cut for this rank; the vocabulary's padding is 0."""
     for _, parameter, found in (*blocks(policy.chunks, hf_config, layout), *adapter_blocks(policy.chunks, hf_config, layout)):
-        parameter.zero_()
-        for block in found:
-            part = weights(block.name, block.shape).narrow(block.dim, block.start, block.stop - block.start)
-            place = block.view(parameter)
-            place.copy_(part.reshape(place.shape))
+        fill(parameter, found, lambda b: weights(b.name, b.shape).narrow(b.dim, b.start, b.stop - b.start))
 
 
 @torch.no_grad()

@@ -58,3 +58,11 @@ def test_adapters_go_to_vllm_alone_and_train_as_merged_weights_do(run, tmp_path)
         assert found["reward"] == pytest.approx(merged["reward"], abs=0.05) and found["grad_norm"] == pytest.approx(
             merged["grad_norm"], rel=0.2
         )
+
+
+@pytest.mark.parametrize("storage", ["fp8", "nf4"])
+def test_vllm_samples_from_the_rounded_weights_that_the_trainer_computes_with(storage, run, tmp_path):
+    stored = world.train(tmp_path, *LORA, "run.max_steps=2", f"model.base_storage={storage}")
+    assert stored.code == 0, stored.err
+    assert all(line["token_mult_prob_error"] < 1.001 and line["train/skipped_steps"] == 0 for line in stored.metrics)
+    assert [row["completion"] for row in stored.completions] != [row["completion"] for row in run.completions][: len(stored.completions)]

@@ -348,3 +348,22 @@ def test_adapters_in_experts_are_refused_and_all_linear_leaves_them_out(folder):
     assert problem.startswith("lora.target_modules: up_proj of qwen3_moe are in its experts, which have no adapters; leave them out")
     made = dict(plan(config(folder, "lora.rank=4"), 1).rows)["LoRA"]
     assert f"{4 * 30 * (4 * 576 + 2 * 576 + 2 * 192):,} trained" in made
+
+
+def test_weights_in_fewer_bits_take_less_room_and_must_be_cut_into_blocks(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+
+    def weights(storage: str) -> float:
+        settings = config(folder, "lora.rank=32", "model.precision=bf16", f"model.base_storage={storage}")
+        assert plan(settings, 1).problems == []
+        return trainer_memory(settings, parse_hf_config(LLAMA_8B), dp=1)["generate"]["weights"]
+
+    linears = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) / 2**30
+    assert weights("none") - weights("fp8") == pytest.approx(linears * (2 - 1 - 4 / 64))
+    assert weights("none") - weights("nf4") == pytest.approx(linears * (2 - 0.5 - 4 / 64))
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B | dict(intermediate_size=14336 + 32)))
+    (problem,) = plan(config(folder, "lora.rank=32", "model.base_storage=nf4"), 1).problems
+    assert problem.startswith("model.base_storage: a rank's part of intermediate_size is 14368, and 64 elements share a scale")
+    (folder / "config.json").write_text(json.dumps(MIXED))
+    (problem,) = plan(config(folder, "lora.rank=4", "model.base_storage=fp8"), 1).problems
+    assert problem == "model.base_storage: fp8 is for linears, and qwen3_moe has experts; choose none"
