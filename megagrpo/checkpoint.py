@@ -27,6 +27,7 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import together
 from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.optimizer import dense_moments
 from megagrpo.policy.reference import Reference
 from megagrpo.types import TrainState
 
@@ -84,14 +85,14 @@ class Checkpointer:
             raise CheckpointError(f"{path} is not a complete checkpoint: {e}") from e
         same_layout = saved["layout"] == self._layout_of_rng()
         with_reference = saved["reference_moved"] and self.reference is not None
-        state, _ = self._sharded_state(is_loading=True, with_rng=same_layout, with_reference=with_reference)
-        try:
-            loaded = dist_checkpointing.load(state, str(path))
-        except (Exception, CheckpointException) as e:  # the latter is no Exception to Python
-            raise CheckpointError(f"{path} cannot be read, or does not fit this model: {e}") from e
-        for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True):
-            chunk.load_state_dict(loaded[name], strict=not self.policy.config.lora.enabled)
-        with torch.no_grad():  # float32 shards are views of leaves, which autograd would guard
+        with dense_moments(self.policy.optimizer), torch.no_grad():  # float32 shards are views of leaves, which autograd would guard
+            state, _ = self._sharded_state(is_loading=True, with_rng=same_layout, with_reference=with_reference)
+            try:
+                loaded = dist_checkpointing.load(state, str(path))
+            except (Exception, CheckpointException) as e:  # the latter is no Exception to Python
+                raise CheckpointError(f"{path} cannot be read, or does not fit this model: {e}") from e
+            for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True):
+                chunk.load_state_dict(loaded[name], strict=not self.policy.config.lora.enabled)
             self.policy.optimizer.load_state_dict(loaded["optimizer"])
         self.policy.scheduler.load_state_dict(loaded["scheduler"])
         if with_reference:
@@ -112,9 +113,10 @@ class Checkpointer:
 
     def _write(self, partial: Path) -> None:
         device.release_memory()  # writing takes two more copies of weights and optimizer state
-        sharded, metadata = self._sharded_state(is_loading=False, with_rng=True, with_reference=self._reference_moved)
         try:
-            dist_checkpointing.save(sharded, str(partial), content_metadata=metadata, async_strategy="mcore")
+            with dense_moments(self.policy.optimizer):
+                sharded, metadata = self._sharded_state(is_loading=False, with_rng=True, with_reference=self._reference_moved)
+                dist_checkpointing.save(sharded, str(partial), content_metadata=metadata, async_strategy="mcore")
         except CheckpointException as error:  # no Exception to Python; the first rank alone knows who failed
             who = ", ".join(f"rank {rank}" for rank in error.failures) or "a rank"
             free = shutil.disk_usage(self.folder).free / 2**30

@@ -114,7 +114,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         own_part(layout, launcher.start if launcher else lambda: None, here=first)
 
     torch.manual_seed(config.run.seed)
-    policy = MegatronPolicy(config, layout, hf_config)
+    with _problems_of_the_config():
+        policy = MegatronPolicy(config, layout, hf_config)
     reference = None
     if reference_folder is not None:
         load_hf(policy.chunks, hf_config, reference_folder, layout)

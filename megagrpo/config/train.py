@@ -38,5 +38,9 @@ class TrainSection(Section):
     logprob_chunk: PositiveInt = 256
     """Tokens whose logits exist at once in the LM head. Each chunk adds to the gradient of the whole head: on GPUs, where that is memory
     traffic beside little arithmetic, a larger one is faster."""
+    optimizer_state_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """What AdamW's two moments are kept in between steps: 8, 4 or 2 bytes per weight. Rounded at random, so that none gets stuck."""
+    optimizer_offload: bool = False
+    """Keep the moments in the host's memory between steps; a step brings them to the GPU, one tensor after the other."""
     distributed_optimizer: bool = True
     """Shard optimizer state and master weights over the data-parallel ranks."""

@@ -11,6 +11,7 @@ from megagrpo.plan.shapes import layers_of_ranks, num_parameters, stage_adapters
 from megagrpo.policy.hf_config import HfConfig
 
 GIB = 2**30
+MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}  # of both, with their share of two scales
 STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # of a weight, with its share of a scale
 
 
@@ -28,7 +29,8 @@ def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> di
     trained, trained_experts = (adapters, 0) if config.lora.enabled else (outside, experts)
     copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
     weight_bytes = 4 if config.model.precision == "fp32" else 2
-    optimizer_bytes = 8 if weight_bytes == 4 else 12  # two moments, and master weights beside bf16
+    moment_bytes = 0 if train.optimizer_offload else MOMENT_BYTES[train.optimizer_state_dtype]
+    optimizer_bytes = moment_bytes + (0 if weight_bytes == 4 else 4)  # and master weights beside bf16
     stored = 0 if config.model.base_storage == "none" else stage_linears(model, p)[stage]
     resident = {
         "weights": (parameters - stored) * weight_bytes + stored * STORED_BYTES.get(config.model.base_storage, 0),

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-import megagrpo.parallel.device  # noqa: F401  (prepares the platform before megatron is imported)
+import megagrpo.parallel.device as device
 from megagrpo.config import TrainSection
+from megagrpo.parallel.compact_adam import CompactAdam
 
+from megatron.core import optimizer  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 from megatron.core.optimizer.param_layout import FullParamLayout  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
+
+MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def wrap_data_parallel(chunks: Sequence[torch.nn.Module], train: TrainSection, dp_cp_size: int) -> list[DistributedDataParallel]:
@@ -46,7 +52,12 @@ def _buffer_layout(chunk: torch.nn.Module, config: DistributedDataParallelConfig
 
 
 def build_optimizer(wrapped: Sequence[DistributedDataParallel], train: TrainSection, dtype: torch.dtype) -> MegatronOptimizer:
-    """AdamW over all chunks; bfloat16 weights get float32 masters. Norms and biases are not decayed."""
+    """AdamW over all chunks; bfloat16 weights get float32 masters. Norms and biases are not decayed.
+
+    ValueError when moments are to leave a GPU that is not there.
+    """
+    if train.optimizer_offload and not device.has_gpu():
+        raise ValueError("train.optimizer_offload: there is no GPU here whose memory it would free; set it to false")
     config = OptimizerConfig(
         optimizer="adam",
         lr=train.learning_rate,
@@ -60,16 +71,43 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], train: TrainSect
         params_dtype=dtype,
         use_distributed_optimizer=train.distributed_optimizer,
     )
-    return get_megatron_optimizer(config, list(wrapped))
+    with _adam(train):
+        return get_megatron_optimizer(config, list(wrapped))
 
 
-def build_scheduler(optimizer: MegatronOptimizer, train: TrainSection, total_steps: int) -> OptimizerParamScheduler:
+@contextlib.contextmanager
+def _adam(train: TrainSection) -> Iterator[None]:
+    """Inside, Megatron builds the Adam that keeps moments as `train` says, in place of the fused one where that is another."""
+    stock = optimizer.Adam
+    if train.optimizer_state_dtype != "fp32" or train.optimizer_offload:
+        optimizer.Adam = partial(CompactAdam, dtype=MOMENT_DTYPES[train.optimizer_state_dtype], offload=train.optimizer_offload)
+    try:
+        yield
+    finally:
+        optimizer.Adam = stock
+
+
+@contextlib.contextmanager
+def dense_moments(built: MegatronOptimizer) -> Iterator[None]:
+    """Inside, moments are float32 tensors in the optimizer's state, as Megatron's checkpoints read and write them."""
+    parts = [part.optimizer for part in getattr(built, "chained_optimizers", [built])]
+    compact = [part for part in parts if isinstance(part, CompactAdam)]
+    for part in compact:
+        part.dense_moments()
+    try:
+        yield
+    finally:
+        for part in compact:
+            part.compact_moments()
+
+
+def build_scheduler(built: MegatronOptimizer, train: TrainSection, total_steps: int) -> OptimizerParamScheduler:
     """Linear warm-up to `learning_rate` in `warmup_steps`, then constant, linear or cosine to `min_learning_rate` at `total_steps`.
 
     Advance it before each optimizer step: step k of the warm-up uses k / warmup_steps of the rate, so the first step moves too.
     """
     return OptimizerParamScheduler(
-        optimizer,
+        built,
         init_lr=0.0,
         max_lr=train.learning_rate,
         min_lr=train.min_learning_rate,
@@ -99,6 +137,6 @@ def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
 
 
-def learning_rate(optimizer: MegatronOptimizer) -> float:
+def learning_rate(built: MegatronOptimizer) -> float:
     """The rate the last step used."""
-    return float(optimizer.param_groups[0]["lr"])
+    return float(built.param_groups[0]["lr"])

@@ -111,8 +111,8 @@ def test_a_step_on_stored_weights_equals_one_on_dense_weights_that_were_rounded_
 
 
 def _measure(storage: str) -> tuple[int, int, int, bool]:
-    """Bytes that the blocks' linears hold; how many shapes of their weights are among the tensors kept for the backward pass; how many weights
-    the engine gets with something added, and whether these are linears'."""
+    """Bytes that the blocks' linears hold; how many shapes of their weights are among the tensors kept for the backward pass; how many
+    weights the engine gets with something added, and whether these are linears'."""
     settings = config({}, storage)
     layout = init_layout(settings.parallel)
     policy = MegatronPolicy(settings, layout, model())

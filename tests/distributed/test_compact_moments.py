@@ -1,0 +1,68 @@
+"""Moments in fewer bits in a policy: the step is the same, and a checkpoint continues bit by bit."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_policy import tiny_model, tiny_run
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.checkpoint import Checkpointer
+from megagrpo.data.packing import pack, packing_rules
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.types import TrainState
+from megagrpo.verify.compare import compare
+from megagrpo.verify.shrink import plainly, random_samples
+from megagrpo.verify.step import fill_weights, take_step, whole_tensors
+
+
+def config(dtype: str, sharded: bool, precision: str = "fp32"):
+    train = dict(optimizer_state_dtype=dtype, distributed_optimizer=sharded, share_prompts=False)
+    return tiny_run({}, train=train, model=dict(precision=precision), algorithm=dict(beta=0.0))
+
+
+def _train(folder, settings, steps: int, restart_after: int | None):
+    layout, hf_config = init_layout(settings.parallel), tiny_model("llama_tied")
+    policy = MegatronPolicy(settings, layout, hf_config)
+    fill_weights(policy, hf_config, layout)
+    policy.weights_changed()
+    batch = pack(random_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    for step in range(steps):
+        policy.train_step(batch, make_loss(settings), batch.num_tokens)
+        if step == restart_after:
+            (folder / "config.json").write_text("{}")
+            saver = Checkpointer(folder / "saved", layout, policy, 1, folder)
+            saver.save(TrainState(step=1))
+            policy = MegatronPolicy(settings, layout, hf_config)
+            Checkpointer(folder / "saved", layout, policy, 1, folder).load(saver.latest())
+    parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
+    moments = {t.dtype for part in parts for state in part.optimizer.state.values() for t in state.values()}
+    return whole_tensors(policy, hf_config, layout, lambda p: p.data)[0], moments
+
+
+@pytest.mark.parametrize(("dtype", "sharded", "precision"), [("fp8", True, "bf16"), ("bf16", False, "fp32")])
+def test_a_run_that_stops_and_goes_on_has_the_same_weights(dtype, sharded, precision, tmp_path):
+    settings = config(dtype, sharded, precision)
+    whole, moments = run_ranks(_train, 2, tmp_path, settings, 3, None)[0]
+    resumed, _ = run_ranks(_train, 2, tmp_path, settings, 3, 1)[0]
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    assert torch.float8_e4m3fn in moments if dtype == "fp8" else moments == {torch.bfloat16}
+
+
+def test_the_first_step_is_that_of_float32_moments():
+    (found,) = run_ranks(take_step, 1, config("fp8", False), tiny_model("llama_tied"), random_samples())
+    (expected,) = run_ranks(take_step, 1, plainly(config("fp32", False)), tiny_model("llama_tied"), random_samples())
+    assert [d for d in compare(found, expected) if not d.passed] == []
+
+
+def _offload() -> str:
+    settings = config("fp32", True)
+    settings = settings.model_copy(update=dict(train=settings.train.model_copy(update=dict(optimizer_offload=True))))
+    with pytest.raises(ValueError, match="there is no GPU here whose memory it would free; set it to false") as refused:
+        MegatronPolicy(settings, init_layout(settings.parallel), tiny_model("llama_tied"))
+    return str(refused.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_there_is_nothing_to_offload():
+    assert run_ranks(_offload, 1)[0].startswith("train.optimizer_offload:")
