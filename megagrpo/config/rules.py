@@ -49,6 +49,7 @@ def cross_field_problems(config: RunConfig) -> list[str]:
     optimizer_steps = config.run.max_steps * a.updates_per_step
     if t.warmup_steps > optimizer_steps:
         problems.append(f"train.warmup_steps: {t.warmup_steps} is more than the run's {optimizer_steps} optimizer steps")
+    problems += optimizer_problems(config)
     if t.min_learning_rate > t.learning_rate:
         problems.append(f"train.min_learning_rate: {t.min_learning_rate} is above train.learning_rate {t.learning_rate}")
     if late := [step for step in config.debug.dump_steps if step > config.run.max_steps]:
@@ -142,5 +143,21 @@ def advantage_problems(a: AlgorithmSection) -> list[str]:
         problems.append(
             "algorithm.multi_objective_aggregation: normalize_then_sum normalises within groups, then over the batch; it needs "
             "advantage_estimator grpo and scale_rewards group"
+        )
+    return problems
+
+
+def optimizer_problems(config: RunConfig) -> list[str]:
+    """What Muon does not go with."""
+    t, problems = config.train, []
+    if t.optimizer != "muon":
+        return problems
+    if t.distributed_optimizer:
+        problems.append("train.distributed_optimizer: Muon needs whole matrices on every data-parallel rank; set it to false")
+    if config.lora.enabled:
+        problems.append("train.optimizer: muon is for whole weights, not for adapters; choose adam")
+    if t.optimizer_state_dtype != "fp32" or t.optimizer_offload:
+        problems.append(
+            "train.optimizer_state_dtype: Muon's momentum stays in fp32 on the device; set it to fp32, and optimizer_offload to false"
         )
     return problems

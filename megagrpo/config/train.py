@@ -10,14 +10,18 @@ from megagrpo.config.section import NonNegativeFloat, NonNegativeInt, PositiveFl
 
 
 class TrainSection(Section):
+    optimizer: Literal["adam", "muon"] = "adam"
+    """AdamW; or Muon for the matrices of the blocks, with AdamW for embeddings, LM head, norms and biases. docs/optimizers.md."""
     learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate. Muon's updates are scaled to the size of AdamW's, so one rate serves both."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up, down to `min_learning_rate` at `run.max_steps`."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Where linear and cosine end."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's momentum, of Nesterov's kind."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """AdamW beta 1."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95

@@ -29,7 +29,8 @@ def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> di
     trained, trained_experts = (adapters, 0) if config.lora.enabled else (outside, experts)
     copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
     weight_bytes = 4 if config.model.precision == "fp32" else 2
-    moment_bytes = 0 if train.optimizer_offload else MOMENT_BYTES[train.optimizer_state_dtype]
+    # Muon keeps one moment of a matrix; that the embeddings keep two is left out.
+    moment_bytes = 4 if train.optimizer == "muon" else 0 if train.optimizer_offload else MOMENT_BYTES[train.optimizer_state_dtype]
     optimizer_bytes = moment_bytes + (0 if weight_bytes == 4 else 4)  # and master weights beside bf16
     stored = 0 if config.model.base_storage == "none" else stage_linears(model, p)[stage]
     resident = {

@@ -43,6 +43,8 @@ def _multiples(of: int, near: int) -> list[int]:
 
 def expert_problems(config: RunConfig, model: HfConfig) -> list[str]:
     p, coefficient = config.parallel, config.algorithm.router_aux_loss_coef
+    if model.experts and config.train.optimizer == "muon":
+        return [f"train.optimizer: muon, and {model.family} has experts, which it does not know here; choose adam"]
     if model.experts and p.tp > 1 and not p.sequence_parallel:
         return [f"parallel.sequence_parallel: {model.family} has experts, which with parallel.tp={p.tp} need it; set it to true"]
     if coefficient and not model.experts:

@@ -101,7 +101,7 @@ class LowRank(nn.Module):
         self.lora_A = nn.Parameter(weight.new_empty(rank, weight.shape[1]))
         self.lora_B = nn.Parameter(weight.new_empty(rows, rank))
         for parameter, dim in zip((self.lora_A, self.lora_B), cut, strict=True):
-            set_tensor_model_parallel_attributes(parameter, dim is not None, 0 if dim is None else dim, 1)
+            set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
             # Each tensor-parallel rank saw a part of the sequence: finalize_model_grads sums the gradient over them.
             parameter.sequence_parallel = config.sequence_parallel and dim is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -20,6 +21,8 @@ from megatron.core.optimizer.param_layout import FullParamLayout  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
+# Of Muon's updates: their root mean square is then about that of AdamW's (Moonlight, arXiv 2502.16982).
+MUON_SCALE = 0.2
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -52,14 +55,16 @@ def _buffer_layout(chunk: torch.nn.Module, config: DistributedDataParallelConfig
 
 
 def build_optimizer(wrapped: Sequence[DistributedDataParallel], train: TrainSection, dtype: torch.dtype) -> MegatronOptimizer:
-    """AdamW over all chunks; bfloat16 weights get float32 masters. Norms and biases are not decayed.
+    """AdamW over all chunks, or Muon and AdamW; bfloat16 weights get float32 masters. Norms and biases are not decayed.
 
-    ValueError when moments are to leave a GPU that is not there.
+    ValueError when moments are to leave a GPU that is not there, or when the package with Muon is not installed.
     """
+    if train.optimizer == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
+        raise ValueError("train.optimizer: muon is in a package that is not installed; pip install emerging-optimizers, or choose adam")
     if train.optimizer_offload and not device.has_gpu():
         raise ValueError("train.optimizer_offload: there is no GPU here whose memory it would free; set it to false")
     config = OptimizerConfig(
-        optimizer="adam",
+        optimizer=train.optimizer,
         lr=train.learning_rate,
         min_lr=train.min_learning_rate,
         weight_decay=train.weight_decay,
@@ -70,6 +75,11 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], train: TrainSect
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=train.distributed_optimizer,
+        muon_momentum=train.muon_momentum,
+        muon_nesterov=True,
+        muon_extra_scale_factor=MUON_SCALE,
+        muon_tp_mode="duplicated",  # every rank orthogonalises whole matrices: the same step in every layout
+        muon_fp32_matmul_prec="highest" if dtype == torch.float32 else "medium",
     )
     with _adam(train):
         return get_megatron_optimizer(config, list(wrapped))
