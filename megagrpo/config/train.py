@@ -13,7 +13,7 @@ class TrainSection(Section):
     optimizer: Literal["adam", "muon"] = "adam"
     """AdamW; or Muon for the matrices of the blocks, with AdamW for embeddings, LM head, norms and biases. docs/optimizers.md."""
     learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate. Muon's updates are scaled to the size of AdamW's, so one rate serves both."""
+    """Peak learning rate of AdamW. Muon's updates are scaled to the size of AdamW's, so that one rate serves both."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up, down to `min_learning_rate` at `run.max_steps`."""
     warmup_steps: NonNegativeInt = 0

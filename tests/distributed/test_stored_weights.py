@@ -90,8 +90,15 @@ def model():
     return shrink_model(SHAPES["qwen2_untied"], LARGEST, unit=BLOCK_SIZE)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("case", "storage"),
+    [
+        (case, storage) if storage == "nf4" else pytest.param(case, storage, marks=pytest.mark.full)
+        for case in CASES
+        for storage in STORAGES
+    ],
+    ids=str,
+)
 def test_a_step_on_stored_weights_equals_that_of_one_process(case, storage):
     recompute = "full" if case.name == "tp2_pp2" else "none"
     settings = config(case.parallel, storage, case.train, recompute)

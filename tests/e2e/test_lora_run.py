@@ -49,17 +49,6 @@ def test_a_run_continues_from_an_adapter_which_is_its_reference(run, tmp_path):
     assert refused.code == 2 and "lora.rank: 4, and the adapter in" in refused.err
 
 
-def test_adapters_go_to_vllm_alone_and_train_as_merged_weights_do(run, tmp_path):
-    alone = world.train(tmp_path, *LORA, "run.max_steps=3", "lora.sync=adapter", launched=True)
-    assert alone.code == 0, alone.err
-    assert all(line["token_mult_prob_error"] < 1.001 for line in alone.metrics)
-    assert [line["weight_version"] for line in alone.metrics] == [2, 3, 4]
-    for found, merged in zip(alone.metrics, run.metrics, strict=False):
-        assert found["reward"] == pytest.approx(merged["reward"], abs=0.05) and found["grad_norm"] == pytest.approx(
-            merged["grad_norm"], rel=0.2
-        )
-
-
 @pytest.mark.parametrize("storage", ["fp8", "nf4"])
 def test_vllm_samples_from_the_rounded_weights_that_the_trainer_computes_with(storage, run, tmp_path):
     stored = world.train(tmp_path, *LORA, "run.max_steps=2", f"model.base_storage={storage}")

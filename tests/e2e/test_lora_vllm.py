@@ -1,4 +1,5 @@
-"""Adapters that lie in Megatron's shards reach a vLLM server exactly, and it samples with them: with the last ones, and with no others."""
+"""Adapters that lie in Megatron's shards reach a vLLM server exactly, and it samples with them: with the last ones, and with no others. The
+server is that of runs that send adapters alone."""
 
 from __future__ import annotations
 
@@ -21,18 +22,20 @@ from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.lora import attach_adapters
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_server import VllmEngine
-from megagrpo.types import SamplingParams
+from megagrpo.types import Prompt, SamplingParams
 from megagrpo.verify.shrink import random_tensor
-from tests.e2e.tiny_servers import PROMPTS, launch, model_folder, naive_logprobs, weights
+from tests.e2e import world
+from tests.e2e.tiny_servers import launch, naive_logprobs
 
 LORA = LoraSection(rank=4, alpha=6.0, use_rslora=True)
 GREEDY = SamplingParams(0.0, 12)
+PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 250 for k in range(4 + i)), "") for i in range(5)]
 
 
 @pytest.fixture(scope="module")
 def engine() -> VllmEngine:
     """On a server that takes adapters."""
-    launcher = launch(model_folder("llama"), "lora", lora_rank=LORA.rank)
+    launcher = launch(world.folder() / "model", "lora", lora_rank=LORA.rank)
     launcher.wait()
     return VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, lora=True)
 
@@ -40,7 +43,7 @@ def engine() -> VllmEngine:
 def push(parallel: dict, engine, salt: str, out: Path, version: int, lora: LoraSection = LORA, spoil: float = 0.0) -> int:
     """Make adapters that depend on `salt`, write the merged model to `out`, and push them; bytes that the workers read."""
     layout = init_layout(ParallelSection(**parallel))
-    folder = model_folder("llama")
+    folder = world.folder() / "model"
     hf_config = load_hf_config(folder)
     chunks = build_model(hf_config, layout, dtype=torch.float32, own_linears=True)
     attach_adapters(chunks, lora, recompute="none")
@@ -83,7 +86,7 @@ def test_a_server_samples_with_the_adapter_that_came_last(engine, tmp_path):
     assert served(engine) == ["policy", f"policy-{engine.weight_version}"]
     sync(engine, "a", tmp_path / "again")
     assert answers(engine) == first
-    base = weights(model_folder("llama"))
+    base = load_file(world.folder() / "model/model.safetensors")
     assert read < sum(t.nbytes for t in base.values()) and load_file(tmp_path / "a/model.safetensors").keys() == base.keys()
 
 
@@ -107,3 +110,14 @@ def test_what_a_worker_holds_must_be_what_was_written():
     for wrong in ({"layers.0.mlp.up_proj": ["1", "2"]}, sums | {"layers.0.mlp.down_proj": ["3", "5"]}):
         with pytest.raises(WeightSyncError, match=r"here, worker 1: the adapter of .*down_proj is not the one that was written"):
             verify_adapter(sums, [report | {"sums": wrong}])
+
+
+def test_a_run_that_sends_adapters_alone_trains_as_one_that_sends_weights(engine, tmp_path):
+    lora = ("lora.rank=4", "lora.alpha=64", "train.learning_rate=5e-3", "run.max_steps=3")
+    merged = world.train(tmp_path / "merged", *lora)
+    alone = world.train(tmp_path / "alone", *lora, "lora.sync=adapter", f"rollout.urls={engine.urls}")
+    assert (alone.code, merged.code) == (0, 0), alone.err
+    assert all(line["token_mult_prob_error"] < 1.001 for line in alone.metrics)
+    assert [line["weight_version"] for line in alone.metrics] == [2, 3, 4] and served(engine)[-1] == "policy-4"
+    for found, expected in zip(alone.metrics, merged.metrics, strict=True):
+        assert found["reward"] == pytest.approx(expected["reward"], abs=0.05)
