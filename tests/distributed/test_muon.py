@@ -21,8 +21,8 @@ STEPS = (
 )
 
 
-def config(parallel: dict):
-    train = dict(optimizer="muon", distributed_optimizer=False, max_grad_norm=0.0, weight_decay=DECAY, share_prompts=False)
+def config(parallel: dict, **options):
+    train = dict(optimizer="muon", distributed_optimizer=False, max_grad_norm=0.0, weight_decay=DECAY, share_prompts=False) | options
     return tiny_run(parallel, train=train, algorithm=dict(beta=0.0))
 
 
@@ -70,11 +70,13 @@ def test_the_matrices_of_blocks_follow_the_formula_and_the_rest_adam(one):
 @pytest.mark.parametrize("case", [Case("tp2_sp", 2, dict(tp=2, sequence_parallel=True)), Case("pp2_dp2", 4, dict(pp=2))], ids=str)
 def test_the_step_is_the_same_in_every_layout(case, one):
     found = step(case)
-    assert [d for d in compare(found, one) if not d.passed and d.kind != "next weight"] == [] and found.disagreement == 0
-    assert max(relative_error(found.weights[name], tensor) for name, tensor in one.weights.items()) < 1e-4
+    assert [d for d in compare(found, one) if not d.passed] == [] and found.disagreement == 0
 
 
 def test_a_run_that_stops_and_goes_on_has_the_same_weights(tmp_path):
     whole = run_ranks(_train, 2, tmp_path, config(dict(tp=2)), 3, None)[0][0]
     resumed = run_ranks(_train, 2, tmp_path, config(dict(tp=2)), 3, 1)[0][0]
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    lighter = run_ranks(_train, 2, tmp_path, config(dict(tp=2), muon_momentum=0.5), 3, None)[0][0]
+    matrices = {name for name in whole if name.endswith("_proj.weight")}
+    assert {name for name, tensor in whole.items() if not torch.equal(lighter[name], tensor)} >= matrices
