@@ -10,7 +10,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.bridge.adapters import fill_adapters, fresh_matrix, read_lora, save_adapter
+from megagrpo.bridge.adapters import fill_adapters, fresh_matrix, load_adapter, read_lora, save_adapter
 from megagrpo.bridge.export import iter_full
 from megagrpo.bridge.families import adapter_blocks
 from megagrpo.bridge.load import load_hf
@@ -184,19 +184,29 @@ BROKEN = {
     "lora.alpha: 10.0, and the adapter": ({}, dict(lora_alpha=3)),
     "has use_dora True; only plain LoRA": ({}, dict(use_dora=True)),
     "has peft_type LOHA": ({}, dict(peft_type="LOHA")),
-    "lora.target_modules: .* is only in": (dict(target_modules=["q_proj"]), {}),
+    "lora.target_modules: .*lora_A.weight is only in the model": ({}, {}),  # a tensor is left out
+    "lora.adapter_path: .* has shape": ({}, {}),  # a tensor is cut
 }
 
 
 def _refused(root, folder) -> None:
+    _, layout, hf_config, policy, _ = prepare(root, {})
     for number, (message, (lora, in_file)) in enumerate(BROKEN.items()):
         broken = folder / str(number)
         broken.mkdir()
+        tensors = load_file(root / "adapter/adapter_model.safetensors")
+        first = min(tensors)
+        if "only in the model" in message:
+            del tensors[first]
+        elif "has shape" in message:
+            tensors[first] = tensors[first][:, :-1].contiguous()
+        save_file(tensors, broken / "adapter_model.safetensors")
         saved = json.loads((root / "adapter/adapter_config.json").read_text()) | in_file
-        save_file(load_file(root / "adapter/adapter_model.safetensors"), broken / "adapter_model.safetensors")
         (broken / "adapter_config.json").write_text(json.dumps(saved))
         with pytest.raises(ValueError, match=message):
-            prepare(root, {}, **lora, adapter_path=str(broken))
+            load_adapter(policy.chunks, hf_config, layout, broken, LoraSection(**LORA | lora))
+    with pytest.raises(ValueError, match="holds no adapter_config.json; name a folder that PEFT"):
+        load_adapter(policy.chunks, hf_config, layout, root / "model", LoraSection(**LORA))
 
 
 def test_an_adapter_that_does_not_fit_is_refused(made, tmp_path):
