@@ -79,4 +79,6 @@ def test_the_tool_merges_an_adapter_into_its_model(root, tmp_path):
     run_ranks(_push, 1, root, {}, tmp_path / "shm", tmp_path / "expected")
     merged, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
     assert all(torch.equal(merged[name].bfloat16(), tensor) for name, tensor in expected.items())
+    (tmp_path / "step_000001/adapter").mkdir(parents=True)
+    assert run_ranks(run_tool, 1, "megatron_to_hf.py", tmp_path / "step_000001", tmp_path / "none") == [2]
     assert run_ranks(run_tool, 1, "merge_adapter.py", root / "model", tmp_path / "none", "--model", root / "model") == [2]
