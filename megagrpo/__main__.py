@@ -1,4 +1,4 @@
-"""`megagrpo train|plan|verify CONFIG [key=value ...]`: parse, dispatch, nothing else."""
+"""`megagrpo train|plan|verify|eval CONFIG [key=value ...]` and the rest: parse, dispatch, nothing else."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ USAGE = """\
 megagrpo train CONFIG [key=value ...] [--resume]    run GRPO as one rank; launch/local.sh starts every rank of this machine
 megagrpo plan  CONFIG [key=value ...] [world_size=N] [gpu_memory_gb=G]    check a run and show what each rank holds; needs no GPU
 megagrpo verify CONFIG [key=value ...] [--layout tp=2,pp=2,dp=2 ...] [--ranks N] [--json] [--full]    prove layouts against one process
+megagrpo eval  CONFIG [key=value ...] [--checkpoint latest|best|PATH] [--adapter FOLDER] [--output FILE]    evaluate held-out sets with vLLM
+megagrpo generate CONFIG_OR_MODEL [PROMPT | -] [--checkpoint ...] [--adapter FOLDER] ...    ask a model, or talk to it; --help says more
 megagrpo audit RUN --step N [--json] [--model FOLDER]    recompute a step that a run has dumped; needs no GPU
 
 CONFIG is a YAML file; key=value replaces one of its values, as in train.learning_rate=1e-5 or rewards.functions.0.weight=2.
@@ -25,13 +27,14 @@ _FLAG = dict(action="store_true")
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "train": {"resume": _FLAG},
     "plan": {},
+    "eval": {"checkpoint": {}, "adapter": {}, "output": {}},
     "verify": {"layout": dict(action="append"), "ranks": dict(type=int), "json": _FLAG, "full": _FLAG},
 }
 
 
 @dataclass(frozen=True)
 class Command:
-    """What the command line asks for. `sizes` are the arguments of `plan` that are no keys of the config, `options` those of `verify`."""
+    """What the command line asks for. `sizes` are the arguments of `plan` that are no keys of the config, `options` those of the others."""
 
     name: str
     config_path: Path
@@ -101,6 +104,10 @@ def main(arguments: list[str] | None = None) -> int:
             from megagrpo.audit import command as audit
 
             return audit.main(arguments[1:])
+        if arguments[:1] == ["generate"]:
+            from megagrpo import generate
+
+            return generate.main(arguments[1:])
         command = parse(arguments)
         if command.name == "plan":
             from megagrpo import plan
@@ -110,6 +117,10 @@ def main(arguments: list[str] | None = None) -> int:
             from megagrpo.verify import command as verify
 
             return verify.main(command.config_path, command.overrides, **command.options)
+        if command.name == "eval":
+            from megagrpo.evaluation import command as evaluation
+
+            return evaluation.main(command.config, command.config_path, **command.options)
         from megagrpo import train
 
         return train.main(command.config, command.config_path)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from megagrpo.bridge.adapters import ADAPTER_FILES
+from megagrpo.bridge.convert import export_alone
+from megagrpo.bridge.sources import resolve_model
+from megagrpo.checkpoint import BEST, STATE_FILE, newest_checkpoint
 from megagrpo.config import RunConfig
+from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.parallel import device
+from megagrpo.parallel.ranks import RankFailed, run_ranks
 from megagrpo.rollout.launcher import LORA_RANKS, Launcher, ServerOptions
+from megagrpo.rollout.vllm_server import VllmEngine, check_urls
 
-ADAPTER = "adapter"  # the name under which a server knows a LoRA adapter
+ADAPTER = "adapter"  # what a server calls a LoRA adapter it was started with
+LATEST = "latest"
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -19,21 +30,23 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def make_launcher(config: RunConfig, model_folder: Path, log_folder: Path, dtype: str, adapter: Path | None = None) -> Launcher:
+def make_launcher(
+    config: RunConfig, model_folder: Path, log_folder: Path, dtype: str, adapter: Path | None = None, max_model_len: int | None = None
+) -> Launcher:
     """The servers that `rollout` describes, on `model_folder`, not yet started; they log into `log_folder`. With the PEFT folder `adapter`
-    they also serve the model ADAPTER. ValueError when that is no adapter."""
+    they also serve the model ADAPTER. `max_model_len` None: what the run and its evaluation need. ValueError when `adapter` is none."""
     r = config.rollout
     options = ServerOptions(
         model=str(model_folder.resolve()),
         dtype=dtype,
-        max_model_len=config.longest_sequence,
+        max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
         max_num_seqs=r.max_num_seqs,
         kv_cache_gb=r.kv_cache_gb,
         gpu_memory_utilization=r.gpu_memory_utilization,
         enforce_eager=r.enforce_eager,
         deterministic=config.run.deterministic,
-        lora_rank=config.lora.rank if config.lora.syncs_adapters else 0,
+        lora_rank=config.lora.rank if config.lora.syncs_adapters and adapter is None else 0,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
     return Launcher(
@@ -51,3 +64,76 @@ def adapter_arguments(adapter: Path | None) -> list[str]:
         raise ValueError(f"--adapter: {adapter} holds no adapter_config.json of PEFT with a rank `r`: {error}") from error
     fits = next((known for known in LORA_RANKS if known >= rank), rank)
     return ["--enable-lora", "--max-lora-rank", str(fits), "--lora-modules", f"{ADAPTER}={adapter.resolve()}"]
+
+
+def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: Callable[[str], None]) -> tuple[Path, Path | None]:
+    """(Hugging Face folder, adapter or None) of what `checkpoint` names: nothing (the model of the config), `latest` or `best` of the run,
+    a checkpoint of a run, a Hugging Face folder, or a PEFT folder. A checkpoint of weights is exported into `scratch` first, by a process
+    of its own. ValueError when there is no such thing."""
+    if checkpoint is None:
+        return resolve_model(config.model.path), None
+    runs = Path(config.run.output_dir) / config.run.name / "checkpoints"
+    path = Path(checkpoint)
+    if checkpoint in (LATEST, BEST):
+        path = (newest_checkpoint(runs) if checkpoint == LATEST else runs / BEST) or runs / LATEST
+    if (path / "adapter_config.json").is_file():
+        return resolve_model(config.model.path), path
+    if (path / ADAPTER_FILES / "adapter_config.json").is_file():
+        return resolve_model(config.model.path), path / ADAPTER_FILES
+    if (path / "config.json").is_file():
+        return path, None
+    if not (path / STATE_FILE).is_file():
+        raise ValueError(f"--checkpoint: {path} is no checkpoint of a run, no Hugging Face folder and no adapter")
+    say(f"exporting {path.resolve()}")
+    try:
+        run_ranks(export_alone, 1, path.resolve(), scratch / "hf", timeout=3600)
+    except RankFailed as error:
+        raise ValueError(f"--checkpoint: {path}: {error}") from error
+    return scratch / "hf", None
+
+
+class Serving:
+    """Servers for one command: `find` the weights, `start`, do something else while they load, then ask `engine`. A context manager; on
+    the way out servers end and scratch files go. With `rollout.urls` those servers answer and nothing is started."""
+
+    def __init__(self, config: RunConfig, say: Callable[[str], None]):
+        self._config, self._say = config, say
+        self._resources = ExitStack()
+        self._launcher: Launcher | None = None
+        self.folder, self.adapter = Path(), None
+
+    def find(self, checkpoint: str | None, adapter: str | None) -> Path:
+        """The Hugging Face folder whose tokenizer and weights are used. ValueError for what is not there, and for a choice of weights
+        where the servers have theirs already."""
+        urls = self._config.rollout.urls
+        if urls and (checkpoint or adapter):
+            raise ValueError(f"rollout.urls: {', '.join(urls)} serve what they have; leave out --checkpoint and --adapter, or the urls")
+        check_urls(urls)
+        self._scratch = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="megagrpo_serving_")))
+        self.folder, self.adapter = find_weights(self._config, checkpoint, self._scratch, self._say)
+        if adapter is not None:
+            self.adapter = Path(adapter)
+        return self.folder
+
+    def start(self, max_model_len: int | None = None) -> None:
+        """Start the servers, for sequences of up to `max_model_len` tokens."""
+        if self._config.rollout.urls:
+            return
+        dtype = name_of(device.engine_precision(device.resolve_precision(self._config.model.precision)))
+        self._launcher = make_launcher(self._config, self.folder, self._scratch, dtype, self.adapter, max_model_len)
+        self._resources.callback(self._launcher.stop)
+        self._launcher.start()
+
+    def engine(self, tokenizer: Tokenizer) -> VllmEngine:
+        """The client, once they answer. EngineStartError, with the end of the log, when they do not."""
+        r, launcher = self._config.rollout, self._launcher
+        urls = launcher.wait(self._say) if launcher else r.urls
+        model = ADAPTER if self.adapter else None
+        logs = launcher.logs if launcher else ()
+        return VllmEngine(urls, tokenizer.decode, max_num_seqs=r.max_num_seqs, request_timeout=r.request_timeout, logs=logs, model=model)
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()

@@ -36,7 +36,8 @@ class VllmEngine:
 
     `urls` are the servers, `logs` their log files for messages, `decode` turns response ids into text. Each server works on up to
     `max_num_seqs` sequences; a free one takes the next prompt. When a server stops answering, its prompts go to the others. With `lora`
-    a weight version is an adapter, and the weights under it stay those that the servers started with.
+    a weight version is an adapter, and the weights under it stay those that the servers started with. `model` asks for what the servers
+    call so, such as an adapter that they started with.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class VllmEngine:
         request_timeout: float = 1800.0,
         logs: Sequence[Path] = (),
         lora: bool = False,
+        model: str | None = None,
     ):
         if not urls:
             raise ValueError("rollout.urls: no vLLM server is named and none was started")
         self.urls, self.decode, self.max_num_seqs, self.timeout = list(urls), decode, max_num_seqs, request_timeout
         self.logs = dict(zip(urls, logs, strict=False))
-        self.lora = lora
+        self.lora, self.model = lora, model
         self.weight_version = 0
         self.dead: set[str] = set()
         self._interrupted = False
@@ -232,6 +234,8 @@ class VllmEngine:
 
     def _model(self) -> dict[str, str]:
         """What a request says about whose weights it wants: nothing before the first adapter came."""
+        if self.model is not None:
+            return {"model": self.model}
         return {"model": adapter_name(self.weight_version)} if self.lora and self.weight_version else {}
 
     async def _load_weights(self, client: httpx.AsyncClient, url: str, manifest: Path, version: int, replies: Path) -> list[dict]:

@@ -14,7 +14,7 @@ LEVELS = [
     {"policy", "bridge", "rollout", "console"},
     {"weight_sync", "checkpoint", "metrics", "dump", "multi_turn", "look_ahead"},
     {"collect", "serving", "adapter_sync"},
-    {"draw", "evaluation"},
+    {"draw", "evaluation", "generate"},
     {"trainer", "plan", "verify", "report", "audit"},
     {"train", "__main__"},
 ]
