@@ -130,7 +130,15 @@ class Serving:
         urls = launcher.wait(self._say) if launcher else r.urls
         model = ADAPTER if self.adapter else None
         logs = launcher.logs if launcher else ()
-        return VllmEngine(urls, tokenizer.decode, max_num_seqs=r.max_num_seqs, request_timeout=r.request_timeout, logs=logs, model=model)
+        return VllmEngine(
+            urls,
+            tokenizer.decode,
+            max_num_seqs=r.max_num_seqs,
+            request_timeout=r.request_timeout,
+            logs=logs,
+            model=model,
+            any_version=bool(r.urls),
+        )
 
     def __enter__(self) -> Serving:
         return self

@@ -37,7 +37,7 @@ class VllmEngine:
     `urls` are the servers, `logs` their log files for messages, `decode` turns response ids into text. Each server works on up to
     `max_num_seqs` sequences; a free one takes the next prompt. When a server stops answering, its prompts go to the others. With `lora`
     a weight version is an adapter, and the weights under it stay those that the servers started with. `model` asks for what the servers
-    call so, such as an adapter that they started with.
+    call so, such as an adapter that they started with; with `any_version` they may have been given weights by others.
     """
 
     def __init__(
@@ -50,12 +50,13 @@ class VllmEngine:
         logs: Sequence[Path] = (),
         lora: bool = False,
         model: str | None = None,
+        any_version: bool = False,
     ):
         if not urls:
             raise ValueError("rollout.urls: no vLLM server is named and none was started")
         self.urls, self.decode, self.max_num_seqs, self.timeout = list(urls), decode, max_num_seqs, request_timeout
         self.logs = dict(zip(urls, logs, strict=False))
-        self.lora, self.model = lora, model
+        self.lora, self.model, self.any_version = lora, model, any_version
         self.weight_version = 0
         self.dead: set[str] = set()
         self._interrupted = False
@@ -181,7 +182,7 @@ class VllmEngine:
         """The weights that sampled `choice`; EngineError unless they are those of the last sync, e.g. after a server was restarted."""
         versions = {span["version"] for span in choice.get("weight_versions") or ()}
         expected = str(self.weight_version) if self.weight_version and not self.lora else INITIAL_VERSION
-        if versions - {expected}:
+        if versions - {expected} and not self.any_version:
             raise EngineError(f"{self._name(url)} sampled with weight version {sorted(versions)}; the last sync was {expected}")
         return self.weight_version
 

@@ -325,6 +325,21 @@ def _audit(words: list[str]) -> tuple[int, str]:
     return code, said.getvalue()
 
 
+def command(*words: Any, stdin: str = "") -> tuple[int, str, str]:
+    """Exit code, output and errors of `megagrpo` with these words."""
+    return run_ranks(_command, 1, [*map(str, words)], stdin)[0]
+
+
+def _command(words: list[str], stdin: str) -> tuple[int, str, str]:
+    out, err, sys.stdin = io.StringIO(), io.StringIO(), io.StringIO(stdin)
+    torch.distributed.destroy_process_group()  # a command has none
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    left = [pid for pid in family(os.getpid()) if pid != os.getpid() and alive(pid)]
+    assert not left, f"processes left behind: {left}"
+    return code, out.getvalue(), err.getvalue()
+
+
 def plain_tensors(checkpoint: Path) -> dict[str, Any]:
     """Every tensor of a checkpoint, weights and optimizer, by name."""
     return run_ranks(_plain_tensors, 1, checkpoint)[0]

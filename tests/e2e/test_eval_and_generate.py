@@ -1,0 +1,170 @@
+"""`megagrpo eval` and `megagrpo generate` on servers that run already and on their own, and nothing of them stays."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from statistics import fmean
+
+import pytest
+
+from tests.e2e import world
+from tests.e2e.test_evaluation import evaluations, sets
+
+
+def evaluate(tmp_path, *words, output="eval.json"):
+    code, out, err = world.command("eval", *words, "--output", tmp_path / output)
+    return code, out, err, json.loads((tmp_path / output).read_text()) if code == 0 else None
+
+
+def test_sets_are_evaluated_on_a_server_that_runs_already(tmp_path):
+    code, out, err, written = evaluate(tmp_path, *world.arguments(tmp_path, sets()))
+    assert code == 0, err
+    heads, easy, hard = out.splitlines()
+    assert heads.split() == ["set", "reward", "length", "cut", "pass@1", "pass@2", "pass@4", "maj@4"]
+    assert easy.split()[0] == "easy" and hard.split()[0] == "hard" and hard.split()[-3:] == ["-", "-", "-"]
+    responses = written["responses"]["easy"]
+    assert len(responses) == 3 * 4 and max(r["num_tokens"] for r in responses) <= 5 and len(written["responses"]["hard"]) == 4
+    passed = [r["rewards"]["low_bytes"] >= 0.5 for r in responses]
+    assert written["metrics"]["easy/pass@1"] == pytest.approx(fmean(passed))
+    assert written["metrics"]["easy/pass@4"] == pytest.approx(fmean(any(passed[i : i + 4]) for i in range(0, 12, 4)))
+    assert written["metrics"]["easy/reward"] == pytest.approx(fmean(r["reward"] for r in responses))
+    assert written["checkpoint"] is None and not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_a_run_scores_what_the_run_said_of_it(tmp_path):
+    options = [sets(), "train.learning_rate=3e-3"]
+    run = world.train(tmp_path, *options)
+    assert run.code == 0, run.err
+    after = evaluations(run)[-1]
+    words = world.arguments(tmp_path, *options, launched=True)
+    code, _, err, written = evaluate(tmp_path, *words, "--checkpoint", "latest")
+    assert code == 0, err
+    assert f"exporting {run.newest.resolve()}" in err
+    assert written["metrics"]["hard/reward"] == pytest.approx(after["eval/hard/reward"], abs=1e-6)
+    before = evaluations(run)[0]
+    assert abs(before["eval/hard/reward"] - after["eval/hard/reward"]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval"),
+        (["SETS", "--checkpoint", "nowhere"], "serve what they have; leave out --checkpoint and --adapter, or the urls"),
+        (["SETS", "rollout.urls=[]", "--checkpoint", "nowhere"], "--checkpoint: nowhere is no checkpoint of a run, no Hugging Face folder"),
+        (["SETS", "rollout.urls=[]", "--checkpoint", "best"], "checkpoints/best is no checkpoint of a run"),
+        (["SETS", "rollout.urls=[]", "--checkpoint", "latest"], "checkpoints/latest is no checkpoint of a run"),
+        (["SETS", "rollout.urls=[]", "--adapter", "nowhere"], "--adapter: nowhere holds no adapter_config.json of PEFT with a rank `r`"),
+        (["SETS", "rollout.urls=['http://127.0.0.1:9']"], "rollout.urls: http://127.0.0.1:9 does not answer"),
+        (["SETS", "--output", "/proc/none/eval.json"], "--output: /proc/none/eval.json cannot be written"),
+        (["SETS", "--layout", "tp=2"], "--layout: eval has no such option"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(words, message, tmp_path):
+    words = [sets() if word == "SETS" else word for word in words]
+    code, _, err = world.command("eval", *world.arguments(tmp_path, *words))
+    assert code == 2 and message in err, err
+
+
+# -------------------------------------------------------------------------------------------------------------------- generate
+
+
+def generate(*words, stdin="", urls=True):
+    servers = ["--set", f"rollout.urls=[{world.server()}]"] if urls else []
+    return world.command("generate", world.folder() / "config.yaml", *words, *servers, stdin=stdin)
+
+
+def test_a_prompt_is_answered_greedily_the_same_from_the_command_line_and_from_standard_input():
+    greedy = ["--temperature", "0", "--max-tokens", "6"]
+    code, out, err = generate("What is 1 + 2?", *greedy)
+    assert code == 0 and len(out) > 1, err
+    assert generate("-", *greedy, stdin="What is 1 + 2?\n")[:2] == (0, out)
+    assert generate("What is 1 + 2?", "--temperature", "2", "--max-tokens", "6")[1] != out
+    one_choice = generate("What is 1 + 2?", "--top-k", "1", "--max-tokens", "6")[1]
+    assert one_choice == out == generate("What is 1 + 2?", "--top-p", "0.0001", "--max-tokens", "6")[1]
+    assert generate("What is 1 + 2?", "--min-p", "1", "--max-tokens", "6")[1] == out
+    hot = ["What is 1 + 2?", "--temperature", "2", "--max-tokens", "6", "--seed"]
+    one, again, other, with_system = (generate(*hot, *words)[1] for words in (["1"], ["1"], ["2"], ["1", "--system", "Be kind."]))
+    assert one == again and len({one, other, with_system}) == 3
+
+
+def test_a_conversation_remembers_until_it_is_reset_and_says_when_it_is_too_long():
+    greedy = ["--temperature", "0", "--max-tokens", "4"]
+    code, out, err = generate(*greedy, stdin="1 + 1?\n1 + 1?\n\n/reset\n1 + 1?\n" + "x" * 60 + "\n/exit\n1 + 1?\n")
+    first, _, third, _ = out.split("\n", 3)
+    assert code == 0 and first == third and err.count("> ") == 7
+    assert "the conversation has" in err and "the server holds 60; begin anew with /reset" in err
+
+
+@pytest.mark.full
+def test_a_signal_ends_a_conversation_and_its_server(tmp_path):
+    command = [sys.executable, "-m", "megagrpo", "generate", str(world.folder() / "model"), "--max-tokens", "8"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
+    process.stdin.write("hello\n")
+    process.stdin.flush()
+    assert process.stdout.readline()  # a model alone is enough, with a server of its own
+    family = world.family(process.pid)
+    assert len(family) > 2
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    world.wait_for(lambda: not any(map(world.alive, family)), "end of all processes", seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["hello", "--interactive"], "--interactive: and the prompt 'hello' exclude each other"),
+        (["hello", "--temperature", "-1"], "--temperature: must be 0 (greedy) or more (got -1.0)"),
+        (["hello", "--top-p", "0"], "--top-p: must be above 0, 1 at most (got 0.0)"),
+        (["hello", "--min-p", "2"], "--min-p: must be from 0 to 1 (got 2.0)"),
+        (["hello", "--top-k", "-1"], "--top-k: must be 0 (all tokens) or more (got -1)"),
+        (["hello", "--max-tokens", "0"], "--max-tokens: must be above 0 (got 0)"),
+        (["hello", "--seed", "-3"], "--seed: must be 0 or more (got -3)"),
+        (["x" * 70], "the conversation has"),
+        (["hello", "--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_a_wrong_question_is_refused(words, message):
+    code, out, err = generate(*words)
+    assert code == 2 and message in err and out == "", err
+
+
+def test_a_model_alone_takes_no_keys_of_a_config():
+    for words, message in (
+        (["nowhere", "hello"], "model.path: nowhere does not exist"),
+        (["nowhere", "hello", "--set", "run.seed=1"], "--set: replaces values of a config"),
+        (["nowhere", "hello", "--checkpoint", "best"], "--checkpoint: needs the config of its run"),
+        ([], "needs the YAML of a run, or a model"),
+    ):
+        code, _, err = world.command("generate", *words)
+        assert code == 2 and message in err, err
+    assert world.command("generate", "--help")[1].startswith("megagrpo generate CONFIG_OR_MODEL")
+
+
+@pytest.mark.full
+def test_an_adapter_answers_as_the_weights_it_is_merged_into(tmp_path):
+    pytest.importorskip("peft")
+    world.run_ranks(_make_adapter, 1, world.folder() / "model", tmp_path)
+    greedy = ["--temperature", "0", "--max-tokens", "8"]
+    with_adapter = world.command("generate", world.folder() / "model", "1 + 1?", *greedy, "--adapter", tmp_path / "adapter")
+    merged = world.command("generate", tmp_path / "merged", "1 + 1?", *greedy)
+    plain = world.command("generate", world.folder() / "model", "1 + 1?", *greedy)
+    assert with_adapter[0] == merged[0] == plain[0] == 0, with_adapter[2]
+    assert with_adapter[1] == merged[1] != plain[1]
+
+
+def _make_adapter(model, folder):
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+    adapted.save_pretrained(folder / "adapter")
+    adapted.merge_and_unload().save_pretrained(folder / "merged")
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "merged")
