@@ -3,6 +3,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.parallel.vocab_logprobs import vocab_logprobs
+from megagrpo.types import Truncation
+from tests.naive_truncation import truncated_log_softmax
 
 
 def naive(hidden, weight, labels, temperature, vocab_size):
@@ -162,3 +164,19 @@ def test_a_foretold_gradient_of_the_entropy_saves_the_same_product():
     assert products(lambda: grads(upstream=told)) == 3 * 3  # chunks
     for foretold, plain in zip(grads(upstream=told), grads(), strict=True):
         assert torch.equal(foretold, plain)
+
+
+def test_the_entropy_of_what_a_sampler_keeps_has_the_gradient_of_autograd():
+    hidden, weight, labels, _ = (t.detach().double() if t.is_floating_point() else t for t in problem())
+    leaves, rules = (hidden.requires_grad_(), weight.requires_grad_()), Truncation(top_p=0.8, top_k=10)
+    _, entropy = vocab_logprobs(*leaves, labels, temperature=0.7, truncation=rules, vocab_size=37, chunk=4, entropy_gradient=True)
+    logits = (hidden @ weight.t())[:, :37] / 0.7
+    kept = truncated_log_softmax(logits.detach(), labels, rules).isfinite()
+    log_p = logits.masked_fill(~kept, -1e30).log_softmax(-1)
+    expected = -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1)
+    for found, oracle in zip(
+        (entropy, *torch.autograd.grad(entropy.square().sum(), leaves)),
+        (expected, *torch.autograd.grad(expected.square().sum(), leaves)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, oracle, rtol=1e-11, atol=1e-12)

@@ -1,0 +1,22 @@
+"""A model learns the quickstart's task with every loss. Minutes each: `make test-full`, or benchmarks/learning.py for a table."""
+
+import pytest
+
+from benchmarks.learning import LOSSES, learn
+from megagrpo.config import load_config
+from megagrpo.config.algorithm import AlgorithmSection
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_reward_rises(name, tmp_path):
+    learnt = learn(name, tmp_path)
+    assert learnt.rises, learnt
+
+
+def test_every_loss_type_has_its_turn():
+    names = AlgorithmSection.model_fields["loss_type"].annotation.__args__
+    assert {options["loss_type"] for options in LOSSES.values()} == set(names)
+    for options in LOSSES.values():
+        load_config("configs/quickstart.yaml", [f"algorithm.{key}={value}" for key, value in options.items()])
