@@ -1,82 +1,17 @@
 """Rewards that somebody else computes: a judge and served models behind real HTTP sockets, a reward model in a worker."""
 
-import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
+from ranks import run_ranks
 
 from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.rewards.llm_judge import LlmJudge
 from megagrpo.rewards.registry import display_names
-from megagrpo.rewards.reward_model import RewardModel
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.served import ServedReward
 from megagrpo.types import Prompt, Rollout
-
-Answer = Callable[[dict], tuple[int, dict | str]]
-
-
-class Server:
-    """Answers POSTs with what `answer` makes of their JSON; remembers them, and how many were under way at once."""
-
-    def __init__(self, answer: Answer):
-        self.asked: list[dict] = []
-        self.headers: list[dict] = []
-        self.under_way = self.most = 0
-        server, lock = self, threading.Lock()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
-                    server.asked.append(body)
-                    server.headers.append(dict(self.headers))
-                    server.under_way += 1
-                    server.most = max(server.most, server.under_way)
-                status, content = answer(body)
-                with lock:
-                    server.under_way -= 1
-                if status == 0:  # hang up
-                    self.connection.close()
-                    return
-                text = (content if isinstance(content, str) else json.dumps(content)).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                if status == 429:
-                    self.send_header("Retry-After", "0.05")
-                self.end_headers()
-                self.wfile.write(text)
-
-            def log_message(self, *_: object) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-@contextmanager
-def serving(answer: Answer) -> Iterator[Server]:
-    server = Server(answer)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def says(text: str) -> tuple[int, dict]:
-    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+from tests.unit.reward_services import Server, logits, make_model, says, serving
 
 
 def judge_by_length(body: dict) -> tuple[int, dict]:
@@ -246,75 +181,53 @@ def test_options_of_a_served_model_are_checked(options, reason):
 
 # ------------------------------------------------------------------------------------------------------------- models in a worker
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-
-
-def make_model(folder, num_labels: int = 1):
-    """A random classifier with a character tokenizer that has no padding token."""
-    vocabulary = {c: i for i, c in enumerate(["~", *map(chr, range(32, 126))])}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
-    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="~")
-    tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    size = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-    config = LlamaConfig(**size, max_position_embeddings=256, num_labels=num_labels, initializer_range=0.3, pad_token_id=None)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("reward_model") / "tiny-rm")
+    return run_ranks(make_model, 1, tmp_path_factory.mktemp("reward_model") / "tiny-rm")[0]
 
 
-def logit(folder, text: str) -> float:
-    """The model's logit of one text alone: no batch, no padding. As the end token pads, transformers reads the last that is another."""
-    found = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    found.config.pad_token_id = 0
-    ids = [0 if c == "~" else ord(c) - 31 for c in text]
-    with torch.no_grad():
-        return found(input_ids=torch.tensor([ids])).logits[0, 0].item()
+def logit(folder, *texts: str) -> list:
+    return [pytest.approx(value, abs=1e-4) for value in run_ranks(logits, 1, folder, list(texts))[0]]
 
 
 def test_a_reward_model_gives_the_logit_of_prompt_and_completion(model):
     texts = ["yes", "no, and here is why", "x" * 30]
     with scorer({"function": f"model:{model}", "args": {"batch_size": 2}, "weight": 2.0}, {"function": "format"}) as s:
         assert s.names == ["tiny-rm", "format"]
-        plain = s.score(rollouts(*texts))
-        assert rewards(plain) == pytest.approx([logit(model, "What is it?" + t) for t in texts], abs=1e-5)
+        plain = s.score(rollouts(*texts, "\ud800"))
+        assert rewards(plain) == logit(model, *("What is it?" + t for t in [*texts, "?"]))
         assert plain[0].reward == pytest.approx(2 * plain[0].rewards["tiny-rm"])
         chat = s.score(rollouts(*texts, messages=[{"role": "user", "content": "Q"}]))
-        assert rewards(chat) == pytest.approx([logit(model, f"<user>Q~<assistant>{t}~") for t in texts], abs=1e-5)
-        assert rewards(s.score(rollouts("\ud800"))) == pytest.approx([logit(model, "What is it??")], abs=1e-5)
+        assert rewards(chat) == logit(model, *(f"<user>Q~<assistant>{t}~" for t in texts))
 
 
 def test_options_of_a_reward_model(model):
-    as_chat = RewardModel(str(model), as_chat=True)(["Q"], ["A"])
-    assert as_chat == pytest.approx([logit(model, "<user>Q~<assistant>A~")], abs=1e-5)
-    assert RewardModel(str(model), max_length=5)(["abc"], ["defgh"]) == pytest.approx([logit(model, "abcde")], abs=1e-5)
-    assert RewardModel(str(model), dtype="bfloat16")(["abc"], ["d"]) == pytest.approx([logit(model, "abcd")], abs=0.1)
-    other = RewardModel(str(model), tokenizer=str(model), threads=2, device="cpu")
-    assert other(["abc"], ["d"]) == pytest.approx([logit(model, "abcd")], abs=1e-5) and torch.get_num_threads() == 2
-    torch.set_num_threads(1)
+    options = {
+        "chat": {"as_chat": True},
+        "short": {"max_length": 14},
+        "half": {"dtype": "bfloat16", "threads": 2, "device": "cpu", "tokenizer": str(model)},
+    }
+    with scorer(*({"function": f"model:{model}", "name": name, "args": args} for name, args in options.items())) as s:
+        found = s.score(rollouts("defgh"))[0].rewards
+    chat, short, half = logit(model, "<user>What is it?~<assistant>defgh~", "What is it?def", "What is it?defgh")
+    assert (found["chat"], found["short"]) == (chat, short) and found["half"] == pytest.approx(half.expected, abs=0.1)
 
 
 def test_what_is_no_reward_model_is_refused(model, tmp_path):
-    with pytest.raises(ValueError, match="it has 3 labels; a reward model has one"):
-        RewardModel(str(make_model(tmp_path / "three", num_labels=3)))
-    with pytest.raises(ValueError, match="dtype 'int8' must be"):
-        RewardModel(str(model), dtype="int8")
-    with pytest.raises(ValueError, match="batch_size 0"):
-        RewardModel(str(model), batch_size=0)
-    with pytest.raises(ValueError, match="`model:/no/such/folder`: no folder"):
-        scorer({"function": "model:/no/such/folder"})
-    from transformers import AutoModelForCausalLM
-
-    causal = make_model(tmp_path / "causal")
-    AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(causal)).save_pretrained(causal)
-    with pytest.raises(ValueError, match=r"no reward model, its weights lack score\.weight"):
-        RewardModel(str(causal))
+    three = run_ranks(make_model, 1, tmp_path / "three", 3)[0]
+    causal = run_ranks(make_model, 1, tmp_path / "causal", 1, True)[0]
+    for path, args, reason in [
+        (three, {}, "it has 3 labels; a reward model has one"),
+        (causal, {}, "no reward model, its weights lack score.weight"),
+        (model, {"dtype": "int8"}, "dtype 'int8' must be"),
+        (model, {"batch_size": 0}, "batch_size 0"),
+        ("/no/such/folder", {}, "`model:/no/such/folder`: no folder"),
+        (model, {"path": "other"}, "no such argument"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            scorer({"function": f"model:{path}", "args": args})
+        assert reason in str(error.value)
 
 
 def test_names_of_models_and_addresses():
