@@ -55,8 +55,8 @@ def load(target: Target, options: dict[str, Any]) -> Loaded:
     if key not in _loaded:
         found = find(target)
         is_class = isinstance(found, type)
-        options = {**dict(target.given), **options}
         described = _signature(found, target, options, is_class)
+        options = {**dict(target.given), **options}
         function = found(**options) if is_class and not described["unknown"] else found
         needs = getattr(function, "needs_columns", described["needs"])  # an instance may want others than its class
         described["needs"] = tuple(n for n in needs if is_class or set(n).isdisjoint(options))
@@ -113,7 +113,7 @@ def _signature(found: Callable, target: Target, options: dict[str, Any], is_clas
     call = found.__call__ if is_class else found
     return {
         "options": names,
-        "unknown": () if constructor.open else tuple(name for name in options if name not in names and name not in given),
+        "unknown": () if constructor.open else tuple(name for name in options if name not in names),
         "accepts": tuple(p.name for p in takes.named),
         "open": takes.open,
         "needs": required,

@@ -83,7 +83,7 @@ def make_model(folder: Path, num_labels: int = 1, causal: bool = False) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="~")
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
-    size = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    size = dict(vocab_size=96, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
     config = LlamaConfig(**size, max_position_embeddings=256, num_labels=num_labels, initializer_range=0.3, pad_token_id=None)
     (AutoModelForCausalLM if causal else AutoModelForSequenceClassification).from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

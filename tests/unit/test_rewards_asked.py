@@ -8,6 +8,7 @@ from ranks import run_ranks
 from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.rewards.llm_judge import LlmJudge
 from megagrpo.rewards.registry import display_names
+from megagrpo.rewards.reward_model import RewardModel
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.served import ServedReward
 from megagrpo.types import Prompt, Rollout
@@ -61,13 +62,13 @@ def test_the_task_shows_columns_and_leaves_braces_in_answers_alone(tmp_path, mon
 
 
 def test_a_judge_is_asked_again_after_every_kind_of_passing_failure():
-    failures = iter([(500, "oops"), (429, "slow down"), (0, ""), (200, "no json")])
+    failures = iter([(429, "slow down"), (500, "oops"), (0, "")])
 
     def answer(body: dict) -> tuple[int, dict | str]:
         return next(failures, None) or judge_by_length(body)
 
-    with serving(answer) as server, scorer(judge(server, retries=4) | {"timeout": 60}) as s:
-        assert rewards(s.score(rollouts("abcde"))) == [0.5] and len(server.asked) == 5
+    with serving(answer) as server, scorer(judge(server, retries=3) | {"timeout": 60}) as s:
+        assert rewards(s.score(rollouts("abcde"))) == [0.5] and len(server.asked) == 4
         assert s.metrics()["rewards/llm_judge/exceptions"] == 0
 
 
@@ -76,6 +77,7 @@ def test_a_judge_is_asked_again_after_every_kind_of_passing_failure():
     [
         (lambda body: (500, "broken"), "answered 500: broken (2 attempts)", 2),
         (lambda body: (401, "no key"), "answered 401: no key", 1),
+        (lambda body: (200, "no json"), "its answer is no JSON", 2),
         (lambda body: says("I would rather not."), "no score in the judge's answer: 'I would rather not.'", 1),
         (lambda body: says("Score: 11"), "the judge's score 11 is not from 0 to 10", 1),
         (lambda body: (200, {"error": "x"}), "no choices in its answer", 1),
@@ -202,32 +204,34 @@ def test_a_reward_model_gives_the_logit_of_prompt_and_completion(model):
         assert rewards(chat) == logit(model, *(f"<user>Q~<assistant>{t}~" for t in texts))
 
 
+def made_and_called(cases: list[tuple[str, dict]]) -> list:
+    """For each path and options what the model gives for one completion, or the text of its refusal. Run it in a rank."""
+    found = []
+    for path, options in cases:
+        try:
+            found.append(RewardModel(path, **options)(["What is it?"], ["defgh"])[0])
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
 def test_options_of_a_reward_model(model):
-    options = {
-        "chat": {"as_chat": True},
-        "short": {"max_length": 14},
-        "half": {"dtype": "bfloat16", "threads": 2, "device": "cpu", "tokenizer": str(model)},
-    }
-    with scorer(*({"function": f"model:{model}", "name": name, "args": args} for name, args in options.items())) as s:
-        found = s.score(rollouts("defgh"))[0].rewards
-    chat, short, half = logit(model, "<user>What is it?~<assistant>defgh~", "What is it?def", "What is it?defgh")
-    assert (found["chat"], found["short"]) == (chat, short) and found["half"] == pytest.approx(half.expected, abs=0.1)
+    half = {"dtype": "bfloat16", "threads": 2, "device": "cpu", "tokenizer": str(model)}
+    found = run_ranks(made_and_called, 1, [(str(model), options) for options in ({"as_chat": True}, {"max_length": 14}, half)])[0]
+    chat, short, whole = logit(model, "<user>What is it?~<assistant>defgh~", "What is it?def", "What is it?defgh")
+    assert found[:2] == [chat, short] and found[2] == pytest.approx(whole.expected, abs=0.1)
 
 
 def test_what_is_no_reward_model_is_refused(model, tmp_path):
-    three = run_ranks(make_model, 1, tmp_path / "three", 3)[0]
-    causal = run_ranks(make_model, 1, tmp_path / "causal", 1, True)[0]
-    for path, args, reason in [
-        (three, {}, "it has 3 labels; a reward model has one"),
-        (causal, {}, "no reward model, its weights lack score.weight"),
-        (model, {"dtype": "int8"}, "dtype 'int8' must be"),
-        (model, {"batch_size": 0}, "batch_size 0"),
-        ("/no/such/folder", {}, "`model:/no/such/folder`: no folder"),
-        (model, {"path": "other"}, "no such argument"),
-    ]:
-        with pytest.raises(ValueError) as error:
-            scorer({"function": f"model:{path}", "args": args})
-        assert reason in str(error.value)
+    three, causal = run_ranks(make_model, 1, tmp_path / "three", 3)[0], run_ranks(make_model, 1, tmp_path / "causal", 1, True)[0]
+    cases = [(str(three), {}), (str(causal), {}), (str(model), {"dtype": "int8"}), (str(model), {"batch_size": 0})]
+    reasons = ["it has 3 labels; a reward model has one", "its weights lack score.weight", "dtype 'int8' must be", "batch_size 0 must be"]
+    for text, reason in zip(run_ranks(made_and_called, 1, cases)[0], reasons, strict=True):
+        assert reason in text
+    with pytest.raises(ValueError, match="`model:/no/such/folder`: no folder"):
+        scorer({"function": "model:/no/such/folder"})
+    with pytest.raises(ValueError, match=r"args.path: `three` has no such argument"):
+        scorer({"function": f"model:{three}", "args": {"path": "other"}})
 
 
 def test_names_of_models_and_addresses():
