@@ -69,11 +69,11 @@ def test_ranks_end_with_whoever_started_them(number, tmp_path):
     caller.start()
     pids = wait_for(lambda: [int(file.name) for file in tmp_path.iterdir()], lambda pids: len(pids) == 2)
     os.kill(caller.pid, number)
-    caller.join(20)
+    caller.join(60)
     assert not any(wait_for(lambda: [is_alive(pid) for pid in pids], lambda alive: not any(alive)))
 
 
-def wait_for(look, enough, seconds: float = 20):
+def wait_for(look, enough, seconds: float = 60):
     """What `look()` gives once `enough` of it, or at the end of `seconds`."""
     deadline = time.monotonic() + seconds
     while not enough(found := look()) and time.monotonic() < deadline:
