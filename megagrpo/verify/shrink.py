@@ -30,6 +30,7 @@ def shrink_config(config: RunConfig) -> RunConfig:
     longest = MAX_PROMPT + MAX_RESPONSE
     changes: dict[str, dict[str, Any]] = {
         "run": dict(max_steps=100),
+        "algorithm": dict(steps_per_generation=1),  # one optimizer step is verified
         "lora": dict(rank=min(config.lora.rank, 4), alpha=1.0, dropout=0.0, adapter_path=None),
         "parallel": dict(
             timeout_minutes=min(config.parallel.timeout_minutes, HANG_MINUTES), pipeline_layers=_few_layers(config.parallel.pipeline_layers)

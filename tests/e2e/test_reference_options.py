@@ -78,6 +78,11 @@ def test_metrics_of_a_step_are_means_over_its_optimizer_steps(everything):
     assert updates[0]["metrics"]["clip_ratio/region_mean"] == 0 < line["clip_ratio/region_mean"]
 
 
+def test_the_second_optimizer_step_of_one_iteration_has_moved_from_the_policy_that_generated(tmp_path):
+    run = succeeded(world.train(tmp_path, "algorithm.steps_per_generation=2", "algorithm.epsilon=1e-4", "run.max_steps=1"))
+    assert run.metrics[0]["clip_ratio/region_mean"] > 0.05 and run.metrics[0]["learning_rate"] == pytest.approx(1e-3)
+
+
 def test_the_kl_of_a_step_is_its_mean_over_responses_and_rewards_are_reported_without(everything):
     rows = [row for row in everything.completions if row["step"] == 1]
     assert everything.metrics[0]["reward"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows))

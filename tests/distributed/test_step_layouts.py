@@ -1,0 +1,110 @@
+"""Whole steps of the trainer in several layouts, dumped and audited: several optimizer steps on slices of the rollouts, a KL in the reward,
+a reference that has moved, a truncated sampler. Rollouts are given; everything after them is the trainer's own."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from dumped_steps import FUNCTIONS, make_model, rollouts
+from ranks import run_ranks
+from tiny_policy import Case, tiny_run
+
+from megagrpo.__main__ import main
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.bridge.families import blocks
+from megagrpo.bridge.load import load_hf
+from megagrpo.collect import sampling_params
+from megagrpo.dump import StepDumps
+from megagrpo.metrics import MetricsWriter
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
+from megagrpo.trainer import Trainer
+
+SECTIONS = dict(
+    algorithm=dict(
+        beta=0.2, kl_in_reward=True, kl_estimator="k1", loss_type="dapo",
+        steps_per_generation=2, num_iterations=2, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.5,
+    ),
+    rollout=dict(temperature=0.8, top_p=0.9, min_p=0.01),
+    rewards=dict(functions=FUNCTIONS),
+    model=dict(path="tiny", precision="fp32", tokenizer="/nowhere"),
+    debug=dict(dump_steps=[1, 2]),
+)  # fmt: skip
+LAYOUTS = [Case("tp2 dp2", 4, dict(tp=2, sequence_parallel=True)), Case("cp2 pp2", 4, dict(cp=2, pp=2))]
+
+
+class Given:
+    """Prompts and a collector that always give the same."""
+
+    def next(self, count: int) -> list:
+        return []
+
+    def learn(self, rates: dict) -> dict:
+        return {}
+
+    def collect(self, *args) -> tuple[list, dict]:
+        return rollouts(), {}
+
+
+class Alone(Trainer):
+    """A trainer without an engine."""
+
+    def sync(self) -> None:
+        self.state.weight_version += 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    run_ranks(make_model, 1, folder, "llama_tied")
+    return folder
+
+
+def two_steps(parallel: dict, model: Path, run: Path) -> list[dict]:
+    """The metrics of two steps, dumped into `run`."""
+    config = tiny_run(parallel, **SECTIONS)
+    # Small runs have one optimizer step; this one has all that were asked for.
+    config = config.model_copy(update=dict(algorithm=config.algorithm.model_copy(update=SECTIONS["algorithm"])))
+    layout, hf_config = init_layout(config.parallel), load_hf_config(model)
+    policy = MegatronPolicy(config, layout, hf_config)
+    load_hf(policy.chunks, hf_config, model, layout)
+    policy.weights_changed()
+    given, reference, writer = Given(), Reference(policy), MetricsWriter.silent()
+    trainer = Alone(
+        config, layout, policy, reference, make_loss(config), given, [], given, sampling_params(config.rollout, ()),
+        partial(blocks, policy.chunks, hf_config, layout), None, None, writer,
+        StepDumps(config, policy, run / "dumps", model, lambda text: None, reference),
+    )  # fmt: skip
+    metrics = []
+    for step in (1, 2):
+        metrics.append(trainer.step())
+        trainer.state.step = step
+    layout.close()
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def one(model, tmp_path_factory) -> list[dict]:
+    return run_ranks(two_steps, 1, {}, model, tmp_path_factory.mktemp("one"))[0]
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_every_layout_takes_the_steps_of_one_process_and_float64_agrees(case, one, model, tmp_path, capfd):
+    for metrics in run_ranks(two_steps, case.ranks, case.parallel, model, tmp_path):
+        for found, expected in zip(metrics, one, strict=True):
+            assert found["kl"] == pytest.approx(expected["kl"], rel=1e-3, abs=1e-5)
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+            assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+    for step in (1, 2):
+        assert run_ranks(_audit, 1, tmp_path, step) == [0], capfd.readouterr().out
+    assert (tmp_path / "dumps" / "step_000002" / "reference" / "model.safetensors").exists()
+
+
+def _audit(run: Path, step: int) -> int:
+    return main(["audit", str(run), "--step", str(step)])
+
+
+def test_the_kl_is_in_the_rewards_from_the_second_step_on(one):
+    assert one[0]["kl"] == 0 and abs(one[1]["kl"]) > 1e-3
