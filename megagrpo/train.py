@@ -172,7 +172,7 @@ def prepare_run_folder(config: RunConfig, folder: Path) -> Path | None:
             raise ValueError(
                 f"run.name: {folder} holds an earlier run; continue it with --resume, pick another name, or set run.overwrite=true"
             )
-        aside = next(p for p in (folder.withname_of(f"{folder.name}.{i}") for i in range(1, 10_000)) if not p.exists())
+        aside = next(p for p in (folder.with_name(f"{folder.name}.{i}") for i in range(1, 10_000)) if not p.exists())
         shutil.move(folder, aside)
     folder.mkdir(parents=True, exist_ok=True)
     save_resolved(config, folder)
