@@ -22,7 +22,7 @@ from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 EXAMPLE = REPOSITORY / "configs" / "examples" / "capitals.yaml"
 KEYS = {key for key, _ in fields(RunConfig)}
 OPEN = (
