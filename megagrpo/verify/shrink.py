@@ -132,5 +132,5 @@ def random_samples(seed: int = 1) -> list[TrainSample]:
             mask[prompt.numel() + length // 3 : prompt.numel() + 2 * length // 3] = False
         logprobs = torch.where(mask, -4.5 + 0.1 * torch.randn(ids.numel(), generator=generator), 0.0)
         advantage = float(0.5 + torch.randn((), generator=generator)) if i % 5 else 0.0
-        samples.append(TrainSample(ids, mask, logprobs, advantage, index=i))
+        samples.append(TrainSample(ids, mask, logprobs, advantage, index=i, truncated=i in (0, 7)))
     return samples
