@@ -27,6 +27,7 @@ class CodeExecution:
     `sandbox: required` refuses to start where the kernel does not give every guarantee; `best_effort` says which are missing."""
 
     needs_columns = (("tests", "expected_output"),)
+    completions_per_call = 1  # so that slow programs do not use up each other's deadline
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ def test_the_task_shows_columns_and_leaves_braces_in_answers_alone(tmp_path, mon
 
 
 def test_a_judge_is_asked_again_after_every_kind_of_passing_failure():
-    failures = iter([(429, "slow down"), (500, "oops"), (0, "")])
+    failures = iter([(500, "oops"), (0, ""), (429, "slow down")])
 
     def answer(body: dict) -> tuple[int, dict | str]:
         return next(failures, None) or judge_by_length(body)

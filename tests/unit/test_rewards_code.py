@@ -14,7 +14,7 @@ from megagrpo.rewards.sandbox import WALLS, Limits, missing_guarantees, run
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 
-SHORT = Limits(seconds=1.5, memory_mb=256)
+SHORT = Limits(seconds=0.8, memory_mb=256)
 LAYERS = {"all": WALLS, "no namespaces": ("landlock", "seccomp"), "no Landlock": ("namespaces", "mounts", "seccomp")}
 ADD = "def add(a, b):\n    return a + b\n"
 TRAPS = {

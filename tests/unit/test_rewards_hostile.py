@@ -52,10 +52,11 @@ def columns_of(name: str) -> dict:
 
 SLOW_TO_LOAD = ("reasoning_gym", "model")  # every deadline that passes costs them seconds to load again
 FEW = ("a tower of powers", "lone surrogates", "nothing", "a megabyte of digits")
-NAMES = [pytest.param(name, marks=[pytest.mark.full] if name == "cosine" else []) for name in BUILT_IN]  # cosine is accuracy once more
+LONG = ("cosine", "model")  # the former is accuracy once more
+NAMES = [pytest.param(name, marks=[pytest.mark.full] if name in LONG else []) for name in (*BUILT_IN, "model", "served")]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "model", "served"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_hostile_completion_ends_by_its_deadline_and_the_run_goes_on(name, services):
     url, model = services
     function = {"model": f"model:{model}", "served": f"{url}/reward"}.get(name, name)
