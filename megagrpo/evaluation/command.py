@@ -16,6 +16,7 @@ from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.evaluation.sets import HeldOut, check_columns, evaluate, load_sets
 from megagrpo.metrics import PhaseTimer
+from megagrpo.multi_turn.dialogues import make_dialogues
 from megagrpo.parallel import quiet
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.engine import EngineError, EngineStartError
@@ -58,7 +59,8 @@ def run(
     try:
         folder = serving.find(checkpoint, adapter)
         tokenizer = load_tokenizer(config.model.tokenizer or folder, folder)
-        sets = load_sets(config, tokenizer, base_folder)
+        dialogues = make_dialogues(config, tokenizer, base_folder, resources)
+        sets = load_sets(config, tokenizer, base_folder, dialogues.tools if dialogues else ())
         if not sets:
             raise ValueError("evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval")
         serving.start()
@@ -67,6 +69,8 @@ def run(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     engine, timer = serving.engine(tokenizer), PhaseTimer()
+    if dialogues is not None:
+        engine = dialogues.over(engine)
 
     def collect(prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> tuple[list[ScoredRollout], dict[str, float]]:
         scored = generate_and_score(engine, rewards, prompts, n, sampling, seed, timer)

@@ -132,6 +132,14 @@ def test_a_signal_stops_between_two_turns_and_nothing_is_lost(talkative, tmp_pat
     assert not any(world.alive(pid) for pid in family)
 
 
+def test_megagrpo_eval_holds_the_same_conversations(talkative, tmp_path):
+    words = options(talkative, "again", f"data.eval.source={world.folder()}/eval.jsonl")
+    code, _, err = world.command("eval", *world.arguments(tmp_path, *words), "--output", tmp_path / "eval.json")
+    assert code == 0, err
+    metrics = json.loads((tmp_path / "eval.json").read_text())["metrics"]
+    assert 1 < metrics["multi_turn/mean_turns"] <= 3 and metrics["multi_turn/failures"] == 0
+
+
 @pytest.mark.full
 def test_a_model_that_can_learns_to_use_the_calculator(tmp_path):
     """The example, two steps of it: most responses call the tool by the second."""
