@@ -12,6 +12,7 @@ from tiny_policy import tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
+from megagrpo.bridge.convert import export_hf
 from megagrpo.bridge.families import blocks
 from megagrpo.bridge.load import load_hf
 from megagrpo.checkpoint import Checkpointer
@@ -179,3 +180,14 @@ def test_a_reference_that_has_not_moved_takes_no_room_in_a_checkpoint(models, tm
     assert all(torch.equal(whole([found])[name], tensor) for name, tensor in whole([still]).items())
     sizes = [sum(file.stat().st_size for file in (tmp_path / name).rglob("*.distcp")) for name in ("still", "moved")]
     assert sizes[1] - sizes[0] > 0.9 * sum(values.nbytes for values in still.values())
+
+
+def _export(checkpoint: Path, model: Path, out: Path) -> None:
+    export_hf(checkpoint, out, str(model), init_layout(tiny_run().parallel))
+
+
+def test_what_is_exported_from_a_checkpoint_with_a_reference_is_the_policy(models, tmp_path):
+    ((policy, _),) = run_ranks(moved_and_saved, 1, {}, models / "tied", tmp_path / "checkpoints")
+    run_ranks(_export, 1, tmp_path / "checkpoints" / "step_000001", models / "tied", tmp_path / "exported")
+    exported = weights(tmp_path / "exported")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in whole([policy]).items())
