@@ -31,7 +31,7 @@ TRAPS = {
     "removing": "import os\nos.remove({secret!r})",
     "permissions": "import os\nos.chmod({secret!r}, 0o777)",
     "permissions of what it may read": "import os, sys\nos.chmod(os.__file__, 0o644)",
-    "permissions through a descriptor": "import os\nos.fchmod(open(os.__file__).fileno(), 0o644)",
+    "permissions through a descriptor": "import os\nfile = open(os.__file__)\nos.fchmod(file.fileno(), 0o644)",
     "lengths": "import os\nos.truncate({secret!r}, 0)",
     "times": "import os\nos.utime({secret!r})",
     "links": "import os\nos.link({secret!r}, 'x')",
