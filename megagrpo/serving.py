@@ -47,6 +47,8 @@ def make_launcher(
         enforce_eager=r.enforce_eager,
         deterministic=config.run.deterministic,
         lora_rank=config.lora.rank if config.lora.syncs_adapters and adapter is None else 0,
+        tool_parser=config.multi_turn.vllm_parser,
+        tokenizer=config.model.tokenizer,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
     return Launcher(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from megagrpo.config.section import PositiveFloat, PositiveInt, Section
 
@@ -17,6 +19,9 @@ class MultiTurnSection(Section):
     """Functions that the policy may call: `calculator`, or your own as `package.module:function` or `path/file.py:function`."""
     environment: str | None = None
     """Class as `package.module:Class` or `path/file.py:Class`: each response gets an instance, whose public methods are tools."""
+    tool_parser: Annotated[str, Field(pattern=r"^(hermes|vllm:[a-z0-9_]+)$")] = "hermes"
+    """How tool calls are read from a turn: `hermes`, JSON between <tool_call> and </tool_call>, or `vllm:NAME`, a parser of vLLM
+    (`--tool-call-parser`)."""
     max_turns: PositiveInt | None = None
     """Turns that the policy may take in one response; as many as fit when empty."""
     max_tool_calling_iterations: PositiveInt | None = None
@@ -37,6 +42,11 @@ class MultiTurnSection(Section):
         return bool(self.scheduler or self.tools or self.environment)
 
     @property
+    def vllm_parser(self) -> str | None:
+        """The parser of vLLM that servers are started with; None: calls are read here."""
+        return self.tool_parser.removeprefix("vllm:") if self.tool_parser.startswith("vllm:") else None
+
+    @property
     def calls_tools(self) -> bool:
         """Whether the policy is offered tools."""
         return bool(self.tools or self.environment)
@@ -51,8 +61,9 @@ def multi_turn_problems(m: MultiTurnSection) -> list[str]:
         return [f"multi_turn.{name}: nobody answers the policy; name a scheduler, tools or an environment" for name in idle]
     if m.scheduler_args and m.scheduler is None:
         problems.append("multi_turn.scheduler_args: there is no scheduler to pass them to; name one or leave them out")
-    if m.max_tool_calling_iterations is not None and not m.calls_tools:
-        problems.append("multi_turn.max_tool_calling_iterations: there are no tools; name tools or an environment, or leave it out")
+    for name in ("max_tool_calling_iterations", "tool_parser"):
+        if name in idle and not m.calls_tools:
+            problems.append(f"multi_turn.{name}: there are no tools; name tools or an environment, or leave it out")
     if m.completion_length_limit_scope == "per_round" and m.max_response_length is None:
         problems.append("multi_turn.max_response_length: per_round limits no whole response; give the tokens that one may have")
     if m.completion_length_limit_scope == "total" and m.max_response_length is not None:

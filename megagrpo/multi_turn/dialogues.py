@@ -14,7 +14,7 @@ from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
 from megagrpo.multi_turn.conversation import Conversation
 from megagrpo.multi_turn.players import Players
-from megagrpo.multi_turn.tool_calls import as_message, hermes
+from megagrpo.multi_turn.tool_calls import as_message, hermes, named_call
 from megagrpo.rollout.engine import Engine, OnGroup, derive_seed
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
@@ -141,12 +141,10 @@ class DialogueEngine:
         calling: list[tuple[Conversation, list[dict[str, Any]]]] = []
         waiting: list[Conversation] = []
         for conversation in conversations:
-            if conversation.ended:  # it broke off before its first turn
-                continue
-            if conversation.finish_reason == "length":
+            if not conversation.ended and conversation.finish_reason == "length":  # it may have broken off before its first turn
                 conversation.ended = "length"
-                continue
-            calls = self._read_calls(conversation)
+        going = [c for c in conversations if not c.ended]
+        for conversation, calls in zip(going, self._read_calls(going), strict=True):
             if calls and self._may_call(conversation):
                 calling.append((conversation, calls))
             elif not calls and self.players.has_scheduler:
@@ -156,13 +154,19 @@ class DialogueEngine:
         self._call_tools(calling)
         self._ask_scheduler(waiting)
 
-    def _read_calls(self, conversation: Conversation) -> list[dict[str, Any]]:
-        if not self.players.tools:
-            return []
-        content, calls = hermes(conversation.messages[-1]["content"])
-        if calls:
-            conversation.messages[-1] = as_message(content, calls)
-        return calls
+    def _read_calls(self, conversations: Sequence[Conversation]) -> list[list[dict[str, Any]]]:
+        """The tool calls of each one's last turn, told from the rest of its message."""
+        if not self.players.tools or not conversations:
+            return [[] for _ in conversations]
+        if self._limits.vllm_parser is None:
+            read = [hermes(c.messages[-1]["content"]) for c in conversations]
+        else:
+            found = self.engine.read_tool_calls([c.ids[c.message_start :] for c in conversations], self.players.tools)
+            read = [(content, [named_call(**call) for call in calls]) for content, calls in found]
+        for conversation, (content, calls) in zip(conversations, read, strict=True):
+            if calls:
+                conversation.messages[-1] = as_message(content, calls)
+        return [calls for _, calls in read]
 
     def _may_call(self, conversation: Conversation) -> bool:
         limits = self._limits

@@ -48,6 +48,9 @@ class Engine(Protocol):
     def extend(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Rollout]:
         """One rollout of each prompt, with limits and a seed of its own, in order."""
 
+    def read_tool_calls(self, turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, str]]]]:
+        """What stands outside of the tool calls in each turn's token ids, and the calls: a name, and arguments as JSON text."""
+
     def interrupt(self) -> None:
         """Have the `generate` that is under way, and every later one, raise EngineInterrupted. May be called from a signal handler."""
 

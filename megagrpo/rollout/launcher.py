@@ -46,6 +46,8 @@ class ServerOptions:
     deterministic: bool = False  # a request's numbers must not depend on those that it is decoded with; needs a GPU
     lora_rank: int = 0  # of adapters that will come; 0 when weights come instead
     omp_threads: int | None = None  # threads of each worker without a GPU; all cores shared among the workers when None
+    tool_parser: str | None = None  # of vLLM, for `VllmEngine.read_tool_calls`
+    tokenizer: str | None = None  # that it reads token ids with; the model's own when None
     extra_args: tuple[str, ...] = ()
 
 
@@ -198,7 +200,12 @@ class Launcher:
             flags["--worker-extension-cls"] = "megagrpo.rollout.vllm_lora.AdapterReports"
         else:
             flags["--weight-transfer-config"] = json.dumps({"backend": "megagrpo"})
-        switches = ["--skip-tokenizer-init", "--enable-scale-out", "--no-enable-log-requests"]
+        switches = ["--enable-scale-out", "--no-enable-log-requests"]
+        if o.tool_parser is None:
+            switches.append("--skip-tokenizer-init")
+        else:
+            flags |= {"--tool-call-parser": o.tool_parser, "--tokenizer": o.tokenizer or o.model}
+            switches.append("--enable-auto-tool-choice")
         switches += ["--enable-lora"] * bool(o.lora_rank)
         if self.devices is not None:
             flags["--gpu-memory-utilization"] = o.gpu_memory_utilization

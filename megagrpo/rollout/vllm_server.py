@@ -15,6 +15,7 @@ import httpx
 
 from megagrpo.rollout.engine import EngineDeadError, EngineError, EngineInterrupted, OnGroup, derive_seed
 from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.rollout.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS = 3  # of one request on servers that answer their health check
@@ -90,6 +91,15 @@ class VllmEngine:
         given = enumerate(zip(prompts, sampling, seeds, strict=True))
         jobs = deque(_Job(place, prompt, _request(prompt, 1, params, seed) | self._model()) for place, (prompt, params, seed) in given)
         return [rollout for (rollout,) in self._run(jobs, 1)]
+
+    def read_tool_calls(self, turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]) -> list[ToolCalls]:
+        """What stands outside of the tool calls in each turn, and the calls, by the parser that the servers were started with."""
+
+        async def read() -> list[ToolCalls]:
+            async with self._client() as client:
+                return await read_tool_calls(client, self._alive(), turns, tools)
+
+        return asyncio.run(read())
 
     def _run(self, jobs: deque[_Job], n: int, on_group: OnGroup | None = None) -> list[list[Rollout]]:
         groups: list[list[Rollout] | None] = [None] * len(jobs)

