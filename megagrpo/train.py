@@ -91,11 +91,11 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
         reference_folder = _reference_folder(config, hf_config, tokenizer)
         dialogues = own_part(layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader)
-        tools = together(layout, lambda: dialogues.tools if dialogues else [], here=first)[0]
+        tools, columns = together(layout, lambda: (dialogues.tools, dialogues.columns) if dialogues else ([], []), here=first)[0]
         prompts = PromptSource(
             config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder, tools=tools
         )
-        held_out = load_sets(config, tokenizer, base_folder, tools)
+        held_out = load_sets(config, tokenizer, base_folder, tools, columns)
         rewards = own_part(layout, lambda: _rewards(config, base_folder, prompts.columns, held_out, resources), here=layout.is_dp_leader)
 
     dtype = device.resolve_precision(config.model.precision)

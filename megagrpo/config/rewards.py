@@ -26,8 +26,8 @@ class RewardFunction(Section):
 
 
 class RewardsSection(Section):
-    functions: Annotated[list[RewardFunction], Field(min_length=1)]
-    """Reward functions; the weighted sum is the reward."""
+    functions: list[RewardFunction]
+    """Reward functions; the weighted sum is the reward. May be `[]` where a scheduler or an environment of `multi_turn` gives rewards."""
     plugins: list[str] = []
     """Python files that register reward functions under names of their own."""
     timeout: PositiveFloat = 10.0

@@ -29,6 +29,8 @@ def cross_field_problems(config: RunConfig) -> list[str]:
             f"{p.pp * p.vpp}; give one number of layers per stage"
         )
     m = config.multi_turn
+    if not getattr(config.rewards, "functions", True) and m.scheduler is None and m.environment is None:
+        problems.append("rewards.functions: nothing gives rewards; name a function, or a scheduler or environment that does")
     if m.max_response_length is not None and m.max_response_length < r.max_completion_length:
         problems.append(
             f"multi_turn.max_response_length: {m.max_response_length} cannot hold one turn of rollout.max_completion_length "

@@ -43,16 +43,19 @@ class HeldOut:
         return f"evaluation.sets.{self.name}" if self.name else "data.eval"
 
 
-def load_sets(config: RunConfig, tokenizer: Tokenizer, base_folder: Path, tools: Sequence[dict[str, Any]] = ()) -> list[HeldOut]:
-    """The sets that the config names; `tools` are shown in their prompts. ValueError for one that cannot be used, and for a pass_function
-    that is no reward function."""
+def load_sets(
+    config: RunConfig, tokenizer: Tokenizer, base_folder: Path, tools: Sequence[dict[str, Any]] = (), columns: Sequence[str] = ()
+) -> list[HeldOut]:
+    """The sets that the config names; `tools` are shown in their prompts, `columns` are rewards beside those of functions. ValueError for
+    one that cannot be used, and for a pass_function that is no reward."""
     evaluation = config.evaluation
-    names = display_names(config.rewards.functions)
+    names = [*display_names(config.rewards.functions), *columns]
     function = evaluation.pass_function or names[0]
     if function not in names:
         hint = did_you_mean(function, names)
         raise ValueError(f"evaluation.pass_function: no reward function `{function}`{hint}; name one of {', '.join(names)}")
-    answer = extractor(evaluation.answer, config.rewards.functions[names.index(function)].function)
+    scorers = dict(zip(names, (f.function for f in config.rewards.functions), strict=False))
+    answer = extractor(evaluation.answer, scorers.get(function, ""))
     sets = []
     for name, section in evaluation_sets(config).items():
         own = {key: getattr(section, key) for key in ("prompt_column", "columns", "extract_hash_answer")}

@@ -15,6 +15,7 @@ from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
 from megagrpo.multi_turn.conversation import Conversation
 from megagrpo.multi_turn.players import Players
 from megagrpo.multi_turn.tool_calls import as_message, hermes, named_call
+from megagrpo.rewards.registry import display_names
 from megagrpo.rollout.engine import Engine, OnGroup, derive_seed
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
@@ -39,6 +40,11 @@ class Dialogues:
         """JSON schemas of the tools, for the prompts."""
         return self.players.tools
 
+    @property
+    def columns(self) -> list[str]:
+        """Names of the rewards that they give."""
+        return self.players.columns
+
     def over(self, engine: Engine) -> DialogueEngine:
         """`engine` with these."""
         return DialogueEngine(engine, self)
@@ -50,6 +56,11 @@ def make_dialogues(config: RunConfig, tokenizer: Tokenizer, base_folder: Path, r
         return None
     template = read_chat_template(config.data.chat_template, base_folder)
     players = resources.enter_context(Players(config.multi_turn, base_folder))
+    names = display_names(config.rewards.functions)
+    if taken := sorted(set(names) & set(players.columns)):
+        raise ValueError(f"rewards.functions: `{taken[0]}` is the name of the rewards that multi_turn gives; give the function another")
+    if not names and not players.columns:
+        raise ValueError("rewards.functions: nothing gives rewards; name a function, or give the environment a method `get_reward`")
     follow_ups = FollowUps(tokenizer, template, players.tools, users=players.has_scheduler)
     limits = config.rollout.max_prompt_length, config.multi_turn.max_response_length
     return Dialogues(players, tokenizer, follow_ups, *limits, config.data.system_prompt, template)

@@ -11,7 +11,6 @@ import inspect
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -184,11 +183,8 @@ def _ask(number: int, timeout: float, verb: str, arguments: Arguments) -> Argume
 def _live(connection: Connection, parents: Connection, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None):
     """The life of a child: it never returns."""
     os.setpgid(0, 0)
-    tie_to_parent()
+    tie_to_parent()  # it holds a copy of the worker's connection, whose end the trainer must see when the worker dies
     parents.close()
-    for sibling in _children.values():
-        sibling.connection.close()
-    os.close(int(sys.argv[-1]))  # the worker's own connection: the trainer must see its end when the worker dies
     episode: _Episode | None = None
     while True:
         try:

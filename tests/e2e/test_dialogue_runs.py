@@ -115,7 +115,7 @@ def test_the_same_seed_says_the_same_whatever_the_layout(talkative, tmp_path):
     """An episode for each response, some of which fail: the run goes on, and two data-parallel ranks get what one gets."""
     runs = []
     for ranks in (1, 2):
-        words = options(talkative, "Board", "run.max_steps=1", "train.distributed_optimizer=false")
+        words = options(talkative, "Board", "run.max_steps=1", "rewards.functions=[]", "train.distributed_optimizer=false")
         process = world.start(tmp_path / str(ranks), *words, NPROC=str(ranks))
         runs.append(world.finish(process, tmp_path / str(ranks)))
         assert runs[-1].code == 0, runs[-1].err
@@ -129,7 +129,7 @@ def test_the_same_seed_says_the_same_whatever_the_layout(talkative, tmp_path):
 
 def test_a_signal_stops_between_two_turns_and_nothing_is_lost(talkative, tmp_path):
     words = options(talkative, "slow", f"multi_turn.scheduler_args={{folder: {tmp_path}}}", "run.max_steps=3", "multi_turn.workers=2")
-    with world.running(tmp_path, *words) as run:
+    with world.running(tmp_path, *words, "rewards.functions=[]") as run:
         world.wait_for((tmp_path / "asked").exists, "question to the scheduler")
         family = world.family(run.pid)
         os.kill(run.pid, signal.SIGTERM)

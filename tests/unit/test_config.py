@@ -199,6 +199,13 @@ def test_options_of_several_turns_that_say_nothing_or_contradict_are_refused(tmp
     assert found.startswith(problem)
 
 
+def test_something_must_give_rewards(tmp_path):
+    path = write(tmp_path, SMALLEST)
+    _, found = problems(path, "rewards.functions=[]")
+    assert found.startswith("rewards.functions: nothing gives rewards; name a function, or a scheduler or environment")
+    assert load_config(path, ["rewards.functions=[]", "multi_turn.environment=safe.py:Safe"]).rewards.functions == []
+
+
 def test_limits_of_several_turns_make_the_longest_sample(tmp_path):
     path = write(tmp_path, SMALLEST)
     assert load_config(path, ["multi_turn={tools: [calculator]}"]).max_model_len == 512 + 256

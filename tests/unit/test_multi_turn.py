@@ -4,16 +4,18 @@ import logging
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
+from tiny_policy import tiny_run
 
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.multi_turn.conversation import Conversation
-from megagrpo.multi_turn.dialogues import Dialogues
+from megagrpo.multi_turn.dialogues import Dialogues, make_dialogues
 from megagrpo.multi_turn.players import Players
 from megagrpo.types import Prompt, Rollout, SamplingParams
 from tests.unit.test_data_tokenizer import chat_folder  # noqa: F401
@@ -107,6 +109,11 @@ class Counter:
 class NoReset:
     def go(self) -> str:
         """Goes."""
+
+
+class Mute:
+    def reset(self):
+        """No tools, no reward."""
 
 
 class Patient:
@@ -503,3 +510,27 @@ def test_what_reset_says_is_at_the_end_of_the_prompt(tokenizer, players):
     assert unsaid.prompt.token_ids == plain[1].token_ids == long.prompt.token_ids
     assert said.dialogue.rewards == unsaid.dialogue.rewards == {"Counter": 0.75} and said.dialogue.messages[1]["content"].startswith("3 in")
     assert (long.dialogue.ended, long.dialogue.num_turns) == ("failed", 1)  # its prompt would be too long
+
+
+@pytest.mark.parametrize(
+    ("functions", "section", "problem"),
+    [
+        ([dict(function="format", name="turns")], dict(scheduler="ask_again"), "`turns` is the name of the rewards that multi_turn gives"),
+        ([], dict(environment="Mute"), "nothing gives rewards; name a function, or give the environment a method `get_reward`"),
+    ],
+)
+def test_rewards_must_have_names_of_their_own_and_a_source(tokenizer, plugins, functions, section, problem):
+    named = {key: f"mine.py:{name}" for key, name in section.items()}
+    config = tiny_run(rewards=dict(functions=functions), multi_turn=named, data=dict(chat_template=HERMES, train=dict(source="none")))
+    with ExitStack() as resources, pytest.raises(ValueError, match=problem):
+        make_dialogues(config, tokenizer, plugins.parent, resources)
+
+
+def test_what_a_configuration_describes_shows_its_tools_and_columns(tokenizer, plugins):
+    values = dict(environment="mine.py:Counter", tools=["calculator"], scheduler="mine.py:Patient", scheduler_args={"limit": 1})
+    config = tiny_run(rewards=dict(functions=[]), multi_turn=values, data=dict(chat_template=HERMES, train=dict(source="none")))
+    with ExitStack() as resources:
+        made = make_dialogues(config, tokenizer, plugins.parent, resources)
+        assert [tool["function"]["name"] for tool in made.tools] == ["calculator", "add", "die", "hang"]
+        assert made.columns == ["Counter", "turns", "Patient"]
+        assert make_dialogues(tiny_run(), tokenizer, plugins.parent, resources) is None
