@@ -60,7 +60,7 @@ def run(
         folder = serving.find(checkpoint, adapter)
         tokenizer = load_tokenizer(config.model.tokenizer or folder, folder)
         dialogues = make_dialogues(config, tokenizer, base_folder, resources)
-        sets = load_sets(config, tokenizer, base_folder, dialogues.tools if dialogues else ())
+        sets = load_sets(config, tokenizer, base_folder, *((dialogues.tools, dialogues.columns) if dialogues else ()))
         if not sets:
             raise ValueError("evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval")
         serving.start()
@@ -91,11 +91,11 @@ def response(scored: ScoredRollout) -> dict[str, Any]:
         "prompt_id": rollout.prompt.prompt_id,
         "prompt": rollout.prompt.messages,
         "completion": rollout.text,
-        "num_tokens": len(rollout.response_ids),
+        "num_tokens": rollout.length,
         "finish_reason": rollout.finish_reason,
         "reward": scored.reward if scored.reward == scored.reward else None,
         "rewards": scored.rewards,
-    }
+    } | ({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()})
 
 
 def table(metrics: dict[str, float], names: Sequence[str]) -> str:

@@ -139,12 +139,15 @@ def test_a_signal_stops_between_two_turns_and_nothing_is_lost(talkative, tmp_pat
     assert not any(world.alive(pid) for pid in family)
 
 
-def test_megagrpo_eval_holds_the_same_conversations(talkative, tmp_path):
-    words = options(talkative, "again", f"data.eval.source={world.folder()}/eval.jsonl")
-    code, _, err = world.command("eval", *world.arguments(tmp_path, *words), "--output", tmp_path / "eval.json")
+def test_evaluation_alone_has_the_same_turns(talkative, tmp_path):
+    held_out = f"data.eval={{source: {world.folder()}/eval.jsonl}}"
+    words = world.arguments(tmp_path, *options(talkative, "again", held_out, "rewards.functions=[]"))
+    code, _, err = world.command("eval", *words, "--output", tmp_path / "found.json")
     assert code == 0, err
-    metrics = json.loads((tmp_path / "eval.json").read_text())["metrics"]
-    assert 1 < metrics["multi_turn/mean_turns"] <= 3 and metrics["multi_turn/failures"] == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = found["responses"][""]
+    assert len(rows) == 4 and found["metrics"]["multi_turn/mean_turns"] == sum(row["dialogue"]["num_turns"] for row in rows) / 4
+    assert all(row["reward"] == row["rewards"]["turns"] for row in rows)
 
 
 def test_a_server_without_a_parser_is_named():
