@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -56,7 +58,8 @@ class _Running:
 
 
 class Worker:
-    """One process in a session of its own, so that killing it takes along what the reward started.
+    """One process in a session of its own with a folder of its own for temporary files, so that killing it takes along what the reward
+    started and wrote there.
 
     With a `capacity` it runs coroutines, so many at once; without one plain functions in its main thread, one after the other."""
 
@@ -78,6 +81,7 @@ class Worker:
 
     def _spawn(self) -> None:
         self.connection, theirs = Pipe()
+        self._folder = tempfile.mkdtemp(prefix="megagrpo_worker_")
         paths = [p for p in (_PACKAGE_ROOT, self._search_path, os.environ.get("PYTHONPATH")) if p]
         kind = "coroutines" if self.capacity else "functions"
         self.process = subprocess.Popen(
@@ -85,7 +89,7 @@ class Worker:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what rewards print must not mix with the trainer's own output
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TMPDIR": self._folder},
             start_new_session=True,
         )
         theirs.close()
@@ -145,6 +149,7 @@ class Worker:
         except ProcessLookupError:
             pass
         self.process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class WorkerPool:

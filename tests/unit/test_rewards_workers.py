@@ -93,6 +93,13 @@ def leaves_child_and_hangs(completions, note):
     with open(note[0], "w") as file:
         file.write(str(child.pid))
     time.sleep(3600)
+
+def leaves_a_file_and_hangs(completions, note):
+    import tempfile
+    folder = tempfile.mkdtemp()
+    with open(note[0], "w") as file:
+        file.write(folder)
+    time.sleep(3600)
 """
 
 
@@ -181,6 +188,13 @@ def test_children_of_a_killed_worker_die_with_it(folder, tmp_path):
     with scorer(folder, "mine.py:leaves_child_and_hangs", timeout=1.0) as s:
         assert s.score(rollouts("a", columns={"note": str(note)}))[0].reward == 0.0
         assert gone([int(note.read_text())])
+
+
+def test_temporary_files_of_a_killed_worker_are_removed(folder, tmp_path):
+    note = tmp_path / "folder"
+    with scorer(folder, "mine.py:leaves_a_file_and_hangs", timeout=1.0) as s:
+        assert s.score(rollouts("a", columns={"note": str(note)}))[0].reward == 0.0
+        assert note.read_text() and not Path(note.read_text()).exists()
 
 
 def test_a_function_too_slow_for_its_share_of_the_batch_loses_nothing(folder):
