@@ -22,6 +22,7 @@ from megagrpo.bridge.adapters import ADAPTER_FILES, save_adapter
 from megagrpo.bridge.export import copy_side_files
 from megagrpo.bridge.families import adapter_blocks
 from megagrpo.bridge.megatron_io import HF_FILES
+from megagrpo.config import TrainSection
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import together
@@ -93,6 +94,7 @@ class Checkpointer:
                 raise CheckpointError(f"{path} cannot be read, or does not fit this model: {e}") from e
             for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True):
                 chunk.load_state_dict(loaded[name], strict=not self.policy.config.lora.enabled)
+            _follow_config(loaded["optimizer"], self.policy.config.train)
             self.policy.optimizer.load_state_dict(loaded["optimizer"])
         self.policy.scheduler.load_state_dict(loaded["scheduler"])
         if with_reference:
@@ -178,6 +180,25 @@ class Checkpointer:
 
     def _layout_of_rng(self) -> dict[str, int]:
         return {"tp": self.layout.tp_size, "pp": self.layout.pp_size}
+
+
+def _follow_config(saved: Any, train: TrainSection) -> None:
+    """Give the groups in an optimizer's saved state the options that this run is configured with. Megatron would find a group by its
+    learning rates, which may have changed, and keep its betas."""
+    if isinstance(saved, dict):
+        for group in saved.get("param_groups", ()):
+            options = {
+                "max_lr": train.learning_rate,
+                "min_lr": train.min_learning_rate,
+                "betas": (train.adam_beta1, train.adam_beta2),
+                "eps": train.adam_epsilon,
+                "momentum": train.muon_momentum,
+            }
+            group |= {name: value for name, value in options.items() if group.get(name) is not None}
+        saved = list(saved.values())
+    if isinstance(saved, list):
+        for part in saved:
+            _follow_config(part, train)
 
 
 def _is_first_copy(parameter: torch.Tensor, layout: Layout) -> bool:

@@ -28,9 +28,10 @@ def model(tmp_path_factory):
     return folder
 
 
-def checkpointer(model, folder, keep=2):
+def checkpointer(model, folder, keep=2, **train):
     """This rank's part of a policy that has taken one step, and what saves it."""
     config, hf_config = tiny_run(dict(tp=2)), tiny_model("llama_tied")
+    config = config.model_copy(update=dict(train=config.train.model_copy(update=train)))
     layout = init_layout(config.parallel)
     policy = MegatronPolicy(config, layout, hf_config)
     fill_weights(policy, hf_config, layout)
@@ -89,6 +90,35 @@ def _round_trip(model, folder):
 
 def test_state_weights_and_generators_come_back(model, tmp_path):
     assert run_ranks(_round_trip, 2, model, tmp_path) == [(True, True, True, ["step_000008"])] * 2
+
+
+CHANGED = dict(learning_rate=3e-3, min_learning_rate=1e-4, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6, weight_decay=0.2)
+
+
+def _save(model, folder, distributed):
+    _, saver = checkpointer(model, folder, distributed_optimizer=distributed)
+    return saver.save(TrainState(step=1))
+
+
+def _load_with_other_options(model, path, distributed):
+    """What the optimizer's groups say as configured, and once the checkpoint was loaded."""
+    policy, saver = checkpointer(model, path.parent, distributed_optimizer=distributed, **CHANGED)
+    configured = options(policy)
+    saver.load(path)
+    return configured, options(policy)
+
+
+def options(policy):
+    return [{name: value for name, value in group.items() if name not in ("params", "step")} for group in policy.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_resumed_run_follows_its_configuration(distributed, model, tmp_path):
+    path = run_ranks(_save, 2, model, tmp_path, distributed)[0]
+    configured, loaded = run_ranks(_load_with_other_options, 2, model, path, distributed)[0]
+    for then, now in zip(configured, loaded, strict=True):
+        assert (now["max_lr"], tuple(now["betas"]), now["eps"]) == (3e-3, (0.8, 0.9), 1e-6)
+        assert now == then
 
 
 def _load_broken(model, folder):
