@@ -199,7 +199,7 @@ class WorkerPool:
         """Wait for an answer, more work or the next deadline; the calls that are over, or (None) to be called again."""
         busy = {w.connection: w for w in self._workers if w.running}
         until = min((w.deadline for w in busy.values()), default=None)
-        watched = [*busy, *([feed.connection] if feed is not None and not feed.ended else [])]
+        watched = [*busy, *([feed.connection] if feed is not None else [])]  # after its end too: it may still be given up
         ready = wait(watched, timeout=None if until is None else max(0.0, until - time.monotonic()))
         over = []
         for connection, worker in busy.items():

@@ -11,7 +11,7 @@ STEPS, PROMPTS, GROUP = 3, 4, 4
 METRICS = {
     *("step", "wall_time", "weight_version", "checkpoint/failures", "tokens_per_second", "memory_gb", "num_tokens"),
     *("reward", "reward_std", "reward_std_batch", "frac_reward_zero_std", "rewards/low_bytes/mean", "rewards/low_bytes/std"),
-    *("rewards/low_bytes/timeouts", "rewards/low_bytes/exceptions", "rewards/low_bytes/unscorable"),
+    *("rewards/low_bytes/timeouts", "rewards/low_bytes/exceptions", "rewards/low_bytes/unscorable", "rewards/low_bytes/seconds"),
     *("loss", "grad_norm", "learning_rate", "entropy"),
     *("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
     *("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "mismatch/alarms", "train/skipped_steps"),

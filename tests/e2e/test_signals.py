@@ -72,6 +72,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     own = f"rewards.functions=[{{function: {world.folder()}/rewards.py:slow, args: {{seconds: 600, started: {tmp_path}/started}}}}]"
     with world.running(tmp_path, own, "rewards.timeout=700") as trainer:
         world.wait_for(lambda: (tmp_path / "started").exists(), "reward under way")
+        time.sleep(3)  # while others are generated the step is given up at the first
         family = world.family(trainer.pid)
         os.kill(trainer.pid, signal.SIGINT)
         time.sleep(0.5)
