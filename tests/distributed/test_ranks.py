@@ -53,6 +53,7 @@ def test_ranks_that_do_not_finish_are_named_and_ended():
 
 
 def start_sleepers(folder: Path):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background of a script ignores it
     run_ranks(lambda: (folder / str(os.getpid())).touch() or time.sleep(120), 2)
 
 

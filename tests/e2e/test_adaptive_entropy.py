@@ -13,6 +13,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.full
 def test_its_weight_sets_in_grows_and_goes_on_from_the_checkpoint(tmp_path):
     first = world.train(tmp_path, *OPTIONS, "run.max_steps=2")
     assert first.code == 0, first.err

@@ -127,6 +127,7 @@ def test_the_same_seed_says_the_same_whatever_the_layout(talkative, tmp_path):
     assert all(row["rewards"]["Board"] == row["dialogue"]["num_turns"] / 10 or row["dialogue"]["ended"] == "length" for row in one)
 
 
+@pytest.mark.full
 def test_a_signal_stops_between_two_turns_and_nothing_is_lost(talkative, tmp_path):
     words = options(talkative, "slow", f"multi_turn.scheduler_args={{folder: {tmp_path}}}", "run.max_steps=3", "multi_turn.workers=2")
     with world.running(tmp_path, *words, "rewards.functions=[]") as run:

@@ -126,6 +126,7 @@ def test_rollouts_of_unexpected_weights_are_refused(fresh):
         other.generate(PROMPTS[:1], 1, GREEDY, seed=0)
 
 
+@pytest.mark.full
 def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model", "architectures": ["NoSuchModel"]}))
     launcher = Launcher(ServerOptions(str(tmp_path), "float32", 64, kv_cache_gb=1), tmp_path / "logs")
