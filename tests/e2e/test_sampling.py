@@ -37,6 +37,7 @@ def dynamic(tmp_path_factory):
 
 def told(run):
     """metrics.jsonl without what depends on the clock, on the layout, and on what vLLM decodes together."""
+
     def same(name):
         return not name.startswith(MEASURED + ENGINE) and not name.endswith("/seconds")
 
