@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Any
 from megagrpo.collect import sampling_params
 from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, read_chat_template
-from megagrpo.parallel import quiet
 from megagrpo.policy.hf_config import load_hf_config
-from megagrpo.rollout.engine import Engine, EngineError, EngineStartError, derive_seed
-from megagrpo.serving import Serving
+from megagrpo.rollout.engine import Engine, derive_seed
+from megagrpo.serving import Serving, exit_code
 from megagrpo.types import Prompt, SamplingParams
 
 USAGE = """\
@@ -76,8 +74,11 @@ def main(arguments: list[str]) -> int:
     if given is None:
         print(USAGE)
         return 0
-    quiet()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    return exit_code(lambda: answer(given), "generation")
+
+
+def answer(given: argparse.Namespace) -> None:
+    """Start what is to be asked and ask it. ConfigError for what the person who wrote the command can mend."""
     try:
         with Serving(given.config, lambda text: print(text, file=sys.stderr)) as serving:
             chat = connect(serving, given)
@@ -85,14 +86,8 @@ def main(arguments: list[str]) -> int:
                 converse(chat)
             else:
                 print(chat.say(sys.stdin.read().strip() if given.prompt == "-" else given.prompt))
-    except (EngineStartError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(str(error)) from error
-    except EngineError as error:
-        print(f"generation stops: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace | None:

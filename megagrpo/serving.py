@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,10 +16,11 @@ from megagrpo.bridge.adapters import ADAPTER_FILES
 from megagrpo.bridge.convert import export_alone
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.checkpoint import BEST, STATE_FILE, newest_checkpoint
-from megagrpo.config import RunConfig
+from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.tokenizer import Tokenizer
-from megagrpo.parallel import device
+from megagrpo.parallel import device, quiet
 from megagrpo.parallel.ranks import RankFailed, run_ranks
+from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.launcher import LORA_RANKS, Launcher, ServerOptions
 from megagrpo.rollout.vllm_server import VllmEngine, check_urls
 
@@ -147,3 +150,20 @@ class Serving:
 
     def __exit__(self, *_: object) -> None:
         self._resources.close()
+
+
+def exit_code(command: Callable[[], None], name: str) -> int:
+    """Run a command that asks servers: 0, 1 when a server failed on the way, 128 + its number after a signal. ConfigError when no server
+    starts. `name` is what stops then, for the message."""
+    quiet()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        command()
+    except EngineStartError as error:
+        raise ConfigError(str(error)) from error
+    except EngineError as error:
+        print(f"{name} stops: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,10 +16,8 @@ from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.evaluation.sets import HeldOut, check_columns, evaluate, load_sets
 from megagrpo.metrics import PhaseTimer
 from megagrpo.multi_turn.dialogues import make_dialogues
-from megagrpo.parallel import quiet
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rollout.engine import EngineError, EngineStartError
-from megagrpo.serving import Serving
+from megagrpo.serving import Serving, exit_code
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout
 
 COLUMNS = ("reward", "completions/mean_length", "completions/clipped_ratio")
@@ -32,23 +29,16 @@ def main(config: RunConfig, config_path: Path, checkpoint: str | None = None, ad
     0 when all sets were evaluated, 1 when a server failed on the way, 128 + its number after a signal. ConfigError for what the person
     who wrote the config or the command can mend.
     """
-    quiet()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
+
+    def command() -> None:
         with ExitStack() as resources:
             metrics, responses = run(config, config_path.parent, checkpoint, adapter, resources)
-    except EngineStartError as error:
-        raise ConfigError(str(error)) from error
-    except EngineError as error:
-        print(f"evaluation stops: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    print(table(metrics, list(responses)))
-    if output is not None:
-        write(Path(output), {"checkpoint": checkpoint, "adapter": adapter, "metrics": metrics, "responses": responses})
-    return 0
+        print(table(metrics, list(responses)))
+        if output is not None:
+            write(Path(output), {"checkpoint": checkpoint, "adapter": adapter, "metrics": metrics, "responses": responses})
+
+    return exit_code(command, "evaluation")
 
 
 def run(
