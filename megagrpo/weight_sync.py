@@ -24,26 +24,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megagrpo.bridge.reshard import Box, brackets, missing, owners, size, whole
+from megagrpo.boxes import Box, brackets, missing, size, whole
+from megagrpo.bridge.reshard import owners
+from megagrpo.families.blocks import Block
 from megagrpo.rollout.engine import Engine
 from megagrpo.rollout.shared_weights import ALIGNMENT, DTYPES, Manifest, SharedBlock, SharedTensor, WeightSyncError, checksum
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "megagrpo-"
 NUM_SLOTS = 2
-
-
-class BlockLike(Protocol):
-    """A part of a Hugging Face tensor inside a local parameter, as `megagrpo.bridge.blocks.Block`."""
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-    start: int
-    stop: int
-    block_shape: tuple[int, ...]
-
-    def view(self, param: Tensor) -> Tensor: ...
 
 
 class Ranks(Protocol):
@@ -54,7 +43,7 @@ class Ranks(Protocol):
     def all_gather_objects(self, obj: Any) -> list[Any]: ...
 
 
-Weights = Iterable[tuple[str, Tensor, Sequence[BlockLike]]]
+Weights = Iterable[tuple[str, Tensor, Sequence[Block]]]
 
 
 @dataclass(frozen=True)
@@ -125,7 +114,7 @@ class WeightSync:
         ended = time.perf_counter()
         return SyncReport(weight_version, published - started, ended - published, ended - started, manifest.num_bytes, outcome)
 
-    def _publish(self, found: list[tuple[str, Tensor, Sequence[BlockLike]]], weight_version: int) -> Manifest:
+    def _publish(self, found: list[tuple[str, Tensor, Sequence[Block]]], weight_version: int) -> Manifest:
         """Write this rank's blocks; the manifest of all ranks' blocks."""
         if self._published is None:
             self._published = _Slots(found, self.ranks, self.dtype, self.folder)
@@ -194,7 +183,7 @@ class _Slots:
                 values.view(source.shape).copy_(source)
                 if not all(map(torch.isfinite, values.aminmax())):  # NaN wins over every other value
                     raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {block.name}")
-                shared = SharedBlock(self.rank, str(path), offset, block.dim, block.start, block.stop, checksum(values))
+                shared = SharedBlock(self.rank, str(path), offset, block.box, checksum(values))
                 written[key] = (block.name, tuple(block.shape), shared)
         if absent := sorted(set(self.offsets) - set(written)):
             raise WeightSyncError(f"{absent[0][0]} was there at the first sync and is gone now")
@@ -224,7 +213,7 @@ def verify(manifest: Manifest, reports: Sequence[dict[str, Any]]) -> None:
             if left := missing(whole(tensor.shape), parts):
                 raise WeightSyncError(f"{server}: nobody read {name}{brackets(left[0])}")
             for index, block in enumerate(tensor.blocks):
-                _verify_block(name, tensor.box(block), block, reads[name, index])
+                _verify_block(name, block.box, block, reads[name, index])
 
 
 def _verify_block(name: str, box: Box, block: SharedBlock, parts: dict[Box, int]) -> None:
@@ -277,8 +266,8 @@ def _allocate(path: Path, count: int) -> Tensor:
     return torch.from_file(str(path), shared=True, size=count, dtype=torch.uint8)
 
 
-def _key(block: BlockLike) -> tuple:
-    return block.name, tuple(block.shape), block.dim, block.start, block.stop
+def _key(block: Block) -> tuple:
+    return block.name, tuple(block.shape), block.box
 
 
 def _by_layer(item: tuple[str, Any]) -> tuple[int, str]:

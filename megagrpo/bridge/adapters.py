@@ -31,7 +31,7 @@ def fill_adapters(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, 
         load_adapter(chunks, hf_config, layout, Path(lora.adapter_path).expanduser(), lora)
         return
     for _, param, (block,) in adapter_blocks(chunks, hf_config, layout):
-        param.copy_(fresh_matrix(block.name, block.shape, seed).narrow(block.dim, block.start, block.stop - block.start))
+        param.copy_(fresh_matrix(block.name, block.shape, seed)[block.slices])
 
 
 def fresh_matrix(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -67,8 +67,7 @@ def load_adapter(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, f
                 raise ValueError(
                     f"lora.adapter_path: {block.name} in {folder} has shape {stored.get_shape()}; the model needs {block.shape}"
                 )
-            part = stored[block.start : block.stop] if block.dim == 0 else stored[:, block.start : block.stop]
-            param.copy_(part)
+            param.copy_(stored[block.slices])
 
 
 def read_lora(folder: Path) -> LoraSection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megagrpo.bridge.blocks import Block
+from megagrpo.boxes import Box, extent, size
 from megagrpo.bridge.merged import Merged, merged_blocks
 from megagrpo.bridge.sources import INDEX, SINGLE, new_folder
+from megagrpo.families.blocks import Block
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
 
@@ -29,11 +31,11 @@ Stream = Iterator[tuple[str, Tensor]]  # (name, whole tensor)
 
 @dataclass(frozen=True)
 class Source:
-    """Where one Hugging Face tensor comes from: `senders` maps each block, as (dim, start, stop), to the rank that sends it."""
+    """Where one Hugging Face tensor comes from: `senders` maps each block's box to the rank that sends it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    senders: dict[tuple[int, int, int], int]
+    senders: dict[Box, int]
 
 
 @torch.no_grad()
@@ -53,32 +55,31 @@ def iter_full(
 def find_sources(parameters: Held, layout: Layout) -> dict[str, Source]:
     """Every tensor that the ranks' parameters make up, in layer order, each block with the lowest rank that holds it. Collective, small
     messages only."""
-    held = [(b.name, b.shape, param.dtype, (b.dim, b.start, b.stop)) for _, param, found in parameters for b in found]
+    held = [(b.name, b.shape, param.dtype, b.box) for _, param, found in parameters for b in found]
     sources: dict[str, Source] = {}
     for rank, of_rank in enumerate(layout.all_gather_objects(held)):
-        for name, shape, dtype, place in of_rank:
-            sources.setdefault(name, Source(shape, dtype, {})).senders.setdefault(place, rank)
+        for name, shape, dtype, box in of_rank:
+            sources.setdefault(name, Source(shape, dtype, {})).senders.setdefault(box, rank)
     for name, source in sources.items():
-        dim = next(iter(source.senders))[0]
-        found = sum(stop - start for _, start, stop in source.senders)
-        assert found == source.shape[dim], f"{name}: the ranks hold {found} of {source.shape[dim]} along dimension {dim}"
+        found, count = sum(map(size, source.senders)), math.prod(source.shape)
+        assert found == count, f"{name}: the ranks hold {found} of {count} elements"
     return {name: sources[name] for name in sorted(sources, key=_natural)}
 
 
 def _stream(held: Held, layout: Layout, sources: dict[str, Source], dtype: torch.dtype | None, writer: int):
-    mine = {(b.name, b.dim, b.start, b.stop): (param, b) for _, param, found in held for b in found}
+    mine = {(b.name, b.box): (param, b) for _, param, found in held for b in found}
     am_writer = layout.world_rank == writer
     for name, source in sources.items():
         full = torch.empty(source.shape, dtype=dtype or source.dtype) if am_writer else None
-        for (dim, start, stop), sender in sorted(source.senders.items()):
+        for box, sender in sorted(source.senders.items()):
             part = None
             if layout.world_rank == sender:
-                param, block = mine[name, dim, start, stop]
+                param, block = mine[name, box]
                 part = _local_part(param, block)
             if sender != writer:
-                part = _pass_on(part, source, (dim, start, stop), sender, writer, layout)
+                part = _pass_on(part, source, box, sender, writer, layout)
             if am_writer:
-                full.narrow(dim, start, stop - start).copy_(part)
+                full[tuple(map(slice, *box))].copy_(part)
         if am_writer:
             yield name, full
 
@@ -87,14 +88,12 @@ def _local_part(param: Tensor | Merged, block: Block) -> Tensor:
     return block.read(param.data).to("cpu").contiguous()
 
 
-def _pass_on(part: Tensor | None, source: Source, place: tuple[int, int, int], sender: int, writer: int, layout: Layout) -> Tensor | None:
+def _pass_on(part: Tensor | None, source: Source, box: Box, sender: int, writer: int, layout: Layout) -> Tensor | None:
     """Move one block from `sender` to `writer` over the CPU group, as bytes; the block on the writer, None elsewhere."""
     if layout.world_rank == sender:
         dist.send(part.view(torch.uint8), dst=writer, group=layout.cpu_group)
     elif layout.world_rank == writer:
-        dim, start, stop = place
-        shape = (*source.shape[:dim], stop - start, *source.shape[dim + 1 :])
-        received = torch.empty(shape, dtype=source.dtype)
+        received = torch.empty(extent(box), dtype=source.dtype)
         dist.recv(received.view(torch.uint8), src=sender, group=layout.cpu_group)
         return received
     return None

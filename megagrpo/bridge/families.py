@@ -1,14 +1,16 @@
-"""One table per model family: Megatron parameter -> rule. Load, export and live sync all read these and nothing else."""
+"""This rank's parameters as parts of Hugging Face tensors. Load, export and live sync all read this and nothing else."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from megagrpo.bridge.blocks import Block, Local, Rule, gated, in_layer, qkv, same, vocab
+from megagrpo.families import FAMILIES
+from megagrpo.families.blocks import Block, Local, in_layer, named, same
+from megagrpo.families.dense import ATTENTION, EMBEDDING, HEAD, MLP
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.lora import is_adapter
@@ -17,62 +19,9 @@ from megagrpo.policy.stored import StoredWeight
 
 from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 
-EMBEDDING = "embedding.word_embeddings.weight"
-HEAD = "output_layer.weight"
-
-_LAYER = "model.layers.{L}."
-_ATTENTION = _LAYER + "self_attn."
-_MLP = _LAYER + "mlp."
-
-# Keys are parameter names of HybridModel without "decoder.layers.N."; Transformer Engine keeps a norm inside the linear that follows it.
-DENSE: dict[str, Rule] = {
-    EMBEDDING: vocab("model.embed_tokens.weight"),
-    HEAD: vocab("lm_head.weight"),
-    "decoder.final_norm.weight": same("model.norm.weight"),
-    "input_layernorm.weight": same(_LAYER + "input_layernorm.weight"),
-    "self_attention.linear_qkv.layer_norm_weight": same(_LAYER + "input_layernorm.weight"),
-    "self_attention.linear_qkv.weight": qkv(_ATTENTION + "{p}_proj.weight"),
-    "self_attention.linear_proj.weight": same(_ATTENTION + "o_proj.weight"),
-    "pre_mlp_layernorm.weight": same(_LAYER + "post_attention_layernorm.weight"),
-    "mlp.linear_fc1.layer_norm_weight": same(_LAYER + "post_attention_layernorm.weight"),
-    "mlp.linear_fc1.weight": gated(_MLP + "gate_proj.weight", _MLP + "up_proj.weight"),
-    "mlp.linear_fc2.weight": same(_MLP + "down_proj.weight"),
-}
-# Folder and projections (gate, up, down) of the experts in Hugging Face's names; the router is FOLDER.gate.
-EXPERTS: dict[str, tuple[str, tuple[str, str, str]]] = {
-    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-}
-QKV_BIAS: dict[str, Rule] = {"self_attention.linear_qkv.bias": qkv(_ATTENTION + "{p}_proj.bias")}
-QK_NORM: dict[str, Rule] = {
-    "self_attention.q_layernorm.weight": same(_ATTENTION + "q_norm.weight"),
-    "self_attention.k_layernorm.weight": same(_ATTENTION + "k_norm.weight"),
-}
-
-
-def _experts(family: str) -> dict[str, Rule]:
-    """Rules of the router and of every expert, with {E} for its number."""
-    folder, projections = EXPERTS[family]
-    gate, up, down = (f"{_LAYER}{folder}.experts.{{E}}.{p}.weight" for p in projections)
-    return {
-        "mlp.router.weight": same(f"{_LAYER}{folder}.gate.weight"),
-        "mlp.experts.linear_fc1.weight": gated(gate, up),
-        "mlp.experts.linear_fc2.weight": same(down),
-    }
-
-
-TABLES: dict[str, dict[str, Rule]] = {
-    "llama": DENSE,
-    "mistral": DENSE,
-    "qwen2": DENSE | QKV_BIAS,
-    "qwen3": DENSE | QK_NORM,
-    "qwen3_moe": DENSE | QK_NORM | _experts("qwen3_moe"),
-    "mixtral": DENSE | _experts("mixtral"),
-}
-
 # Adapters as PEFT names them, below the name of the model that they are wrapped around.
 PEFT = "base_model.model."
-ADAPTED = {p: _ATTENTION for p in ("q_proj", "k_proj", "v_proj", "o_proj")} | {p: _MLP for p in ("gate_proj", "up_proj", "down_proj")}
+ADAPTED = {p: ATTENTION for p in ("q_proj", "k_proj", "v_proj", "o_proj")} | {p: MLP for p in ("gate_proj", "up_proj", "down_proj")}
 
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Each expert a module of its own, or Transformer Engine's grouped linear with one weight per expert.
@@ -88,7 +37,7 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
     the padded vocabulary excepted. Tied embeddings on two pipeline stages come twice, with equal blocks. KeyError when the family
     has no rule for a parameter. In place of a weight that is kept in fewer bits comes the `StoredWeight`.
     """
-    table = TABLES[hf_config.family]
+    table = FAMILIES[hf_config.family].table(hf_config)
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
         for name, param in model.named_parameters():
@@ -105,7 +54,7 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
                 expert = int(part[2] or part[4]) + layout.ep_rank * (hf_config.experts.count // layout.ep_size)
             if key not in table:
                 raise KeyError(f"family {hf_config.family} has no rule for Megatron parameter {name}")
-            found = table[key](Local(param, *tensor_parallel, hf_config))
+            found = table[key].blocks(Local(param, *tensor_parallel, hf_config, expert))
             yield f"chunk{i}.{name}" if i else name, param, [in_layer(block, layer, expert) for block in found]
 
 
@@ -131,7 +80,7 @@ def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout)
             place = _IN_LAYER.fullmatch(name)
             projection, matrix = _ADAPTER.fullmatch(place[2]).groups()
             rule = same(f"{PEFT}{ADAPTED[projection]}{projection}.{matrix}.weight")
-            (block,) = rule(Local(param, layout.tp_size, layout.tp_rank, hf_config))
+            (block,) = rule.blocks(Local(param, layout.tp_size, layout.tp_rank, hf_config))
             yield f"chunk{i}.{name}" if i else name, param, [in_layer(block, _block_number(model, int(place[1])))]
 
 
@@ -147,18 +96,20 @@ def _block_number(model: nn.Module, index: int) -> int:
 
 def tensor_names(hf_config: HfConfig) -> set[str]:
     """Every tensor name of the whole model; a tied model may carry the head as well."""
-    names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    attention = ["input_layernorm.weight", "post_attention_layernorm.weight"] + [f"self_attn.{p}_proj.weight" for p in "qkvo"]
-    attention += [f"self_attn.{p}_proj.bias" for p in "qkv"] if hf_config.qkv_bias else []
-    attention += [f"self_attn.{p}_norm.weight" for p in "qk"] if hf_config.qk_norm else []
-    dense = [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
-    mixed = _expert_names(hf_config) if hf_config.experts else []
-    for block in range(hf_config.num_layers):
-        names |= {f"model.layers.{block}.{part}" for part in attention + (mixed if hf_config.has_experts(block) else dense)}
+    names = set()
+    for key, rule in FAMILIES[hf_config.family].table(hf_config).items():
+        for block in _blocks_with(key, hf_config):
+            experts = range(hf_config.experts.count) if _EXPERT.fullmatch(key) else [None]
+            names |= {named(pattern, block, expert) for pattern in rule.names for expert in experts}
     return names
 
 
-def _expert_names(hf_config: HfConfig) -> list[str]:
-    folder, projections = EXPERTS[hf_config.family]
-    each = [f"{folder}.experts.{e}.{p}.weight" for e in range(hf_config.experts.count) for p in projections]
-    return [f"{folder}.gate.weight", *each]
+def _blocks_with(key: str, hf_config: HfConfig) -> Iterable[int | None]:
+    """The decoder blocks that have the parameter `key`; one None for what is outside of them."""
+    if key in (EMBEDDING, HEAD) or key.startswith("decoder."):
+        return [None]
+    blocks = range(hf_config.num_layers)
+    if not key.startswith("mlp."):
+        return blocks
+    mixed = key.startswith(("mlp.router.", "mlp.experts.", "mlp.shared_experts."))
+    return [block for block in blocks if hf_config.has_experts(block) == mixed]

@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from megagrpo.bridge.blocks import Block
 from megagrpo.bridge.families import blocks, fill, tensor_names
 from megagrpo.bridge.sources import INDEX, SINGLE
+from megagrpo.families.blocks import Block
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
 
@@ -71,7 +71,7 @@ class Checkpoint:
             raise ValueError(
                 f"model: {block.name} in {self.folder / file} has shape {tuple(stored.get_shape())}; config.json implies {block.shape}"
             )
-        return stored[block.start : block.stop] if block.dim == 0 else stored[:, block.start : block.stop]
+        return stored[block.slices]
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megagrpo.bridge.blocks import Block
 from megagrpo.bridge.families import blocks
+from megagrpo.families.blocks import Block
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.lora import LowRank

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megagrpo.bridge.reshard import Box, whole
+from megagrpo.boxes import Box, whole
 
 aten = torch.ops.aten
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megagrpo.bridge.reshard import Box, brackets, extent, plan, size
+from megagrpo.boxes import Box, brackets, extent, size
+from megagrpo.bridge.reshard import plan
 from megagrpo.rollout.lazy import LazyTensor, box_of, restride
 from megagrpo.rollout.shared_weights import DTYPES, Manifest, SharedBlock, WeightSyncError, checksum
 
@@ -32,7 +33,7 @@ class ShardReader:
         self.arrivals: dict[int, dict[tuple, int]] = {}  # storage -> {place in it: elements}
         for name, tensor in manifest.tensors.items():
             for block in tensor.blocks:
-                self._check_file(name, block, size(tensor.box(block)) * self.dtype.itemsize)
+                self._check_file(name, block, size(block.box) * self.dtype.itemsize)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, lazy tensor) of every tensor in the manifest, in its order."""
@@ -72,14 +73,14 @@ class ShardReader:
     def _plan(self, name: str, box: Box) -> list[tuple[int, Box]]:
         tensor = self.manifest.tensors[name]
         try:
-            return plan(box, [tensor.box(block) for block in tensor.blocks], self.reader)
+            return plan(box, [block.box for block in tensor.blocks], self.reader)
         except LookupError as error:
             raise WeightSyncError(f"{name}: {error} of shape {tensor.shape}; the trainer published only part of this tensor") from error
 
     def _read(self, name: str, index: int, part: Box) -> Tensor:
         tensor = self.manifest.tensors[name]
         block = tensor.blocks[index]
-        own = tensor.box(block)
+        own = block.box
         count = math.prod(extent(own)) * self.dtype.itemsize
         held = self.maps[block.file][block.offset : block.offset + count].view(self.dtype).view(extent(own))
         values = held[tuple(slice(a - o, b - o) for a, b, o in zip(*part, own[0], strict=True))]

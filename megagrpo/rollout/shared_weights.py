@@ -13,12 +13,13 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.bridge.reshard import Box, cut
+from megagrpo.boxes import Box
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ALIGNMENT = 64  # bytes, of each block in its file
@@ -31,15 +32,19 @@ class WeightSyncError(RuntimeError):
 
 @dataclass(frozen=True)
 class SharedBlock:
-    """Places [start, stop) of dimension `dim` of one tensor, contiguous at byte `offset` of `file`."""
+    """The part `box` of one tensor, contiguous at byte `offset` of `file`."""
 
     rank: int
     file: str
     offset: int
-    dim: int
-    start: int
-    stop: int
+    box: Box
     checksum: int
+
+    @staticmethod
+    def read(data: dict[str, Any]) -> SharedBlock:
+        """From what JSON makes of one."""
+        lo, hi = data["box"]
+        return SharedBlock(**data | {"box": (tuple(lo), tuple(hi))})
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,6 @@ class SharedTensor:
 
     shape: tuple[int, ...]
     blocks: tuple[SharedBlock, ...]
-
-    def box(self, block: SharedBlock) -> Box:
-        """Where `block` lies in this tensor."""
-        return cut(self.shape, block.dim, block.start, block.stop)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Manifest:
         """Read what `save` wrote."""
         data = json.loads(Path(path).read_text())
         tensors = {
-            name: SharedTensor(tuple(tensor["shape"]), tuple(SharedBlock(**block) for block in tensor["blocks"]))
+            name: SharedTensor(tuple(tensor["shape"]), tuple(map(SharedBlock.read, tensor["blocks"])))
             for name, tensor in data["tensors"].items()
         }
         return Manifest(data["version"], data["dtype"], tensors)

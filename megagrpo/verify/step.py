@@ -90,7 +90,7 @@ def fill_weights(
 ) -> None:
     """The tensors that `weights(name, shape)` gives, cut for this rank; the vocabulary's padding is 0."""
     for _, parameter, found in (*blocks(policy.chunks, hf_config, layout), *adapter_blocks(policy.chunks, hf_config, layout)):
-        fill(parameter, found, lambda b: weights(b.name, b.shape).narrow(b.dim, b.start, b.stop - b.start))
+        fill(parameter, found, lambda b: weights(b.name, b.shape)[b.slices])
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def whole_tensors(
         tensor = part(parameter).detach().to("cpu", torch.float64, copy=True)
         for block in found:
             place = block.view(tensor)
-            mine.append((block.name, block.shape, (block.dim, block.start, block.stop), place.reshape(block.block_shape).clone()))
+            mine.append((block.name, block.shape, block.box, place.reshape(block.block_shape).clone()))
             place.zero_()
         padding = max(padding, tensor.abs().max().item()) if tensor.numel() else padding
     everyone = _gather((mine, padding), layout)
@@ -152,8 +152,7 @@ def whole_tensors(
             apart = max(apart, relative_error(value, held[name, place]))
             continue
         held[name, place] = value
-        dim, start, stop = place
-        whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64)).narrow(dim, start, stop - start).copy_(value)
+        whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))[tuple(map(slice, *place))].copy_(value)
     return whole, apart, max(padding for _, padding in everyone)
 
 

@@ -81,7 +81,7 @@ def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool) ->
     policy.train_step(batch, make_loss(config), divisor)
     held = {}
     for _, parameter, found in blocks(policy.chunks, hf_config, layout):
-        held |= {(b.name, b.shape, b.dim, b.start, b.stop): b.read(parameter.detach()).numpy().copy() for b in found}
+        held |= {(b.name, b.shape, b.box): b.read(parameter.detach()).numpy().copy() for b in found}
     layout.close()
     return held
 

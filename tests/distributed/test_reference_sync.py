@@ -112,7 +112,7 @@ def _of_reference(policy, reference, hf_config, layout) -> dict:
 def _held(policy, hf_config, layout) -> dict:
     held = {}
     for _, parameter, found in blocks(policy.chunks, hf_config, layout):
-        held |= {(b.name, b.shape, b.dim, b.start, b.stop): b.read(parameter.detach()).numpy().copy() for b in found}
+        held |= {(b.name, b.shape, b.box): b.read(parameter.detach()).numpy().copy() for b in found}
     return held
 
 

@@ -10,8 +10,8 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model
 
+from megagrpo.boxes import size
 from megagrpo.bridge.families import blocks
-from megagrpo.bridge.reshard import size
 from megagrpo.config import ParallelSection
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
@@ -32,7 +32,7 @@ class OneReader:
         self.sent = Counter()
         for tensor in found.tensors.values():
             for block in tensor.blocks:
-                self.sent[block.rank] += size(tensor.box(block))
+                self.sent[block.rank] += size(block.box)
         reads = [(name, index, part, total) for (name, index, part), total in reader.reads.items()]
         return [{"server": "here", "worker": 0, "version": version, "bytes": reader.bytes, "reads": reads}]
 

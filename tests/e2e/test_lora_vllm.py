@@ -50,7 +50,7 @@ def push(parallel: dict, engine, salt: str, out: Path, version: int, lora: LoraS
     load_hf(chunks, hf_config, folder, layout)
     with torch.no_grad():
         for _, param, (block,) in adapter_blocks(chunks, hf_config, layout):
-            param.copy_(random_tensor(salt + block.name, block.shape).narrow(block.dim, block.start, block.stop - block.start) + spoil)
+            param.copy_(random_tensor(salt + block.name, block.shape)[block.slices] + spoil)
     if not spoil:
         save_hf(chunks, hf_config, layout, out, folder)
     with AdapterSync(engine if layout.world_rank == 0 else None, layout, "float32", lora, str(folder)) as sync:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megagrpo.bridge.blocks import Local, gated, in_layer, qkv, same, vocab
+from megagrpo.families.blocks import Local, gated, in_layer, qkv, same, vocab
 from megagrpo.policy.hf_config import parse_hf_config
 
 HF = parse_hf_config(
@@ -36,9 +36,9 @@ def assemble(rule, shape, dim, tp):
         param = megatron_param(shape, dim)
         param.data = torch.arange(param.numel(), dtype=torch.float32).view(shape) + rank * 10_000
         parts.append(param)
-        for block in rule(Local(param, tp, rank, HF)):
+        for block in rule.blocks(Local(param, tp, rank, HF)):
             full = whole.setdefault(block.name, torch.full(block.shape, -1.0))
-            target = full.narrow(block.dim, block.start, block.stop - block.start)
+            target = full[block.slices]
             assert (target == -1).all() or dim is None, "two ranks hold the same elements"
             assert block.read(param).shape == block.block_shape == target.shape
             target.copy_(block.read(param.data))
@@ -84,12 +84,12 @@ def test_the_padding_of_the_vocabulary_belongs_to_no_block(tp):
 
 
 def test_a_rank_that_holds_only_padding_holds_no_block():
-    assert vocab("x")(Local(megatron_param((6, 24), 0), 3, 2, HF)) == []
+    assert vocab("x").blocks(Local(megatron_param((6, 24), 0), 3, 2, HF)) == []
 
 
 def test_views_write_into_the_parameter_and_blocks_survive_pickling():
     param = megatron_param((100, 24), 0)
-    blocks = [pickle.loads(pickle.dumps(in_layer(block, 7))) for block in qkv("layer.{L}.{p}")(Local(param, 1, 0, HF))]
+    blocks = [pickle.loads(pickle.dumps(in_layer(block, 7))) for block in qkv("layer.{L}.{p}").blocks(Local(param, 1, 0, HF))]
     assert [block.name for block in blocks] == ["layer.7.q", "layer.7.k", "layer.7.v"]
     for value, block in enumerate(blocks, 1):
         block.view(param.data).fill_(value)

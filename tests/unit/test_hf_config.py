@@ -69,7 +69,9 @@ def test_heads_that_divide_but_groups_that_do_not_are_reported():
 
 def test_an_unknown_architecture_names_the_supported_ones():
     (problem,) = architecture_problems({"model_type": "gpt2"})
-    assert "gpt2" in problem and "llama (LlamaForCausalLM)" in problem and "qwen3 (Qwen3ForCausalLM)" in problem
+    assert (
+        "architecture gpt2 is not supported" in problem and "llama (LlamaForCausalLM)" in problem and "qwen3 (Qwen3ForCausalLM)" in problem
+    )
     with pytest.raises(ValueError, match="gpt2"):
         parse_hf_config({"model_type": "gpt2"})
 
@@ -93,6 +95,16 @@ def test_an_unknown_architecture_names_the_supported_ones():
 def test_what_the_model_code_cannot_do_is_refused(change, word):
     (problem,) = architecture_problems(SMOLLM2 | change)
     assert word in problem
+
+
+@pytest.mark.parametrize(
+    ("called", "nearest"),
+    [("qwen3_next", "qwen3_moe"), ("llama4_text", "llama"), ("ministral", "mistral"), ("MixtralForCausalLM", "mixtral")],
+)
+def test_an_unknown_architecture_names_the_nearest_one(called, nearest):
+    raw = {"architectures": [called]} if called[0].isupper() else {"model_type": called}
+    (problem,) = architecture_problems(raw)
+    assert f"The nearest by name is {nearest}: " in problem and f"set model_type to {nearest}" in problem
 
 
 def test_a_missing_size_is_named():

@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "megagrpo").rglob("*.py"))
 LEVELS = [
-    {"config", "config_io", "types"},
-    {"algorithms", "rewards", "data", "parallel"},
+    {"config", "config_io", "types", "boxes"},
+    {"algorithms", "rewards", "data", "parallel", "families"},
     {"policy", "bridge", "rollout", "console"},
     {"weight_sync", "checkpoint", "metrics", "dump", "multi_turn", "look_ahead"},
     {"collect", "serving", "adapter_sync"},

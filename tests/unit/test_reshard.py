@@ -5,7 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from megagrpo.bridge.reshard import brackets, cut, extent, intersect, missing, owners, plan, size, subtract, whole
+from megagrpo.boxes import brackets, cut, extent, intersect, missing, size, subtract, whole
+from megagrpo.bridge.reshard import owners, plan
 
 
 def window(box):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megagrpo.bridge.reshard import cut, extent, whole
+from megagrpo.boxes import cut, extent, whole
 from megagrpo.rollout.lazy import LazyTensor, box_of, restride
 from megagrpo.rollout.shard_reader import ShardReader
 from megagrpo.rollout.shared_weights import Manifest, SharedBlock, SharedTensor, WeightSyncError, checksum
@@ -83,7 +83,7 @@ def published(tmp_path):
     for rank, (start, stop) in enumerate([(0, 2), (2, 6)]):
         file = tmp_path / f"rank{rank}"
         file.write_bytes(b"\0" * 64 + real[start:stop].numpy().tobytes())
-        blocks.append(SharedBlock(rank, str(file), 64, 0, start, stop, checksum(real[start:stop])))
+        blocks.append(SharedBlock(rank, str(file), 64, cut(real.shape, 0, start, stop), checksum(real[start:stop])))
     return Manifest(7, "float32", {"w": SharedTensor((6, 4), tuple(blocks))}), real
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.bridge.reshard import cut, whole
+from megagrpo.boxes import cut, whole
+from megagrpo.families.blocks import Block
 from megagrpo.rollout.shared_weights import Manifest, SharedBlock, SharedTensor, WeightSyncError
 from megagrpo.weight_sync import WeightSync, _allocate, remove_stale, verify
 
-BLOCKS = tuple(SharedBlock(rank, f"f{rank}", 0, 0, 4 * rank, 4 * rank + 4, checksum=10 + rank) for rank in range(2))
+BLOCKS = tuple(SharedBlock(rank, f"f{rank}", 0, cut((8, 6), 0, 4 * rank, 4 * rank + 4), checksum=10 + rank) for rank in range(2))
 MANIFEST = Manifest(5, "float32", {"w": SharedTensor((8, 6), BLOCKS)})
 
 
@@ -63,23 +64,9 @@ class OneRank:
         return [obj]
 
 
-@dataclasses.dataclass(frozen=True)
-class WholeBlock:
-    name: str
-    shape: tuple[int, ...]
-    dim: int = 0
-    start: int = 0
-
-    @property
-    def stop(self):
-        return self.shape[0]
-
-    @property
-    def block_shape(self):
-        return self.shape
-
-    def view(self, param):
-        return param
+def whole_block(name, shape):
+    """A parameter that is a whole tensor."""
+    return Block(name, shape, whole(shape), grid=shape, axis=0, at=0, count=shape[0])
 
 
 class ReadingEngine:
@@ -92,7 +79,7 @@ class ReadingEngine:
             for index, block in enumerate(tensor.blocks):
                 data = Path(block.file).read_bytes()[block.offset :]
                 self.seen[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)[: whole(tensor.shape)[1][0]]
-                reads.append([name, index, tensor.box(block), block.checksum])
+                reads.append([name, index, block.box, block.checksum])
         return [{"server": "s", "worker": 0, "version": version, "bytes": 1, "reads": reads}]
 
     def resume(self, version):
@@ -105,7 +92,7 @@ def test_a_push_writes_what_the_parameters_hold_now_and_close_removes_it(tmp_pat
     with WeightSync(engine, OneRank(), "float32", shared_memory=tmp_path) as sync:
         for version in (1, 2, 3):
             params["a"] += 1
-            done = sync.push([(name, param, [WholeBlock(name, tuple(param.shape))]) for name, param in params.items()], version)
+            done = sync.push([(name, param, [whole_block(name, tuple(param.shape))]) for name, param in params.items()], version)
             assert (engine.version, done.weight_version, done.bytes_published) == (version, version, 48)
             for name, param in params.items():
                 assert torch.equal(engine.seen[name], param)
@@ -118,7 +105,7 @@ def test_weights_that_are_no_numbers_are_not_sent(tmp_path, bad):
     param[3] = bad
     with WeightSync(ReadingEngine(), OneRank(), "bfloat16", shared_memory=tmp_path) as sync:
         with pytest.raises(WeightSyncError, match=r"rank 0: parameter p holds NaN or infinity in its part of hf.w"):
-            sync.push([("p", param, [WholeBlock("hf.w", (5,))])], 1)
+            sync.push([("p", param, [whole_block("hf.w", (5,))])], 1)
 
 
 def test_ranks_on_two_hosts_are_refused(tmp_path):

@@ -1,0 +1,147 @@
+"""Blocks: which part of which Hugging Face tensor lives where in a Megatron parameter.
+
+Hugging Face tensor space is the common coordinate system of loading, exporting and live weight sync. A rule turns one local
+parameter into blocks without communication; a family's file says which rule belongs to which parameter. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megagrpo.boxes import Box, cut, extent
+from megagrpo.families.architecture import HfConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """The part `box` of the Hugging Face tensor `name` with full shape `shape`.
+
+    It lies in a local parameter seen as `grid`, at places [at, at + count) of `axis`, dimensions then permuted by `order` if that is
+    given. Plain data: two blocks are equal when they say the same, and they travel by pickle.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    grid: tuple[int, ...]
+    axis: int
+    at: int
+    count: int
+    order: tuple[int, ...] | None = None
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Shape of this block in Hugging Face space."""
+        return extent(self.box)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What cuts this block out of the whole Hugging Face tensor."""
+        return tuple(map(slice, *self.box))
+
+    def view(self, param: Tensor) -> Tensor:
+        """The elements of this block inside `param`, writable, in the order of the Hugging Face tensor; their shape may be finer
+        than `block_shape`: compare through reshape."""
+        view = param.view(self.grid).narrow(self.axis, self.at, self.count)
+        return view if self.order is None else view.permute(self.order)
+
+    def read(self, param: Tensor) -> Tensor:
+        """This block as a contiguous tensor of `block_shape`; a copy unless it already lies that way in `param`."""
+        return self.view(param).reshape(self.block_shape)
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a rule may know about one parameter of this rank. Of the parameter it reads the shape and Megatron's marks only."""
+
+    param: Tensor
+    tp_size: int  # of the group that cuts this parameter: another one for experts
+    tp_rank: int
+    hf: HfConfig
+    expert: int | None = None  # number of the expert it belongs to, over all ranks
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which tensors a parameter is a part of, by name ({L} stands for the decoder block, {E} for the expert), and its blocks."""
+
+    names: tuple[str, ...]
+    blocks: Callable[[Local], list[Block]]
+
+
+def same(name: str) -> Rule:
+    """One tensor, cut along Megatron's partition dimension or held whole by every tensor-parallel rank."""
+
+    def blocks(local: Local) -> list[Block]:
+        p = local.param
+        shape = tuple(p.shape)
+        split = local.tp_size > 1 and getattr(p, "tensor_model_parallel", False)
+        dim = p.partition_dim if split else 0
+        n = shape[dim]
+        full = (*shape[:dim], n * local.tp_size, *shape[dim + 1 :]) if split else shape
+        start = n * local.tp_rank if split else 0
+        return [Block(name, full, cut(full, dim, start, start + n), grid=shape, axis=dim, at=0, count=n)]
+
+    return Rule((name,), blocks)
+
+
+def vocab(name: str) -> Rule:
+    """A tensor with one row per token. Megatron pads the vocabulary; rows past the real one belong to no block."""
+
+    def blocks(local: Local) -> list[Block]:
+        rows, width = local.param.shape
+        start = rows * local.tp_rank
+        stop = min(start + rows, local.hf.vocab_size)
+        if stop <= start:
+            return []
+        full = (local.hf.vocab_size, width)
+        return [Block(name, full, cut(full, 0, start, stop), grid=(rows, width), axis=0, at=0, count=stop - start)]
+
+    return Rule((name,), blocks)
+
+
+def qkv(pattern: str) -> Rule:
+    """Megatron interleaves by group, [group][its queries, key, value][head_dim], and cuts between groups; Hugging Face keeps three
+    tensors. `pattern` holds {p} for q, k and v."""
+    names = tuple(pattern.replace("{p}", p) for p in "qkv")
+
+    def blocks(local: Local) -> list[Block]:
+        hf, rest = local.hf, tuple(local.param.shape[1:])
+        groups, queries = hf.num_kv_heads // local.tp_size, hf.num_heads // hf.num_kv_heads
+        grid = (groups, queries + 2, hf.head_dim, *rest)
+        found = []
+        for name, at, count in zip(names, (0, queries, queries + 1), (queries, 1, 1), strict=True):
+            rows = count * hf.head_dim  # of one group
+            start, full = rows * groups * local.tp_rank, (rows * hf.num_kv_heads, *rest)
+            found.append(Block(name, full, cut(full, 0, start, start + rows * groups), grid, axis=1, at=at, count=count))
+        return found
+
+    return Rule(names, blocks)
+
+
+def gated(gate: str, up: str) -> Rule:
+    """Megatron stacks this rank's rows of the gate above its rows of the up projection."""
+
+    def blocks(local: Local) -> list[Block]:
+        rows, rest = local.param.shape[0] // 2, tuple(local.param.shape[1:])
+        full, start = (rows * local.tp_size, *rest), rows * local.tp_rank
+        box = cut(full, 0, start, start + rows)
+        return [Block(name, full, box, grid=(2, rows, *rest), axis=0, at=at, count=1) for at, name in enumerate((gate, up))]
+
+    return Rule((gate, up), blocks)
+
+
+def in_layer(block: Block, layer: int | None, expert: int | None = None) -> Block:
+    """The block with {L} and {E} in its name filled in."""
+    return dataclasses.replace(block, name=named(block.name, layer, expert))
+
+
+def named(pattern: str, layer: int | None, expert: int | None = None) -> str:
+    """`pattern` with {L} and {E} filled in."""
+    return pattern.replace("{L}", str(layer)).replace("{E}", str(expert))

@@ -1,0 +1,95 @@
+"""A family of models: how to read its config.json, and which Megatron parameter is which of its tensors. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megagrpo.families.architecture import HfConfig
+from megagrpo.families.blocks import Rule
+
+Raw = dict[str, Any]  # config.json as read
+Table = dict[str, Rule]
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+# Key of config.json -> the value that the model code of this project stands for, and what other values would need.
+FIXED: dict[str, tuple[Any, str]] = {
+    "hidden_act": ("silu", "only silu is supported"),
+    "mlp_bias": (False, "a bias in the MLP is not supported"),
+    "attention_bias": (False, "a bias in the output projection of attention is not supported"),
+    "quantization_config": (None, "quantized weights cannot be trained; use the original weights"),
+    "attention_dropout": (0, "dropout is not supported; set it to 0"),
+    "router_jitter_noise": (0, "noise in the router is not supported; set it to 0"),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One file of this folder describes one family in a `FAMILY` of this kind; nothing else has to be told of it.
+
+    `table` maps names of HybridModel's parameters, without "decoder.layers.N.", to rules. `read` gives the fields of HfConfig in which
+    config.json says something of its own, `problems` why such a model cannot be trained. `fixed` are keys with the one value that is
+    supported. `dropped` are regular expressions of tensors that files of this family may hold and the model has no place for.
+    """
+
+    model_type: str
+    architecture: str
+    table: Callable[[HfConfig], Table]
+    read: Callable[[Raw], dict[str, Any]] = lambda raw: {}
+    problems: Callable[[Raw], list[str]] = lambda raw: []
+    required: tuple[str, ...] = REQUIRED
+    fixed: dict[str, tuple[Any, str]] = field(default_factory=lambda: FIXED)
+    dropped: tuple[str, ...] = ()
+
+
+def common_fields(raw: Raw) -> dict[str, Any]:
+    """Fields of HfConfig by the keys that all families share."""
+    rotary = rope(raw)
+    return dict(
+        family=raw["model_type"],
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=raw["hidden_size"],
+        num_heads=raw["num_attention_heads"],
+        num_kv_heads=kv_heads(raw),
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        intermediate_size=raw["intermediate_size"],
+        vocab_size=raw["vocab_size"],
+        tied_embeddings=raw.get("tie_word_embeddings", False),
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=rotary.get("rope_theta", 10000.0),
+        rope_type=rotary["rope_type"],
+        max_positions=raw.get("max_position_embeddings", 2048),
+        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        raw=raw,
+    )
+
+
+def rope(raw: Raw) -> dict[str, Any]:
+    """Rotary parameters with `rope_type` and `rope_theta`, from transformers 5's `rope_parameters` or the older two keys."""
+    old = {"rope_theta": raw.get("rope_theta", 10000.0)} | (raw.get("rope_scaling") or {})
+    found = old | (raw.get("rope_parameters") or {})
+    return found | {"rope_type": found.get("rope_type") or found.get("type") or "default"}
+
+
+def kv_heads(raw: Raw) -> int:
+    """Key and value heads; a config.json from before they were told apart has as many as query heads."""
+    return raw.get("num_key_value_heads") or raw["num_attention_heads"]
+
+
+def no_window(window: int | None) -> list[str]:
+    """The problem with a sliding window, if there is one."""
+    return [] if window is None else [f"model: sliding_window {window}: only full attention is supported"]
+
+
+def expert_problems(raw: Raw, *required: tuple[str, ...]) -> list[str]:
+    """What config.json lacks of a mixture of experts; of each of `required` one key must be there."""
+    required = (("num_experts_per_tok",), ("num_experts", "num_local_experts"), *required)
+    problems = [f"model: config.json lacks {' or '.join(keys)}" for keys in required if not any(raw.get(key) for key in keys)]
+    if problems:
+        return problems
+    count = raw.get("num_experts") or raw["num_local_experts"]
+    if raw["num_experts_per_tok"] > count:
+        problems.append(f"model: num_experts_per_tok={raw['num_experts_per_tok']} is more than the {count} experts")
+    return problems

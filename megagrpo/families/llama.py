@@ -1,0 +1,8 @@
+"""Llama 2, 3 and their kin (SmolLM2 is one): the pattern of the other families."""
+
+from __future__ import annotations
+
+from megagrpo.families.dense import DENSE
+from megagrpo.families.family import Family
+
+FAMILY = Family("llama", "LlamaForCausalLM", table=lambda hf: DENSE)

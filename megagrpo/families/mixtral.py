@@ -1,0 +1,29 @@
+"""Mixtral: a Mistral with a mixture of experts in every block. The weights of a token's experts always add up to 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megagrpo.families.architecture import Experts
+from megagrpo.families.dense import DENSE, experts
+from megagrpo.families.family import Family, Raw, expert_problems, no_window
+
+_TABLE = DENSE | experts("block_sparse_moe", "w1", "w3", "w2")
+
+
+def _read(raw: Raw) -> dict[str, Any]:
+    mixture = Experts(
+        count=raw.get("num_experts") or raw["num_local_experts"],
+        per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["intermediate_size"],
+        normalized=True,
+        blocks=frozenset(range(raw["num_hidden_layers"])),
+    )
+    return dict(experts=mixture)
+
+
+def _problems(raw: Raw) -> list[str]:
+    return expert_problems(raw) + no_window(raw.get("sliding_window"))
+
+
+FAMILY = Family("mixtral", "MixtralForCausalLM", table=lambda hf: _TABLE, read=_read, problems=_problems)

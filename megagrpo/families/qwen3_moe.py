@@ -1,0 +1,38 @@
+"""Qwen3-MoE: a Qwen3 with a mixture of experts in some blocks, in all of them when config.json says nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megagrpo.families.architecture import Experts
+from megagrpo.families.dense import DENSE, QK_NORM, experts
+from megagrpo.families.family import Family, Raw, expert_problems
+from megagrpo.families.qwen2 import window_problems
+
+_TABLE = DENSE | QK_NORM | experts("mlp", "gate_proj", "up_proj", "down_proj")
+
+
+def _blocks(raw: Raw) -> frozenset[int]:
+    dense, every = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step") or 1
+    return frozenset(b for b in range(raw["num_hidden_layers"]) if b not in dense and (b + 1) % every == 0)
+
+
+def _read(raw: Raw) -> dict[str, Any]:
+    mixture = Experts(
+        count=raw.get("num_experts") or raw["num_local_experts"],
+        per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        normalized=raw.get("norm_topk_prob", False),
+        blocks=_blocks(raw),
+    )
+    return dict(qk_norm=True, experts=mixture)
+
+
+def _problems(raw: Raw) -> list[str]:
+    problems = expert_problems(raw, ("moe_intermediate_size",))
+    if not problems and "num_hidden_layers" in raw and not _blocks(raw):
+        problems.append("model: mlp_only_layers and decoder_sparse_step leave no block with experts; a dense model is a qwen3")
+    return problems + window_problems(raw)
+
+
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", table=lambda hf: _TABLE, read=_read, problems=_problems)

@@ -1,0 +1,50 @@
+"""A tiny random model of every family, as transformers builds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+TINY = dict(
+    hidden_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    intermediate_size=80,
+    vocab_size=127,
+    initializer_range=0.1,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=256,
+)
+LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
+YARN_ROPE = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+EXPERTS = dict(head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
+# Name of the case -> the family in transformers' class names, and what its config has beside TINY.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama tied": ("Llama", dict(tie_word_embeddings=True)),
+    "llama untied": ("Llama", dict(tie_word_embeddings=False)),
+    "llama llama3 rope": ("Llama", dict(tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE)),
+    "llama linear rope": ("Llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))),
+    "mistral": ("Mistral", dict(sliding_window=None, head_dim=16)),
+    "qwen2": ("Qwen2", dict()),
+    "qwen3": ("Qwen3", dict(head_dim=24, tie_word_embeddings=True)),
+    "qwen3_moe": ("Qwen3Moe", dict(**EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], tie_word_embeddings=True)),
+    "qwen3_moe, weights not scaled": ("Qwen3Moe", dict(**EXPERTS, norm_topk_prob=False, decoder_sparse_step=2)),
+    "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3 yarn": ("Qwen3", dict(head_dim=24, rope_parameters=YARN_ROPE)),
+}
+
+
+def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
+    """Random weights, the same on every call."""
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**TINY | extra)).eval()
+    with torch.no_grad():
+        for p in model.parameters():  # norms and biases start as ones and zeros, which would hide a swap
+            if p.dim() == 1:
+                p.add_(torch.randn_like(p) * 0.1)
+    return model
