@@ -21,6 +21,7 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.rollout.engine import Engine
 from megagrpo.rollout.shared_weights import DTYPES, WeightSyncError, checksum
 from megagrpo.weight_sync import SyncReport, Weights, WeightSync
+from megagrpo.weight_sync.shared_memory import SharedMemory
 
 Sums = dict[str, list[str]]  # projection, as in layers.0.self_attn.q_proj -> checksums of A and of B times the scale
 
@@ -28,9 +29,10 @@ Sums = dict[str, list[str]]  # projection, as in layers.0.self_attn.q_proj -> ch
 class AdapterSync(WeightSync):
     """As `WeightSync`, for a `push` of what `megagrpo.bridge.families.adapter_blocks` yields. `base` is the model's folder."""
 
-    def __init__(self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str, **options: Any):
-        super().__init__(engine, layout, dtype, **options)
-        self.lora, self.base = lora, base
+    def __init__(self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str):
+        shared = SharedMemory(layout, dtype)
+        super().__init__(engine, layout, dtype, shared)
+        self.lora, self.base, self.folder = lora, base, shared.folder
 
     @torch.no_grad()
     def push(self, found: Weights, weight_version: int) -> SyncReport:

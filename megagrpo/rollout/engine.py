@@ -1,6 +1,6 @@
 """What the trainer asks of an engine, and how an engine fails.
 
-`VllmEngine` is the one that ships. The protocol is what `trainer.py` and `weight_sync.py` call, so another engine is another class with
+`VllmEngine` is the one that ships. The protocol is what `trainer.py` and `weight_sync/` call, so another engine is another class with
 these methods.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megagrpo.rollout.shared_weights import Manifest
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 
@@ -31,6 +32,18 @@ class EngineInterrupted(EngineError):
 
 
 OnGroup = Callable[[int, list[Rollout]], None]
+
+
+class WeightUpdate(Protocol):
+    """New weights, as an engine sees them: how each of its servers gets at them, and what its workers say about them."""
+
+    manifest: Manifest
+
+    def request(self, server: str) -> dict[str, Any]:
+        """What the workers of the server at this address are told."""
+
+    def replies(self, server: str) -> list[dict[str, Any]]:
+        """What they have reported so far: `worker` with an `error`, or with the `version`, `bytes` and `reads`."""
 
 
 class Engine(Protocol):
@@ -54,8 +67,8 @@ class Engine(Protocol):
     def interrupt(self) -> None:
         """Have the `generate` that is under way, and every later one, raise EngineInterrupted. May be called from a signal handler."""
 
-    def load_weights(self, manifest: Path, version: int, replies: Path) -> list[dict[str, Any]]:
-        """Take in the weights that `manifest` lists and stay paused; what each worker reports about it, read from `replies`."""
+    def load_weights(self, update: WeightUpdate) -> list[dict[str, Any]]:
+        """Take in the weights of `update` and stay paused; what each worker reports about it, with `server` and `worker` added."""
 
     def resume(self, version: int) -> None:
         """Serve again, with weights that the trainer has verified to be `version`."""

@@ -1,10 +1,9 @@
-"""A worker's view of the weights in shared memory: hands out exactly the slices that are copied, and keeps the books."""
+"""A worker's view of the trainer's weights: hands out exactly the slices that are copied, and keeps the books."""
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +11,55 @@ from torch import Tensor
 from megagrpo.boxes import Box, brackets, extent, size
 from megagrpo.bridge.reshard import plan
 from megagrpo.rollout.lazy import LazyTensor, box_of, restride
-from megagrpo.rollout.shared_weights import DTYPES, Manifest, SharedBlock, WeightSyncError, checksum
+from megagrpo.rollout.shared_weights import DTYPES, Manifest, WeightSyncError, checksum
+
+
+class BlockSource(Protocol):
+    """Where a worker gets parts of the trainer's blocks."""
+
+    def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
+        """The disjoint parts that make up `box` of tensor `name`: (index of the block, part). LookupError when nobody holds one."""
+
+    def values(self, name: str, index: int, part: Box) -> Tensor:
+        """The elements of one of these parts, in its shape; any strides."""
+
+
+class Maps(Protocol):
+    """Memory of the trainer's ranks that this process can read."""
+
+    def bytes_of(self, name: str) -> Tensor:
+        """All bytes of the memory that blocks call `name`; OSError when it cannot be mapped."""
+
+
+class MappedBlocks:
+    """Blocks in memory that this worker can map. `reader` is its number: readers start with different holders. WeightSyncError for a block
+    that is not there or does not fit."""
+
+    def __init__(self, manifest: Manifest, reader: int, maps: Maps):
+        self.manifest, self.reader = manifest, reader
+        self.dtype = DTYPES[manifest.dtype]
+        self.held: dict[str, Tensor] = {}  # what blocks call their memory -> its bytes
+        for name, tensor in manifest.tensors.items():
+            for block in tensor.blocks:
+                who, count = f"rank {block.rank}, {name}: {block.file}", size(block.box) * self.dtype.itemsize
+                try:
+                    if block.file not in self.held:
+                        self.held[block.file] = maps.bytes_of(block.file)
+                except OSError as error:
+                    raise WeightSyncError(f"{who} cannot be read: {error.strerror}") from error
+                if block.offset + count > self.held[block.file].numel():
+                    raise WeightSyncError(f"{who} holds {self.held[block.file].numel()} bytes; {count} were expected at {block.offset}")
+
+    def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
+        """Each element of `box` once; where several blocks hold it, readers with different numbers begin at different ones."""
+        return plan(box, [block.box for block in self.manifest.tensors[name].blocks], self.reader)
+
+    def values(self, name: str, index: int, part: Box) -> Tensor:
+        """A view of the mapped memory."""
+        block = self.manifest.tensors[name].blocks[index]
+        count = size(block.box) * self.dtype.itemsize
+        held = self.held[block.file][block.offset : block.offset + count].view(self.dtype).view(extent(block.box))
+        return held[tuple(slice(a - o, b - o) for a, b, o in zip(*part, block.box[0], strict=True))]
 
 
 class ShardReader:
@@ -22,8 +69,8 @@ class ShardReader:
     elements each destination was given. With `blank` set, zeros are handed out instead: what ends an update that cannot be completed.
     """
 
-    def __init__(self, manifest: Manifest, reader: int, maps: dict[str, Tensor]):
-        self.manifest, self.reader, self.maps = manifest, reader, maps
+    def __init__(self, manifest: Manifest, source: BlockSource):
+        self.manifest, self.source = manifest, source
         self.dtype = DTYPES[manifest.dtype]
         self.blank = False
         self.bytes = 0
@@ -31,9 +78,6 @@ class ShardReader:
         self.fetched: set[tuple[str, Box]] = set()
         self.reads: dict[tuple[str, int, Box], int] = {}  # (tensor, block index, part) -> checksum
         self.arrivals: dict[int, dict[tuple, int]] = {}  # storage -> {place in it: elements}
-        for name, tensor in manifest.tensors.items():
-            for block in tensor.blocks:
-                self._check_file(name, block, size(block.box) * self.dtype.itemsize)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, lazy tensor) of every tensor in the manifest, in its order."""
@@ -48,16 +92,16 @@ class ShardReader:
         self.arrivals.setdefault(destination.untyped_storage()._cdata, {})[place] = destination.numel()
         box, _ = box_of(view, self.manifest.tensors[name].shape)
         if (name, box) not in self.wanted:
-            self._plan(name, box)
+            self._parts(name, box)
             self.wanted.add((name, box))
 
     def fetch(self, name: str, view: Tensor) -> Tensor:
-        """The elements of `view`, straight from shared memory when one block holds them all."""
+        """The elements of `view`, straight from the source when one part holds them all."""
         if self.blank or not view.numel():
             return torch.zeros(view.shape, dtype=self.dtype)
         box, strides = box_of(view, self.manifest.tensors[name].shape)
         self.fetched.add((name, box))
-        parts = self._plan(name, box)
+        parts = self._parts(name, box)
         if len(parts) == 1:
             return restride(self._read(name, *parts[0]).contiguous(), view, strides)
         values = torch.empty(extent(box), dtype=self.dtype)
@@ -70,34 +114,15 @@ class ShardReader:
         """Announced boxes whose elements were never fetched, as text."""
         return [f"{name}{brackets(box)}" for name, box in sorted(self.wanted - self.fetched)]
 
-    def _plan(self, name: str, box: Box) -> list[tuple[int, Box]]:
-        tensor = self.manifest.tensors[name]
+    def _parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
         try:
-            return plan(box, [block.box for block in tensor.blocks], self.reader)
+            return self.source.parts(name, box)
         except LookupError as error:
-            raise WeightSyncError(f"{name}: {error} of shape {tensor.shape}; the trainer published only part of this tensor") from error
+            shape = self.manifest.tensors[name].shape
+            raise WeightSyncError(f"{name}: {error} of shape {shape}; the trainer published only part of this tensor") from error
 
     def _read(self, name: str, index: int, part: Box) -> Tensor:
-        tensor = self.manifest.tensors[name]
-        block = tensor.blocks[index]
-        own = block.box
-        count = math.prod(extent(own)) * self.dtype.itemsize
-        held = self.maps[block.file][block.offset : block.offset + count].view(self.dtype).view(extent(own))
-        values = held[tuple(slice(a - o, b - o) for a, b, o in zip(*part, own[0], strict=True))]
+        values = self.source.values(name, index, part)
         self.reads[name, index, part] = checksum(values)
         self.bytes += values.numel() * self.dtype.itemsize
         return values
-
-    def _check_file(self, name: str, block: SharedBlock, count: int) -> None:
-        who = f"rank {block.rank}, {name}: {block.file}"
-        try:
-            held = os.stat(block.file)
-        except OSError as error:
-            raise WeightSyncError(f"{who} cannot be read: {error.strerror}") from error
-        if block.offset + count > held.st_size:
-            raise WeightSyncError(f"{who} holds {held.st_size} bytes; {count} were expected at {block.offset}")
-        mapped = self.maps.get(block.file)
-        if mapped is None or mapped.numel() != held.st_size or mapped.inode != held.st_ino:
-            mapped = torch.from_file(block.file, shared=False, size=held.st_size, dtype=torch.uint8)
-            mapped.inode = held.st_ino
-            self.maps[block.file] = mapped

@@ -1,6 +1,6 @@
 """The format of weights in shared memory: block files, one per trainer rank and slot, and a manifest that says what lies where.
 
-The trainer writes it (`weight_sync.py`) and the engine's workers read it (`vllm_plugin.py`). Both sides compute the same checksum: the
+The trainer writes it (`weight_sync/`) and the engine's workers read it (`vllm_plugin.py`). Both sides compute the same checksum: the
 sum, modulo 2**64, of the elements seen as integers of their own width. It is additive, so the sums of the slices that several workers
 read add up to the sum of the block they tile. It tells lost, zeroed, stale and flipped elements; it does not tell two elements that
 traded places.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,3 +88,23 @@ def checksum(values: Tensor) -> int:
     """Sum of the elements seen as integers of their own width, modulo 2**64; any strides."""
     integers = values.view(_INTEGERS[values.element_size()]).numpy()
     return int(integers.sum(dtype=np.int64)) % 2**64  # NumPy: ten times as fast as torch here
+
+
+class SharedFiles:
+    """Block files, mapped; those that were made anew are mapped anew."""
+
+    def __init__(self):
+        self._maps: dict[str, tuple[int, Tensor]] = {}  # path -> (inode, its bytes)
+
+    def bytes_of(self, path: str) -> Tensor:
+        """All bytes of a file; OSError when it is not there."""
+        held = os.stat(path)
+        inode, mapped = self._maps.get(path, (None, None))
+        if mapped is None or inode != held.st_ino or mapped.numel() != held.st_size:
+            mapped = torch.from_file(path, shared=False, size=held.st_size, dtype=torch.uint8)
+            self._maps[path] = held.st_ino, mapped
+        return mapped
+
+    def clear(self) -> None:
+        """Unmap them."""
+        self._maps.clear()

@@ -21,7 +21,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED = "/dev/shm/"
 VLLM_FILES = ("psm_", "vllm_")
-WEIGHTS = "megagrpo-{}.*"  # what a trainer of that process id publishes its weights in (weight_sync.py)
+WEIGHTS = "megagrpo-{}.*"  # what a trainer of that process id publishes its weights in (weight_sync/)
 
 
 def main() -> int:

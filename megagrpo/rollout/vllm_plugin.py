@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from megagrpo.rollout.shard_reader import ShardReader
-from megagrpo.rollout.shared_weights import Manifest, WeightSyncError
+from megagrpo.rollout.shard_reader import MappedBlocks, ShardReader
+from megagrpo.rollout.shared_weights import Manifest, SharedFiles, WeightSyncError
 
 BACKEND = "megagrpo"
 
@@ -59,7 +59,7 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         # A tied head shares its parameter with the embedding and appears once here; during a reload it would appear twice.
         self.expected = {name for name, _ in self.model.named_parameters()}
-        self.maps: dict[str, Tensor] = {}  # block file -> its bytes
+        self.files = SharedFiles()
         self.reloading = False
         self.reader: ShardReader | None = None
         self.info = UpdateInfo()
@@ -75,7 +75,7 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Unmap the trainer's files."""
-        self.maps.clear()
+        self.files.clear()
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
@@ -106,7 +106,7 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         manifest = Manifest.load(update_info.manifest)
         if manifest.version != update_info.version:
             raise WeightSyncError(f"{update_info.manifest} holds weight version {manifest.version}; {update_info.version} was announced")
-        self.reader = ShardReader(manifest, self.worker, self.maps)
+        self.reader = ShardReader(manifest, MappedBlocks(manifest, self.worker, self.files))
         destinations = {name: _destination(self.model, name) for name in self.expected}
         loaded = self.model.load_weights(self.reader.tensors())
         self._check_complete(set(loaded), destinations)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from megagrpo.rollout.engine import EngineDeadError, EngineError, EngineInterrupted, OnGroup, derive_seed
+from megagrpo.rollout.engine import EngineDeadError, EngineError, EngineInterrupted, OnGroup, WeightUpdate, derive_seed
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.types import Prompt, Rollout, SamplingParams
@@ -198,12 +197,12 @@ class VllmEngine:
 
     # -- weights
 
-    def load_weights(self, manifest: Path, version: int, replies: Path) -> list[dict[str, Any]]:
-        """Have every worker of every server take in the weights of `manifest`; the engine is paused afterwards.
+    def load_weights(self, update: WeightUpdate) -> list[dict[str, Any]]:
+        """Have every worker of every server take in the weights of `update`; the engine is paused afterwards.
 
         Returns one report per worker, with `server` and `worker` added. WeightSyncError when a worker fails or does not report.
         """
-        return [report for reports in asyncio.run(self._each(self._load_weights, manifest, version, replies)) for report in reports]
+        return [report for reports in asyncio.run(self._each(self._load_weights, update)) for report in reports]
 
     def resume(self, version: int) -> None:
         """Forget cached prefixes, which belong to older weights, and serve again."""
@@ -249,12 +248,9 @@ class VllmEngine:
             return {"model": self.model}
         return {"model": adapter_name(self.weight_version)} if self.lora and self.weight_version else {}
 
-    async def _load_weights(self, client: httpx.AsyncClient, url: str, manifest: Path, version: int, replies: Path) -> list[dict]:
-        folder = replies / f"server{self.urls.index(url)}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.iterdir():
-            old.unlink()
-        info = {"manifest": str(manifest), "version": version, "replies": str(folder)}
+    async def _load_weights(self, client: httpx.AsyncClient, url: str, update: WeightUpdate) -> list[dict]:
+        version = update.manifest.version
+        info = update.request(url)
         try:
             # Requests that are under way would go on with old keys and values, and vLLM must not run while parameters are aside.
             await self._post(client, url, "/pause?mode=wait")
@@ -264,8 +260,8 @@ class VllmEngine:
             world = (await self._get(client, url, "/get_world_size"))["world_size"]
         except WeightSyncError as error:
             await self._give_up(client, url)
-            raise WeightSyncError("; ".join(_worker_errors(folder)) or str(error)) from error
-        reports = [json.loads(path.read_text()) for path in sorted(folder.glob("worker*.json"))]
+            raise WeightSyncError("; ".join(_worker_errors(update.replies(url))) or str(error)) from error
+        reports = update.replies(url)
         if len(reports) != world:
             raise WeightSyncError(f"{self._name(url)}: {len(reports)} of {world} workers reported on weight version {version}")
         return [report | {"server": url} for report in reports]
@@ -387,6 +383,5 @@ def _error_text(answer: httpx.Response) -> str:
         return answer.text[:500] or f"status {answer.status_code}"
 
 
-def _worker_errors(folder: Path) -> list[str]:
-    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("worker*.json"))]
+def _worker_errors(reports: list[dict[str, Any]]) -> list[str]:
     return [f"worker {report['worker']}: {report['error']}" for report in reports if "error" in report]

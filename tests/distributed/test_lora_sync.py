@@ -18,6 +18,7 @@ from megagrpo.checkpoint import Checkpointer
 from megagrpo.types import TrainState
 from megagrpo.verify.step import whole_tensors
 from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync.shared_memory import SharedMemory
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def _push(root: Path, parallel: dict, shared: Path, out: Path):
     _, layout, hf_config, policy, _ = prepare(root, parallel, adapter_path=str(root / "adapter"))
     save_hf(policy.chunks, hf_config, layout, out, root / "model", dtype=torch.bfloat16)
     engine = OneReader() if layout.world_rank == 0 else None
-    with WeightSync(engine, layout, "bfloat16", shared_memory=shared) as sync:
+    with WeightSync(engine, layout, "bfloat16", SharedMemory(layout, "bfloat16", shared)) as sync:
         sync.push(merged_blocks(policy.chunks, hf_config, layout), 1)
     return engine and {name: tensor.float().numpy() for name, tensor in engine.tensors.items()}
 

@@ -15,26 +15,27 @@ from megagrpo.bridge.families import blocks
 from megagrpo.config import ParallelSection
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.rollout.shard_reader import ShardReader
-from megagrpo.rollout.shared_weights import Manifest
+from megagrpo.rollout.shard_reader import MappedBlocks, ShardReader
+from megagrpo.rollout.shared_weights import Manifest, SharedFiles
 from megagrpo.verify.shrink import random_tensor
 from megagrpo.verify.step import fill_weights
 from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync.shared_memory import FileUpdate, SharedMemory
 
 
 class OneReader:
     """An engine of one worker that reads every tensor whole and keeps it."""
 
-    def load_weights(self, manifest: Path, version: int, replies: Path) -> list[dict]:
-        found = Manifest.load(manifest)
-        reader = ShardReader(found, 0, {})
+    def load_weights(self, update: FileUpdate) -> list[dict]:
+        found = Manifest.load(update.request("here")["manifest"])
+        reader = ShardReader(found, MappedBlocks(found, 0, SharedFiles()))
         self.tensors = {name: reader.fetch(name, lazy).clone() for name, lazy in reader.tensors()}
         self.sent = Counter()
         for tensor in found.tensors.values():
             for block in tensor.blocks:
                 self.sent[block.rank] += size(block.box)
         reads = [(name, index, part, total) for (name, index, part), total in reader.reads.items()]
-        return [{"server": "here", "worker": 0, "version": version, "bytes": reader.bytes, "reads": reads}]
+        return [{"server": "here", "worker": 0, "version": found.version, "bytes": reader.bytes, "reads": reads}]
 
     def resume(self, version: int) -> None:
         self.version = version
@@ -46,7 +47,7 @@ def push(sizes: dict, shared: Path):
     chunks = build_model(hf_config, layout, dtype=torch.float32, init_weights=False)
     fill_weights(SimpleNamespace(chunks=chunks), hf_config, layout)
     engine = OneReader() if layout.world_rank == 0 else None
-    with WeightSync(engine, layout, "float32", shared_memory=shared) as sync:
+    with WeightSync(engine, layout, "float32", SharedMemory(layout, "float32", shared)) as sync:
         sync.push(blocks(chunks, hf_config, layout), 1)
     layout.close()
     return None if engine is None else ({name: t.numpy() for name, t in engine.tensors.items()}, dict(engine.sent))

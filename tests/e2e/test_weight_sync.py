@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megagrpo.boxes import cut
+from megagrpo.families.blocks import Block
 from megagrpo.rollout.engine import EngineDeadError
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_server import VllmEngine
@@ -21,24 +23,6 @@ from tests.e2e.tiny_servers import PROMPTS, below, connect, launch, model_folder
 
 SAMPLINGS = [SamplingParams(0.0, 24), SamplingParams(1.0, 24)]
 LAYER = "model.layers.1.self_attn"
-
-
-@dataclass(frozen=True)
-class Slab:
-    """Places [start, stop) of dimension `dim` of a tensor; the parameter holds just those."""
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-    start: int
-    stop: int
-
-    @property
-    def block_shape(self):
-        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
-
-    def view(self, param):
-        return param
 
 
 @dataclass(frozen=True)
@@ -66,7 +50,9 @@ def shards(folder, parts=1, part=0):
         pieces = parts if full.dim() == 2 else 1
         n = full.shape[dim] // pieces
         start = n * (part if pieces > 1 else 0)
-        yield name, full.narrow(dim, start, n).contiguous(), [Slab(name, tuple(full.shape), dim, start, start + n)]
+        held = full.narrow(dim, start, n).contiguous()
+        shape, grid = tuple(full.shape), tuple(held.shape)
+        yield name, held, [Block(name, shape, cut(shape, dim, start, start + n), grid, axis=0, at=0, count=grid[0])]
 
 
 def sampled(engine):
@@ -116,7 +102,7 @@ def push_from_a_rank(engine, folder, version, poison=None):
     try:
         with WeightSync(engine if rank == 0 else None, GlooRanks(rank), "float32") as sync:
             report = sync.push(found, version)
-            held = sync._published.size
+            held = sync.transport._published.size
     except WeightSyncError as error:
         return str(error)
     return report.bytes_published, held
@@ -145,13 +131,14 @@ class Tampered:
     def __init__(self, engine, tamper):
         self.engine, self.tamper = engine, tamper
 
-    def load_weights(self, manifest, version, replies):
+    def load_weights(self, update):
         if self.tamper:
-            data = json.loads(manifest.read_text())
+            update.request("nobody")  # writes the manifest
+            data = json.loads(update.path.read_text())
             self.tamper(data)
-            manifest.write_text(json.dumps(data))
+            update.path.write_text(json.dumps(data))
             self.tamper = None
-        return self.engine.load_weights(manifest, version, replies)
+        return self.engine.load_weights(update)
 
     def resume(self, version):
         self.engine.resume(version)
@@ -199,7 +186,7 @@ def of_another_version(manifest):
 def with_another_shape(manifest):
     tensor = manifest["tensors"]["model.norm.weight"]
     tensor["shape"] = [64]
-    tensor["blocks"][0]["stop"] = 64
+    tensor["blocks"][0]["box"] = [[0], [64]]
 
 
 def halves(folder):

@@ -5,8 +5,8 @@ import torch
 
 from megagrpo.boxes import cut, extent, whole
 from megagrpo.rollout.lazy import LazyTensor, box_of, restride
-from megagrpo.rollout.shard_reader import ShardReader
-from megagrpo.rollout.shared_weights import Manifest, SharedBlock, SharedTensor, WeightSyncError, checksum
+from megagrpo.rollout.shard_reader import MappedBlocks, ShardReader
+from megagrpo.rollout.shared_weights import Manifest, SharedBlock, SharedFiles, SharedTensor, WeightSyncError, checksum
 
 LOADERS = {
     "whole": lambda t: t,
@@ -87,9 +87,13 @@ def published(tmp_path):
     return Manifest(7, "float32", {"w": SharedTensor((6, 4), tuple(blocks))}), real
 
 
+def reader_of(manifest, files=None):
+    return ShardReader(manifest, MappedBlocks(manifest, 0, files or SharedFiles()))
+
+
 def test_a_reader_puts_slices_of_several_blocks_together_and_keeps_the_books(published):
     manifest, real = published
-    reader = ShardReader(manifest, 0, {})
+    reader = reader_of(manifest)
     lazy = next(reader.tensors())[1]
     arrived = torch.empty(4, 4)
     torch.empty(4, 4, device="meta").copy_(lazy[1:5])
@@ -99,7 +103,7 @@ def test_a_reader_puts_slices_of_several_blocks_together_and_keeps_the_books(pub
 
 
 def test_a_box_that_was_announced_and_never_copied_is_told(published):
-    reader = ShardReader(published[0], 0, {})
+    reader = reader_of(published[0])
     torch.empty(2, 4, device="meta").copy_(next(reader.tensors())[1][:2])
     assert reader.unread() == ["w[0:2, 0:4]"]
 
@@ -107,7 +111,7 @@ def test_a_box_that_was_announced_and_never_copied_is_told(published):
 def test_a_block_that_is_not_published_is_named(published):
     manifest, _ = published
     half = Manifest(7, "float32", {"w": SharedTensor((6, 4), manifest.tensors["w"].blocks[:1])})
-    lazy = next(ShardReader(half, 0, {}).tensors())[1]
+    lazy = next(reader_of(half).tensors())[1]
     with pytest.raises(WeightSyncError, match=r"w: nobody holds \[2:6, 0:4\]"):
         torch.empty(6, 4, device="meta").copy_(lazy)
 
@@ -115,21 +119,21 @@ def test_a_block_that_is_not_published_is_named(published):
 def test_a_missing_or_short_file_names_rank_and_tensor(published, tmp_path):
     (tmp_path / "rank1").write_bytes(b"\0" * 100)
     with pytest.raises(WeightSyncError, match=r"rank 1, w: .* holds 100 bytes"):
-        ShardReader(published[0], 0, {})
+        reader_of(published[0])
     (tmp_path / "rank1").unlink()
     with pytest.raises(WeightSyncError, match=r"rank 1, w: .* cannot be read: No such file"):
-        ShardReader(published[0], 0, {})
+        reader_of(published[0])
 
 
 def test_a_file_that_was_made_anew_is_mapped_anew(published, tmp_path):
     manifest, real = published
-    maps = {}
-    ShardReader(manifest, 0, maps)
+    maps = SharedFiles()
+    reader_of(manifest, maps)
     data = (tmp_path / "rank0").read_bytes()
     (tmp_path / "rank0").unlink()
     (tmp_path / "rank0").write_bytes(data[:64] + (real[0:2] + 1).numpy().tobytes())
     arrived = torch.empty(2, 4)
-    arrived.copy_(next(ShardReader(manifest, 0, maps).tensors())[1][:2])
+    arrived.copy_(next(reader_of(manifest, maps).tensors())[1][:2])
     assert torch.equal(arrived, real[:2] + 1)
 
 

@@ -10,9 +10,12 @@ import torch
 from megagrpo.boxes import cut, whole
 from megagrpo.families.blocks import Block
 from megagrpo.rollout.shared_weights import Manifest, SharedBlock, SharedTensor, WeightSyncError
-from megagrpo.weight_sync import WeightSync, _allocate, remove_stale, verify
+from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync.shared_memory import SharedMemory, _allocate, remove_stale
+from megagrpo.weight_sync.verification import verify
 
 BLOCKS = tuple(SharedBlock(rank, f"f{rank}", 0, cut((8, 6), 0, 4 * rank, 4 * rank + 4), checksum=10 + rank) for rank in range(2))
+WRITTEN = [{("w", rank): {cut((8, 6), 0, 4 * rank, 4 * rank + 4): 10 + rank}} for rank in range(2)]
 MANIFEST = Manifest(5, "float32", {"w": SharedTensor((8, 6), BLOCKS)})
 
 
@@ -21,15 +24,13 @@ def report(reads, worker=0, version=5):
 
 
 def test_workers_that_read_disjoint_slices_with_the_right_sums_pass():
-    verify(
-        MANIFEST,
-        [report([["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 6), 5]]), report([["w", 1, ((6, 0), (8, 6)), 6]], 1)],
-    )
+    halves = [report([["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 6), 5]]), report([["w", 1, ((6, 0), (8, 6)), 6]], 1)]
+    verify(MANIFEST, WRITTEN, halves)
 
 
 def test_workers_that_read_the_same_slices_pass():
     reads = [["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 11]]
-    verify(MANIFEST, [report(reads), report(reads, worker=1)])
+    verify(MANIFEST, WRITTEN, [report(reads), report(reads, worker=1)])
 
 
 @pytest.mark.parametrize(
@@ -47,13 +48,13 @@ def test_workers_that_read_the_same_slices_pass():
 )
 def test_what_was_not_read_or_not_as_written_is_named(reports, message):
     with pytest.raises(WeightSyncError, match=message):
-        verify(MANIFEST, reports)
+        verify(MANIFEST, WRITTEN, reports)
 
 
 def test_a_second_server_must_have_read_everything_too():
     reads = [["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 11]]
     with pytest.raises(WeightSyncError, match="http://b: nobody read w"):
-        verify(MANIFEST, [report(reads), report(reads[:1]) | {"server": "http://b"}])
+        verify(MANIFEST, WRITTEN, [report(reads), report(reads[:1]) | {"server": "http://b"}])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,15 +73,15 @@ def whole_block(name, shape):
 class ReadingEngine:
     """Reads the manifest as a worker would and reports it; keeps what it read."""
 
-    def load_weights(self, manifest, version, replies):
-        loaded = Manifest.load(manifest)
+    def load_weights(self, update):
+        loaded = Manifest.load(update.request("s")["manifest"])
         self.seen, reads = {}, []
         for name, tensor in loaded.tensors.items():
             for index, block in enumerate(tensor.blocks):
                 data = Path(block.file).read_bytes()[block.offset :]
                 self.seen[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)[: whole(tensor.shape)[1][0]]
                 reads.append([name, index, block.box, block.checksum])
-        return [{"server": "s", "worker": 0, "version": version, "bytes": 1, "reads": reads}]
+        return [{"server": "s", "worker": 0, "version": loaded.version, "bytes": 1, "reads": reads}]
 
     def resume(self, version):
         self.version = version
@@ -89,7 +90,7 @@ class ReadingEngine:
 def test_a_push_writes_what_the_parameters_hold_now_and_close_removes_it(tmp_path):
     params = {"a": torch.randn(5), "b": torch.randn(7)}
     engine = ReadingEngine()
-    with WeightSync(engine, OneRank(), "float32", shared_memory=tmp_path) as sync:
+    with WeightSync(engine, OneRank(), "float32", SharedMemory(OneRank(), "float32", tmp_path)) as sync:
         for version in (1, 2, 3):
             params["a"] += 1
             done = sync.push([(name, param, [whole_block(name, tuple(param.shape))]) for name, param in params.items()], version)
@@ -103,7 +104,7 @@ def test_a_push_writes_what_the_parameters_hold_now_and_close_removes_it(tmp_pat
 def test_weights_that_are_no_numbers_are_not_sent(tmp_path, bad):
     param = torch.zeros(5)
     param[3] = bad
-    with WeightSync(ReadingEngine(), OneRank(), "bfloat16", shared_memory=tmp_path) as sync:
+    with WeightSync(ReadingEngine(), OneRank(), "bfloat16", SharedMemory(OneRank(), "bfloat16", tmp_path)) as sync:
         with pytest.raises(WeightSyncError, match=r"rank 0: parameter p holds NaN or infinity in its part of hf.w"):
             sync.push([("p", param, [whole_block("hf.w", (5,))])], 1)
 
@@ -114,7 +115,7 @@ def test_ranks_on_two_hosts_are_refused(tmp_path):
             return [obj, ("elsewhere", obj[1])]
 
     with pytest.raises(ValueError, match=r"all ranks on one host; they are on .*elsewhere"):
-        WeightSync(ReadingEngine(), Two(), "float32", shared_memory=tmp_path)
+        SharedMemory(Two(), "float32", tmp_path)
 
 
 def test_files_of_trainers_that_are_gone_are_removed_and_those_of_living_ones_kept(tmp_path):

@@ -1,0 +1,112 @@
+"""Moves the policy's weights to the engine, shard to shard, and proves that they arrived.
+
+Every trainer rank offers the blocks it holds; every worker of the engine takes just the slices its loaders copy. No tensor is gathered.
+How the slices travel is a transport's business: `shared_memory.py`. What is the same for all of them is here and in `verification.py`: an
+update counts only after its reports have been verified: each element of each tensor arrived, the checksums of what arrived equal those of
+what was given, and the version is the one that was sent. Until then the engine stays paused.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from megagrpo.rollout.engine import Engine
+from megagrpo.rollout.shared_weights import DTYPES, WeightSyncError
+from megagrpo.weight_sync.shared_memory import SharedMemory
+from megagrpo.weight_sync.transport import Given, Ranks, Transport, Update
+from megagrpo.weight_sync.transport import Weights as Weights
+from megagrpo.weight_sync.verification import verify
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync took. Bytes are counted over all ranks and all workers."""
+
+    weight_version: int
+    publish_seconds: float
+    load_seconds: float
+    total_seconds: float
+    bytes_published: int
+    bytes_read: int
+
+
+class WeightSync:
+    """Pushes weights from all ranks to the engine. Every rank makes one and calls `push`; only rank 0's `engine` is used.
+
+    `dtype` is the engine's, "float32" or "bfloat16": weights are cast on their way. A context manager; `close` frees what the transport
+    holds.
+    """
+
+    def __init__(self, engine: Engine | None, ranks: Ranks, dtype: str, transport: Transport | None = None):
+        if dtype not in DTYPES:
+            raise ValueError(f"weight sync: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        assert engine is not None or ranks.world_rank > 0, "rank 0 drives the engine"
+        self.engine, self.ranks, self.dtype = engine, ranks, dtype
+        self.transport = transport or SharedMemory(ranks, dtype)
+
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free what the transport holds."""
+        self.transport.close()
+
+    @torch.no_grad()
+    def push(self, found: Weights, weight_version: int) -> SyncReport:
+        """Give the engine the parameters as they are now, as `weight_version`. Collective.
+
+        `found` is what `megagrpo.bridge.families.blocks` yields: (parameter name, parameter, its blocks); the same parameters on every
+        call. Raises WeightSyncError on every rank when any part fails: the engine is paused then, and `push` may be called again.
+        """
+        started = time.perf_counter()
+        update = self.transport.prepare(list(found), weight_version, self.engine)
+        prepared = time.perf_counter()
+        outcome = self._deliver(update)
+        outcome = self.ranks.all_gather_objects(outcome)[0]
+        if isinstance(outcome, str):
+            raise WeightSyncError(outcome)
+        ended = time.perf_counter()
+        return SyncReport(weight_version, prepared - started, ended - prepared, ended - started, *outcome)
+
+    def _deliver(self, update: Update) -> tuple[int, int] | str | None:
+        """Have every rank send, and the engine take it in: on rank 0 the bytes that were given and taken, or what went wrong. It does not
+        raise, for the other ranks wait."""
+        with ThreadPoolExecutor(1) as side:
+            loading = side.submit(self._load, update) if self.engine is not None else None
+            problem, given = None, Given(0, {})
+            try:
+                given = update.send()
+            except Exception as error:
+                problem = f"rank {self.ranks.world_rank}: {_text(error)}"
+            told = self.ranks.all_gather_objects((problem, given))
+        if loading is None:
+            return None
+        version, problems = update.manifest.version, [problem for problem, _ in told if problem]
+        try:
+            if problems:
+                raise WeightSyncError("; ".join(problems + [_text(loading.exception())] * (loading.exception() is not None)))
+            reports = loading.result()
+            verify(update.manifest, [given.sums for _, given in told], reports)
+            self.engine.resume(version)
+        except Exception as error:
+            return f"weight version {version} did not reach the engine, which stays paused: {_text(error)}"
+        return sum(given.num_bytes for _, given in told), sum(report["bytes"] for report in reports)
+
+    def _load(self, update: Update) -> list[dict]:
+        """Have the engine take the update in, beside the ranks that send it."""
+        try:
+            return self.engine.load_weights(update)
+        except Exception as error:
+            update.give_up(_text(error))
+            raise
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"

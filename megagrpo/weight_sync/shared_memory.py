@@ -1,0 +1,210 @@
+"""Weights through shared memory, for trainer ranks and servers on one host.
+
+Every trainer rank writes the blocks it owns to a file; every worker of the engine reads just the slices its loaders copy. Two slots
+alternate, so a worker never reads what a rank is writing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import json
+import math
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megagrpo.boxes import size
+from megagrpo.bridge.reshard import owners
+from megagrpo.bridge.transfers import layer_of
+from megagrpo.families.blocks import Block
+from megagrpo.rollout.engine import Engine
+from megagrpo.rollout.shared_weights import ALIGNMENT, DTYPES, Manifest, SharedBlock, SharedTensor, WeightSyncError, checksum
+from megagrpo.weight_sync.transport import Given, Ranks, key_of
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "megagrpo-"
+NUM_SLOTS = 2
+
+
+class SharedMemory:
+    """The transport of a run whose ranks and servers share one host. Making one is collective; `close` removes its files."""
+
+    def __init__(self, ranks: Ranks, dtype: str, folder: Path = SHARED_MEMORY):
+        self.ranks, self.dtype = ranks, dtype
+        self._published: _Slots | None = None
+        remove_stale(folder)
+        own = str(folder / f"{PREFIX}{_identity(os.getpid())}-{secrets.token_hex(4)}")
+        told = ranks.all_gather_objects((socket.gethostname(), own))
+        if len(hosts := sorted({host for host, _ in told})) > 1:
+            raise ValueError(f"weight sync through shared memory needs all ranks on one host; they are on {', '.join(hosts)}")
+        self.folder = Path(told[0][1])
+        self._pid = os.getpid()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Remove the files in shared memory. Does nothing a second time, and nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        self._published = None
+        if self.ranks.world_rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        atexit.unregister(self.close)
+
+    def prepare(self, found: list[tuple[str, Tensor, Sequence[Block]]], version: int, engine: Engine | None) -> FileUpdate:
+        """Write this rank's blocks; an update that names those of all ranks. Collective."""
+        if self._published is None:
+            self._published = _Slots(found, self.ranks, self.dtype, self.folder)
+        blocks: list[tuple[str, tuple[int, ...], SharedBlock]] = []
+        problem = None
+        try:
+            blocks = self._published.write(found, version)
+        except (OSError, WeightSyncError) as error:
+            problem = f"rank {self.ranks.world_rank}: {error}"
+        told = self.ranks.all_gather_objects((problem, blocks))
+        if problems := [problem for problem, _ in told if problem]:
+            raise WeightSyncError("; ".join(problems))
+        parts: dict[str, tuple[tuple[int, ...], list[SharedBlock]]] = {}
+        for _, blocks in told:
+            for name, shape, block in blocks:
+                parts.setdefault(name, (shape, []))[1].append(block)
+        tensors = {name: SharedTensor(parts[name][0], tuple(parts[name][1])) for name in sorted(parts, key=_by_layer)}
+        return FileUpdate(Manifest(version, self.dtype, tensors), self.folder, self.ranks.world_rank)
+
+
+@dataclass
+class FileUpdate:
+    """One update in files of `folder`: the manifest at `path`, and each server's reports in a folder of its own."""
+
+    manifest: Manifest
+    folder: Path
+    rank: int
+    saved: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The manifest's file."""
+        return self.folder / f"manifest{self.manifest.version % NUM_SLOTS}.json"
+
+    def request(self, server: str) -> dict[str, Any]:
+        """What the workers of `server` are told; writes the manifest, and makes room for their reports."""
+        if not self.saved:
+            self.manifest.save(self.path)
+            self.saved = True
+        replies = self._replies(server)
+        shutil.rmtree(replies, ignore_errors=True)
+        replies.mkdir(parents=True)
+        return {"manifest": str(self.path), "version": self.manifest.version, "replies": str(replies)}
+
+    def replies(self, server: str) -> list[dict[str, Any]]:
+        """What the workers of `server` have reported so far."""
+        return [json.loads(path.read_text()) for path in sorted(self._replies(server).glob("worker*.json"))]
+
+    def send(self) -> Given:
+        """Everything lies in shared memory already."""
+        held = [
+            (name, index, block.box, block.checksum)
+            for name, tensor in self.manifest.tensors.items()
+            for index, block in enumerate(tensor.blocks)
+            if block.rank == self.rank
+        ]
+        count = sum(size(box) for _, _, box, _ in held)
+        return Given(count * DTYPES[self.manifest.dtype].itemsize, {(name, index): {box: total} for name, index, box, total in held})
+
+    def give_up(self, why: str) -> None:
+        """No rank waits for anything."""
+
+    def _replies(self, server: str) -> Path:
+        return self.folder / "replies" / server.replace("/", "_")
+
+
+class _Slots:
+    """This rank's files in shared memory, and which blocks it publishes. Making one is collective."""
+
+    def __init__(self, found: list, ranks: Ranks, dtype: str, folder: Path):
+        self.rank, self.dtype, self.folder = ranks.world_rank, DTYPES[dtype], folder
+        held = {key_of(block): math.prod(block.block_shape) for _, _, blocks in found for block in blocks}
+        owner = owners(ranks.all_gather_objects(list(held.items())))
+        self.offsets: dict[tuple, int] = {}  # key of a block -> its place in the file
+        self.size = 0
+        for key, count in held.items():
+            if owner[key] == self.rank:
+                self.offsets[key] = self.size
+                self.size += -(-count * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self.buffers: dict[int, Tensor] = {}
+
+    def write(self, found: list, weight_version: int) -> list[tuple[str, tuple[int, ...], SharedBlock]]:
+        """Cast and copy every owned block; (tensor name, tensor shape, where it lies) of each."""
+        if not self.offsets:
+            return []
+        slot = weight_version % NUM_SLOTS
+        path = self.folder / f"rank{self.rank}.slot{slot}"
+        if slot not in self.buffers or not path.exists():
+            self.buffers[slot] = _allocate(path, self.size)
+        written = {}
+        for name, param, blocks in found:
+            mine = [block for block in blocks if key_of(block) in self.offsets and key_of(block) not in written]
+            values_here = param.detach() if mine else None  # which may have to be computed
+            for block in mine:
+                key = key_of(block)
+                offset, source = self.offsets[key], block.view(values_here)
+                count = source.numel() * self.dtype.itemsize
+                values = self.buffers[slot][offset : offset + count].view(self.dtype)
+                values.view(source.shape).copy_(source)
+                if not all(map(torch.isfinite, values.aminmax())):  # NaN wins over every other value
+                    raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {block.name}")
+                shared = SharedBlock(self.rank, str(path), offset, block.box, checksum(values))
+                written[key] = (block.name, tuple(block.shape), shared)
+        if absent := sorted(set(self.offsets) - set(written)):
+            raise WeightSyncError(f"{absent[0][0]} was there at the first sync and is gone now")
+        return list(written.values())
+
+
+def remove_stale(shared_memory: Path) -> None:
+    """Remove what trainers that no longer run left in shared memory."""
+    for folder in shared_memory.glob(f"{PREFIX}*"):
+        pid = folder.name.removeprefix(PREFIX).split(".")[0]
+        if not pid.isdigit() or folder.name.removeprefix(PREFIX).rpartition("-")[0] != _identity(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _identity(pid: int) -> str:
+    """The process id with the process's start time, because ids are used again; "" when there is no such process."""
+    try:
+        return f"{pid}.{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    except OSError:
+        return ""
+
+
+def _allocate(path: Path, count: int) -> Tensor:
+    """A file of `count` bytes in shared memory, mapped. Space is reserved now: a write to full shared memory would kill the process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, count)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if error.errno != errno.ENOSPC:
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise WeightSyncError(
+            f"{path.parent.parent} is full: a slot of this rank's weights takes {count / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are "
+            "free; enlarge it (docker run --shm-size, mount -o remount,size=) or free some"
+        ) from error
+    finally:
+        os.close(descriptor)
+    return torch.from_file(str(path), shared=True, size=count, dtype=torch.uint8)
+
+
+def _by_layer(tensor: str) -> tuple[int, str]:
+    """Tensors of one layer together: vLLM buffers every layer that has begun to load until it is complete."""
+    return layer_of(tensor), tensor

@@ -1,0 +1,62 @@
+"""What a way of moving weights must offer, on the trainer's side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megagrpo.boxes import Box
+from megagrpo.families.blocks import Block
+from megagrpo.rollout.engine import Engine, WeightUpdate
+from megagrpo.rollout.shared_weights import Manifest
+
+Sums = dict[tuple[str, int], dict[Box, int]]  # (tensor, index of a block of it) -> checksum of each part of that block
+
+
+Weights = Iterable[tuple[str, Tensor, Sequence[Block]]]
+
+
+class Ranks(Protocol):
+    """The trainer's ranks, as `megagrpo.parallel.layout.Layout`."""
+
+    world_rank: int
+
+    def all_gather_objects(self, obj: Any) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one rank gave away in one update: bytes, and checksums to compare with those of the workers."""
+
+    num_bytes: int
+    sums: Sums
+
+
+class Update(WeightUpdate, Protocol):
+    """One update on its way. `manifest` says what it holds."""
+
+    manifest: Manifest
+
+    def send(self) -> Given:
+        """Give this rank's part, while the engine takes it in. Raises when that fails; every rank calls it."""
+
+    def give_up(self, why: str) -> None:
+        """Rank 0: the engine will not take it in any more. Ranks that still send come to an end."""
+
+
+class Transport(Protocol):
+    """Makes updates. One per rank."""
+
+    def prepare(self, found: list[tuple[str, Tensor, Sequence[Block]]], version: int, engine: Engine | None) -> Update:
+        """An update to the parameters as they are now. Collective. WeightSyncError on every rank, before the engine hears of it."""
+
+    def close(self) -> None:
+        """Free what it holds. Does nothing a second time."""
+
+
+def key_of(block: Block) -> tuple:
+    """What tells one block from others; the same for copies on other ranks."""
+    return block.name, tuple(block.shape), block.box
