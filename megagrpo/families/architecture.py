@@ -39,6 +39,7 @@ class HfConfig:
     qkv_bias: bool = False
     qk_norm: bool = False  # each head's queries and keys are normalised before they are rotated
     experts: Experts | None = None
+    windows: tuple[int | None, ...] = ()  # of each block: the tokens that one sees, itself included, or None for all; () when all do
 
     def padded_vocab(self, tp_size: int) -> int:
         """V: the vocabulary rounded up to a multiple of the tensor-parallel size. Rows from `vocab_size` on belong to no token."""

@@ -13,6 +13,7 @@ Raw = dict[str, Any]  # config.json as read
 Table = dict[str, Rule]
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+FULL, SLIDING = "full_attention", "sliding_attention"  # of config.json's layer_types
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 # Key of config.json -> the value that the model code of this project stands for, and what other values would need.
 FIXED: dict[str, tuple[Any, str]] = {
@@ -78,9 +79,26 @@ def kv_heads(raw: Raw) -> int:
     return raw.get("num_key_value_heads") or raw["num_attention_heads"]
 
 
-def no_window(window: int | None) -> list[str]:
-    """The problem with a sliding window, if there is one."""
-    return [] if window is None else [f"model: sliding_window {window}: only full attention is supported"]
+def windows(raw: Raw, size: int | None, slides: Callable[[int], bool] | None = None) -> tuple[int | None, ...]:
+    """`HfConfig.windows`: `size` in every block; given `slides`, where `layer_types` says so, or without that key where `slides(block)`."""
+    blocks = range(raw["num_hidden_layers"])
+    if size is None:
+        return ()
+    if slides is None:
+        return (size,) * len(blocks)
+    types = raw.get("layer_types") or [SLIDING if slides(block) else FULL for block in blocks]
+    return tuple(size if kind == SLIDING else None for kind in types)
+
+
+def layer_type_problems(raw: Raw) -> list[str]:
+    """What is wrong with `layer_types`, if config.json has it: a kind of attention for each block."""
+    types = raw.get("layer_types") or []
+    problems = [
+        f"model: layer_types names {kind!r}; only {FULL} and {SLIDING} are supported" for kind in sorted({*types} - {FULL, SLIDING})
+    ]
+    if types and len(types) != raw.get("num_hidden_layers", len(types)):
+        problems.append(f"model: layer_types has {len(types)} entries for num_hidden_layers={raw['num_hidden_layers']}")
+    return problems
 
 
 def expert_problems(raw: Raw, *required: tuple[str, ...]) -> list[str]:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from megagrpo.families.dense import DENSE
-from megagrpo.families.family import Family, no_window
+from megagrpo.families.family import Family, windows
 
-FAMILY = Family("mistral", "MistralForCausalLM", table=lambda hf: DENSE, problems=lambda raw: no_window(raw.get("sliding_window", 4096)))
+FAMILY = Family(
+    "mistral",
+    "MistralForCausalLM",
+    table=lambda hf: DENSE,
+    read=lambda raw: dict(windows=windows(raw, raw.get("sliding_window", 4096))),
+)

@@ -6,7 +6,7 @@ from typing import Any
 
 from megagrpo.families.architecture import Experts
 from megagrpo.families.dense import DENSE, experts
-from megagrpo.families.family import Family, Raw, expert_problems, no_window
+from megagrpo.families.family import Family, Raw, expert_problems, windows
 
 _TABLE = DENSE | experts("block_sparse_moe", "w1", "w3", "w2")
 
@@ -19,11 +19,7 @@ def _read(raw: Raw) -> dict[str, Any]:
         normalized=True,
         blocks=frozenset(range(raw["num_hidden_layers"])),
     )
-    return dict(experts=mixture)
+    return dict(experts=mixture, windows=windows(raw, raw.get("sliding_window")))
 
 
-def _problems(raw: Raw) -> list[str]:
-    return expert_problems(raw) + no_window(raw.get("sliding_window"))
-
-
-FAMILY = Family("mixtral", "MixtralForCausalLM", table=lambda hf: _TABLE, read=_read, problems=_problems)
+FAMILY = Family("mixtral", "MixtralForCausalLM", table=lambda hf: _TABLE, read=_read, problems=expert_problems)

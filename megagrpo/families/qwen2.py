@@ -1,21 +1,27 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values. A window size in config.json counts only with `use_sliding_window`."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values. A window counts only with `use_sliding_window`, and from a block on."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from megagrpo.families.dense import DENSE, QKV_BIAS
-from megagrpo.families.family import FIXED, Family, Raw, no_window
+from megagrpo.families.family import FIXED, Family, Raw, windows
 
 
-def window_problems(raw: Raw) -> list[str]:
-    """As the other Qwen families have them too."""
-    return no_window(raw.get("sliding_window")) if raw.get("use_sliding_window") else []
+def window(raw: Raw) -> int | None:
+    """Tokens that one sees in the blocks with a window, as the other Qwen families have it too; None without."""
+    return raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+
+
+def upper_windows(raw: Raw) -> dict[str, Any]:
+    """The windows of a dense Qwen: block `max_window_layers` is the first with one, where `layer_types` says nothing else."""
+    return dict(windows=windows(raw, window(raw), lambda block: block >= raw.get("max_window_layers", 28)))
 
 
 FAMILY = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     table=lambda hf: DENSE | QKV_BIAS,
-    read=lambda raw: dict(qkv_bias=True),
-    problems=window_problems,
+    read=lambda raw: dict(qkv_bias=True) | upper_windows(raw),
     fixed={key: rule for key, rule in FIXED.items() if key != "attention_bias"},  # the biases do not depend on this key
 )

@@ -6,8 +6,8 @@ from typing import Any
 
 from megagrpo.families.architecture import Experts
 from megagrpo.families.dense import DENSE, QK_NORM, experts
-from megagrpo.families.family import Family, Raw, expert_problems
-from megagrpo.families.qwen2 import window_problems
+from megagrpo.families.family import Family, Raw, expert_problems, windows
+from megagrpo.families.qwen2 import window
 
 _TABLE = DENSE | QK_NORM | experts("mlp", "gate_proj", "up_proj", "down_proj")
 
@@ -25,14 +25,14 @@ def _read(raw: Raw) -> dict[str, Any]:
         normalized=raw.get("norm_topk_prob", False),
         blocks=_blocks(raw),
     )
-    return dict(qk_norm=True, experts=mixture)
+    return dict(qk_norm=True, experts=mixture, windows=windows(raw, window(raw)))
 
 
 def _problems(raw: Raw) -> list[str]:
     problems = expert_problems(raw, ("moe_intermediate_size",))
     if not problems and "num_hidden_layers" in raw and not _blocks(raw):
         problems.append("model: mlp_only_layers and decoder_sparse_step leave no block with experts; a dense model is a qwen3")
-    return problems + window_problems(raw)
+    return problems
 
 
 FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", table=lambda hf: _TABLE, read=_read, problems=_problems)

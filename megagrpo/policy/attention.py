@@ -7,25 +7,23 @@ beside the causal one: a real token never sees what comes after it.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from megagrpo.policy.causal import causal_attention
 from megagrpo.policy.context_attention import context_attention
 from megagrpo.policy.elementwise import rotate
 
 # A batch takes sequences down to this share of its longest, so at most 30 % of its rows are padding.
 MIN_FILL = 0.7
-# Up to this length batched matrix products beat the CPU's flash kernel (the scores [L, L] are then small enough to keep).
-MAX_GROUPED_LENGTH = 128
 
 
 def pack_params(cu_seqlens: Tensor, prefixes: Tensor | None = None, own: Tensor | None = None) -> PackedSeqParams:
@@ -95,33 +93,6 @@ def _batches_of(packed: PackedSeqParams) -> Batches:
     return packed.batches
 
 
-@functools.lru_cache(maxsize=64)
-def _causal_bias(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((length, length), float("-inf"), dtype=dtype, device=device).triu_(1)
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """softmax(scale q k^T + causal) v with grouped heads: query [S, L, h, d], key and value [S, L, g, d], g dividing h -> [S, L, h * d]."""
-    if query.shape[1] <= MAX_GROUPED_LENGTH:
-        return _grouped_products(query, key, value, scale)
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2).flatten(2)
-
-
-def _grouped_products(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """The r = h / g query heads of a group side by side in one product with their key head: no copy of keys and values."""
-    s, length, h, d = query.shape
-    g = key.shape[2]
-    r = h // g
-    q = query.reshape(s, length, g, r, d).permute(0, 2, 3, 1, 4).reshape(s * g, r * length, d)
-    k = key.permute(0, 2, 3, 1).reshape(s * g, d, length)
-    v = value.transpose(1, 2).reshape(s * g, length, d)
-    bias = _causal_bias(length, q.dtype, q.device).repeat(r, 1).expand(s * g, -1, -1)
-    weights = torch.softmax(torch.baddbmm(bias, q, k, alpha=scale), dim=-1)
-    return (weights @ v).view(s, g, r, length, d).permute(0, 3, 1, 2, 4).reshape(s, length, h * d)
-
-
 class Rotary:
     """Rotary positions: `frequencies` [d / 2] in radians per position; cos and sin are multiplied by `factor` (yarn's attention factor)."""
 
@@ -145,12 +116,14 @@ class Rotary:
 
 
 class TorchAttention(MegatronModule):
-    """Causal self-attention as a megatron-core `core_attention` module: packed (thd) or plain (sbhd), no dropout, no window.
+    """Causal self-attention as a megatron-core `core_attention` module: packed (thd) or plain (sbhd), no dropout.
 
-    It rotates queries and keys by `rotary`, which whoever builds the model sets; Megatron's own rotation, much slower on packs, is off.
+    It rotates queries and keys by `rotary`, which whoever builds the model sets, as `softcap`; Megatron's own rotation, much slower on
+    packs, is off. The window is that of Megatron's configuration.
     """
 
     rotary: Rotary | None = None
+    softcap: float | None = None
 
     def __init__(
         self,
@@ -164,9 +137,11 @@ class TorchAttention(MegatronModule):
         pg_collection=None,
     ):
         super().__init__(config=config)
-        assert attn_mask_type == AttnMaskType.causal and config.window_size is None and config.softmax_type == "vanilla"
+        assert attn_mask_type == AttnMaskType.causal and config.softmax_type == "vanilla"
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "no tensor-parallel dropout generator"
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None  # Megatron's does not count the token itself
         self.cp_group = pg_collection.cp if pg_collection is not None and pg_collection.cp.size() > 1 else None
 
     def forward(
@@ -187,17 +162,17 @@ class TorchAttention(MegatronModule):
                 cos, sin = self.rotary.at(torch.arange(len(query), device=query.device)[:, None, None], query.dtype)
                 query, key = rotate(query, cos, sin), rotate(key, cos, sin)
             q, k, v = (t.transpose(0, 1) for t in (query, key, value))
-            return causal_attention(q, k, v, self.scale).transpose(0, 1)
+            return causal_attention(q, k, v, self.scale, self.window, self.softcap).transpose(0, 1)
         if self.cp_group is not None:
             query, key = self._rotated(query, key, packed_seq_params)
-            return context_attention(query, key, value, packed_seq_params, self.cp_group, self.scale)
+            return context_attention(query, key, value, packed_seq_params, self.cp_group, self.scale, self.window, self.softcap)
         batches = _batches_of(packed_seq_params)
         assert batches.back.numel() == query.shape[0], f"cu_seqlens end at {batches.back.numel()}, the pack has {query.shape[0]} tokens"
         query, key = self._rotated(query, key, packed_seq_params)
         outputs = []
         for rows in batches.rows:
             q, k, v = (t.index_select(0, rows.flatten()).view(*rows.shape, *t.shape[1:]) for t in (query, key, value))
-            outputs.append(causal_attention(q, k, v, self.scale).flatten(0, 1))
+            outputs.append(causal_attention(q, k, v, self.scale, self.window, self.softcap).flatten(0, 1))
         return torch.cat(outputs).index_select(0, batches.back)
 
     def _rotated(self, query: Tensor, key: Tensor, packed: PackedSeqParams) -> tuple[Tensor, Tensor]:

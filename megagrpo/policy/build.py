@@ -59,8 +59,17 @@ def build_model(
     config = transformer_config(
         hf_config, layout, dtype=dtype, recompute=recompute, sequence_parallel=sequence_parallel, init_weights=init_weights
     )
-    spec = partial(transformer_engine_spec, own_linears=own_linears) if device.has_transformer_engine() else local_spec
-    return [_build_chunk(hf_config, config, layout, chunk, spec(hf_config.qk_norm)) for chunk in range(layout.vpp)]
+    if device.has_transformer_engine():
+        spec = partial(transformer_engine_spec, own_linears=own_linears, own_attention=_own_attention(hf_config, layout))
+    else:
+        spec = local_spec
+    return [_build_chunk(hf_config, config, layout, chunk, spec(hf_config)) for chunk in range(layout.vpp)]
+
+
+def _own_attention(hf_config: HfConfig, layout: Layout) -> bool:
+    """Whether attention is `TorchAttention`: where there is no Transformer Engine, and for what its attention cannot do, a window when
+    keys and values go round context-parallel ranks."""
+    return not device.has_transformer_engine() or (layout.cp_size > 1 and any(hf_config.windows))
 
 
 @dataclass(frozen=True)
@@ -140,8 +149,19 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
         **RECOMPUTE[recompute],
+        **_windows_config(hf_config),
         **_experts_config(hf_config, layout),
     )
+
+
+def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
+    """The part of Megatron's configuration that windows need: how many tokens before its own one sees, and in which hybrid layers."""
+    sizes = set(filter(None, hf_config.windows))
+    if not sizes:
+        return {}
+    (size,) = sizes
+    inside = [int(window is not None) for window in hf_config.windows for _ in range(BLOCK)]
+    return dict(window_size=(size - 1, 0), window_attn_skip_freq=inside)
 
 
 def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
@@ -173,7 +193,7 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
         pre_process=layout.chunk_is_first(chunk),
         post_process=layout.chunk_is_last(chunk),
         share_embeddings_and_output_weights=hf_config.tied_embeddings,
-        position_embedding_type="rope" if device.has_transformer_engine() else "none",  # TorchAttention rotates
+        position_embedding_type="none" if _own_attention(hf_config, layout) else "rope",  # TorchAttention rotates
         rotary_base=hf_config.rope_theta,
         pg_collection=layout.process_groups,
         vp_stage=chunk if layout.vpp > 1 else None,

@@ -11,12 +11,12 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megagrpo.parallel.context import gathered_places
+from megagrpo.policy.causal import causal_bias, masked_attention
 
 # A batch takes chunks down to this share of the keys that its first one sees.
 MIN_FILL = 0.7
@@ -32,12 +32,16 @@ class ChunkBatch:
     keys: Tensor  # [N, Lk], places in gathered order, a prefix before the tokens that continue it
     first: Tensor  # [N], place of a chunk's first query among its keys: it sees these and itself
 
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """[N, 1, Lq, Lk]: 0 where a query sees a key, minus infinity elsewhere."""
-        device = self.queries.device
-        last = self.first[:, None] + torch.arange(self.queries.shape[1], device=device)
-        hidden = torch.arange(self.keys.shape[1], device=device) > last[..., None]
-        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))[:, None]
+    def within(self, window: int | None) -> ChunkBatch:
+        """Without the keys that no query sees through the window."""
+        skipped = 0 if window is None else max(0, int(self.first.min()) - window + 1)
+        return ChunkBatch(self.queries, self.keys[:, skipped:], self.first - skipped)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[N, Lq, Lk]: 0 where a query sees a key, minus infinity elsewhere."""
+        last = self.first[:, None] + torch.arange(self.queries.shape[1], device=self.queries.device)
+        # Padding that saw no key at all would give the keys gradients that are no numbers.
+        return causal_bias(last.clamp(max=self.keys.shape[1] - 1), self.keys.shape[1], window, dtype)
 
 
 @dataclass(frozen=True)
@@ -49,28 +53,43 @@ class _Chunk:
     prefix: tuple[int, int]  # from, to
 
 
-def context_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, group: dist.ProcessGroup, scale: float) -> Tensor:
-    """softmax(scale q k^T + causal) v of this rank's slice: query [T/cp, h, d], key and value [T/cp, g, d] -> [T/cp, h * d]. Collective."""
-    batches, back, masks = _batches_of(packed, group, query.dtype)
+def context_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedSeqParams,
+    group: dist.ProcessGroup,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`causal_attention` of this rank's slice: query [T/cp, h, d], key and value [T/cp, g, d] -> [T/cp, h * d]. Collective."""
+    batches, back = _batches_of(packed, group)
     assert back.numel() == query.shape[0], f"cu_seqlens give this rank {back.numel()} tokens, the pack has {query.shape[0]}"
     gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=group)  # [T, 2, g, d]
     outputs = []
-    for batch, mask in zip(batches, masks, strict=True):
+    for batch, mask in _masked(packed, batches, window, query.dtype):
         q = query.index_select(0, batch.queries.flatten()).view(*batch.queries.shape, *query.shape[1:])
         kv = gathered.index_select(0, batch.keys.flatten()).view(*batch.keys.shape, *gathered.shape[1:])
-        q, k, v = (t.transpose(1, 2) for t in (q, *kv.unbind(2)))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        outputs.append(masked_attention(q, *kv.unbind(2), mask, scale, softcap).flatten(0, 1))
     return torch.cat(outputs).index_select(0, back)
 
 
-def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[list[ChunkBatch], Tensor, list[Tensor]]:
-    """Batches, places and masks of a pack, computed by the first layer that asks and kept on the pack for the others."""
+def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup) -> tuple[list[ChunkBatch], Tensor]:
+    """Batches and places of a pack, computed by the first layer that asks and kept on the pack for the others."""
     if not hasattr(packed, "chunks"):
         prefixes = None if packed.prefixes is None else packed.prefixes.tolist()
-        batches, back = batch_chunks(packed.cu_seqlens_q, prefixes, dist.get_world_size(group), dist.get_rank(group))
-        packed.chunks = batches, back, [batch.mask(dtype) for batch in batches]
+        packed.chunks = batch_chunks(packed.cu_seqlens_q, prefixes, dist.get_world_size(group), dist.get_rank(group))
+        packed.masked = {}
     return packed.chunks
+
+
+def _masked(packed: PackedSeqParams, batches: list[ChunkBatch], window: int | None, dtype: torch.dtype) -> list[tuple[ChunkBatch, Tensor]]:
+    """What of each batch is seen through the window, with its mask, kept on the pack as well."""
+    if window not in packed.masked:
+        seen = [batch.within(window) for batch in batches]
+        packed.masked[window] = [(batch, batch.mask(window, dtype)) for batch in seen]
+    return packed.masked[window]
 
 
 def batch_chunks(cu_seqlens: Tensor, prefixes: list[int] | None, cp_size: int, cp_rank: int) -> tuple[list[ChunkBatch], Tensor]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from megagrpo.families import FAMILIES
 from megagrpo.families.architecture import Experts, HfConfig
-from megagrpo.families.family import ROPE_TYPES, common_fields, rope
+from megagrpo.families.family import ROPE_TYPES, common_fields, layer_type_problems, rope
 
 
 class Sizes(Protocol):
@@ -65,7 +65,7 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
         wrong.append(f"model: rope_type {rotary['rope_type']!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     if rotary.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         wrong.append("model: partial_rotary_factor is not 1; rotating a part of each head is not supported")
-    return missing + wrong + family.problems(raw)
+    return missing + wrong + layer_type_problems(raw) + family.problems(raw)
 
 
 def _unknown(raw: dict[str, Any]) -> str:

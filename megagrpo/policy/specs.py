@@ -73,9 +73,9 @@ class LocalHybridStack(HybridStack):
             self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
 
-def local_spec(qk_norm: bool) -> ModuleSpec:
-    """The stack without Transformer Engine; `qk_norm` normalises each head's queries and keys (Qwen3)."""
-    head_norm = RMSNorm if qk_norm else None
+def local_spec(hf_config: HfConfig) -> ModuleSpec:
+    """The stack without Transformer Engine."""
+    head_norm = RMSNorm if hf_config.qk_norm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=TorchAttention,
@@ -111,17 +111,20 @@ def local_spec(qk_norm: bool) -> ModuleSpec:
     )
 
 
-def transformer_engine_spec(qk_norm: bool, own_linears: bool = False) -> ModuleSpec:
+def transformer_engine_spec(hf_config: HfConfig, own_linears: bool = False, own_attention: bool = False) -> ModuleSpec:
     """megatron-core's own stack on Transformer Engine, with the head norms that it leaves out. With `own_linears` its linears outside of
-    experts are Megatron's, the norm before them a module of its own: what adapters read is then there to be read."""
+    experts are Megatron's, the norm before them a module of its own: what adapters read is then there to be read. With `own_attention` the
+    core of attention is `TorchAttention`."""
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     spec = copy.deepcopy(hybrid_stack_spec)
     layer, mlp_layer = spec.submodules.attention_layer.submodules, spec.submodules.mlp_layer.submodules
     attention = layer.self_attention.submodules
-    if qk_norm:
+    if hf_config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = TENorm
+    if own_attention:
+        attention.core_attention = TorchAttention
     if own_linears:
         attention.linear_qkv, attention.linear_proj = ColumnParallelLinear, RowParallelLinear
         layer.input_layernorm = mlp_layer.pre_mlp_layernorm = TENorm

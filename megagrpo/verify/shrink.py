@@ -10,11 +10,13 @@ import torch
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.data.packing import padded
+from megagrpo.families.family import FULL, SLIDING
 from megagrpo.policy.hf_config import HfConfig, parse_hf_config
 from megagrpo.types import TrainSample
 
 VOCABULARY = 101  # prime: no tensor-parallel size divides it, so the padded rows are there
 MAX_PROMPT, MAX_RESPONSE = 16, 16  # tokens
+WINDOW = 7  # tokens: shorter than most prompts
 NUM_PROMPTS, GROUP_SIZE = 4, 3
 LOGPROB_CHUNK = 16
 LOGIT_SCALE = 0.4  # about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
@@ -72,7 +74,8 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
     and what a rank holds of heads and of the MLP, are multiples of `unit`.
 
     Kept: the family with its biases and norms, tied or untied embeddings, query heads per KV head, whether a rank holds several KV heads,
-    whether heads add up to the hidden size, rotary scaling; of a mixture of experts, whether a token has several and a layer none.
+    whether heads add up to the hidden size, rotary scaling, whether all layers have a window, or some, or none; of a mixture of experts,
+    whether a token has several and a layer none.
     """
     real = parse_hf_config(raw)
     kv_heads = parallel.tp * min(2, ceil(real.num_kv_heads / parallel.tp))
@@ -97,6 +100,11 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
             decoder_sparse_step=1,
         )
+    if real.windows:
+        kinds = (SLIDING, FULL) if None in real.windows else (SLIDING,)
+        small |= dict(sliding_window=WINDOW, layer_types=[kinds[layer % len(kinds)] for layer in range(small["num_hidden_layers"])])
+    elif "layer_types" in raw:
+        small |= dict(layer_types=[FULL] * small["num_hidden_layers"])
     return parse_hf_config(raw | small)
 
 

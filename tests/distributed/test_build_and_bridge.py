@@ -126,6 +126,7 @@ def whole(per_rank, tp: int, pack: int) -> torch.Tensor:
         ("llama untied", dict(tp=2, pp=2, vpp=2), False),
         ("llama untied", dict(pp=2, pipeline_layers=[1, 3]), False),
         ("qwen2", dict(tp=2), True),
+        ("qwen2 upper windows", dict(pp=2, vpp=2), False),
         ("qwen2", dict(pp=4), False),
         ("qwen3", dict(tp=2, pp=2), False),
         ("qwen3", dict(tp=2), True),

@@ -43,7 +43,7 @@ def frequencies() -> torch.Tensor:
     return 1 / 10_000 ** (torch.arange(0, DIM, 2) / DIM)
 
 
-def naive(name: str) -> list[torch.Tensor]:
+def naive(name: str, window: int | None, softcap: float | None) -> list[torch.Tensor]:
     """The output [T, HEADS * DIM] and the gradients of query, key and value by the formula, token by token."""
     cu_seqlens, prefixes, (query, key, value, weight) = pack(name)
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
@@ -54,21 +54,29 @@ def naive(name: str) -> list[torch.Tensor]:
         for token in range(start, stop):
             seen.append([*before, *range(start, token + 1)])
             positions[token] = len(seen[-1]) - 1
+            seen[-1] = seen[-1][-(window or 0) :]
     q, k = rotated(leaves[0], positions), rotated(leaves[1], positions)
     share = HEADS // GROUPS
     k, v = k.repeat_interleave(share, 1), leaves[2].repeat_interleave(share, 1)
-    rows = [torch.einsum("hk,khd->hd", (torch.einsum("hd,khd->hk", q[t], k[s]) / DIM**0.5).softmax(-1), v[s]) for t, s in enumerate(seen)]
+    rows = []
+    for t, s in enumerate(seen):
+        scores = torch.einsum("hd,khd->hk", q[t], k[s]) / DIM**0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v[s]))
     out = torch.stack(rows).flatten(1)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
-def attend(name: str, cp_size: int, max_queries: int) -> list:
+def attend(name: str, cp_size: int, max_queries: int, window: int | None, softcap: float | None) -> list:
     """This rank's tokens, and for them what `naive` gives for all."""
     context_attention.MAX_QUERIES = max_queries
     layout = init_layout(ParallelSection(cp=cp_size))
-    config = SimpleNamespace(kv_channels=DIM, window_size=None, softmax_type="vanilla", attention_dropout=0.0)
+    window_size = None if window is None else (window - 1, 0)
+    config = SimpleNamespace(
+        kv_channels=DIM, window_size=window_size, window_attn_skip_freq=None, softmax_type="vanilla", attention_dropout=0.0
+    )
     attention = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=layout.process_groups)
-    attention.config, attention.rotary = config, Rotary(frequencies())
+    attention.rotary, attention.softcap = Rotary(frequencies()), softcap
     cu_seqlens, prefixes, tensors = pack(name)
     own = own_tokens(cu_seqlens, cp_size, layout.cp_rank)
     query, key, value, weight = (t[own] for t in tensors)
@@ -80,19 +88,22 @@ def attend(name: str, cp_size: int, max_queries: int) -> list:
 
 
 @pytest.mark.parametrize(
-    ("name", "cp_size", "max_queries"),
+    ("name", "cp_size", "max_queries", "window", "softcap"),
     [
-        ("one sequence", 2, 1024),
-        ("many lengths", 4, 1024),
-        ("many lengths", 2, 20),
-        ("shared prompts", 2, 1024),
-        ("shared prompts", 4, 1024),
+        ("one sequence", 2, 1024, None, None),
+        ("many lengths", 4, 1024, None, None),
+        ("many lengths", 2, 20, None, None),
+        ("many lengths", 2, 1024, 7, None),
+        ("many lengths", 2, 20, 50, 2.0),
+        ("shared prompts", 2, 1024, None, None),
+        ("shared prompts", 4, 1024, None, None),
+        ("shared prompts", 2, 1024, 5, None),
     ],
 )
-def test_values_and_gradients_equal_the_naive_formula_in_float64(name, cp_size, max_queries):
-    expected = naive(name)
+def test_values_and_gradients_equal_the_naive_formula_in_float64(name, cp_size, max_queries, window, softcap):
+    expected = naive(name, window, softcap)
     found = [torch.full_like(t, torch.nan) for t in expected]
-    for own, *results in run_ranks(attend, cp_size, name, cp_size, max_queries):
+    for own, *results in run_ranks(attend, cp_size, name, cp_size, max_queries, window, softcap):
         for whole, part in zip(found, results, strict=True):
             whole[own] = torch.from_numpy(part)
     for part, whole, reference in zip(("output", "query", "key", "value"), found, expected, strict=True):

@@ -10,12 +10,14 @@ from megagrpo.policy.hf_config import HfConfig
 from megagrpo.verify.shrink import shrink_config, shrink_model
 
 # config.json of SmolLM2, Qwen2.5-7B, Qwen3-0.6B, Qwen3-30B-A3B and Mixtral, as far as it matters, with heads that 2 and 3 divide. Of Qwen3
-# there are both tied and untied models.
+# there are both tied and untied models, and Qwen2 has its window switched on.
 _COMMON = dict(num_attention_heads=12, num_key_value_heads=12, intermediate_size=1536, vocab_size=49152, rms_norm_eps=1e-6)
 SHAPES: dict[str, dict[str, Any]] = {
     "llama_tied": _COMMON
     | dict(model_type="llama", num_hidden_layers=24, hidden_size=576, num_key_value_heads=6, tie_word_embeddings=True),
-    "qwen2_untied": _COMMON | dict(model_type="qwen2", num_hidden_layers=24, hidden_size=3584, tie_word_embeddings=False),
+    "qwen2_untied": _COMMON
+    | dict(model_type="qwen2", num_hidden_layers=24, hidden_size=3584, tie_word_embeddings=False)
+    | dict(use_sliding_window=True, sliding_window=4096, max_window_layers=12),
     "qwen3_tied": _COMMON | dict(model_type="qwen3", num_hidden_layers=24, hidden_size=1024, head_dim=128, tie_word_embeddings=True),
     "qwen3_untied": _COMMON | dict(model_type="qwen3", num_hidden_layers=24, hidden_size=1024, head_dim=128, tie_word_embeddings=False),
     "qwen3_moe": _COMMON

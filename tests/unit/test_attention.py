@@ -7,25 +7,31 @@ import pytest
 import torch
 
 import megagrpo.parallel  # noqa: F401  (prepares the platform before megatron-core is imported)
-from megagrpo.policy.attention import MAX_GROUPED_LENGTH, MIN_FILL, TorchAttention, batch_sequences, causal_attention, pack_params
+from megagrpo.policy.attention import MIN_FILL, TorchAttention, batch_sequences, pack_params
+from megagrpo.policy.causal import BLOCK_QUERIES, MAX_GROUPED_LENGTH, causal_attention
 
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 
-CONFIG = SimpleNamespace(kv_channels=16, window_size=None, softmax_type="vanilla", attention_dropout=0.0)
+
+def attention(window: int | None = None, softcap: float | None = None) -> TorchAttention:
+    size = None if window is None else (window - 1, 0)
+    sizes = dict(kv_channels=16, window_size=size, window_attn_skip_freq=[0, 1])
+    made = TorchAttention(SimpleNamespace(**sizes, softmax_type="vanilla", attention_dropout=0.0), 2, AttnMaskType.causal, "self")
+    made.softcap = softcap
+    return made
 
 
-def attention() -> TorchAttention:
-    return TorchAttention(CONFIG, 1, AttnMaskType.causal, "self")
-
-
-def naive(query, key, value, borders, scale):
+def naive(query, key, value, borders, scale, window=None, softcap=None):
     """The formula, one sequence and one head at a time."""
     out = torch.zeros(query.shape[0], query.shape[1], query.shape[2])
     share = query.shape[1] // key.shape[1]
     for a, b in itertools.pairwise(borders):
         for head in range(query.shape[1]):
             scores = query[a:b, head] @ key[a:b, head // share].T * scale
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
             scores = scores.masked_fill(torch.ones(b - a, b - a).triu(1).bool(), float("-inf"))
+            if window is not None:
+                scores = scores.masked_fill(torch.ones(b - a, b - a).tril(-window).bool(), float("-inf"))
             out[a:b, head] = scores.softmax(-1) @ value[a:b, head // share]
     return out.flatten(1)
 
@@ -45,6 +51,28 @@ def test_a_pack_gives_values_and_gradients_of_its_sequences_alone(lengths, group
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
     for grad, reference in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad, reference, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [[5, 40, 1, 39, 8], [2 * BLOCK_QUERIES + 44, 9]], ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(8, None), (300, None), (None, 2.0), (8, 2.0)])
+def test_windows_and_caps_give_values_and_gradients_of_the_formula(lengths, window, softcap):
+    torch.manual_seed(0)
+    borders = torch.tensor([0, *lengths]).cumsum(0).int()
+    leaves = [torch.randn(sum(lengths), heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    weight = torch.randn(sum(lengths), 64)
+    packed = attention(window, softcap)(*leaves, packed_seq_params=pack_params(borders))
+    alone = naive(*leaves, borders.tolist(), 0.25, window, softcap)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+    grads, expected = (torch.autograd.grad((out * weight).sum(), leaves) for out in (packed, alone))
+    for grad, reference in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, reference, atol=1e-5, rtol=1e-4)
+
+
+def test_a_layer_that_megatron_leaves_out_has_no_window():
+    config = SimpleNamespace(
+        kv_channels=16, window_size=(7, 0), window_attn_skip_freq=[0, 1], softmax_type="vanilla", attention_dropout=0.0
+    )
+    assert [TorchAttention(config, number, AttnMaskType.causal, "self").window for number in (1, 2)] == [None, 8]
 
 
 def test_an_unpacked_batch_gives_the_same():
@@ -78,18 +106,19 @@ def test_a_pack_whose_borders_do_not_match_is_caught():
         attention()(tokens, tokens, tokens, packed_seq_params=pack_params(torch.tensor([0, 9]).int()))
 
 
-def test_sequences_that_continue_a_prefix_get_values_and_gradients_as_if_it_were_repeated():
+@pytest.mark.parametrize("window", [None, 4])
+def test_sequences_that_continue_a_prefix_get_values_and_gradients_as_if_it_were_repeated(window):
     torch.manual_seed(0)
     borders, prefixes = torch.tensor([0, 7, 10, 15, 21, 22]).int(), torch.tensor([-1, 0, 0, -1, 3])
     query, key, value = (torch.randn(22, heads, 16, requires_grad=True) for heads in (6, 2, 2))
     weight = torch.randn(22, 96)
-    packed = attention()(query, key, value, packed_seq_params=pack_params(borders, prefixes))
+    packed = attention(window)(query, key, value, packed_seq_params=pack_params(borders, prefixes))
     # The same tokens with each prefix written out before what continues it; only a sequence's own rows are compared.
     repeated = [(0, 7, None), (7, 10, (0, 7)), (10, 15, (0, 7)), (15, 21, None), (21, 22, (15, 21))]
     expected = []
     for start, stop, prefix in repeated:
         rows = torch.cat([torch.arange(*prefix) if prefix else torch.arange(0), torch.arange(start, stop)])
-        alone = naive(query[rows], key[rows], value[rows], [0, len(rows)], 0.25)
+        alone = naive(query[rows], key[rows], value[rows], [0, len(rows)], 0.25, window)
         expected.append(alone[len(rows) - (stop - start) :])
     expected = torch.cat(expected)
     torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-5)

@@ -85,16 +85,41 @@ def test_an_unknown_architecture_names_the_supported_ones():
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window 4096"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 99}, "sliding_window 99"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"] * 29 + ["linear_attention"]}, "linear_attention"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"] * 29}, "layer_types has 29 entries for num_hidden_layers=30"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         (MIXTRAL | {"router_jitter_noise": 0.01}, "router_jitter_noise"),
-        (MIXTRAL | {"sliding_window": 4096}, "sliding_window 4096"),
     ],
 )
 def test_what_the_model_code_cannot_do_is_refused(change, word):
     (problem,) = architecture_problems(SMOLLM2 | change)
     assert word in problem
+
+
+MIXED_TYPES = ["sliding_attention", "full_attention"] * 15
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({"model_type": "mistral"}, [4096] * 30),
+        ({"model_type": "mistral", "sliding_window": 7}, [7] * 30),
+        ({"model_type": "mistral", "sliding_window": None}, []),
+        (MIXTRAL, []),
+        (MIXTRAL | {"sliding_window": 9}, [9] * 30),
+        ({"model_type": "qwen2", "sliding_window": 9}, []),
+        ({"model_type": "qwen2", "sliding_window": 9, "layer_types": MIXED_TYPES}, []),
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True}, [None] * 28 + [9] * 2),
+        ({"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 3}, [None] * 3 + [9] * 27),
+        ({"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True, "layer_types": MIXED_TYPES}, [9, None] * 15),
+    ],
+)
+def test_the_windows_are_those_of_transformers(change, windows):
+    raw = SMOLLM2 | change
+    assert list(parse_hf_config(raw).windows) == windows
+    theirs = transformers.AutoConfig.for_model(**raw)
+    types = getattr(theirs, "layer_types", ["sliding_attention"] * 30)
+    assert [theirs.sliding_window if kind == "sliding_attention" else None for kind in types] == (windows or [None] * 30)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +198,7 @@ def test_the_width_of_dense_mlps_matters_only_where_there_are_some():
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral"])
 def test_what_transformers_writes_is_read_with_its_own_values(kind, tmp_path):
-    theirs = getattr(transformers, f"{kind}Config")(tie_word_embeddings=True, vocab_size=77, sliding_window=None)
+    theirs = getattr(transformers, f"{kind}Config")(tie_word_embeddings=True, vocab_size=77)
     theirs.save_pretrained(tmp_path)
     ours = load_hf_config(tmp_path)
     assert ours.family == kind.lower()

@@ -1,0 +1,86 @@
+"""Causal attention over batches of sequences in plain torch: grouped heads, windows, capped scores.
+
+Of the ways to compute it the cheapest one that can is taken: batched matrix products for short sequences, the flash kernel for long ones,
+and blocks of queries, each with the keys that it may see, where that kernel knows no mask of the kind.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# Up to this length batched matrix products beat the CPU's flash kernel (the scores [L, L] are then small enough to keep).
+MAX_GROUPED_LENGTH = 128
+# Queries of one block: its mask, and with a cap its scores, are as large as that times the keys that it sees.
+BLOCK_QUERIES = 256
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None, softcap: float | None = None
+) -> Tensor:
+    """softmax(scale q k^T + causal) v with grouped heads: query [S, L, h, d], key and value [S, L, g, d], g dividing h -> [S, L, h * d].
+
+    With `window` a token sees itself and the window - 1 tokens before it. With `softcap` scores x become softcap tanh(x / softcap).
+    """
+    length = query.shape[1]
+    window = None if window is None or window >= length else window
+    if length <= MAX_GROUPED_LENGTH:
+        return _grouped_products(query, key, value, _short_bias(length, window, query.dtype, query.device), scale, softcap)
+    if window is None and softcap is None:
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2).flatten(2)
+    outputs = []
+    for start in range(0, length, BLOCK_QUERIES):
+        stop = min(start + BLOCK_QUERIES, length)
+        first = 0 if window is None else max(0, start - window + 1)
+        mask = causal_bias(torch.arange(start - first, stop - first, device=query.device), stop - first, window, query.dtype)
+        outputs.append(masked_attention(query[:, start:stop], key[:, first:stop], value[:, first:stop], mask[None], scale, softcap))
+    return torch.cat(outputs, dim=1)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """softmax(scale q k^T + mask) v: query [S, Lq, h, d], key and value [S, Lk, g, d], mask [S or 1, Lq, Lk] -> [S, Lq, h * d]. A capped
+    score is one of `causal_attention`; those are computed again in the backward pass, not kept."""
+    if softcap is not None:
+        return checkpoint(_grouped_products, query, key, value, mask, scale, softcap, use_reentrant=False, preserve_rng_state=False)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).flatten(2)
+
+
+def causal_bias(last: Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[*last.shape, num_keys]: 0 where a query whose own key is at `last` sees a key, minus infinity elsewhere."""
+    places = torch.arange(num_keys, device=last.device)
+    hidden = places > last[..., None]
+    if window is not None:
+        hidden |= places <= last[..., None] - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=last.device).masked_fill_(hidden, float("-inf"))
+
+
+@functools.lru_cache(maxsize=64)
+def _short_bias(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return causal_bias(torch.arange(length, device=device), length, window, dtype)[None]
+
+
+def _grouped_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """All scores at once, the r = h / g query heads of a group side by side in one product with their key head: no copy of keys and
+    values. `bias` [S or 1, Lq, Lk]."""
+    s, queries, h, d = query.shape
+    keys, g = key.shape[1:3]
+    r = h // g
+    q = query.reshape(s, queries, g, r, d).permute(0, 2, 3, 1, 4).reshape(s * g, r * queries, d)
+    k = key.permute(0, 2, 3, 1).reshape(s * g, d, keys)
+    v = value.transpose(1, 2).reshape(s * g, keys, d)
+    bias = bias.repeat(1, r, 1)
+    bias = bias.expand(s * g, -1, -1) if len(bias) == 1 else bias.repeat_interleave(g, 0)
+    if softcap is None:
+        scores = torch.baddbmm(bias, q, k, alpha=scale)
+    else:
+        scores = torch.bmm(q, k).mul(scale / softcap).tanh().mul(softcap) + bias
+    weights = torch.softmax(scores, dim=-1)
+    return (weights @ v).view(s, g, r, queries, d).permute(0, 3, 1, 2, 4).reshape(s, queries, h * d)
