@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megagrpo.config import RolloutSection
 from megagrpo.metrics import PhaseTimer
@@ -43,6 +44,7 @@ class Collector:
 
         Raises StopRequested on every rank when any of them was told to stop.
         """
+        prompts = numbered(prompts)  # before they are shared out: replicas must not sample the same group twice
         share = slice(*(len(prompts) * r // self.layout.dp_size for r in (self.layout.dp_rank, self.layout.dp_rank + 1)))
 
         def part() -> tuple[int, list[ScoredRollout], dict[str, float]] | None:
@@ -74,6 +76,16 @@ def sampling_params(rollout: RolloutSection, stop_token_ids: tuple[int, ...]) ->
     """How training samples."""
     truncation = Truncation(rollout.top_p, rollout.top_k, rollout.min_p)
     return SamplingParams(rollout.temperature, rollout.max_completion_length, stop_token_ids, truncation)
+
+
+def numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, those that come more than once with their `occurrence`, counted from 0."""
+    seen: Counter[int] = Counter()
+    found = []
+    for prompt in prompts:
+        found.append(replace(prompt, occurrence=seen[prompt.prompt_id]))
+        seen[prompt.prompt_id] += 1
+    return found
 
 
 def generate_and_score(

@@ -19,12 +19,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question, ready for the engine. `prompt_id` is its place in the data set; `columns` go to the reward functions."""
+    """One question, ready for the engine. `prompt_id` is its place in the data set; `columns` go to the reward functions. A step that
+    asks the same question again gives it another `occurrence`, and by that other seeds."""
 
     prompt_id: int
     token_ids: tuple[int, ...]  # [Lp]
     messages: str | list[dict[str, str]]
     columns: dict[str, Any] = field(default_factory=dict)
+    occurrence: int = 0
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -113,13 +112,11 @@ class DialogueEngine:
         return [[finished[place * n + i] for i in range(n)] for place in range(len(prompts))]
 
     def _conversations(self, prompts: Sequence[Prompt], n: int, limit: int) -> list[Conversation]:
-        seen: Counter[int] = Counter()  # a prompt that comes again gets other seeds
         made = []
         for place, prompt in enumerate(prompts):
             opening = as_messages(prompt.messages, self._dialogues.system_prompt)
             for i in range(n):
-                made.append(Conversation(prompt, place, seen[prompt.prompt_id] + i, place * n + i, opening, limit))
-            seen[prompt.prompt_id] += n
+                made.append(Conversation(prompt, place, prompt.occurrence * n + i, place * n + i, opening, limit))
         return made
 
     def _open(self, conversations: Sequence[Conversation]) -> None:

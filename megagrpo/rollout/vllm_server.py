@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,18 +70,16 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """`n` rollouts of each prompt, in order. Each prompt's seed follows from `seed` and its prompt_id.
+        """`n` rollouts of each prompt, in order. Each prompt's seed follows from `seed`, its prompt_id and its occurrence.
 
         `on_group` gets the place and the rollouts of each prompt as they come.
 
         Raises EngineDeadError when no server is left, EngineInterrupted after `interrupt`, EngineError when a server refuses a request
         or its answer does not add up.
         """
-        seen: Counter[int] = Counter()
         jobs: deque[_Job] = deque()
         for place, prompt in enumerate(prompts):
-            own_seed = derive_seed(seed, prompt.prompt_id, seen[prompt.prompt_id])
-            seen[prompt.prompt_id] += 1
+            own_seed = derive_seed(seed, prompt.prompt_id, prompt.occurrence)
             jobs.append(_Job(place, prompt, _request(prompt, n, sampling, own_seed) | self._model()))
         return self._run(jobs, n, on_group)
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 import torch
 
+from megagrpo.collect import numbered
 from megagrpo.rollout.engine import EngineDeadError, EngineError, EngineStartError
 from megagrpo.rollout.launcher import Launcher, ServerOptions
 from megagrpo.rollout.vllm_server import VllmEngine
@@ -76,7 +77,7 @@ def test_each_group_is_handed_out_as_it_comes(fresh):
 
 
 def test_responses_of_a_group_differ_and_so_do_groups_of_the_same_prompt(fresh):
-    one, two = ids(fresh.engine.generate([PROMPTS[0], PROMPTS[0]], 8, SamplingParams(1.0, 12), seed=3))
+    one, two = ids(fresh.engine.generate(numbered([PROMPTS[0], PROMPTS[0]]), 8, SamplingParams(1.0, 12), seed=3))
     assert len(set(one + two)) == 16
 
 

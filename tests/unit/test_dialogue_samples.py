@@ -10,7 +10,7 @@ from tiny_policy import tiny_run
 from megagrpo.algorithms.advantages import advantages_of, to_samples
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.collect import rollout_metrics
+from megagrpo.collect import numbered, rollout_metrics
 from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.data.packing import UNLIMITED, PackingRules, pack
 from megagrpo.metrics import JsonlSink
@@ -145,3 +145,9 @@ def test_completions_keep_the_messages_the_turns_and_their_rewards(tmp_path):
         "tool_calls": 0,
         "tool_failures": 0,
     }
+
+
+def test_a_prompt_that_comes_again_is_told_apart_before_replicas_share_the_prompts():
+    asked = [Prompt(i, (1,), "") for i in (7, 3, 7, 7, 3)]
+    assert [prompt.occurrence for prompt in numbered(asked)] == [0, 0, 1, 2, 1]
+    assert [prompt.prompt_id for prompt in numbered(asked)] == [7, 3, 7, 7, 3]

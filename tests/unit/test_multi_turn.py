@@ -11,6 +11,7 @@ import psutil
 import pytest
 from tiny_policy import tiny_run
 
+from megagrpo.collect import numbered
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import load_tokenizer
@@ -390,7 +391,8 @@ def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, 
     table = players(tools=["calculator"])
     engine = dialogue_engine(tokenizer, table, [f"Hm. {CALL}", "It is 42."])
     told = []
-    groups = engine.generate(prompts_of(tokenizer, table, {}, {}), 2, SamplingParams(1.0, 300, (2,)), 5, lambda *group: told.append(group))
+    twice = numbered(prompts_of(tokenizer, table, {}) * 2)
+    groups = engine.generate(twice, 2, SamplingParams(1.0, 300, (2,)), 5, lambda *group: told.append(group))
     first, second = engine.engine.requests
     assert len(first[0]) == len(second[0]) == 4 and len({*first[2], *second[2]}) == 8  # every turn has a seed of its own
     rollout = groups[1][0]
@@ -414,7 +416,7 @@ def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, 
     assert (rollout.finish_reason, rollout.dialogue.ended, rollout.weight_version, rollout.dialogue.tool_calls) == ("stop", "done", 4, 1)
     assert sorted(place for place, _ in told) == [0, 1] and all(group == groups[place] for place, group in told)
     again = dialogue_engine(tokenizer, table, [f"Hm. {CALL}", "It is 42."])
-    again.generate(prompts_of(tokenizer, table, {}, {}), 2, SamplingParams(1.0, 300, (2,)), 5)
+    again.generate(twice, 2, SamplingParams(1.0, 300, (2,)), 5)
     assert [request[2] for request in again.engine.requests] == [first[2], second[2]]
 
 
