@@ -36,10 +36,17 @@ class HfConfig:
     max_positions: int
     dtype: str  # of the weights on disk: "bfloat16", "float16" or "float32"
     raw: dict[str, Any] = field(repr=False, compare=False)
+    partial_rotary_factor: float = 1.0  # share of each head's dimensions, the first ones, that positions turn
+    rotary_interleaved: bool = False  # positions turn neighbouring dimensions against each other, not the two halves
     qkv_bias: bool = False
     qk_norm: bool = False  # each head's queries and keys are normalised before they are rotated
     experts: Experts | None = None
     windows: tuple[int | None, ...] = ()  # of each block: the tokens that one sees, itself included, or None for all; () when all do
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of each head that positions turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     def padded_vocab(self, tp_size: int) -> int:
         """V: the vocabulary rounded up to a multiple of the tensor-parallel size. Rows from `vocab_size` on belong to no token."""

@@ -108,33 +108,42 @@ def vocab(name: str) -> Rule:
 
 def qkv(pattern: str) -> Rule:
     """Megatron interleaves by group, [group][its queries, key, value][head_dim], and cuts between groups; Hugging Face keeps three
-    tensors. `pattern` holds {p} for q, k and v."""
-    names = tuple(pattern.replace("{p}", p) for p in "qkv")
+    tensors, with {p} in `pattern` for q, k and v, or without it one that has all queries above all keys above all values."""
+    names = tuple(dict.fromkeys(pattern.replace("{p}", p) for p in "qkv"))
 
     def blocks(local: Local) -> list[Block]:
         hf, rest = local.hf, tuple(local.param.shape[1:])
         groups, queries = hf.num_kv_heads // local.tp_size, hf.num_heads // hf.num_kv_heads
         grid = (groups, queries + 2, hf.head_dim, *rest)
-        found = []
-        for name, at, count in zip(names, (0, queries, queries + 1), (queries, 1, 1), strict=True):
+        found, above = [], 0
+        for p, at, count in zip("qkv", (0, queries, queries + 1), (queries, 1, 1), strict=True):
             rows = count * hf.head_dim  # of one group
-            start, full = rows * groups * local.tp_rank, (rows * hf.num_kv_heads, *rest)
-            found.append(Block(name, full, cut(full, 0, start, start + rows * groups), grid, axis=1, at=at, count=count))
+            total = (rows if len(names) == 3 else (queries + 2) * hf.head_dim) * hf.num_kv_heads
+            start, full = above + rows * groups * local.tp_rank, (total, *rest)
+            name, box = pattern.replace("{p}", p), cut(full, 0, start, start + rows * groups)
+            found.append(Block(name, full, box, grid, axis=1, at=at, count=count))
+            above += 0 if len(names) == 3 else rows * hf.num_kv_heads
         return found
 
     return Rule(names, blocks)
 
 
 def gated(gate: str, up: str) -> Rule:
-    """Megatron stacks this rank's rows of the gate above its rows of the up projection."""
+    """Megatron stacks this rank's rows of the gate above its rows of the up projection. With one name for both, so does that tensor with
+    all their rows."""
+    names = tuple(dict.fromkeys((gate, up)))
 
     def blocks(local: Local) -> list[Block]:
         rows, rest = local.param.shape[0] // 2, tuple(local.param.shape[1:])
-        full, start = (rows * local.tp_size, *rest), rows * local.tp_rank
-        box = cut(full, 0, start, start + rows)
-        return [Block(name, full, box, grid=(2, rows, *rest), axis=0, at=at, count=1) for at, name in enumerate((gate, up))]
+        total = rows * local.tp_size
+        full = (total * 2 // len(names), *rest)
+        found = []
+        for at, name in enumerate((gate, up)):
+            start = rows * local.tp_rank + at * (full[0] - total)
+            found.append(Block(name, full, cut(full, 0, start, start + rows), grid=(2, rows, *rest), axis=0, at=at, count=1))
+        return found
 
-    return Rule((gate, up), blocks)
+    return Rule(names, blocks)
 
 
 def in_layer(block: Block, layer: int | None, expert: int | None = None) -> Block:

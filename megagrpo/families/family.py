@@ -32,7 +32,8 @@ class Family:
 
     `table` maps names of HybridModel's parameters, without "decoder.layers.N.", to rules. `read` gives the fields of HfConfig in which
     config.json says something of its own, `problems` why such a model cannot be trained. `fixed` are keys with the one value that is
-    supported. `dropped` are regular expressions of tensors that files of this family may hold and the model has no place for.
+    supported. `dropped` are regular expressions of tensors that files of this family may hold and the model has no place for. Positions
+    turn all of each head, or where `partial_rotary_factor` is given, the share that config.json names, this one where it names none.
     """
 
     model_type: str
@@ -43,9 +44,11 @@ class Family:
     required: tuple[str, ...] = REQUIRED
     fixed: dict[str, tuple[Any, str]] = field(default_factory=lambda: FIXED)
     dropped: tuple[str, ...] = ()
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    partial_rotary_factor: float | None = None
 
 
-def common_fields(raw: Raw) -> dict[str, Any]:
+def common_fields(family: Family, raw: Raw) -> dict[str, Any]:
     """Fields of HfConfig by the keys that all families share."""
     rotary = rope(raw)
     return dict(
@@ -61,6 +64,7 @@ def common_fields(raw: Raw) -> dict[str, Any]:
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=rotary.get("rope_theta", 10000.0),
         rope_type=rotary["rope_type"],
+        partial_rotary_factor=rotated_share(raw, family.partial_rotary_factor or 1.0),
         max_positions=raw.get("max_position_embeddings", 2048),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         raw=raw,
@@ -72,6 +76,11 @@ def rope(raw: Raw) -> dict[str, Any]:
     old = {"rope_theta": raw.get("rope_theta", 10000.0)} | (raw.get("rope_scaling") or {})
     found = old | (raw.get("rope_parameters") or {})
     return found | {"rope_type": found.get("rope_type") or found.get("type") or "default"}
+
+
+def rotated_share(raw: Raw, default: float) -> float:
+    """The share of each head that positions turn, which config.json has beside or among the rotary parameters."""
+    return rope(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor", default))
 
 
 def kv_heads(raw: Raw) -> int:

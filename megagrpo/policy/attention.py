@@ -94,13 +94,14 @@ def _batches_of(packed: PackedSeqParams) -> Batches:
 
 
 class Rotary:
-    """Rotary positions: `frequencies` [d / 2] in radians per position; cos and sin are multiplied by `factor` (yarn's attention factor)."""
+    """Rotary positions: `frequencies` [n] in radians per position turn the first 2n of a head's dimensions, which may be fewer than all;
+    cos and sin are multiplied by `factor` (yarn's attention factor). `interleaved` as in `elementwise.rotate`."""
 
-    def __init__(self, frequencies: Tensor, factor: float = 1.0):
-        self.frequencies, self.factor = frequencies, factor
+    def __init__(self, frequencies: Tensor, factor: float = 1.0, interleaved: bool = False):
+        self.frequencies, self.factor, self.interleaved = frequencies, factor, interleaved
 
     def of_pack(self, packed: PackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, d / 2], or [T/cp, 1, d / 2], of each token's place in its sample, computed by the first layer that asks."""
+        """cos and sin [T, 1, n], or [T/cp, 1, n], of each token's place in its sample, computed by the first layer that asks."""
         if not hasattr(packed, "rotation"):
             borders = packed.cu_seqlens_q
             first = packed.positions_before - borders[:-1]
@@ -110,7 +111,7 @@ class Rotary:
         return packed.rotation
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [*positions.shape, d / 2], computed in float32."""
+        """cos and sin [*positions.shape, n], computed in float32."""
         angles = positions[..., None] * self.frequencies
         return tuple((self.factor * side).to(dtype) for side in (angles.cos(), angles.sin()))
 
@@ -160,7 +161,7 @@ class TorchAttention(MegatronModule):
         if packed_seq_params is None:
             if self.rotary is not None:
                 cos, sin = self.rotary.at(torch.arange(len(query), device=query.device)[:, None, None], query.dtype)
-                query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+                query, key = self._turned(query, key, cos, sin)
             q, k, v = (t.transpose(0, 1) for t in (query, key, value))
             return causal_attention(q, k, v, self.scale, self.window, self.softcap).transpose(0, 1)
         if self.cp_group is not None:
@@ -178,5 +179,8 @@ class TorchAttention(MegatronModule):
     def _rotated(self, query: Tensor, key: Tensor, packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
         if self.rotary is None:
             return query, key
-        cos, sin = self.rotary.of_pack(packed, query.dtype)
-        return rotate(query, cos, sin), rotate(key, cos, sin)
+        return self._turned(query, key, *self.rotary.of_pack(packed, query.dtype))
+
+    def _turned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        interleaved = self.rotary.interleaved
+        return rotate(query, cos, sin, interleaved), rotate(key, cos, sin, interleaved)

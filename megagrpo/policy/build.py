@@ -45,12 +45,14 @@ def build_model(
     sequence_parallel: bool = False,
     init_weights: bool = True,
     own_linears: bool = False,
+    longest_sequence: int | None = None,
 ) -> list[nn.Module]:
     """This rank's chunks of the model, one per virtual pipeline stage, in `dtype` on this rank's device.
 
     The last chunk of the last stage returns logits [1, T, V/tp] in `dtype`, or hidden states inside `hidden_states(chunks)`. With
     `init_weights=False` weights are uninitialised memory, for callers that load all of them. With `own_linears` linears are Megatron's own
-    everywhere, for what is put on them. Raises ValueError when the model cannot be cut into the layout.
+    everywhere, for what is put on them. `longest_sequence` is for `rotary_frequencies`. Raises ValueError when the model cannot be cut
+    into the layout.
     """
     problems = model_problems(hf_config.raw, _sizes(layout))
     if problems:
@@ -63,7 +65,10 @@ def build_model(
         spec = partial(transformer_engine_spec, own_linears=own_linears, own_attention=_own_attention(hf_config, layout))
     else:
         spec = local_spec
-    return [_build_chunk(hf_config, config, layout, chunk, spec(hf_config)) for chunk in range(layout.vpp)]
+    chunks = [_build_chunk(hf_config, config, layout, chunk, spec(hf_config)) for chunk in range(layout.vpp)]
+    for chunk in chunks:
+        _set_rotary(chunk, hf_config, longest_sequence)
+    return chunks
 
 
 def _own_attention(hf_config: HfConfig, layout: Layout) -> bool:
@@ -141,8 +146,9 @@ def transformer_config(
         overlap_p2p_comm=layout.vpp > 1,
         calculate_per_token_loss=True,
         use_te_activation_func=not fused,  # any activation module; without Transformer Engine it is specs.SwiGLU
-        # Fused kernels exist on GPUs only. The fused rotation cannot apply yarn's attention factor.
-        apply_rope_fusion=fused and hf_config.rope_type != "yarn",
+        # Fused kernels exist on GPUs only. The fused rotation cannot apply an attention factor.
+        apply_rope_fusion=fused and hf_config.rope_type not in ("yarn", "longrope"),
+        rotary_interleaved=hf_config.rotary_interleaved,
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,
@@ -195,11 +201,11 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
         share_embeddings_and_output_weights=hf_config.tied_embeddings,
         position_embedding_type="none" if _own_attention(hf_config, layout) else "rope",  # TorchAttention rotates
         rotary_base=hf_config.rope_theta,
+        rotary_percent=hf_config.partial_rotary_factor,
         pg_collection=layout.process_groups,
         vp_stage=chunk if layout.vpp > 1 else None,
     )
     _prepare_experts(model)
-    _set_rotary(model, hf_config)
     if model.post_process:
         model.output_layer.__class__ = LMHead
     return model.to(device.device())
@@ -215,10 +221,10 @@ def _prepare_experts(model: HybridModel) -> None:
                 parameter.allreduce = False
 
 
-def _set_rotary(model: HybridModel, hf_config: HfConfig) -> None:
+def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int | None) -> None:
     """Give the model the frequencies that transformers computes; HybridModel itself knows no rope scaling."""
-    frequencies, attention_factor = rotary_frequencies(hf_config)
-    rotary = Rotary(frequencies.to(device.device()), attention_factor)
+    frequencies, attention_factor = rotary_frequencies(hf_config, longest_sequence)
+    rotary = Rotary(frequencies.to(device.device()), attention_factor, hf_config.rotary_interleaved)
     for module in model.modules():
         if isinstance(module, TorchAttention):
             module.rotary = rotary
@@ -228,16 +234,21 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig) -> None:
         model.rotary_pos_emb.inv_freq = rotary.frequencies
 
 
-def rotary_frequencies(hf_config: HfConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies [head_dim / 2] and the factor on cos and sin, from transformers' own functions for each rope type."""
+def rotary_frequencies(hf_config: HfConfig, longest_sequence: int | None = None) -> tuple[Tensor, float]:
+    """Inverse frequencies [rotary_dim / 2] and the factor on cos and sin, from transformers' own functions for each rope type.
+
+    Under longrope they depend on whether sequences may be longer than in pretraining. As in vLLM, whose cache of keys must stay valid while
+    a sequence grows, the longest one that may occur decides for all; transformers decides anew for every batch.
+    """
     if hf_config.rope_type == "default":
-        exponent = torch.arange(0, hf_config.head_dim, 2, dtype=torch.float32) / hf_config.head_dim
+        exponent = torch.arange(0, hf_config.rotary_dim, 2, dtype=torch.float32) / hf_config.rotary_dim
         return 1.0 / hf_config.rope_theta**exponent, 1.0
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     arguments = {k: v for k, v in hf_config.raw.items() if k != "model_type"}
-    frequencies, factor = ROPE_INIT_FUNCTIONS[hf_config.rope_type](AutoConfig.for_model(hf_config.family, **arguments))
+    theirs = AutoConfig.for_model(hf_config.family, **arguments)
+    frequencies, factor = ROPE_INIT_FUNCTIONS[hf_config.rope_type](theirs, seq_len=longest_sequence)
     return frequencies, float(factor)
 
 

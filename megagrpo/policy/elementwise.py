@@ -10,31 +10,40 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864): the halves of x [..., d] turned against each other, by angles whose
-    cos and sin [..., d / 2] broadcast against them."""
-    return _Rotate.apply(x, cos, sin)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864): the first 2n elements of x [..., d] turned in pairs, by angles whose
+    cos and sin [..., n] broadcast against them; the rest stays. Pairs are places (i, n + i), or (2i, 2i + 1) when `interleaved`."""
+    return _Rotate.apply(x, cos, sin, interleaved)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(x, cos, sin, interleaved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor):
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
+        return _turn(grad, cos, -sin, ctx.interleaved), None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (x1, x2), (out1, out2) = x.chunk(2, -1), out.chunk(2, -1)
+    turned = 2 * cos.shape[-1]
+    (x1, x2), (out1, out2) = _sides(x[..., :turned], interleaved), _sides(out[..., :turned], interleaved)
     torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-1)
     torch.mul(x2, cos, out=out2).addcmul_(x1, sin)
+    if turned < x.shape[-1]:
+        out[..., turned:] = x[..., turned:]
     return out
+
+
+def _sides(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second of each pair, as views."""
+    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from megagrpo.families import FAMILIES
 from megagrpo.families.architecture import Experts, HfConfig
-from megagrpo.families.family import ROPE_TYPES, common_fields, layer_type_problems, rope
+from megagrpo.families.family import common_fields, layer_type_problems, rope, rotated_share
 
 
 class Sizes(Protocol):
@@ -50,7 +50,8 @@ def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
     problems = architecture_problems(raw)
     if problems:
         raise ValueError("\n".join(problems))
-    return HfConfig(**common_fields(raw) | FAMILIES[raw["model_type"]].read(raw))
+    family = FAMILIES[raw["model_type"]]
+    return HfConfig(**common_fields(family, raw) | family.read(raw))
 
 
 def architecture_problems(raw: dict[str, Any]) -> list[str]:
@@ -61,10 +62,12 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
     missing = [f"model: config.json lacks {key}" for key in family.required if key not in raw]
     wrong = [f"model: {key} is {raw[key]!r}; {fix}" for key, (value, fix) in family.fixed.items() if raw.get(key) not in (None, value)]
     rotary = rope(raw)
-    if rotary["rope_type"] not in ROPE_TYPES:
-        wrong.append(f"model: rope_type {rotary['rope_type']!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    if rotary.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        wrong.append("model: partial_rotary_factor is not 1; rotating a part of each head is not supported")
+    if rotary["rope_type"] not in family.rope_types:
+        wrong.append(
+            f"model: rope_type {rotary['rope_type']!r} is not supported for {family.model_type}; supported: {', '.join(family.rope_types)}"
+        )
+    if family.partial_rotary_factor is None and rotated_share(raw, default=1.0) != 1.0:
+        wrong.append(f"model: partial_rotary_factor is not 1; the attention of {family.model_type} turns all of each head")
     return missing + wrong + layer_type_problems(raw) + family.problems(raw)
 
 

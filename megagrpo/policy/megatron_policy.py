@@ -47,6 +47,7 @@ class MegatronPolicy:
             sequence_parallel=config.parallel.sequence_parallel,
             own_linears=config.lora.enabled,
             init_weights=config.model.base_storage == "none",
+            longest_sequence=config.longest_sequence,
         )
         if config.lora.enabled:
             attach_adapters(self.chunks, config.lora, config.model.recompute)

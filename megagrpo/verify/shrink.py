@@ -10,7 +10,7 @@ import torch
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.data.packing import padded
-from megagrpo.families.family import FULL, SLIDING
+from megagrpo.families.family import FULL, SLIDING, rope, rotated_share
 from megagrpo.policy.hf_config import HfConfig, parse_hf_config
 from megagrpo.types import TrainSample
 
@@ -105,7 +105,15 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         small |= dict(sliding_window=WINDOW, layer_types=[kinds[layer % len(kinds)] for layer in range(small["num_hidden_layers"])])
     elif "layer_types" in raw:
         small |= dict(layer_types=[FULL] * small["num_hidden_layers"])
-    return parse_hf_config(raw | small)
+    return parse_hf_config(raw | small | _short_factors(raw, head_dim))
+
+
+def _short_factors(raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """The rotary parameters with as many longrope factors as smaller heads need."""
+    if rope(raw)["rope_type"] != "longrope":
+        return {}
+    key, count = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling", int(head_dim * rotated_share(raw, 1.0)) // 2
+    return {key: {name: value[:count] if name in ("short_factor", "long_factor") else value for name, value in raw[key].items()}}
 
 
 def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:

@@ -130,6 +130,8 @@ def whole(per_rank, tp: int, pack: int) -> torch.Tensor:
         ("qwen2", dict(pp=4), False),
         ("qwen3", dict(tp=2, pp=2), False),
         ("qwen3", dict(tp=2), True),
+        ("phi3", dict(tp=2), False),
+        ("phi3 tied, part of the head, longrope", dict(tp=2, pp=2), True),
         ("qwen3_moe", dict(tp=2), True),
         ("qwen3_moe", dict(ep=2), False),
         ("qwen3_moe", dict(tp=2, ep=2), True),

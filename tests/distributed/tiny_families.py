@@ -22,6 +22,7 @@ LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
 )
 YARN_ROPE = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+LONG_ROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.3], long_factor=[1.0, 3.0, 9.0])
 EXPERTS = dict(head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 # Name of the case -> the family in transformers' class names, and what its config has beside TINY.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,6 +38,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", dict(**EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], tie_word_embeddings=True)),
     "qwen3_moe, weights not scaled": ("Qwen3Moe", dict(**EXPERTS, norm_topk_prob=False, decoder_sparse_step=2)),
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "phi3": ("Phi3", dict(tie_word_embeddings=False, pad_token_id=0, sliding_window=9)),
+    "phi3 tied, part of the head, longrope": (
+        "Phi3",
+        dict(
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            partial_rotary_factor=0.375,
+            rope_parameters=LONG_ROPE,
+            original_max_position_embeddings=64,
+        ),
+    ),
     "qwen3 yarn": ("Qwen3", dict(head_dim=24, rope_parameters=YARN_ROPE)),
 }
 

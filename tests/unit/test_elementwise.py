@@ -24,6 +24,16 @@ def test_rotation_is_multiplication_by_a_complex_number():
     torch.testing.assert_close(rotate(x, cos, sin), torch.cat((turned.real, turned.imag), -1))
 
 
+def test_rotation_may_leave_dimensions_alone_and_pair_neighbours():
+    (x,) = inputs((5, 3, 12))
+    cos, sin = angles(5)
+    halves = rotate(x, cos, sin)
+    torch.testing.assert_close(halves, torch.cat((rotate(x[..., :8], cos, sin), x[..., 8:]), -1))
+    turned = torch.view_as_complex(x[..., :8].unflatten(-1, (4, 2)).contiguous()) * torch.complex(cos, sin)
+    neighbours = torch.cat((torch.view_as_real(turned).flatten(-2), x[..., 8:]), -1)
+    torch.testing.assert_close(rotate(x, cos, sin, interleaved=True), neighbours)
+
+
 def test_norm_and_gated_unit_follow_their_formulas():
     x, weight = inputs((5, 2, 8), (8,))
     torch.testing.assert_close(rms_norm(x, weight, 1e-3), x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight)
@@ -35,6 +45,7 @@ def test_gradients_are_those_of_finite_differences():
     x, weight = inputs((3, 2, 8), (8,))
     cos, sin = angles(3)
     assert torch.autograd.gradcheck(lambda x: rotate(x, 1.3 * cos, 1.3 * sin), x)
+    assert torch.autograd.gradcheck(lambda x: rotate(x, 1.3 * cos[..., :3], 1.3 * sin[..., :3], interleaved=True), x)
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, weight))
     assert torch.autograd.gradcheck(swiglu, x)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import transformers
 
 from megagrpo.config import ParallelSection
+from megagrpo.policy.build import rotary_frequencies
 from megagrpo.policy.hf_config import architecture_problems, load_hf_config, model_problems, parse_hf_config
 
 SMOLLM2 = {
@@ -21,6 +23,8 @@ SMOLLM2 = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
+PHI3 = {"model_type": "phi3", "hidden_size": 576, "num_attention_heads": 9, "partial_rotary_factor": 0.75, "max_position_embeddings": 8192}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 24, "long_factor": [2.0] * 24}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -88,6 +92,13 @@ def test_an_unknown_architecture_names_the_supported_ones():
         ({"model_type": "qwen2", "layer_types": ["full_attention"] * 29 + ["linear_attention"]}, "linear_attention"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"] * 29}, "layer_types has 29 entries for num_hidden_layers=30"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
+        (PHI3 | {"resid_pdrop": 0.1}, "resid_pdrop"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"type": "su"}}, "rope_type 'su' is not supported for phi3; supported: default, longrope"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"attention_factor": 1.2}}, "attention_factor"),
+        (
+            PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [2.0] * 32}},
+            "long_factor has 32 numbers; a head needs 24",
+        ),
         (MIXTRAL | {"router_jitter_noise": 0.01}, "router_jitter_noise"),
     ],
 )
@@ -196,7 +207,7 @@ def test_the_width_of_dense_mlps_matters_only_where_there_are_some():
     assert problem == "parallel.tp: intermediate_size=1535 is not divisible by tp=3; valid tp: 1"
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral"])
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Phi3"])
 def test_what_transformers_writes_is_read_with_its_own_values(kind, tmp_path):
     theirs = getattr(transformers, f"{kind}Config")(tie_word_embeddings=True, vocab_size=77)
     theirs.save_pretrained(tmp_path)
@@ -217,6 +228,13 @@ def test_older_configs_with_rope_theta_and_torch_dtype_at_the_top_are_read():
     old = SMOLLM2 | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}, "torch_dtype": "bfloat16"}
     ours = parse_hf_config(json.loads(json.dumps(old)))
     assert (ours.rope_theta, ours.rope_type, ours.dtype) == (5e5, "linear", "bfloat16")
+
+
+def test_longrope_has_the_frequencies_that_vllm_takes_for_the_longest_sequence():
+    config = parse_hf_config(SMOLLM2 | PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 4096})
+    (short, factor), (long, same), (unknown, _) = (rotary_frequencies(config, longest) for longest in (4096, 4097, None))
+    assert len(short) == 24 and (short == 2 * long).all() and (short == unknown).all()
+    assert factor == same == pytest.approx((1 + math.log(2) / math.log(4096)) ** 0.5)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_tp():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_policy import SHAPES, tiny_run
+from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
 
 from megagrpo.config import ConfigError, ParallelSection
 from megagrpo.policy.hf_config import model_problems, parse_hf_config
@@ -28,13 +28,14 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *MORE_SHAPES])
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_a_small_model_is_of_the_same_kind_and_fits_the_layout(shape, sizes):
-    real, parallel = parse_hf_config(SHAPES[shape]), shrink_config(tiny_run(sizes)).parallel
-    small = shrink_model(SHAPES[shape], ParallelSection(**sizes))
+    raw = (SHAPES | MORE_SHAPES)[shape]
+    real, parallel = parse_hf_config(raw), shrink_config(tiny_run(sizes)).parallel
+    small = shrink_model(raw, ParallelSection(**sizes))
     assert model_problems(small.raw, parallel) == []
-    for kept in ("family", "tied_embeddings", "qkv_bias", "qk_norm", "rope_type", "norm_eps", "dtype"):
+    for kept in ("family", "tied_embeddings", "qkv_bias", "qk_norm", "rope_type", "norm_eps", "dtype", "partial_rotary_factor"):
         assert getattr(small, kept) == getattr(real, kept)
     assert small.num_heads * real.num_kv_heads == real.num_heads * small.num_kv_heads
     assert (small.hidden_size == small.num_heads * small.head_dim) == (real.hidden_size == real.num_heads * real.head_dim)

@@ -1,0 +1,40 @@
+"""Phi-3 and Phi-4 (both are called phi3): a Llama with fused projections, whose positions may turn a part of each head."""
+
+from __future__ import annotations
+
+from megagrpo.families.blocks import gated, qkv
+from megagrpo.families.dense import ATTENTION, DENSE, MLP
+from megagrpo.families.family import FIXED, Family, Raw, rope, rotated_share, windows
+
+GATE_UP = gated(MLP + "gate_up_proj.weight", MLP + "gate_up_proj.weight")
+_TABLE = DENSE | {"self_attention.linear_qkv.weight": qkv(ATTENTION + "qkv_proj.weight"), "mlp.linear_fc1.weight": GATE_UP}
+_DROPOUT = (0, "dropout is not supported; set it to 0")
+
+
+def _problems(raw: Raw) -> list[str]:
+    rotary, problems = rope(raw), []
+    if rotary["rope_type"] != "longrope":
+        return []
+    for key in ("factor", "attention_factor", "short_mscale", "long_mscale"):
+        if rotary.get(key) is not None:
+            problems.append(f"model: rotary parameter {key} is {rotary[key]}, which transformers and vLLM read differently; remove it")
+    if not {"hidden_size", "num_attention_heads"} <= raw.keys():
+        return problems
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    wanted = int(head_dim * rotated_share(raw, 1.0)) // 2
+    for key in ("short_factor", "long_factor"):
+        if (found := len(rotary.get(key) or [])) != wanted:
+            problems.append(f"model: rotary parameter {key} has {found} numbers; a head needs {wanted}")
+    return problems
+
+
+FAMILY = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    table=lambda hf: _TABLE,
+    read=lambda raw: dict(windows=windows(raw, raw.get("sliding_window"))),
+    problems=_problems,
+    fixed=FIXED | {"resid_pdrop": _DROPOUT, "embd_pdrop": _DROPOUT},
+    rope_types=("default", "longrope"),
+    partial_rotary_factor=1.0,
+)
