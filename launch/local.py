@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from megagrpo.__main__ import parse
-from megagrpo.config import ConfigError
+from megagrpo.config import ConfigError, RunConfig
 from megagrpo.plan import plan
 
 SHUTDOWN_SECONDS = 180  # what the ranks have, after a signal, to finish their step and write a checkpoint
@@ -29,11 +29,18 @@ def num_gpus() -> int:
     return listing.count("GPU ")
 
 
-def num_ranks(smallest_world: int) -> int:
-    """Ranks to start; a positive integer in `NPROC` wins."""
+def num_ranks(config: RunConfig) -> int:
+    """Ranks to start; a positive integer in `NPROC` wins. Dedicated servers have the GPUs after theirs."""
     wanted = os.environ.get("NPROC", "")
     if not wanted:
-        return num_gpus() or smallest_world
+        set_aside = config.rollout.servers * config.rollout.tp if config.rollout.placed == "dedicated" else 0
+        gpus = num_gpus()
+        if gpus and gpus <= set_aside:
+            raise ConfigError(
+                f"rollout.placement: dedicated servers take {set_aside} GPUs, rollout.servers {config.rollout.servers} x rollout.tp "
+                f"{config.rollout.tp}, and {gpus} are there; leave some to the trainer, or choose colocated"
+            )
+        return gpus - set_aside if gpus else config.parallel.smallest_world
     if not wanted.isdigit() or int(wanted) == 0:
         raise ConfigError(f"NPROC={wanted}: must be a positive number of ranks; leave it unset for as few as the config takes")
     return int(wanted)
@@ -70,7 +77,7 @@ def torchrun(ranks: int, trainer: list[str]) -> int:
 def main(arguments: list[str]) -> int:
     try:
         command = parse(["train", *arguments])
-        ranks = num_ranks(command.config.parallel.smallest_world)
+        ranks = num_ranks(command.config)
         if problems := plan(command.config, ranks).problems:
             raise ConfigError("\n".join(problems))
     except ConfigError as error:

@@ -34,11 +34,21 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def make_launcher(
-    config: RunConfig, model_folder: Path, log_folder: Path, dtype: str, adapter: Path | None = None, max_model_len: int | None = None
+    config: RunConfig,
+    model_folder: Path,
+    log_folder: Path,
+    dtype: str,
+    adapter: Path | None = None,
+    max_model_len: int | None = None,
+    num_ranks: int = 0,
 ) -> Launcher:
     """The servers that `rollout` describes, on `model_folder`, not yet started; they log into `log_folder`. With the PEFT folder `adapter`
-    they also serve the model ADAPTER. `max_model_len` None: what the run and its evaluation need. ValueError when `adapter` is none."""
+    they also serve the model ADAPTER. `max_model_len` None: what the run and its evaluation need. `num_ranks` trainer ranks on this host
+    have the first GPUs; dedicated servers get the others. ValueError when `adapter` is none, or there are too few GPUs."""
     r = config.rollout
+    gpus = device.visible_gpus()
+    if gpus is not None and r.placed == "dedicated":
+        gpus = gpus[num_ranks:]
     options = ServerOptions(
         model=str(model_folder.resolve()),
         dtype=dtype,
@@ -49,14 +59,18 @@ def make_launcher(
         gpu_memory_utilization=r.gpu_memory_utilization,
         enforce_eager=r.enforce_eager,
         deterministic=config.run.deterministic,
+        sleep_mode=servers_sleep(config) and num_ranks > 0,
         lora_rank=config.lora.rank if config.lora.syncs_adapters and adapter is None else 0,
         tool_parser=config.multi_turn.vllm_parser,
         tokenizer=config.model.tokenizer,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
-    return Launcher(
-        options, log_folder, num_servers=r.servers, port=r.port, devices=device.visible_gpus(), startup_timeout=r.startup_timeout
-    )
+    return Launcher(options, log_folder, num_servers=r.servers, port=r.port, devices=gpus, startup_timeout=r.startup_timeout)
+
+
+def servers_sleep(config: RunConfig) -> bool:
+    """Whether the servers of a training run give their GPU memory to the trainer while it trains."""
+    return config.rollout.placed == "colocated" and device.has_gpu()
 
 
 def adapter_arguments(adapter: Path | None) -> list[str]:

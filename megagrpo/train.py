@@ -7,8 +7,10 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,7 @@ from megagrpo.bridge.merged import merged_blocks
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.checkpoint import Checkpointer, CheckpointError, newest_checkpoint
 from megagrpo.collect import Collector, sampling_params
-from megagrpo.config import ConfigError, RunConfig, save_resolved
+from megagrpo.config import ConfigError, RunConfig, save_resolved, weight_path
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.dump import StepDumps
@@ -40,11 +42,13 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.engine import EngineError, EngineStartError
+from megagrpo.rollout.exchange import is_here
+from megagrpo.rollout.probe import check_plugin
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_server import VllmEngine, check_urls
-from megagrpo.serving import make_launcher, name_of
+from megagrpo.serving import make_launcher, name_of, servers_sleep
 from megagrpo.trainer import BrokenTraining, Trainer
-from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync import WeightSync, make_transport
 
 
 def main(config: RunConfig, config_path: Path) -> int:
@@ -84,7 +88,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     run_folder = Path(config.run.output_dir) / config.run.name
     first = layout.world_rank == 0
     with _problems_of_the_config():
-        together(layout, lambda: check_urls(config.rollout.urls), here=first)
+        together(layout, lambda: _check_servers(config), here=first)
         model_folder = resolve_model(config.model.path)
         resume_from = together(layout, lambda: prepare_run_folder(config, run_folder), here=first)[0]
         hf_config = load_hf_config(model_folder)
@@ -107,7 +111,11 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         f"{config.run.name}: {config.model.path} in {name_of(dtype)} on {layout.world_size} rank(s) "
         f"= tp {layout.tp_size}{context} x pp {layout.pp_size} x dp {layout.dp_size}; everything goes to {run_folder}"
     )
-    launcher = make_launcher(config, model_folder, run_folder, engine_dtype) if first and not config.rollout.urls else None
+    launcher = None
+    if first and not config.rollout.urls:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        with _problems_of_the_config():
+            launcher = make_launcher(config, model_folder, run_folder, engine_dtype, num_ranks=ranks_here)
     if launcher is not None:
         resources.callback(launcher.stop)
     with _problems_of_the_config():
@@ -132,9 +140,9 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     engine = None
     if layout.is_dp_leader:
         limits = dict(max_num_seqs=config.rollout.max_num_seqs, request_timeout=config.rollout.request_timeout)
-        engine = VllmEngine(urls, tokenizer.decode, logs=logs, lora=config.lora.syncs_adapters, **limits)
+        engine = VllmEngine(urls, tokenizer.decode, logs=logs, lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), **limits)
     with _problems_of_the_config():
-        weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype, model_folder)
+        weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype, model_folder, urls, writer.message)
     checkpointer = Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit, model_folder, reference)
     timer = PhaseTimer()
     trainer = Trainer(
@@ -147,6 +155,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         held_out=held_out,
         collector=Collector(layout, dialogues.over(engine) if dialogues else engine, rewards, timer),
         sampling=sampling_params(config.rollout, tokenizer.eos_token_ids),
+        engine_sleeps=servers_sleep(config),
         weights=partial(adapter_blocks if config.lora.syncs_adapters else merged_blocks, policy.chunks, hf_config, layout),
         weight_sync=resources.enter_context(weight_sync),
         checkpointer=checkpointer,
@@ -230,10 +239,36 @@ def _rewards(config: RunConfig, base_folder: Path, columns: list[str], held_out:
     return scorer
 
 
-def _weight_sync(config: RunConfig, engine: VllmEngine | None, layout: Layout, dtype: str, model_folder: Path) -> WeightSync:
+def _check_servers(config: RunConfig) -> None:
+    check_urls(config.rollout.urls)
+    if not config.lora.syncs_adapters:
+        check_plugin(config.rollout.urls)
+
+
+def _weight_sync(
+    config: RunConfig,
+    engine: VllmEngine | None,
+    layout: Layout,
+    dtype: str,
+    model_folder: Path,
+    urls: Sequence[str],
+    say: Callable[[str], None],
+) -> WeightSync:
+    """The sync of the run, over the transport that reaches all `urls`."""
+    hosts = layout.all_gather_objects((socket.gethostname(), all(map(is_here, urls))))
+    names = sorted({name for name, _ in hosts})
+    if len(names) > 1 and not config.rollout.urls:
+        raise ValueError(
+            f"rollout.urls: ranks are on {', '.join(names)}, and servers started by this run answer on the first rank's host only; start "
+            "servers that all hosts reach, and name them"
+        )
+    one_host = len(names) == 1 and all(here for _, here in hosts)
+    transport, why = weight_path(config, device.has_gpu(), one_host)
+    say(f"weights go to vLLM by {transport}: {why}")
     if config.lora.syncs_adapters:
         return AdapterSync(engine, layout, dtype, config.lora, str(model_folder.resolve()))
-    return WeightSync(engine, layout, dtype)
+    limits = dict(seconds=config.rollout.request_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
+    return WeightSync(engine, layout, dtype, make_transport(transport, layout, dtype, device.device(), **limits))
 
 
 def _step_of(checkpoint: Path | None) -> int:

@@ -25,6 +25,7 @@ from megagrpo.look_ahead import look_ahead
 from megagrpo.metrics import MetricsWriter, PhaseTimer, over_updates
 from megagrpo.parallel.device import memory_gb
 from megagrpo.parallel.layout import Layout
+from megagrpo.parallel.together import own_part
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference, kl_by_sample
@@ -53,6 +54,7 @@ class Trainer:
     dumps: StepDumps
     state: TrainState = field(default_factory=TrainState)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
+    engine_sleeps: bool = False  # while the policy trains
     saved_step: int = 0  # of the newest checkpoint; a run that has not begun needs none
     failed_saves: int = 0
     skipped_in_a_row: int = 0
@@ -61,6 +63,7 @@ class Trainer:
         """One outer iteration; its metrics, the same on every rank. Raises StopRequested before anything was trained."""
         config = self.config
         scored, metrics = draw_rollouts(self.collector, self.prompts, config, self.sampling, self.state.step, self.writer.message)
+        self.let_engine_sleep()
         rewards = rewards_by_group(scored, config.rollout.num_generations)
         advantages = advantages_of(scored, config)
         batches = [self.with_logprobs(batch) for batch in self.batches(to_samples(scored, advantages))]
@@ -188,6 +191,12 @@ class Trainer:
         self.state.weight_version = version
         if self.collector.engine is not None:
             self.collector.engine.weight_version = version
+
+    def let_engine_sleep(self) -> None:
+        """Have servers that share the trainer's GPUs give their memory back until the next sync, once no rank generates any more."""
+        if self.engine_sleeps:
+            self.layout.barrier()
+            own_part(self.layout, lambda: self.weight_sync.engine.sleep(), here=self.layout.world_rank == 0)
 
     def move_reference(self) -> None:
         """Let the reference follow the policy at the end of every so many steps."""

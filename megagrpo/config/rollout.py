@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from megagrpo.config.placement import Placement, Transport
 from megagrpo.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
@@ -34,8 +35,17 @@ class RolloutSection(Section):
     """vLLM servers to start, each with `tp` devices."""
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM server."""
+    placement: Placement = "auto"
+    """Where the servers run. colocated: started here, on the trainer's GPUs; they sleep while it trains. dedicated: started here, on GPUs
+    that no rank uses. external: those of `urls`. auto is external with `urls`, else colocated. Without GPUs the first two are the same."""
     urls: list[str] = []
-    """Servers that somebody else started (on this host, with the same plug-in); none is launched when given."""
+    """Servers that somebody else started, with the same plug-in, on any host that is reached from here and back; none is launched when
+    given."""
+    weight_sync_transport: Transport = "auto"
+    """How weights travel. shared_memory: files of this host. p2p: from rank to worker, over NCCL or, without GPUs, gloo. cuda_ipc: servers
+    map the trainer's GPU memory. auto: cuda_ipc for colocated servers on GPUs, shared_memory on one host without GPUs, else p2p."""
+    weight_sync_bucket_megabytes: PositiveFloat = 64.0
+    """Bound on one message of the transport p2p, in MiB; a rank has two for each worker under way."""
     port: NonNegativeInt = 0
     """Port of the first launched server (the next ones follow); 0 picks free ones."""
     gpu_memory_utilization: Fraction = 0.4
@@ -52,6 +62,11 @@ class RolloutSection(Section):
     """Seconds until a launched server must answer."""
     request_timeout: PositiveFloat = 1800.0
     """Seconds until one generate or sync request must be answered."""
+
+    @property
+    def placed(self) -> str:
+        """`placement` with auto resolved."""
+        return self.placement if self.placement != "auto" else ("external" if self.urls else "colocated")
 
     @property
     def truncates(self) -> bool:

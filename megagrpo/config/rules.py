@@ -8,6 +8,7 @@ from megagrpo.config.algorithm import CLIPPED_LOSSES, AlgorithmSection
 from megagrpo.config.evaluation import evaluation_problems
 from megagrpo.config.lora import lora_problems
 from megagrpo.config.multi_turn import multi_turn_problems
+from megagrpo.config.placement import placement_problems
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
@@ -61,7 +62,7 @@ def cross_field_problems(config: RunConfig) -> list[str]:
             f"data.curriculum_low: {config.data.curriculum_low} is above data.curriculum_high {config.data.curriculum_high}; no prompt is "
             "inside; exchange them"
         )
-    return problems + evaluation_problems(config)
+    return problems + evaluation_problems(config) + placement_problems(config)
 
 
 def kl_problems(config: RunConfig) -> list[str]:

@@ -20,7 +20,7 @@ from megagrpo.plan.problems import (
     too_big,
 )
 from megagrpo.plan.shapes import model_shape
-from megagrpo.plan.text import experts_text, lora_text, memory_table, model_text, rollout_text, step_text
+from megagrpo.plan.text import experts_text, lora_text, memory_table, model_text, rollout_text, step_text, weights_text
 from megagrpo.policy.hf_config import model_problems, parse_hf_config
 
 
@@ -61,6 +61,7 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
     rows = [
         ("layout", f"{world_size} rank(s) = tp {parallel.tp}{context} x pp {parallel.pp}{stages} x dp {dp}"),
         ("rollout", rollout_text(config)),
+        ("weights", weights_text(config, True if gpu_memory_gb else None)),
         ("step", step_text(config, dp)),
     ]
     try:

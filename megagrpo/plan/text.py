@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from megagrpo.config import LoraSection, ParallelSection, RunConfig
+from megagrpo.config import LoraSection, ParallelSection, RunConfig, weight_path
 from megagrpo.plan.shapes import num_active_parameters, num_parameters, stage_adapters
 from megagrpo.policy.hf_config import HfConfig
 
@@ -42,6 +42,21 @@ def rollout_text(config: RunConfig) -> str:
         f"{r.servers} vLLM server(s) x tp {r.tp}, up to {config.max_model_len} tokens a sequence; each takes "
         f"{r.gpu_memory_utilization:.0%} of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
     )
+
+
+def weights_text(config: RunConfig, gpu: bool | None) -> str:
+    """Which way weights take on one host, and why; on GPUs and without when `gpu` is None."""
+    told = {}
+    for there, where in ((True, "on GPUs"), (False, "without GPUs")):
+        if gpu in (there, None):
+            try:
+                transport, why = weight_path(config, there, one_host=True)
+                told[where] = f"{transport} ({why})"
+            except ValueError as error:
+                told[where] = str(error)
+    if len(set(told.values())) == 1:
+        return next(iter(told.values()))
+    return ", ".join(f"{where} {what}" for where, what in told.items())
 
 
 def step_text(config: RunConfig, dp: int) -> str:

@@ -67,6 +67,9 @@ class Engine(Protocol):
     def interrupt(self) -> None:
         """Have the `generate` that is under way, and every later one, raise EngineInterrupted. May be called from a signal handler."""
 
+    def workers(self) -> dict[str, int]:
+        """The address of each server that answers, and how many workers it has."""
+
     def load_weights(self, update: WeightUpdate) -> list[dict[str, Any]]:
         """Take in the weights of `update` and stay paused; what each worker reports about it, with `server` and `worker` added."""
 

@@ -44,6 +44,7 @@ class ServerOptions:
     gpu_memory_utilization: float = 0.4
     enforce_eager: bool = False
     deterministic: bool = False  # a request's numbers must not depend on those that it is decoded with; needs a GPU
+    sleep_mode: bool = False  # be able to give GPU memory back between rollouts
     lora_rank: int = 0  # of adapters that will come; 0 when weights come instead
     omp_threads: int | None = None  # threads of each worker without a GPU; all cores shared among the workers when None
     tool_parser: str | None = None  # of vLLM, for `VllmEngine.read_tool_calls`
@@ -206,7 +207,7 @@ class Launcher:
         else:
             flags |= {"--tool-call-parser": o.tool_parser, "--tokenizer": o.tokenizer or o.model}
             switches.append("--enable-auto-tool-choice")
-        switches += ["--enable-lora"] * bool(o.lora_rank)
+        switches += ["--enable-lora"] * bool(o.lora_rank) + ["--enable-sleep-mode"] * o.sleep_mode
         if self.devices is not None:
             flags["--gpu-memory-utilization"] = o.gpu_memory_utilization
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -15,13 +16,21 @@ from megagrpo.rollout.shared_weights import DTYPES, Manifest, WeightSyncError, c
 
 
 class BlockSource(Protocol):
-    """Where a worker gets parts of the trainer's blocks."""
+    """Where a worker gets parts of the trainer's blocks; `bytes` were read or received so far."""
+
+    bytes: int
 
     def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
         """The disjoint parts that make up `box` of tensor `name`: (index of the block, part). LookupError when nobody holds one."""
 
     def values(self, name: str, index: int, part: Box) -> Tensor:
         """The elements of one of these parts, in its shape; any strides."""
+
+    def drain(self) -> None:
+        """The loaders have seen every tensor: take in what is still on its way."""
+
+    def release(self) -> None:
+        """Nothing will be asked for any more."""
 
 
 class Maps(Protocol):
@@ -39,6 +48,7 @@ class MappedBlocks:
         self.manifest, self.reader = manifest, reader
         self.dtype = DTYPES[manifest.dtype]
         self.held: dict[str, Tensor] = {}  # what blocks call their memory -> its bytes
+        self.bytes = 0
         for name, tensor in manifest.tensors.items():
             for block in tensor.blocks:
                 who, count = f"rank {block.rank}, {name}: {block.file}", size(block.box) * self.dtype.itemsize
@@ -59,23 +69,42 @@ class MappedBlocks:
         block = self.manifest.tensors[name].blocks[index]
         count = size(block.box) * self.dtype.itemsize
         held = self.held[block.file][block.offset : block.offset + count].view(self.dtype).view(extent(block.box))
+        self.bytes += size(part) * self.dtype.itemsize
         return held[tuple(slice(a - o, b - o) for a, b, o in zip(*part, block.box[0], strict=True))]
+
+    def drain(self) -> None:
+        """Everything lies there already."""
+
+    def release(self) -> None:
+        """Let go of the memory; files stay mapped for the next update."""
+        self.held.clear()
+
+
+class Announced:
+    """Blocks that are known of and not here: what a rehearsal reads, which is given zeros."""
+
+    def __init__(self, manifest: Manifest):
+        self.manifest = manifest
+
+    def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
+        """As if they were here."""
+        return plan(box, [block.box for block in self.manifest.tensors[name].blocks])
 
 
 class ShardReader:
     """Source of lazy tensors for one weight update.
 
-    `wanted` collects the boxes that loaders announced, `reads` the slices that were fetched with their checksums, `arrivals` how many
-    elements each destination was given. With `blank` set, zeros are handed out instead: what ends an update that cannot be completed.
+    `wanted` collects the boxes that loaders announced, `fetched` how often each was fetched, `reads` the slices of them with their
+    checksums, `arrivals` how many elements each destination was given. With `blank` set, zeros are handed out instead: what ends an update
+    that cannot be completed.
     """
 
     def __init__(self, manifest: Manifest, source: BlockSource):
         self.manifest, self.source = manifest, source
         self.dtype = DTYPES[manifest.dtype]
         self.blank = False
-        self.bytes = 0
         self.wanted: set[tuple[str, Box]] = set()
-        self.fetched: set[tuple[str, Box]] = set()
+        self.fetched: Counter[tuple[str, Box]] = Counter()
         self.reads: dict[tuple[str, int, Box], int] = {}  # (tensor, block index, part) -> checksum
         self.arrivals: dict[int, dict[tuple, int]] = {}  # storage -> {place in it: elements}
 
@@ -97,22 +126,31 @@ class ShardReader:
 
     def fetch(self, name: str, view: Tensor) -> Tensor:
         """The elements of `view`, straight from the source when one part holds them all."""
-        if self.blank or not view.numel():
+        if not view.numel():
             return torch.zeros(view.shape, dtype=self.dtype)
         box, strides = box_of(view, self.manifest.tensors[name].shape)
-        self.fetched.add((name, box))
+        self.fetched[name, box] += 1
+        if self.blank:
+            return torch.zeros(view.shape, dtype=self.dtype)
         parts = self._parts(name, box)
         if len(parts) == 1:
             return restride(self._read(name, *parts[0]).contiguous(), view, strides)
-        values = torch.empty(extent(box), dtype=self.dtype)
+        values = None
         for index, part in parts:
-            target = tuple(slice(a - o, b - o) for a, b, o in zip(*part, box[0], strict=True))
-            values[target] = self._read(name, index, part)
+            read = self._read(name, index, part)
+            if values is None:
+                values = torch.empty(extent(box), dtype=self.dtype, device=read.device)
+            values[tuple(slice(a - o, b - o) for a, b, o in zip(*part, box[0], strict=True))] = read
         return restride(values, view, strides)
+
+    @property
+    def bytes(self) -> int:
+        """What was read or received so far."""
+        return self.source.bytes
 
     def unread(self) -> list[str]:
         """Announced boxes whose elements were never fetched, as text."""
-        return [f"{name}{brackets(box)}" for name, box in sorted(self.wanted - self.fetched)]
+        return [f"{name}{brackets(box)}" for name, box in sorted(self.wanted - self.fetched.keys())]
 
     def _parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
         try:
@@ -124,5 +162,4 @@ class ShardReader:
     def _read(self, name: str, index: int, part: Box) -> Tensor:
         values = self.source.values(name, index, part)
         self.reads[name, index, part] = checksum(values)
-        self.bytes += values.numel() * self.dtype.itemsize
         return values

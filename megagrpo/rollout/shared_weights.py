@@ -86,8 +86,10 @@ class Manifest:
 
 def checksum(values: Tensor) -> int:
     """Sum of the elements seen as integers of their own width, modulo 2**64; any strides."""
-    integers = values.view(_INTEGERS[values.element_size()]).numpy()
-    return int(integers.sum(dtype=np.int64)) % 2**64  # NumPy: ten times as fast as torch here
+    integers = values.view(_INTEGERS[values.element_size()])
+    if values.is_cuda:
+        return int(integers.sum(dtype=torch.int64)) % 2**64
+    return int(integers.numpy().sum(dtype=np.int64)) % 2**64  # NumPy: ten times as fast as torch here
 
 
 class SharedFiles:

@@ -1,4 +1,4 @@
-"""The worker side of weight sync: a vLLM weight-transfer engine that pulls from shared memory just the slices its loaders copy.
+"""The worker side of weight sync: a vLLM weight-transfer engine that takes in just the slices its loaders copy.
 
 vLLM finds `register` through the entry point group `vllm.general_plugins`. Select it with `--weight-transfer-config
 '{"backend": "megagrpo"}'`. vLLM answers 200 to half an update and to one whose data changed on the way, so every worker checks
@@ -21,7 +21,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from megagrpo.rollout.shard_reader import MappedBlocks, ShardReader
+from megagrpo.rollout.cuda_ipc import DeviceMaps
+from megagrpo.rollout.exchange import Deadline
+from megagrpo.rollout.receiver import Boxes, Receiver
+from megagrpo.rollout.shard_reader import Announced, BlockSource, MappedBlocks, ShardReader
 from megagrpo.rollout.shared_weights import Manifest, SharedFiles, WeightSyncError
 
 BACKEND = "megagrpo"
@@ -30,7 +33,7 @@ BACKEND = "megagrpo"
 def register() -> None:
     """Make the backend known to this process; vLLM calls it in every process, sometimes more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "SharedMemoryEngine")
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ShardEngine")
 
 
 @dataclass
@@ -40,15 +43,18 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where the manifest lies, which version it must be, and the folder for this server's reports; or just `abort`."""
+    """Which version it must be, and where the weights are: in memory that `manifest` describes, on GPUs when there are `handles` (memory ->
+    one for each worker), with a folder for this server's reports; or `direct` from the trainer's ranks. Or just `abort`."""
 
-    manifest: str = ""
     version: int = -1
+    manifest: str = ""
     replies: str = ""
+    handles: dict[str, list[dict[str, Any]]] | None = None
+    direct: dict[str, Any] | None = None
     abort: bool = False
 
 
-class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """One per worker. An update that fails is rolled forward to zeros, so that the next one starts clean; the trainer keeps the
     engine paused until one succeeds."""
 
@@ -60,6 +66,7 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # A tied head shares its parameter with the embedding and appears once here; during a reload it would appear twice.
         self.expected = {name for name, _ in self.model.named_parameters()}
         self.files = SharedFiles()
+        self.receiver = Receiver(self.device)
         self.reloading = False
         self.reader: ShardReader | None = None
         self.info = UpdateInfo()
@@ -74,8 +81,9 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing to set up."""
 
     def shutdown(self) -> None:
-        """Unmap the trainer's files."""
+        """Unmap the trainer's files and leave its group."""
         self.files.clear()
+        self.receiver.close()
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
@@ -103,13 +111,34 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Run the model's own loaders over lazy tensors; WeightSyncError unless every parameter will be filled."""
-        manifest = Manifest.load(update_info.manifest)
-        if manifest.version != update_info.version:
-            raise WeightSyncError(f"{update_info.manifest} holds weight version {manifest.version}; {update_info.version} was announced")
-        self.reader = ShardReader(manifest, MappedBlocks(manifest, self.worker, self.files))
+        manifest, source = self._open(update_info)
+        self.reader = ShardReader(manifest, source)
         destinations = {name: _destination(self.model, name) for name in self.expected}
         loaded = self.model.load_weights(self.reader.tensors())
+        source.drain()
         self._check_complete(set(loaded), destinations)
+
+    def _open(self, info: UpdateInfo) -> tuple[Manifest, BlockSource]:
+        if info.direct is not None:
+            deadline = Deadline(info.direct["seconds"])
+            manifest = self.receiver.join(info.direct, info.version, deadline)
+            return manifest, self.receiver.connect(info.direct, self.worker, lambda: self._rehearse(manifest), deadline)
+        manifest = Manifest.load(info.manifest)
+        if manifest.version != info.version:
+            raise WeightSyncError(f"{info.manifest} holds weight version {manifest.version}; {info.version} was announced")
+        maps = self.files
+        if info.handles is not None:
+            maps = DeviceMaps({name: handles[self.worker] for name, handles in info.handles.items()}, self.device)
+        return manifest, MappedBlocks(manifest, self.worker, maps)
+
+    def _rehearse(self, manifest: Manifest) -> Boxes:
+        """Which boxes this worker's loaders fetch, and how often: they load zeros, and the reload starts over."""
+        reader = ShardReader(manifest, Announced(manifest))
+        reader.blank = True
+        self.model.load_weights(reader.tensors())
+        finalize_layerwise_reload(self.model, self.model_config)
+        initialize_layerwise_reload(self.model)
+        return reader.fetched
 
     def finish_weight_update(self) -> None:
         """Put the new parameters in place and report."""
@@ -127,6 +156,7 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.reloading = False
         reads = [[name, index, part, total] for (name, index, part), total in self.reader.reads.items()]
         self._reply(version=self.info.version, bytes=self.reader.bytes, seconds=time.perf_counter() - self.started, reads=reads)
+        self.reader.source.release()
 
     def _check_complete(self, loaded: set[str], destinations: dict[str, tuple[int, int, bool]]) -> None:
         if absent := sorted(self.expected - loaded):
@@ -140,6 +170,9 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise WeightSyncError(f"only part of the weights came for {_some(sorted(partial))}")
 
     def _fail(self, error: Exception) -> None:
+        self.receiver.close_group()  # first: ranks that send learn it at once
+        if self.reader is not None:
+            self.reader.source.release()
         self._reply(error=f"{type(error).__name__}: {error}")
         self._abort()
 
@@ -153,6 +186,8 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.reloading = False
 
     def _reply(self, **report: Any) -> None:
+        if self.info.direct is not None:
+            self.receiver.report(self.info.direct, self.worker, {"worker": self.worker, **report})
         if not self.info.replies:
             return
         path = Path(self.info.replies) / f"worker{self.worker}.json"

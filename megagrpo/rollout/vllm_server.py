@@ -51,12 +51,14 @@ class VllmEngine:
         lora: bool = False,
         model: str | None = None,
         any_version: bool = False,
+        sleeps: bool = False,
     ):
         if not urls:
             raise ValueError("rollout.urls: no vLLM server is named and none was started")
         self.urls, self.decode, self.max_num_seqs, self.timeout = list(urls), decode, max_num_seqs, request_timeout
         self.logs = dict(zip(urls, logs, strict=False))
-        self.lora, self.model, self.any_version = lora, model, any_version
+        self.lora, self.model, self.any_version, self.sleeps = lora, model, any_version, sleeps
+        self.asleep = False
         self.weight_version = 0
         self.dead: set[str] = set()
         self._interrupted = False
@@ -195,12 +197,35 @@ class VllmEngine:
 
     # -- weights
 
+    def workers(self) -> dict[str, int]:
+        """The address of each server that answers, and how many workers it has. WeightSyncError when one does not say."""
+        return dict(zip(self._alive(), asyncio.run(self._each(self._world_size)), strict=True))
+
+    async def _world_size(self, client: httpx.AsyncClient, url: str) -> int:
+        return (await self._get(client, url, "/get_world_size"))["world_size"]
+
     def load_weights(self, update: WeightUpdate) -> list[dict[str, Any]]:
         """Have every worker of every server take in the weights of `update`; the engine is paused afterwards.
 
         Returns one report per worker, with `server` and `worker` added. WeightSyncError when a worker fails or does not report.
         """
+        self._wake("weights")
         return [report for reports in asyncio.run(self._each(self._load_weights, update)) for report in reports]
+
+    def sleep(self) -> None:
+        """Have servers that can (`sleeps`) give their GPU memory back, until weights come again. Weights that adapters act on are kept in
+        the host's memory."""
+
+        async def verbs(client: httpx.AsyncClient, url: str) -> None:
+            await self._post(client, url, f"/sleep?level={1 if self.lora else 2}")
+
+        if self.sleeps and not self.asleep:
+            asyncio.run(self._each(verbs))
+            self.asleep = True
+
+    def _wake(self, what: str) -> None:
+        if self.asleep:
+            asyncio.run(self._each(lambda client, url: self._post(client, url, f"/wake_up?tags={what}")))
 
     def resume(self, version: int) -> None:
         """Forget cached prefixes, which belong to older weights, and serve again."""
@@ -209,6 +234,8 @@ class VllmEngine:
             await self._post(client, url, "/reset_prefix_cache")
             await self._post(client, url, "/resume")
 
+        self._wake("kv_cache")
+        self.asleep = False
         asyncio.run(self._each(verbs))
         self.weight_version = version
 
@@ -225,6 +252,9 @@ class VllmEngine:
             workers = (await self._post(client, url, "/collective_rpc", {"method": "adapter_checksums"}))["results"]
             return [{"server": url, "worker": i, "sums": sums} for i, sums in enumerate(workers)]
 
+        for what in ("weights", "kv_cache"):
+            self._wake(what)
+        self.asleep = False
         return [report for reports in asyncio.run(self._each(verbs)) for report in reports]
 
     def use_adapter(self, version: int) -> None:
@@ -255,7 +285,7 @@ class VllmEngine:
             await self._start_update(client, url)
             await self._post(client, url, "/update_weights", {"update_info": info})
             await self._post(client, url, "/finish_weight_update", {"weight_version": str(version)})
-            world = (await self._get(client, url, "/get_world_size"))["world_size"]
+            world = await self._world_size(client, url)
         except WeightSyncError as error:
             await self._give_up(client, url)
             raise WeightSyncError("; ".join(_worker_errors(update.replies(url))) or str(error)) from error

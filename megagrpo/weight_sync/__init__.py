@@ -1,9 +1,9 @@
 """Moves the policy's weights to the engine, shard to shard, and proves that they arrived.
 
 Every trainer rank offers the blocks it holds; every worker of the engine takes just the slices its loaders copy. No tensor is gathered.
-How the slices travel is a transport's business: `shared_memory.py`. What is the same for all of them is here and in `verification.py`: an
-update counts only after its reports have been verified: each element of each tensor arrived, the checksums of what arrived equal those of
-what was given, and the version is the one that was sent. Until then the engine stays paused.
+How the slices travel is a transport's business: `shared_memory.py`, `point_to_point.py`, `cuda_ipc.py`. What is the same for all of them
+is here and in `verification.py`: an update counts only after its reports have been verified: each element of each tensor arrived, the
+checksums of what arrived equal those of what was given, and the version is the one that was sent. Until then the engine stays paused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 
 from megagrpo.rollout.engine import Engine
 from megagrpo.rollout.shared_weights import DTYPES, WeightSyncError
+from megagrpo.weight_sync.cuda_ipc import CudaIpc
+from megagrpo.weight_sync.point_to_point import PointToPoint
 from megagrpo.weight_sync.shared_memory import SharedMemory
 from megagrpo.weight_sync.transport import Given, Ranks, Transport, Update
 from megagrpo.weight_sync.transport import Weights as Weights
@@ -68,8 +70,8 @@ class WeightSync:
         started = time.perf_counter()
         update = self.transport.prepare(list(found), weight_version, self.engine)
         prepared = time.perf_counter()
-        outcome = self._deliver(update)
-        outcome = self.ranks.all_gather_objects(outcome)[0]
+        outcome = self.ranks.all_gather_objects(self._deliver(update))[0]
+        update.done()
         if isinstance(outcome, str):
             raise WeightSyncError(outcome)
         ended = time.perf_counter()
@@ -94,10 +96,12 @@ class WeightSync:
                 raise WeightSyncError("; ".join(problems + [_text(loading.exception())] * (loading.exception() is not None)))
             reports = loading.result()
             verify(update.manifest, [given.sums for _, given in told], reports)
+            num_bytes = sum(given.num_bytes for _, given in told), sum(report["bytes"] for report in reports)
+            update.verify_bytes(*num_bytes)
             self.engine.resume(version)
         except Exception as error:
             return f"weight version {version} did not reach the engine, which stays paused: {_text(error)}"
-        return sum(given.num_bytes for _, given in told), sum(report["bytes"] for report in reports)
+        return num_bytes
 
     def _load(self, update: Update) -> list[dict]:
         """Have the engine take the update in, beside the ranks that send it."""
@@ -106,6 +110,13 @@ class WeightSync:
         except Exception as error:
             update.give_up(_text(error))
             raise
+
+
+def make_transport(name: str, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float, megabytes: float) -> Transport:
+    """The transport of that name: shared_memory, p2p or cuda_ipc. Collective. `seconds` and `megabytes` as in `PointToPoint`."""
+    if name == "p2p":
+        return PointToPoint(ranks, dtype, device, seconds=seconds, megabytes=megabytes)
+    return CudaIpc(ranks, dtype, device) if name == "cuda_ipc" else SharedMemory(ranks, dtype)
 
 
 def _text(error: BaseException) -> str:

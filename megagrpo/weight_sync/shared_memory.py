@@ -40,7 +40,7 @@ class SharedMemory:
 
     def __init__(self, ranks: Ranks, dtype: str, folder: Path = SHARED_MEMORY):
         self.ranks, self.dtype = ranks, dtype
-        self._published: _Slots | None = None
+        self._published: Slots | None = None
         remove_stale(folder)
         own = str(folder / f"{PREFIX}{_identity(os.getpid())}-{secrets.token_hex(4)}")
         told = ranks.all_gather_objects((socket.gethostname(), own))
@@ -62,7 +62,7 @@ class SharedMemory:
     def prepare(self, found: list[tuple[str, Tensor, Sequence[Block]]], version: int, engine: Engine | None) -> FileUpdate:
         """Write this rank's blocks; an update that names those of all ranks. Collective."""
         if self._published is None:
-            self._published = _Slots(found, self.ranks, self.dtype, self.folder)
+            self._published = self._slots(found)
         blocks: list[tuple[str, tuple[int, ...], SharedBlock]] = []
         problem = None
         try:
@@ -78,6 +78,9 @@ class SharedMemory:
                 parts.setdefault(name, (shape, []))[1].append(block)
         tensors = {name: SharedTensor(parts[name][0], tuple(parts[name][1])) for name in sorted(parts, key=_by_layer)}
         return FileUpdate(Manifest(version, self.dtype, tensors), self.folder, self.ranks.world_rank)
+
+    def _slots(self, found: list) -> Slots:
+        return Slots(found, self.ranks, self.dtype, self.folder)
 
 
 @dataclass
@@ -122,11 +125,17 @@ class FileUpdate:
     def give_up(self, why: str) -> None:
         """No rank waits for anything."""
 
+    def done(self) -> None:
+        """Files are used again."""
+
+    def verify_bytes(self, given: int, taken: int) -> None:
+        """How much is read follows from what the workers keep; `verification.verify` holds that they read everything."""
+
     def _replies(self, server: str) -> Path:
         return self.folder / "replies" / server.replace("/", "_")
 
 
-class _Slots:
+class Slots:
     """This rank's files in shared memory, and which blocks it publishes. Making one is collective."""
 
     def __init__(self, found: list, ranks: Ranks, dtype: str, folder: Path):
@@ -139,16 +148,20 @@ class _Slots:
             if owner[key] == self.rank:
                 self.offsets[key] = self.size
                 self.size += -(-count * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        self.buffers: dict[int, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}  # what blocks call their memory -> its bytes
+
+    def buffer(self, slot: int) -> tuple[str, Tensor]:
+        """What blocks call this slot's memory, and its bytes."""
+        path = self.folder / f"rank{self.rank}.slot{slot}"
+        if str(path) not in self.buffers or not path.exists():
+            self.buffers[str(path)] = _allocate(path, self.size)
+        return str(path), self.buffers[str(path)]
 
     def write(self, found: list, weight_version: int) -> list[tuple[str, tuple[int, ...], SharedBlock]]:
         """Cast and copy every owned block; (tensor name, tensor shape, where it lies) of each."""
         if not self.offsets:
             return []
-        slot = weight_version % NUM_SLOTS
-        path = self.folder / f"rank{self.rank}.slot{slot}"
-        if slot not in self.buffers or not path.exists():
-            self.buffers[slot] = _allocate(path, self.size)
+        memory, buffer = self.buffer(weight_version % NUM_SLOTS)
         written = {}
         for name, param, blocks in found:
             mine = [block for block in blocks if key_of(block) in self.offsets and key_of(block) not in written]
@@ -157,11 +170,11 @@ class _Slots:
                 key = key_of(block)
                 offset, source = self.offsets[key], block.view(values_here)
                 count = source.numel() * self.dtype.itemsize
-                values = self.buffers[slot][offset : offset + count].view(self.dtype)
+                values = buffer[offset : offset + count].view(self.dtype)
                 values.view(source.shape).copy_(source)
                 if not all(map(torch.isfinite, values.aminmax())):  # NaN wins over every other value
                     raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {block.name}")
-                shared = SharedBlock(self.rank, str(path), offset, block.box, checksum(values))
+                shared = SharedBlock(self.rank, memory, offset, block.box, checksum(values))
                 written[key] = (block.name, tuple(block.shape), shared)
         if absent := sorted(set(self.offsets) - set(written)):
             raise WeightSyncError(f"{absent[0][0]} was there at the first sync and is gone now")

@@ -43,8 +43,14 @@ class Update(WeightUpdate, Protocol):
     def send(self) -> Given:
         """Give this rank's part, while the engine takes it in. Raises when that fails; every rank calls it."""
 
+    def verify_bytes(self, given: int, taken: int) -> None:
+        """WeightSyncError unless these bytes, of all ranks and of all workers, are those that had to move."""
+
     def give_up(self, why: str) -> None:
         """Rank 0: the engine will not take it in any more. Ranks that still send come to an end."""
+
+    def done(self) -> None:
+        """Every rank: no worker looks at this update any more, however it ended."""
 
 
 class Transport(Protocol):

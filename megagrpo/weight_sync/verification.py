@@ -17,10 +17,13 @@ def verify(manifest: Manifest, written: Sequence[Sums], reports: Sequence[dict[s
     such must have its checksum; where slices tile a block on both sides, their checksums must add up to the same. Overlapping slices that
     are not equal are held to coverage alone, unless one of them is the whole block.
     """
-    given: Sums = {}
-    for sums in written:
-        for key, parts in sums.items():
-            given.setdefault(key, {}).update(parts)
+    given: dict[tuple[str, int], dict[Box, tuple[int, int]]] = {}  # part of a block -> who wrote it, its checksum
+    for rank, sums in enumerate(written):
+        for (name, index), parts in sums.items():
+            for box, total in parts.items():
+                first, other = given.setdefault((name, index), {}).setdefault(box, (rank, total))
+                if other != total:
+                    raise WeightSyncError(f"ranks {first} and {rank} hold copies of {name}{brackets(box)} that differ")
     for server in sorted({report["server"] for report in reports}):
         reads = _reads(manifest, [report for report in reports if report["server"] == server])
         for name, tensor in manifest.tensors.items():
@@ -28,7 +31,7 @@ def verify(manifest: Manifest, written: Sequence[Sums], reports: Sequence[dict[s
             if left := missing(whole(tensor.shape), parts):
                 raise WeightSyncError(f"{server}: nobody read {name}{brackets(left[0])}")
             for index, block in enumerate(tensor.blocks):
-                _verify_block(f"rank {block.rank}, {name}", block.box, given.get((name, index), {}), reads.get((name, index), {}))
+                _verify_block(name, block.box, given.get((name, index), {}), reads.get((name, index), {}))
 
 
 def _reads(manifest: Manifest, reports: Sequence[dict[str, Any]]) -> Sums:
@@ -45,10 +48,11 @@ def _reads(manifest: Manifest, reports: Sequence[dict[str, Any]]) -> Sums:
     return reads
 
 
-def _verify_block(what: str, block: Box, given: dict[Box, int], read: dict[Box, int]) -> None:
-    pairs = [(box, given[box], total) for box, total in read.items() if box in given]
-    if not pairs and all(sum(map(size, parts)) == size(block) for parts in (given, read)):
-        pairs = [(block, sum(given.values()) % 2**64, sum(read.values()) % 2**64)]
-    for box, written, total in pairs:
+def _verify_block(name: str, block: Box, given: dict[Box, tuple[int, int]], read: dict[Box, int]) -> None:
+    compared = [(box, *given[box], total) for box, total in read.items() if box in given]
+    if not compared and all(sum(map(size, parts)) == size(block) for parts in (given, read)):
+        ranks, totals = zip(*given.values(), strict=True)
+        compared = [(block, ranks[0], sum(totals) % 2**64, sum(read.values()) % 2**64)]
+    for box, rank, written, total in compared:
         if written != total:
-            raise WeightSyncError(f"{what}{brackets(box)}: checksum {total:016x} was read; {written:016x} was written")
+            raise WeightSyncError(f"rank {rank}, {name}{brackets(box)}: checksum {total:016x} was read; {written:016x} was written")

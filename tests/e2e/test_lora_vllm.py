@@ -20,6 +20,7 @@ from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.lora import attach_adapters
+from megagrpo.rollout.probe import check_plugin
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_server import VllmEngine
 from megagrpo.types import Prompt, SamplingParams
@@ -73,6 +74,16 @@ def answers(engine: VllmEngine) -> list[tuple]:
 
 def served(engine: VllmEngine) -> list[str]:
     return [model["id"] for model in httpx.get(f"{engine.urls[0]}/v1/models").json()["data"]]
+
+
+def test_a_run_whose_weights_such_a_server_cannot_take_does_not_start(engine, tmp_path):
+    check_plugin([world.server()])
+    with pytest.raises(
+        ValueError, match=r"http://[\d.:]+ cannot take weights from here; start it with --weight-transfer-config '\{\"backend\""
+    ):
+        check_plugin(engine.urls)
+    refused = world.train(tmp_path, f"rollout.urls={engine.urls}")
+    assert refused.code == 2 and f"rollout.urls: {engine.urls[0]} cannot take weights from here" in refused.err
 
 
 def test_a_server_samples_with_the_adapter_that_came_last(engine, tmp_path):

@@ -50,6 +50,13 @@ def test_a_seed_repeats_itself_and_another_one_differs(plain, tmp_path):
     assert [row["prompt_id"] for row in other.completions] != [row["prompt_id"] for row in plain.completions]
 
 
+def test_weights_sent_straight_to_the_workers_make_the_same_run(plain, tmp_path):
+    run = succeeded(world.train(tmp_path, "rollout.weight_sync_transport=p2p", "rollout.weight_sync_bucket_megabytes=0.1"))
+    assert "weights go to vLLM by p2p: rollout.weight_sync_transport says so" in run.out
+    assert "weights go to vLLM by shared_memory: everything is on one host" in plain.out
+    assert texts(run) == texts(plain) and largest_difference(run, plain) == 0
+
+
 def test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine(plain, tmp_path):
     run = succeeded(world.train(tmp_path, "model.precision=bf16"))
     assert "in bfloat16 on" in run.out and "in float32 on" in plain.out

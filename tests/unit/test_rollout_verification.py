@@ -51,6 +51,12 @@ def test_what_was_not_read_or_not_as_written_is_named(reports, message):
         verify(MANIFEST, WRITTEN, reports)
 
 
+def test_copies_that_differ_are_named_with_their_ranks():
+    box = cut((8, 6), 0, 0, 4)
+    with pytest.raises(WeightSyncError, match=r"ranks 0 and 2 hold copies of w\[0:4, 0:6\] that differ"):
+        verify(MANIFEST, [*WRITTEN, {("w", 0): {box: 11}}], [report([["w", 0, box, 10], ["w", 1, cut((8, 6), 0, 4, 8), 11]])])
+
+
 def test_a_second_server_must_have_read_everything_too():
     reads = [["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 11]]
     with pytest.raises(WeightSyncError, match="http://b: nobody read w"):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.config import load_config
+
 REPOSITORY = Path(__file__).parents[2]
 
 RANK = """
@@ -43,16 +45,26 @@ def local(monkeypatch):
 
 
 def test_ranks_are_those_of_one_model_copy_or_all_gpus_or_nproc(local, monkeypatch):
+    config = load_config(REPOSITORY / "configs/quickstart.yaml", ["parallel.pp=6"])
     monkeypatch.setattr(local, "num_gpus", lambda: 0)
-    assert local.num_ranks(6) == 6
+    assert local.num_ranks(config) == 6
     monkeypatch.setattr(local, "num_gpus", lambda: 8)
-    assert local.num_ranks(4) == 8
+    assert local.num_ranks(config) == 8
     monkeypatch.setenv("NPROC", "4")
-    assert local.num_ranks(2) == 4
+    assert local.num_ranks(config) == 4
     for wrong in ("0", "two", "-1"):
         monkeypatch.setenv("NPROC", wrong)
         with pytest.raises(local.ConfigError, match=f"NPROC={wrong}"):
-            local.num_ranks(2)
+            local.num_ranks(config)
+
+
+def test_dedicated_servers_have_gpus_that_no_rank_gets(local, monkeypatch):
+    config = load_config(REPOSITORY / "configs/quickstart.yaml", ["rollout.placement=dedicated", "rollout.servers=3"])
+    monkeypatch.setattr(local, "num_gpus", lambda: 8)
+    assert local.num_ranks(config) == 5
+    monkeypatch.setattr(local, "num_gpus", lambda: 3)
+    with pytest.raises(local.ConfigError, match=r"rollout\.placement: dedicated servers take 3 GPUs, .* and 3 are there"):
+        local.num_ranks(config)
 
 
 def test_gpus_are_counted_from_the_driver_or_from_what_is_visible(local, monkeypatch, tmp_path):

@@ -1,0 +1,56 @@
+"""Where vLLM's servers run, and which way the weights take to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from megagrpo.config import RunConfig
+
+Placement = Literal["auto", "colocated", "dedicated", "external"]
+Transport = Literal["auto", "shared_memory", "p2p", "cuda_ipc"]
+
+
+def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]:
+    """The transport of the weights (shared_memory, p2p or cuda_ipc), and why it is that. `gpu`: trainer and servers compute on GPUs;
+    `one_host`: all ranks and servers share a host. ValueError when the transport that the config names does not reach the servers."""
+    r = config.rollout
+    asked, placed = r.weight_sync_transport, r.placed
+    if config.lora.syncs_adapters:
+        if not one_host:
+            raise ValueError("lora.sync: adapters travel as files, so all ranks and servers must be on one host; set it to merged")
+        return "shared_memory", "lora.sync is adapter: adapters travel as files"
+    if asked == "cuda_ipc" and not gpu:
+        raise ValueError("rollout.weight_sync_transport: cuda_ipc needs GPUs, and there are none here; set it to auto")
+    if asked == "shared_memory" and not one_host:
+        raise ValueError("rollout.weight_sync_transport: shared_memory needs all ranks and servers on one host; set it to auto or p2p")
+    if asked != "auto":
+        return asked, "rollout.weight_sync_transport says so"
+    if not gpu:
+        return ("shared_memory", "everything is on one host") if one_host else ("p2p", "several hosts")
+    if placed == "colocated" and one_host:
+        return "cuda_ipc", "the servers share the trainer's GPUs"
+    return "p2p", f"rollout.placement is {placed}" + ("" if one_host else ", several hosts")
+
+
+def placement_problems(config: RunConfig) -> list[str]:
+    """Placements and transports that contradict each other."""
+    r, problems = config.rollout, []
+    if r.placement == "external" and not r.urls:
+        problems.append("rollout.placement: external servers are those of rollout.urls, which is empty; name them, or choose auto")
+    if r.placement in ("colocated", "dedicated") and r.urls:
+        problems.append(
+            f"rollout.placement: {r.placement} servers are started here, and rollout.urls names others; leave rollout.urls empty, or "
+            "choose external"
+        )
+    if r.weight_sync_transport == "cuda_ipc" and r.placed != "colocated":
+        problems.append(
+            f"rollout.weight_sync_transport: cuda_ipc reaches only servers on the trainer's own GPUs, and rollout.placement is {r.placed}; "
+            "choose p2p or auto"
+        )
+    if r.weight_sync_transport in ("p2p", "cuda_ipc") and config.lora.syncs_adapters:
+        problems.append(
+            f"rollout.weight_sync_transport: {r.weight_sync_transport} moves weights, and lora.sync adapter sends adapters as files; "
+            "set it to auto, or lora.sync to merged"
+        )
+    return problems

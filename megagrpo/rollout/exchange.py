@@ -1,0 +1,187 @@
+"""What trainer ranks and workers share to move weights directly between them: a board for notes, and a group for tensors.
+
+Both live beside whatever process groups a process has: vLLM's workers own a default group, and so do the trainer's ranks. One group holds
+the trainer's ranks, first, and the workers of all servers, in order: gloo for tensors of a CPU, NCCL for those of a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megagrpo.rollout.shared_weights import WeightSyncError
+
+LONGEST_PAUSE = 0.1  # seconds between two looks at the board
+
+
+class Deadline:
+    """A point in time, `seconds` after it was made."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self._ends = seconds, time.monotonic() + seconds
+
+    def left(self) -> timedelta:
+        """Time until then; never quite nothing, which torch takes for "forever"."""
+        return timedelta(seconds=max(0.001, self._ends - time.monotonic()))
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is over."""
+        return time.monotonic() > self._ends
+
+
+class Board:
+    """Notes for each other, by key, as JSON. Rank 0 of the trainer serves it, on `port`, which it picks; the others join."""
+
+    def __init__(self, host: str, port: int, deadline: Deadline, *, serve: bool = False):
+        try:
+            self.store = dist.TCPStore(host, port, is_master=serve, timeout=deadline.left(), wait_for_workers=False)
+        except (RuntimeError, OSError) as error:
+            raise WeightSyncError(f"the trainer's board at {host}:{port} cannot be reached: {_first_line(error)}") from None
+        self.port = self.store.port
+
+    def put(self, key: str, value: Any) -> None:
+        """Leave a note; it is there when this returns."""
+        try:
+            self.store.set(key, json.dumps(value))
+            self.store.check([key])  # answered after the note was taken in, which `set` does not wait for
+        except RuntimeError as error:
+            raise WeightSyncError(f"the trainer's board is gone: {_first_line(error)}") from None
+
+    def find(self, key: str) -> Any:
+        """A note, or None when nobody has left it. WeightSyncError when the board is gone."""
+        try:
+            return json.loads(self.store.get(key)) if self.store.check([key]) else None
+        except RuntimeError as error:
+            raise WeightSyncError(f"the trainer's board is gone: {_first_line(error)}") from None
+
+    def take(self, key: str, what: str, deadline: Deadline, stop: str = "") -> Any:
+        """A note, as soon as it is there. WeightSyncError that says `what` was waited for when the deadline passes, or when a note `stop`
+        appears, which holds the reason."""
+        pause = 0.001  # not `TCPStore.wait`, which writes warnings whenever it does not succeed at once
+        while (value := self.find(key)) is None:
+            if stop and (reason := self.find(stop)) is not None:
+                raise WeightSyncError(f"waiting for {what}: {reason}")
+            if deadline.passed:
+                raise WeightSyncError(f"waiting for {what}: nothing came within {deadline.seconds:g} s")
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_PAUSE)
+        return value
+
+    def answers(self) -> bool:
+        """Whether the board is still there."""
+        try:
+            self.find("anything")
+        except WeightSyncError:
+            return False
+        return True
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Take notes away, those that are there."""
+        for key in keys:
+            self.store.delete_key(key)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A buffer on its way to or from `peer`; `what` says for messages what that is."""
+
+    buffer: Tensor
+    peer: int
+    tag: int
+    what: str
+
+
+Pending = tuple[dist.Work, str]  # what is under way, and what it is
+
+
+class Exchange:
+    """A group for messages from one process to another. Making one takes all `size` processes at once."""
+
+    def __init__(self, board: Board, name: str, rank: int, size: int, device: torch.device, deadline: Deadline):
+        store = dist.PrefixStore(name, board.store)
+        self.name, self.device = name, device
+        try:
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = deadline.left()
+                self.group = dist.ProcessGroupNCCL(store, rank, size, options)
+                self.group.eager_connect_single_device(device)  # now, with everybody: later not all ranks take part in each call
+            else:
+                self.group = dist.ProcessGroupGloo(store, rank, size, deadline.left())
+        except RuntimeError as error:
+            raise WeightSyncError(f"forming the group of {size} ranks and workers: {_first_line(error)}") from None
+
+    def send(self, parcels: Sequence[Parcel]) -> list[Pending]:
+        """Start to send them, all at once."""
+        return self._post(self.group.send, parcels)
+
+    def receive(self, parcels: Sequence[Parcel]) -> list[Pending]:
+        """Start to receive them, all at once."""
+        return self._post(self.group.recv, parcels)
+
+    def _post(self, verb: Any, parcels: Sequence[Parcel]) -> list[Pending]:
+        together = self.group.supports_coalescing
+        if together:
+            self.group._start_coalescing()
+        works = []
+        for parcel in parcels:
+            try:
+                works.append(verb([parcel.buffer.view(torch.uint8)], parcel.peer, parcel.tag))
+            except RuntimeError as error:
+                raise WeightSyncError(f"{parcel.what}: {_first_line(error)}") from None
+        if together:
+            return [(self.group._end_coalescing(), ", ".join(dict.fromkeys(parcel.what for parcel in parcels)))]
+        return [(work, parcel.what) for work, parcel in zip(works, parcels, strict=True)]
+
+    def close(self) -> None:
+        """Leave the group. Whoever waits for this process gets an error."""
+        if self.group is not None and self.device.type == "cuda":
+            self.group.abort()
+        self.group = None
+
+
+def wait(pending: Sequence[Pending], deadline: Deadline) -> None:
+    """Wait until everything has been sent or received; WeightSyncError with what it is when that fails or takes too long."""
+    for work, what in pending:
+        try:
+            work.wait(deadline.left())
+        except RuntimeError as error:
+            late = f"not done within {deadline.seconds:g} s" if deadline.passed else _first_line(error)
+            raise WeightSyncError(f"{what}: {late}") from None
+
+
+def own_address(url: str) -> str:
+    """This host's address as the server at `url` reaches it."""
+    return _route(url)[0]
+
+
+def is_here(url: str) -> bool:
+    """Whether the server at `url` is on this host."""
+    own, there = _route(url)
+    return own == there
+
+
+def _route(url: str) -> tuple[str, str]:
+    """This host's address on the way to the server at `url`, and the server's."""
+    parts = urlsplit(url)
+    family, kind, *_, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing, only asks for the route
+        return probe.getsockname()[0], address[0]
+
+
+def _first_line(error: BaseException) -> str:
+    """What torch says, without where in its sources."""
+    return re.sub(r"^\[[^\]]*\] ", "", str(error).partition("\n")[0]).partition(" This is typically")[0][:300]

@@ -1,0 +1,23 @@
+"""What servers that somebody else started must be able to do, asked before anything else begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import httpx
+
+BACKEND = """--weight-transfer-config '{"backend": "megagrpo"}'"""
+NEEDED = f"{BACKEND}, with megagrpo installed where it runs and VLLM_SERVER_DEV_MODE=1 in its environment"
+
+
+def check_plugin(urls: Sequence[str]) -> None:
+    """ValueError that names the first server of `rollout.urls` whose workers cannot take weights from here. Changes nothing there."""
+    for url in urls:
+        try:
+            answer = httpx.post(f"{url}/init_weight_transfer_engine", json={"init_info": {}}, timeout=60, trust_env=False)
+        except httpx.TransportError as error:
+            raise ValueError(f"rollout.urls: {url} does not answer: {error!r}") from error
+        if answer.status_code == 404:
+            raise ValueError(f"rollout.urls: {url} has no routes for new weights (vLLM 0.25 or later has); start it with {NEEDED}")
+        if answer.status_code != 200:
+            raise ValueError(f"rollout.urls: {url} cannot take weights from here; start it with {NEEDED}. It says: {answer.text[:300]}")

@@ -1,0 +1,289 @@
+"""Weights straight from trainer ranks to workers: gloo between CPUs, NCCL between GPUs, on any hosts that reach each other.
+
+Every rank and every worker knows who holds which boxes and who wants which, and computes the same plan from it. A rank packs what a worker
+wants of one layer into messages of bounded size, a few of them under way at once; copies of a block share the sending; every element
+crosses once per worker that wants it. The plan and the group of processes are kept from sync to sync, as long as nobody was replaced.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megagrpo.boxes import Box, extent, intersect, size
+from megagrpo.bridge.messages import Message, Round, rounds
+from megagrpo.bridge.transfers import layer_of, plan_transfers
+from megagrpo.families.blocks import Block
+from megagrpo.rollout.engine import Engine
+from megagrpo.rollout.exchange import Board, Deadline, Exchange, Parcel, Pending, own_address, wait
+from megagrpo.rollout.receiver import IN_FLIGHT, Roster, boxes_of_json, contents, digest, wanted_by
+from megagrpo.rollout.shared_weights import DTYPES, Manifest, WeightSyncError, checksum
+from megagrpo.weight_sync.transport import Given, Ranks, Sums
+
+Found = list[tuple[str, Tensor, Sequence[Block]]]
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What every rank must know of an update: where rank 0's board is, the number of the attempt, and the servers with their workers."""
+
+    host: str
+    port: int
+    attempt: int
+    servers: dict[str, int]
+
+
+class PointToPoint:
+    """The transport of a run whose servers have GPUs of their own, or run on other hosts.
+
+    `device` is where this rank's tensors are, `seconds` what a whole sync may take, `megabytes` the bound on one message.
+    """
+
+    def __init__(self, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float = 300.0, megabytes: float = 64.0):
+        self.ranks, self.dtype, self.device, self.seconds = ranks, dtype, device, seconds
+        self.limit = max(1, int(megabytes * 2**20) // DTYPES[dtype].itemsize)
+        self.board: Board | None = None
+        self.exchange: Exchange | None = None
+        self.roster: Roster | None = None
+        self.roster_key = ""
+        self.attempts = 0
+        self.planned: tuple[Any, dict[Round, list[Message]], int] | None = None
+
+    def close(self) -> None:
+        """Leave the group and the board."""
+        self.leave_group()
+        self.board = None
+
+    def leave_group(self) -> None:
+        """Leave the group; workers that wait for this rank learn it. The next sync forms it anew."""
+        if self.exchange is not None:
+            self.exchange.close()
+            self.exchange = None
+
+    def prepare(self, found: Found, version: int, engine: Engine | None) -> DirectUpdate:
+        """Check the weights and agree on who takes part. Collective."""
+        deadline, problem, invitation = Deadline(self.seconds), None, None
+        try:
+            held = _Held(found)
+            held.check(self.roster, self.ranks.world_rank)
+            if engine is not None:
+                invitation = self._invite(engine, deadline)
+        except Exception as error:
+            problem = f"rank {self.ranks.world_rank}: {error}"
+        keys = held.keys if self.roster is None and problem is None else None
+        told = self.ranks.all_gather_objects((problem, invitation, keys, self.exchange and self.exchange.name))
+        if problems := [problem for problem, *_ in told if problem]:
+            raise WeightSyncError("; ".join(problems))
+        if self.roster is None:
+            self._enroll([keys for _, _, keys, _ in told])
+        group = told[0][3] if len({name for *_, name in told}) == 1 else None
+        return DirectUpdate(self.roster.manifest(version, self.dtype), self, held, told[0][1], len(told), group, deadline)
+
+    def _invite(self, engine: Engine, deadline: Deadline) -> Invitation:
+        """On rank 0: where the board is, which attempt this is, and who takes part."""
+        if self.board is None:
+            self.board = Board("127.0.0.1", 0, deadline, serve=True)
+        self.attempts += 1
+        return Invitation(os.environ.get("MASTER_ADDR", "127.0.0.1"), self.board.port, self.attempts, engine.workers())
+
+    def _enroll(self, keys: list[list[tuple[str, tuple[int, ...], Box]]]) -> None:
+        tensors: dict[str, tuple[tuple[int, ...], dict[Box, list[int]]]] = {}
+        for rank, own in enumerate(keys):
+            for name, shape, box in own:
+                tensors.setdefault(name, (shape, {}))[1].setdefault(box, []).append(rank)
+        self.roster = Roster({name: tensors[name] for name in sorted(tensors, key=lambda name: (layer_of(name), name))})
+        self.roster_key = f"roster-{digest(self.roster.as_json())}"
+
+    def plan(self, boxes: list[str], deadline: Deadline) -> tuple[dict[Round, list[Message]], int]:
+        """This rank's messages to workers that have left these notes, and the bytes that all workers need, from all ranks."""
+        if self.planned is None or self.planned[0] != boxes:
+            notes = {key: boxes_of_json(self.board.take(key, "a worker's boxes", deadline)) for key in set(boxes)}
+            wanted = wanted_by([notes[key] for key in boxes], self.roster.tensors)
+            transfers = plan_transfers(self.roster.held, wanted)
+            need = sum(size(box) * len(workers) for wants in wanted.values() for box, workers in wants.items())
+            mine = rounds(transfers, self.limit, source=self.ranks.world_rank)
+            self.planned = boxes, mine, need * DTYPES[self.dtype].itemsize
+        return self.planned[1:]
+
+
+@dataclass
+class DirectUpdate:
+    """One update on its way. Its notes on the board begin with `key`."""
+
+    manifest: Manifest
+    transport: PointToPoint
+    held: _Held
+    invitation: Invitation
+    num_ranks: int
+    group: str | None  # that all ranks are in
+    deadline: Deadline
+    needed_bytes: int = 0
+
+    @property
+    def key(self) -> str:
+        """What this update's notes begin with."""
+        return f"update{self.invitation.attempt}"
+
+    def request(self, server: str) -> dict[str, Any]:
+        """What the workers of `server` are told."""
+        t = self.transport
+        direct = {
+            "host": own_address(server),
+            "port": t.board.port,
+            "roster": t.roster_key,
+            "update": self.key,
+            "dtype": t.dtype,
+            "limit": t.limit,
+            "ranks": self.num_ranks,
+            "first_worker": self._first(server),
+            "seconds": self.deadline.left().total_seconds(),
+        }
+        return {"version": self.manifest.version, "direct": direct}
+
+    def replies(self, server: str) -> list[dict[str, Any]]:
+        """What the workers of `server` have reported so far."""
+        first, board = self._first(server), self.transport.board
+        found = [board.find(f"{self.key}/report{first + worker}") for worker in range(self.invitation.servers[server])]
+        return [report for report in found if report is not None]
+
+    def send(self) -> Given:
+        """Send this rank's slices to all workers."""
+        try:
+            return self._send()
+        except Exception as error:
+            self.transport.leave_group()
+            self.give_up(f"rank {self.transport.ranks.world_rank}: {error}")
+            raise
+
+    def give_up(self, why: str) -> None:
+        """Have everybody who waits for a note of this update stop."""
+        if self.transport.board is not None:
+            self.transport.board.put(f"{self.key}/stop", why)
+
+    def done(self) -> None:
+        """Buffers are gone already."""
+
+    def verify_bytes(self, given: int, taken: int) -> None:
+        """WeightSyncError unless all ranks together sent, and all workers together got, just what the workers need."""
+        if not given == taken == self.needed_bytes:
+            raise WeightSyncError(f"{given} bytes were sent and {taken} received; the workers need {self.needed_bytes}")
+
+    def _send(self) -> Given:
+        t, rank = self.transport, self.transport.ranks.world_rank
+        if t.board is None:
+            t.board = Board(self.invitation.host, self.invitation.port, self.deadline)
+        if rank == 0:
+            self._decide()
+        members = t.board.take(f"{self.key}/members", "the workers", self.deadline, stop=f"{self.key}/stop")
+        mine, self.needed_bytes = t.plan(members["boxes"], self.deadline)
+        if t.exchange is None or t.exchange.name != members["group"]:
+            t.leave_group()
+            world = self.num_ranks + len(members["boxes"])
+            t.exchange = Exchange(t.board, members["group"], rank, world, t.device, self.deadline)
+        given, sums = 0, {}
+        under_way: deque[tuple[list[Pending], list[Parcel]]] = deque()
+        for (layer, _), messages in mine.items():
+            if len(under_way) == IN_FLIGHT:
+                wait(under_way.popleft()[0], self.deadline)
+            self.held.go_to(layer)
+            parcels = [self._parcel(message, sums) for message in messages]
+            under_way.append((t.exchange.send(parcels), parcels))
+            given += sum(parcel.buffer.nbytes for parcel in parcels)
+        while under_way:
+            wait(under_way.popleft()[0], self.deadline)
+        return Given(given, sums)
+
+    def _decide(self) -> None:
+        """On rank 0: once every worker has said what it wants, tell everybody who takes part, and in which group."""
+        board = self.transport.board
+        board.put(self.transport.roster_key, self.transport.roster.as_json())
+        workers = range(sum(self.invitation.servers.values()))
+        notes = [board.take(f"{self.key}/worker{w}", self._name(w), self.deadline, stop=f"{self.key}/stop") for w in workers]
+        keep = self.group and all(note["group"] == self.group for note in notes)
+        group = self.group if keep else f"group{self.invitation.attempt}"
+        board.put(f"{self.key}/members", {"boxes": [note["boxes"] for note in notes], "group": group})
+        before = f"update{self.invitation.attempt - 1}"
+        board.remove([f"{before}/members", f"{before}/stop", *(f"{before}/{kind}{w}" for w in workers for kind in ("worker", "report"))])
+
+    def _parcel(self, message: Message, sums: Sums) -> Parcel:
+        """A message with its elements; the checksums of its slices go into `sums`."""
+        packed = torch.empty(message.elements, dtype=DTYPES[self.manifest.dtype], device=self.transport.device)
+        for item in message.slices:
+            block, values = self.held.read(item.tensor, item.box)
+            place = packed[item.offset : item.offset + size(item.box)]
+            place.view(extent(item.box)).copy_(values)
+            sums.setdefault((item.tensor, self._index(item.tensor, block)), {})[item.box] = checksum(place)
+        to, what = self.num_ranks + message.destination, f"sending {contents(message)} to {self._name(message.destination)}"
+        return Parcel(packed, to, message.tag, what)
+
+    def _index(self, tensor: str, box: Box) -> int:
+        """The number of the block `box` in the manifest."""
+        return next(i for i, block in enumerate(self.manifest.tensors[tensor].blocks) if block.box == box)
+
+    def _first(self, server: str) -> int:
+        """The number of this server's first worker among all."""
+        counts = list(self.invitation.servers.values())
+        return sum(counts[: list(self.invitation.servers).index(server)])
+
+    def _name(self, worker: int) -> str:
+        for url, count in self.invitation.servers.items():
+            if worker < count:
+                return f"worker {worker} of {url}"
+            worker -= count
+        raise AssertionError("no such worker")
+
+
+class _Held:
+    """The blocks of this rank, as parts of Hugging Face tensors. What has to be computed or put in order is kept for one layer."""
+
+    def __init__(self, found: Found):
+        self.found = found
+        self.blocks: dict[str, list[tuple[Block, str, Tensor]]] = {}
+        for name, param, blocks in found:
+            for block in blocks:
+                same = self.blocks.setdefault(block.name, [])
+                if all(block.box != other.box for other, *_ in same):
+                    same.append((block, name, param))
+        self._layer: int | None = None
+        self._values: dict[str, Tensor] = {}  # parameter -> its values
+        self._read: dict[tuple[str, Box], Tensor] = {}  # block -> as Hugging Face has it
+
+    @property
+    def keys(self) -> list[tuple[str, tuple[int, ...], Box]]:
+        """(tensor, its shape, box) of every block."""
+        return [(name, tuple(block.shape), block.box) for name, blocks in self.blocks.items() for block, *_ in blocks]
+
+    def check(self, roster: Roster | None, rank: int) -> None:
+        """WeightSyncError when a weight is not finite, or a block is gone since the roster was made."""
+        for name, param, blocks in self.found:
+            if blocks and not all(map(torch.isfinite, param.detach().aminmax())):  # NaN wins over every other value
+                raise WeightSyncError(f"parameter {name} holds NaN or infinity, a part of {blocks[0].name}")
+        if roster is None:
+            return
+        for name, (_, boxes) in roster.tensors.items():
+            for box, ranks in boxes.items():
+                if rank in ranks and all(block.box != box for block, *_ in self.blocks.get(name, ())):
+                    raise WeightSyncError(f"{name} was there at the first sync and is gone now")
+
+    def go_to(self, layer: int) -> None:
+        """Forget what belongs to other layers."""
+        if layer != self._layer:
+            self._layer = layer
+            self._values.clear()
+            self._read.clear()
+
+    def read(self, tensor: str, part: Box) -> tuple[Box, Tensor]:
+        """The block of this rank that holds `part` of `tensor`, and the elements of the part."""
+        block, name, param = next(entry for entry in self.blocks[tensor] if intersect(entry[0].box, part) == part)
+        key = tensor, block.box
+        if key not in self._read:
+            if name not in self._values:
+                self._values[name] = param.detach()
+            self._read[key] = block.read(self._values[name])
+        return block.box, self._read[key][tuple(slice(a - o, b - o) for a, b, o in zip(*part, block.box[0], strict=True))]

@@ -1,0 +1,138 @@
+"""Trainer ranks and workers in one world of forks, without vLLM: the first ranks push weights, the others take them as workers would."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megagrpo.boxes import cut
+from megagrpo.families.blocks import Block
+from megagrpo.rollout.exchange import Deadline
+from megagrpo.rollout.receiver import Boxes, Receiver
+from megagrpo.rollout.shard_reader import Announced, ShardReader
+from megagrpo.rollout.shared_weights import WeightSyncError
+
+SHAPES = {"embed": (12, 6), "norm": (6,)}
+for layer in range(3):
+    SHAPES |= {f"layers.{layer}.up": (8, 6), f"layers.{layer}.down": (6, 8), f"layers.{layer}.norm": (6,)}
+PER_SERVER = 2  # workers
+
+
+def values_of(name: str, version: int) -> Tensor:
+    """What the weights are in a version."""
+    shape = SHAPES[name]
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + 1000 * list(SHAPES).index(name) + 0.5 * version
+
+
+def held_by(rank: int, num_ranks: int, version: int):
+    """Two tensor-parallel halves; ranks beyond the second hold copies. As `megagrpo.bridge.families.blocks` yields it."""
+    half = rank % 2 if num_ranks > 1 else None
+    for name, shape in SHAPES.items():
+        box = cut(shape, 0, 0, shape[0])
+        if half is not None and len(shape) == 2:
+            dim = 1 if name.endswith("down") else 0
+            n = shape[dim] // 2
+            box = cut(shape, dim, n * half, n * half + n)
+        held = values_of(name, version)[tuple(map(slice, *box))].contiguous()
+        yield name, held, [Block(name, shape, box, tuple(held.shape), axis=0, at=0, count=held.shape[0])]
+
+
+def copies_of(worker: int, tensors: dict[str, Tensor], kept: dict[str, Tensor]) -> None:
+    """What the loaders of a worker do: rows of `up`, columns of `down`, the rest whole; norms twice."""
+    half = worker % PER_SERVER
+    for name, tensor in tensors:
+        dim = 1 if name.endswith("down") else 0
+        part = tensor.narrow(dim, tensor.shape[dim] // 2 * half, tensor.shape[dim] // 2) if name.endswith(("up", "down")) else tensor
+        for _ in range(2 if name.endswith("norm") else 1):
+            kept[name] = torch.empty(part.shape)
+            kept[name].copy_(part)
+
+
+@dataclass
+class TrainerRanks:
+    """The first ranks of the world."""
+
+    world_rank: int
+    group: Any
+
+    def all_gather_objects(self, obj: Any) -> list[Any]:
+        everyone = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, obj, group=self.group)
+        return everyone
+
+
+class FileEngine:
+    """Servers of PER_SERVER workers each, which are told through files."""
+
+    def __init__(self, folder: Path, num_workers: int, seconds: float):
+        self.folder, self.seconds = folder, seconds
+        self.servers = {f"http://127.0.0.1:{8000 + i}": PER_SERVER for i in range(num_workers // PER_SERVER)}
+        self.version = 0
+
+    def workers(self) -> dict[str, int]:
+        return self.servers
+
+    def load_weights(self, update) -> list[dict]:
+        for server in self.servers:
+            request = json.dumps(update.request(server))
+            for worker in range(PER_SERVER):
+                place = self.folder / f"request{update.request(server)['direct']['first_worker'] + worker}"
+                place.with_suffix(".part").write_text(request)
+                os.replace(place.with_suffix(".part"), place)
+        deadline = Deadline(self.seconds)
+        found: dict[str, list[dict]] = {}
+        while not deadline.passed:
+            found = {server: update.replies(server) for server in self.servers}
+            told = [reply for replies in found.values() for reply in replies]
+            if errors := [f"worker {reply['worker']}: {reply['error']}" for reply in told if "error" in reply]:
+                raise WeightSyncError("; ".join(errors))
+            if all(len(replies) == PER_SERVER for replies in found.values()):
+                return [reply | {"server": server} for server, replies in found.items() for reply in replies]
+            time.sleep(0.01)
+        raise WeightSyncError(f"a worker did not answer within {self.seconds:g} s")
+
+    def resume(self, version: int) -> None:
+        self.version = version
+
+
+def serve(worker: int, folder: Path, updates: int) -> tuple[dict[str, Any], list[str]]:
+    """The life of a worker: what it holds at the end, and what went wrong on the way."""
+    receiver, kept, errors = Receiver(torch.device("cpu")), {}, []
+    number = worker % PER_SERVER
+    for _ in range(updates):
+        request = folder / f"request{worker}"
+        while not request.exists():
+            time.sleep(0.005)
+        info = json.loads(request.read_text())
+        request.unlink()
+        direct = info["direct"]
+        try:
+            deadline = Deadline(direct["seconds"])
+            manifest = receiver.join(direct, info["version"], deadline)
+
+            def rehearse(manifest=manifest) -> Boxes:
+                reader = ShardReader(manifest, Announced(manifest))
+                reader.blank = True
+                copies_of(worker, reader.tensors(), {})
+                return reader.fetched
+
+            source = receiver.connect(direct, number, rehearse, deadline)
+            reader = ShardReader(manifest, source)
+            copies_of(worker, reader.tensors(), kept)
+            source.drain()
+            assert not source.here and not source.under_way
+            reads = [[name, index, part, total] for (name, index, part), total in reader.reads.items()]
+            receiver.report(direct, number, {"worker": number, "version": info["version"], "bytes": reader.bytes, "reads": reads})
+        except WeightSyncError as error:
+            errors.append(str(error))
+            receiver.close_group()
+            receiver.report(direct, number, {"worker": number, "error": str(error)})
+    return {name: tensor.numpy() for name, tensor in kept.items()}, errors

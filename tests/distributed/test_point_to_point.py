@@ -1,0 +1,108 @@
+"""Weights straight from ranks to workers, with real processes: all of it arrives, shared out; who dies or hangs is named, and the next
+sync works."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from direct_workers import PER_SERVER, SHAPES, FileEngine, TrainerRanks, copies_of, held_by, serve, values_of
+from ranks import run_ranks
+
+from megagrpo.rollout.exchange import Exchange
+from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync.point_to_point import PointToPoint
+
+
+def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabytes: float = 64.0):
+    """Ranks push several versions; what workers hold, and what the pushes reported."""
+    rank = dist.get_rank()
+    group = dist.new_group(range(num_ranks))
+    if rank >= num_ranks:
+        return serve(rank - num_ranks, folder, len(versions))
+    ranks = TrainerRanks(rank, group)
+    transport = PointToPoint(ranks, "float32", torch.device("cpu"), seconds=20, megabytes=megabytes)
+    with WeightSync(FileEngine(folder, num_workers, 20) if rank == 0 else None, ranks, "float32", transport) as sync:
+        reports, groups = [], set()
+        for version in versions:
+            reports.append(sync.push(held_by(rank, num_ranks, version), version))
+            groups.add(transport.exchange.name)
+        sent = sum(message.elements for messages in transport.planned[1].values() for message in messages)
+    return reports[-1].bytes_published, reports[-1].bytes_read, sent, len(groups)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_workers", "megabytes"), [(1, 2, 64.0), (4, 2, 64.0), (2, 4, 2**-16), (3, 2, 2**-18)], ids=str)
+def test_every_worker_gets_what_its_loaders_copy_and_no_byte_more(num_ranks, num_workers, megabytes, tmp_path):
+    results = run_ranks(push, num_ranks + num_workers, num_ranks, num_workers, tmp_path, [1, 2, 3], megabytes)
+    need = 0
+    for worker, (kept, errors) in enumerate(results[num_ranks:]):
+        expected = {}
+        copies_of(worker, [(name, values_of(name, 3)) for name in SHAPES], expected)
+        assert not errors and kept.keys() == expected.keys()
+        for name, values in expected.items():
+            assert torch.equal(torch.from_numpy(kept[name]), values), name
+        need += sum(values.nbytes for values in expected.values())
+    for given, taken, _, groups in results[:num_ranks]:
+        assert given == taken == need and groups == 1
+    sent = [sent for *_, sent, _ in results[:num_ranks]]
+    assert sum(sent) * 4 == need
+    if num_ranks == 4:  # 0 and 2 hold the same, and so do 1 and 3
+        assert all(0.3 < part / (sum(sent) / 2) < 0.7 for part in sent)
+
+
+def push_and_disturb(num_ranks: int, folder, how: str, seconds: float):
+    """Two workers; worker 0 hangs, or its group breaks, or rank 1 fails, in the middle of the first push; the second one must succeed."""
+    rank = dist.get_rank()
+    pids = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    group = dist.new_group(range(num_ranks))
+    if rank >= num_ranks:
+        return serve(rank - num_ranks, folder, 2)
+    ranks = TrainerRanks(rank, group)
+    transport = PointToPoint(ranks, "float32", torch.device("cpu"), seconds=seconds, megabytes=2**-16)
+    with WeightSync(FileEngine(folder, PER_SERVER, seconds + 3) if rank == 0 else None, ranks, "float32", transport) as sync:
+        send, sent = Exchange.send, []
+
+        def disturbed(self, messages):
+            sent.append(1)
+            if len(sent) == 3 and rank == 1:
+                if how == "hang":
+                    os.kill(pids[num_ranks], signal.SIGSTOP)
+                elif how == "rank fails":
+                    raise RuntimeError("no more memory")
+            return send(self, messages)
+
+        Exchange.send = disturbed
+        began = time.monotonic()
+        with pytest.raises(WeightSyncError) as failed:
+            sync.push(held_by(rank, num_ranks, 1), 1)
+        took = time.monotonic() - began
+        Exchange.send = send
+        if how == "hang" and rank == 1:
+            os.kill(pids[num_ranks], signal.SIGCONT)
+        dist.barrier(group=group)
+        report = sync.push(held_by(rank, num_ranks, 2), 2)
+        return str(failed.value), took, report.bytes_read, transport.exchange.name
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("hang", r"rank \d: sending tensors outside of layers \(embed\) to worker 0 of http://127\.0\.0\.1:8000: not done within 3 s"),
+        ("rank fails", r"rank 1: RuntimeError: no more memory"),
+    ],
+    ids=["hang", "rank fails"],
+)
+def test_who_fails_in_the_middle_is_named_and_the_next_sync_forms_the_group_anew(how, message, tmp_path):
+    results = run_ranks(push_and_disturb, 4, 2, tmp_path, how, 3.0)
+    for text, took, taken, group in results[:2]:
+        assert re.search(message, text) and took < 7 and group == "group2" and taken, text
+    for worker, (kept, errors) in enumerate(results[2:]):
+        expected = {}
+        copies_of(worker, [(name, values_of(name, 2)) for name in SHAPES], expected)
+        assert all(torch.equal(torch.from_numpy(kept[name]), values) for name, values in expected.items())
+        assert len(errors) == 1 and errors[0].startswith("receiving ")

@@ -1,0 +1,112 @@
+"""Weights pushed straight from Megatron ranks into a vLLM server, which then equals a fresh one; a worker that hangs is named."""
+
+import os
+import re
+import signal
+import time
+
+import httpx
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megagrpo.bridge.families import blocks
+from megagrpo.bridge.load import load_hf
+from megagrpo.config import ParallelSection
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.build import build_model
+from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.rollout.exchange import Exchange
+from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.types import SamplingParams
+from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync.point_to_point import PointToPoint
+from tests.e2e.tiny_servers import PROMPTS, below, model_folder, tied_llamas, weights
+
+CPU = torch.device("cpu")
+
+
+def sampled(engine):
+    """Tokens and log-probs of greedy and of random responses."""
+    samplings = [SamplingParams(0.0, 24), SamplingParams(1.0, 24)]
+    groups = [group for n, sampling in enumerate(samplings, 1) for group in engine.generate(PROMPTS, n, sampling, seed=4)]
+    return [(rollout.response_ids, rollout.rollout_logprobs) for group in groups for rollout in group]
+
+
+def push_from_megatron(parallel: dict, engine, folders: list, version: int, hang: list[int] = ()):
+    """Push each folder's weights in turn. With `hang`, processes that are stopped in the middle of the first push until it has failed."""
+    layout = init_layout(ParallelSection(**parallel))
+    hf_config = load_hf_config(folders[0])
+    chunks = build_model(hf_config, layout, dtype=torch.float32)
+    transport = PointToPoint(layout, "float32", CPU, seconds=4 if hang else 60, megabytes=0.05)
+    reports, failure = [], None
+    with WeightSync(engine if layout.world_rank == 0 else None, layout, "float32", transport) as sync:
+        if hang:
+            failure = hang_in_the_middle(sync, chunks, hf_config, layout, hang, version)
+            transport.seconds = 60
+        for number, folder in enumerate(folders):
+            load_hf(chunks, hf_config, folder, layout)
+            reports.append(sync.push(blocks(chunks, hf_config, layout), version + number))
+        sent = sum(message.elements for messages in transport.planned[1].values() for message in messages)
+    layout.close()
+    return [(report.bytes_published, report.bytes_read) for report in reports], sent * 4, failure
+
+
+def hang_in_the_middle(sync, chunks, hf_config, layout, hang, version) -> tuple[str, float]:
+    """Push, and have rank 1 stop these processes before its second round; what every rank is told, and after how long."""
+    send, sent = Exchange.send, []
+    if sync.engine is not None:
+        sync.engine.timeout = 6.0
+
+    def disturbed(self, parcels):
+        sent.append(1)
+        if len(sent) == 2 and layout.world_rank == 1:
+            for pid in hang:
+                os.kill(pid, signal.SIGSTOP)
+        return send(self, parcels)
+
+    Exchange.send = disturbed
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError) as failed:
+        sync.push(blocks(chunks, hf_config, layout), version)
+    seconds = time.monotonic() - began
+    Exchange.send = send
+    dist.barrier()
+    if layout.world_rank == 1:
+        for pid in hang:
+            os.kill(pid, signal.SIGCONT)
+    return str(failed.value), seconds
+
+
+def test_a_server_that_slept_and_was_pushed_to_equals_a_fresh_one(monkeypatch):
+    synced, fresh = tied_llamas()
+    version = synced.engine.weight_version + 1
+    folders = [model_folder("llama", 1), model_folder("llama", 0), model_folder("llama", 1)]
+    monkeypatch.setattr(synced.engine, "sleeps", True)
+    synced.engine.sleep()
+    assert httpx.get(f"{synced.engine.urls[0]}/is_sleeping").json() == {"is_sleeping": True}
+    results = run_ranks(push_from_megatron, 4, dict(tp=2, pp=2), synced.engine, folders, version)
+    synced.engine.weight_version, synced.engine.asleep = version + 2, False  # the ranks' copy of the client moved on, this one did not
+    assert httpx.get(f"{synced.engine.urls[0]}/is_sleeping").json() == {"is_sleeping": False}
+    assert sampled(synced.engine) == sampled(fresh.engine)
+    total = sum(tensor.nbytes for tensor in weights(fresh.folder).values())
+    assert all(reports == [(total, total)] * 3 for reports, _, _ in results)
+    sent = [sent for _, sent, _ in results]
+    assert sum(sent) == total and max(sent) < 0.35 * total
+
+
+@pytest.mark.full
+def test_a_server_that_hangs_in_the_middle_is_named_and_the_next_push_succeeds():
+    synced, fresh = tied_llamas()
+    version = synced.engine.weight_version + 1
+    processes = below(synced.launcher.servers[0].supervisor.pid)
+    results = run_ranks(push_from_megatron, 4, dict(tp=2, pp=2), synced.engine, [fresh.folder], version, processes)
+    sending = (
+        rf"rank \d: sending (layer \d|tensors outside of layers) \(model\..*\) to worker 0 of {synced.engine.urls[0]}: not done within 4 s"
+    )
+    for _, _, (told, seconds) in results:
+        assert told.startswith(f"weight version {version} did not reach the engine, which stays paused: ")
+        assert re.search(sending, told) and seconds < 20
+    synced.engine.weight_version = version
+    assert sampled(synced.engine) == sampled(fresh.engine)
