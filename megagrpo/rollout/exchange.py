@@ -169,7 +169,10 @@ def own_address(url: str) -> str:
 
 def is_here(url: str) -> bool:
     """Whether the server at `url` is on this host."""
-    own, there = _route(url)
+    try:
+        own, there = _route(url)
+    except OSError:  # no way there
+        return False
     return own == there
 
 

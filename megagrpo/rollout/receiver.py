@@ -87,7 +87,12 @@ class Receiver:
         self.planned: tuple[Any, dict[Round, list[Message]]] | None = None
 
     def join(self, info: dict[str, Any], version: int, deadline: Deadline) -> Manifest:
-        """Find the board, and on it what the trainer has."""
+        """Find the board, and on it what the trainer has. WeightSyncError when it is out of reach, or weights are on another kind of device
+        than this worker."""
+        if info["device"] != self.device.type:
+            raise WeightSyncError(
+                f"the trainer's weights are on {info['device']} and this worker is on {self.device.type}: p2p takes both on one kind"
+            )
         address = info["host"], info["port"]
         if self.board is None or address != self.address or not self.board.answers():
             self.close()

@@ -138,6 +138,7 @@ class DirectUpdate:
             "port": t.board.port,
             "roster": t.roster_key,
             "update": self.key,
+            "device": t.device.type,
             "dtype": t.dtype,
             "limit": t.limit,
             "ranks": self.num_ranks,

@@ -27,10 +27,12 @@ def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabyte
     ranks = TrainerRanks(rank, group)
     transport = PointToPoint(ranks, "float32", torch.device("cpu"), seconds=20, megabytes=megabytes)
     with WeightSync(FileEngine(folder, num_workers, 20) if rank == 0 else None, ranks, "float32", transport) as sync:
-        reports, groups = [], set()
+        reports, groups, notes = [], set(), []
         for version in versions:
             reports.append(sync.push(held_by(rank, num_ranks, version), version))
             groups.add(transport.exchange.name)
+            notes.append(transport.board.store.num_keys() if rank == 0 else 0)
+        assert notes[-1] == notes[-2]  # old ones are taken away
         sent = sum(message.elements for messages in transport.planned[1].values() for message in messages)
     return reports[-1].bytes_published, reports[-1].bytes_read, sent, len(groups)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo import serving
 from megagrpo.config import ConfigError, load_config, weight_path
 from megagrpo.plan import plan
 
@@ -70,3 +71,22 @@ def test_the_plan_says_which_way_weights_take_and_why():
     assert dict(plan(config("rollout.placement=dedicated"), 1, gpu_memory_gb=80).rows)["weights"] == "p2p (rollout.placement is dedicated)"
     named = dict(plan(config("rollout.weight_sync_transport=cuda_ipc"), 1).rows)["weights"]
     assert named.endswith("without GPUs rollout.weight_sync_transport: cuda_ipc needs GPUs, and there are none here; set it to auto")
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_ranks", "gpus", "sleeps"),
+    [("colocated", 2, ["0", "1", "2", "3"], True), ("dedicated", 2, ["2", "3"], False), ("dedicated", 0, ["0", "1", "2", "3"], False)],
+)
+def test_servers_get_the_gpus_of_their_placement_and_sleep_where_they_share_them(placement, num_ranks, gpus, sleeps, monkeypatch, tmp_path):
+    monkeypatch.setattr(serving.device, "visible_gpus", lambda: ["0", "1", "2", "3"])
+    monkeypatch.setattr(serving.device, "has_gpu", lambda: True)
+    two = config(f"rollout.placement={placement}", "rollout.servers=2")
+    launcher = serving.make_launcher(two, tmp_path, tmp_path, "bfloat16", num_ranks=num_ranks)
+    assert launcher.devices == gpus and ("--enable-sleep-mode" in launcher._command(8000)) == sleeps
+    assert launcher._environment(1)["CUDA_VISIBLE_DEVICES"] == gpus[1] and serving.servers_sleep(two) == sleeps
+
+
+def test_dedicated_servers_without_gpus_left_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving.device, "visible_gpus", lambda: ["0", "1"])
+    with pytest.raises(ValueError, match=r"rollout.servers 1 x rollout.tp 1 need 1 GPUs; 0 were given"):
+        serving.make_launcher(config("rollout.placement=dedicated"), tmp_path, tmp_path, "bfloat16", num_ranks=2)

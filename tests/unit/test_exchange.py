@@ -1,0 +1,65 @@
+"""The board of notes, and what people are told when somebody cannot be reached."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megagrpo.rollout.exchange import Board, Deadline, is_here, own_address
+from megagrpo.rollout.receiver import Receiver, Roster
+from megagrpo.rollout.shared_weights import WeightSyncError
+
+
+@pytest.fixture
+def board():
+    return Board("127.0.0.1", 0, Deadline(5), serve=True)
+
+
+def test_a_note_is_taken_as_soon_as_somebody_leaves_it(board):
+    other = Board("127.0.0.1", board.port, Deadline(5))
+    threading.Timer(0.2, lambda: other.put("key", {"a": [1, None]})).start()
+    assert board.find("key") is None and board.take("key", "a note", Deadline(5)) == {"a": [1, None]}
+    board.remove(["key", "was never there"])
+    assert other.find("key") is None
+
+
+def test_what_never_comes_is_named_and_so_is_who_gave_up(board):
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"waiting for worker 3: nothing came within 0\.3 s"):
+        board.take("key", "worker 3", Deadline(0.3))
+    assert time.monotonic() - began < 2
+    board.put("stop", "rank 1: no more memory")
+    with pytest.raises(WeightSyncError, match="waiting for worker 3: rank 1: no more memory"):
+        board.take("key", "worker 3", Deadline(30), stop="stop")
+
+
+def test_a_board_that_is_gone_is_told_and_noticed():
+    served = Board("127.0.0.1", 0, Deadline(5), serve=True)
+    other = Board("127.0.0.1", served.port, Deadline(5))
+    assert other.answers()
+    port = served.port
+    del served
+    assert not other.answers()
+    with pytest.raises(WeightSyncError, match="the trainer's board is gone"):
+        other.put("key", 1)
+    with pytest.raises(WeightSyncError, match=rf"the trainer's board at 127\.0\.0\.1:{port} cannot be reached"):
+        Board("127.0.0.1", port, Deadline(0.5))
+
+
+def test_a_worker_on_another_kind_of_device_says_so():
+    with pytest.raises(WeightSyncError, match="the trainer's weights are on cpu and this worker is on cuda: p2p takes both on one kind"):
+        Receiver(torch.device("cuda", 0)).join({"device": "cpu"}, 1, Deadline(1))
+
+
+def test_a_roster_comes_back_from_the_board_as_it_was(board):
+    roster = Roster({"w": ((4, 6), {((0, 0), (2, 6)): [0, 2], ((2, 0), (4, 6)): [1]}), "scalar": ((), {((), ()): [0]})})
+    board.put("roster", roster.as_json())
+    assert Roster.of_json(board.find("roster")).tensors == roster.tensors
+    manifest = roster.manifest(7, "bfloat16")
+    assert manifest.num_bytes == 50 and [block.rank for block in manifest.tensors["w"].blocks] == [0, 1]
+
+
+def test_servers_of_this_host_are_told_from_others():
+    assert is_here("http://127.0.0.1:8000") and is_here("http://localhost:8000") and own_address("http://127.0.0.1:8000") == "127.0.0.1"
+    assert not is_here("http://192.0.2.1:8000")  # an address for documentation, which is nobody's
