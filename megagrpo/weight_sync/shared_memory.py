@@ -99,12 +99,12 @@ class FileUpdate:
 
     def request(self, server: str) -> dict[str, Any]:
         """What the workers of `server` are told; writes the manifest, and makes room for their reports."""
-        if not self.saved:
-            self.manifest.save(self.path)
-            self.saved = True
         replies = self._replies(server)
         shutil.rmtree(replies, ignore_errors=True)
         replies.mkdir(parents=True)
+        if not self.saved:
+            self.manifest.save(self.path)
+            self.saved = True
         return {"manifest": str(self.path), "version": self.manifest.version, "replies": str(replies)}
 
     def replies(self, server: str) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ def values_of(name: str, version: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + 1000 * list(SHAPES).index(name) + 0.5 * version
 
 
-def held_by(rank: int, num_ranks: int, version: int):
+def held_by(rank: int, num_ranks: int, version: int, device: torch.device):
     """Two tensor-parallel halves; ranks beyond the second hold copies. As `megagrpo.bridge.families.blocks` yields it."""
     half = rank % 2 if num_ranks > 1 else None
     for name, shape in SHAPES.items():
@@ -41,7 +41,7 @@ def held_by(rank: int, num_ranks: int, version: int):
             dim = 1 if name.endswith("down") else 0
             n = shape[dim] // 2
             box = cut(shape, dim, n * half, n * half + n)
-        held = values_of(name, version)[tuple(map(slice, *box))].contiguous()
+        held = values_of(name, version)[tuple(map(slice, *box))].contiguous().to(device)
         yield name, held, [Block(name, shape, box, tuple(held.shape), axis=0, at=0, count=held.shape[0])]
 
 
@@ -103,9 +103,9 @@ class FileEngine:
         self.version = version
 
 
-def serve(worker: int, folder: Path, updates: int) -> tuple[dict[str, Any], list[str]]:
+def serve(worker: int, folder: Path, updates: int, device: torch.device) -> tuple[dict[str, Any], list[str]]:
     """The life of a worker: what it holds at the end, and what went wrong on the way."""
-    receiver, kept, errors = Receiver(torch.device("cpu")), {}, []
+    receiver, kept, errors = Receiver(device), {}, []
     number = worker % PER_SERVER
     for _ in range(updates):
         request = folder / f"request{worker}"

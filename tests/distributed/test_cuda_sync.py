@@ -1,0 +1,106 @@
+"""Weights through GPU memory that a worker maps, with real processes. Without a GPU a file stands in for its memory, which leaves out just
+CUDA's own part."""
+
+import json
+import time
+
+import torch
+import torch.distributed as dist
+from direct_workers import PER_SERVER, SHAPES, copies_of, held_by, values_of
+from ranks import run_ranks
+
+from megagrpo.parallel import device
+from megagrpo.rollout import cuda_ipc as worker
+from megagrpo.rollout.shard_reader import MappedBlocks, ShardReader
+from megagrpo.rollout.shared_weights import Manifest
+from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync import cuda_ipc as trainer
+
+SERVER = "http://127.0.0.1:8000"
+
+
+def stand_in(folder) -> None:
+    """Without a GPU: buffers are files, handles say how many bytes, and whoever has a handle maps the file."""
+    if device.has_gpu():
+        return
+    path = folder / "memory"
+
+    def buffer(self, slot):
+        path.touch()
+        name = f"gpu of rank {self.rank}"
+        if name not in self.buffers:
+            self.buffers[name] = torch.from_file(str(path), shared=True, size=self.size, dtype=torch.uint8)
+        return name, self.buffers[name]
+
+    trainer.DeviceSlots.buffer = buffer
+    trainer.export = lambda buffer: worker.pack(buffer.numel(), (b"handle", buffer.numel(), 0, False, b"counter", 0, b"event", True))
+    worker.rebuild_cuda_tensor = lambda kind, size, *rest: torch.from_file(str(path), shared=True, size=size[0], dtype=torch.uint8)
+    torch.cuda.ipc_collect = lambda: None
+
+
+class OneRank:
+    world_rank = 0
+
+    def all_gather_objects(self, obj):
+        return [obj]
+
+
+class OneWorker:
+    """A server of one worker, in another process, that is told through a file."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def workers(self):
+        return {SERVER: 1}
+
+    def load_weights(self, update):
+        (self.folder / "draft").write_text(json.dumps(update.request(SERVER)))
+        (self.folder / "draft").rename(self.folder / "request")
+        while not (replies := update.replies(SERVER)):
+            time.sleep(0.01)
+        return [reply | {"server": SERVER} for reply in replies]
+
+    def resume(self, version):
+        self.version = version
+
+
+def take(folder, updates: int) -> list[dict]:
+    """The worker, which copies both halves of what it is told of, mapped from the other process's memory."""
+    kept = {}
+    for _ in range(updates):
+        while not (folder / "request").exists():
+            time.sleep(0.01)
+        told = json.loads((folder / "request").read_text())
+        (folder / "request").unlink()
+        manifest = Manifest.load(told["manifest"])
+        maps = worker.DeviceMaps({name: handles[0] for name, handles in told["handles"].items()}, device.device())
+        reader = ShardReader(manifest, MappedBlocks(manifest, 0, maps))
+        for half in range(PER_SERVER):
+            copies_of(half, reader.tensors(), kept.setdefault(half, {}))
+        reads = [[name, index, part, total] for (name, index, part), total in reader.reads.items()]
+        reader.source.release()
+        report = {"worker": 0, "version": manifest.version, "bytes": reader.bytes, "reads": reads, "checksum_seconds": 0.0}
+        (folder / "reply").write_text(json.dumps(report))
+        (folder / "reply").rename(f"{told['replies']}/worker0.json")
+    return [{name: tensor.numpy() for name, tensor in half.items()} for half in kept.values()]
+
+
+def push(folder):
+    stand_in(folder)
+    if dist.get_rank() == 1:
+        return take(folder, 2)
+    engine = OneWorker(folder)
+    with WeightSync(engine, OneRank(), "float32", trainer.CudaIpc(OneRank(), "float32", device.device(), folder)) as sync:
+        for version in (1, 2):
+            sync.push(held_by(0, 1, version, device.device()), version)
+    return engine.version
+
+
+def test_a_worker_copies_from_memory_of_another_process(tmp_path):
+    version, kept = run_ranks(push, 2, tmp_path)
+    assert version == 2 and len(kept) == PER_SERVER
+    for number, half in enumerate(kept):
+        expected = {}
+        copies_of(number, [(name, values_of(name, 2)) for name in SHAPES], expected)
+        assert all(torch.equal(torch.from_numpy(half[name]), values) for name, values in expected.items())
