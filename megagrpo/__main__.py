@@ -14,6 +14,7 @@ from megagrpo.config import ConfigError, RunConfig, load_config, render_help
 USAGE = """\
 megagrpo train CONFIG [key=value ...] [--resume]    run GRPO as one rank; launch/local.sh starts every rank of this machine
 megagrpo plan  CONFIG [key=value ...] [world_size=N] [gpu_memory_gb=G]    check a run and show what each rank holds; needs no GPU
+megagrpo plan  CONFIG [key=value ...] --weight-sync [link_gb_per_s=50]    also what a weight sync moves between which ranks
 megagrpo verify CONFIG [key=value ...] [--layout tp=2,pp=2,dp=2 ...] [--ranks N] [--json] [--full]    prove layouts against one process
 megagrpo eval  CONFIG [key=value ...] [--checkpoint latest|best|PATH] [--adapter FOLDER] [--output FILE]    evaluate held-out sets with vLLM
 megagrpo generate CONFIG_OR_MODEL [PROMPT | -] [--checkpoint ...] [--adapter FOLDER] ...    ask a model, or talk to it; --help says more
@@ -22,11 +23,11 @@ megagrpo audit RUN --step N [--json] [--model FOLDER]    recompute a step that a
 CONFIG is a YAML file; key=value replaces one of its values, as in train.learning_rate=1e-5 or rewards.functions.0.weight=2.
 megagrpo COMMAND --help prints every key. Exit code 2: the config or the command line is wrong."""
 
-PLAN_SIZES = {"world_size": int, "gpu_memory_gb": float}
+PLAN_SIZES = {"world_size": int, "gpu_memory_gb": float, "link_gb_per_s": float}
 _FLAG = dict(action="store_true")
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "train": {"resume": _FLAG},
-    "plan": {},
+    "plan": {"weight_sync": _FLAG},
     "eval": {"checkpoint": {}, "adapter": {}, "output": {}},
     "verify": {"layout": dict(action="append"), "ranks": dict(type=int), "json": _FLAG, "full": _FLAG},
 }
@@ -56,7 +57,7 @@ def parse(arguments: list[str]) -> Command:
     parser.add_argument("config", nargs="?")
     parser.add_argument("overrides", nargs="*")
     for option, settings in [pair for options in OPTIONS.values() for pair in options.items()]:
-        parser.add_argument(f"--{option}", default=argparse.SUPPRESS, **settings)
+        parser.add_argument(f"--{option.replace('_', '-')}", default=argparse.SUPPRESS, **settings)
     parser.add_argument("-h", "--help", action="store_true")
     given, dashed = parser.parse_known_intermixed_args(arguments)
     if given.help:
@@ -66,11 +67,13 @@ def parse(arguments: list[str]) -> Command:
         parser.error("needs a command and a config file")
     options = {name: value for name, value in vars(given).items() if name not in ("command", "config", "overrides", "help")}
     for foreign in options.keys() - OPTIONS[given.command].keys():
-        parser.error(f"--{foreign}: {given.command} has no such option")
+        parser.error(f"--{foreign.replace('_', '-')}: {given.command} has no such option")
     overrides = [*given.overrides, *dashed]
     sizes = {}
     if given.command == "plan":
         overrides, sizes = _take_sizes(overrides)
+        if "link_gb_per_s" in sizes and not options.get("weight_sync"):
+            raise ConfigError("link_gb_per_s: only a plan of a weight sync reads it; add --weight-sync")
     if options.pop("resume", False):
         overrides.append("run.resume=true")
     if not options.get("ranks", 1) > 0:
@@ -112,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
         if command.name == "plan":
             from megagrpo import plan
 
-            return plan.main(command.config, **command.sizes)
+            return plan.main(command.config, **command.sizes, **command.options)
         if command.name == "verify":
             from megagrpo.verify import command as verify
 

@@ -34,7 +34,7 @@ class Plan:
     smallest_gpu: float = 0.0  # GiB that a GPU needs to hold a trainer rank and its share of a vLLM server; 0 without a model
 
     def __str__(self) -> str:
-        lines = [f"{name:<10}{text}" for name, text in self.rows]
+        lines = [f"{name:<10}{text}".rstrip() for name, text in self.rows]
         if self.memory:
             lines += ["", *memory_table(self.memory)]
         if self.problems:
@@ -42,9 +42,24 @@ class Plan:
         return "\n".join(lines)
 
 
-def main(config: RunConfig, world_size: int | None = None, gpu_memory_gb: float | None = None) -> int:
-    """Prints the plan; exit code 2 when something is wrong. Without `world_size`: as few ranks as the layout takes."""
-    made = plan(config, world_size or config.parallel.smallest_world, gpu_memory_gb)
+def main(
+    config: RunConfig,
+    world_size: int | None = None,
+    gpu_memory_gb: float | None = None,
+    link_gb_per_s: float | None = None,
+    weight_sync: bool = False,
+) -> int:
+    """Prints the plan; exit code 2 when something is wrong. Without `world_size`: as few ranks as the layout takes. With `weight_sync`
+    also what one moves, which takes the model's own code and with it torch."""
+    world_size = world_size or config.parallel.smallest_world
+    made = plan(config, world_size, gpu_memory_gb)
+    if weight_sync and not made.problems:
+        from megagrpo.plan.weight_sync import rows_of
+
+        try:
+            made.rows.extend([("", ""), *rows_of(config, world_size, link_gb_per_s)])
+        except ValueError as error:
+            made.problems.append(str(error))
     print(made, file=sys.stderr if made.problems else sys.stdout)
     return 2 if made.problems else 0
 

@@ -13,9 +13,9 @@ from megagrpo.bridge.transfers import layer_of
 from megagrpo.families.architecture import HfConfig
 
 VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it before it cuts
-BY_ROWS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj"}
+BY_ROWS = {"q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj", "sinks"}
 BY_COLUMNS = {"o_proj", "down_proj", "w2"}
-KEPT_WHOLE = {"gate", "q_a_proj", "kv_a_proj_with_mqa"}  # and whatever has norm in its name
+KEPT_WHOLE = {"gate", "router", "q_a_proj", "kv_a_proj_with_mqa"}  # and whatever has norm in its name
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
@@ -83,9 +83,9 @@ def _server_boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: En
     boxes: dict[Box, list[int]] = {}
     for number in range(layout.workers):
         worker = _Worker.of(layout, number)
-        box = _box(name, shape, model, layout, worker) if worker.pp_rank in stages else None
-        if box is not None and size(box):
-            boxes.setdefault(box, []).append(number)
+        for box in _boxes(name, shape, model, layout, worker) if worker.pp_rank in stages else []:
+            if size(box):
+                boxes.setdefault(box, []).append(number)
     return boxes
 
 
@@ -107,31 +107,54 @@ def _stages_of(name: str, layer: int, stages: list[range], model: HfConfig) -> l
     return [last]
 
 
-def _box(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker) -> Box | None:
+def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker) -> list[Box]:
     words = name.split(".")
-    kind, is_bias = words[-2], words[-1] == "bias"
-    if "experts" in words and layout.ep > 1:
-        return whole(shape) if int(words[words.index("experts") + 1]) in _experts(model, layout, worker) else None
+    kind = words[-1] if len(words) == 1 or words[-2] in ("self_attn", "experts") else words[-2]
     if kind in (EMBEDDING, HEAD):
-        return _vocabulary(name, shape, layout.tp, worker.tp_rank)
+        return [_vocabulary(name, shape, layout.tp, worker.tp_rank)]
     if "shared_experts" in words and layout.copies > 1 and layout.tp > 1:
-        return whole(shape)  # each worker runs them on tokens of its own
-    if "norm" in kind or kind in KEPT_WHOLE or (kind in BY_COLUMNS and is_bias):
-        return whole(shape)
-    if kind in ("k_proj", "v_proj") and model.num_kv_heads < layout.tp:
-        return _part(name, shape, 0, model.num_kv_heads, worker.tp_rank * model.num_kv_heads // layout.tp)
-    if kind in BY_ROWS:
-        return _part(name, shape, 0, layout.tp, worker.tp_rank)
+        return [whole(shape)]  # each worker runs them on tokens of its own
+    if "norm" in kind or kind in KEPT_WHOLE or (kind in BY_COLUMNS and words[-1] == "bias"):
+        return [whole(shape)]
+    if words[-2] == "experts":  # all of a block's in one tensor, the expert its first dimension
+        return [_stacked_experts(name, shape, model, layout, worker)]
+    if "experts" in words and layout.ep > 1:
+        return [whole(shape)] if int(words[words.index("experts") + 1]) in _experts(model, layout, worker) else []
     if kind in BY_COLUMNS:
-        return _part(name, shape, 1, layout.tp, worker.tp_rank)
+        return [_part(name, shape, 1, 0, shape[1], layout.tp, worker.tp_rank)]
+    mine = (layout.tp, worker.tp_rank)
+    parts = min(layout.tp, model.num_kv_heads)
+    keys = (parts, worker.tp_rank * parts // layout.tp)  # workers share a head where there are more of them
+    if kind in ("k_proj", "v_proj"):
+        return [_part(name, shape, 0, 0, shape[0], *keys)]
+    if kind == "qkv_proj":
+        rows = model.num_kv_heads * model.head_dim
+        queries = shape[0] - 2 * rows
+        return [_part(name, shape, 0, 0, queries, *mine), *(_part(name, shape, 0, at, rows, *keys) for at in (queries, queries + rows))]
+    if kind == "gate_up_proj":
+        half = shape[0] // 2
+        return [_part(name, shape, 0, at, half, *mine) for at in (0, half)]
+    if kind in BY_ROWS:
+        return [_part(name, shape, 0, 0, shape[0], *mine)]
     raise ValueError(f"{name}: how vLLM cuts tensors of this kind is not known here")
 
 
-def _part(name: str, shape: tuple[int, ...], dim: int, parts: int, part: int) -> Box:
-    if shape[dim] % parts:
+def _part(name: str, shape: tuple[int, ...], dim: int, start: int, length: int, parts: int, part: int) -> Box:
+    """Part number `part` of `parts` of places [start, start + length) of dimension `dim`."""
+    if length % parts:
         raise ValueError(f"rollout.tp: {name} of shape {shape} cannot be cut into {parts} along dimension {dim}")
-    step = shape[dim] // parts
-    return cut(shape, dim, part * step, part * step + step)
+    step = length // parts
+    return cut(shape, dim, start + part * step, start + part * step + step)
+
+
+def _stacked_experts(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker) -> Box:
+    if layout.ep > 1:
+        mine = _experts(model, layout, worker)
+        return cut(shape, 0, mine.start, mine.stop)
+    if name.endswith("down_proj_bias"):
+        return whole(shape)
+    dim = 1 if name.endswith("down_proj") else len(shape) - 1  # [expert, inside, outside], or [expert, outside, gate and up in turns]
+    return _part(name, shape, dim, 0, shape[dim], layout.tp, worker.tp_rank)
 
 
 def _vocabulary(name: str, shape: tuple[int, ...], tp: int, tp_rank: int) -> Box:

@@ -1,0 +1,75 @@
+"""Layouts of worlds that are not there: what each of a thousand ranks would be, in one process and without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch.distributed import distributed_c10d
+
+from megagrpo.config import ParallelSection
+from megagrpo.parallel.layout import Layout
+
+from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip  (after layout, which prepares the platform)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Stands in for a process group while a model is built: it has a size and this rank's place, and nobody to talk to."""
+
+    places: int
+    place: int
+
+    def size(self) -> int:
+        return self.places
+
+    def rank(self) -> int:
+        return self.place
+
+
+def imagined_layouts(alone: Layout, parallel: ParallelSection, world_size: int) -> Iterator[tuple[list[int], Layout]]:
+    """(ranks, layout) for each set of ranks that hold the same weights, stage by stage. `alone` is this process's own layout, of one rank.
+
+    Ranks are numbered tp, cp, dp, pp from fastest to slowest; a stage's ranks are etp, ep, copies for the experts.
+    """
+    a_stage = world_size // parallel.pp
+    for stage in range(parallel.pp):
+        same: dict[tuple[int, int, int], list[int]] = {}
+        for place in range(a_stage):
+            coordinates = place % parallel.tp, place // parallel.expert_tp % parallel.ep, place % parallel.expert_tp
+            same.setdefault(coordinates, []).append(stage * a_stage + place)
+        for (tp_rank, ep_rank, etp_rank), ranks in same.items():
+            tp, ep, etp = _known(parallel.tp, tp_rank), _known(parallel.ep, ep_rank), _known(parallel.expert_tp, etp_rank)
+            yield (
+                ranks,
+                replace(
+                    alone,
+                    world_size=world_size,
+                    world_rank=ranks[0],
+                    tp_size=parallel.tp,
+                    tp_rank=tp_rank,
+                    pp_size=parallel.pp,
+                    pp_rank=stage,
+                    vpp=parallel.vpp,
+                    pipeline_layers=None if parallel.pipeline_layers is None else tuple(parallel.pipeline_layers),
+                    ep_size=parallel.ep,
+                    ep_rank=ep_rank,
+                    etp_size=parallel.expert_tp,
+                    etp_rank=etp_rank,
+                    process_groups=_groups(tp, _known(parallel.pp, stage), ep, etp),
+                ),
+            )
+
+
+def _known(places: int, place: int) -> Group:
+    """A group that torch's book of groups holds, where Megatron looks for this process's place in it: torch gives no other way in."""
+    group = Group(places, place)
+    distributed_c10d._world.pg_group_ranks[group] = {0: place}
+    return group
+
+
+def _groups(tp: Group, pp: Group, ep: Group, etp: Group) -> ProcessGroupCollection:
+    one = _known(1, 0)
+    tp_ep = _known(etp.places * ep.places, ep.place * etp.places + etp.place)
+    groups = dict.fromkeys(("cp", "dp", "dp_cp", "expt_dp", "gtp_remat", "expt_gtp_remat", "embd", "pos_embd"), one)
+    return ProcessGroupCollection(**groups, tp=tp, tp_cp=tp, pp=pp, mp=tp, ep=ep, expt_tp=etp, tp_ep=tp_ep, tp_dp_cp=tp)

@@ -1,0 +1,111 @@
+"""`megagrpo plan --weight-sync`: what it says of a config, of a thousand ranks, and of what vLLM cannot cut."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+from megagrpo.__main__ import main
+from megagrpo.boxes import size
+from megagrpo.config import ParallelSection, load_config
+from megagrpo.plan.weight_sync import plan_sync, rows_of
+from megagrpo.policy.hf_config import parse_hf_config
+from megagrpo.rollout.cuts import EngineLayout
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+LLAMA = dict(
+    model_type="llama",
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    intermediate_size=1536,
+    vocab_size=49152,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model folder of SmolLM2's shape, without weights."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def rows(*overrides, world_size):
+    return dict(rows_of(load_config(QUICKSTART, list(overrides)), world_size))
+
+
+def test_the_rows_of_a_small_run(folder):
+    told = run_ranks(rows_in_a_rank, 1, folder, "rollout.tp=3", "rollout.servers=2", "parallel.pp=2", 4)[0]
+    assert told["sync"] == "4 rank(s) -> 2 server(s) of 3 worker(s), tp 3"
+    # All of the model goes to each server, and 61 norms of 576 elements to two more workers of it.
+    elements = 2 * (134_515_008 + 2 * 61 * 576)
+    assert told["moved"] == f"{elements * 2 / 1e6:.3g} MB; the workers want {elements * 2 / 1e6:.3g} MB, each element once"
+    assert re.match(r"\d+ of 24 rank-worker pairs; the fullest carries \d+(\.\d)? MB", told["links"])
+    assert told["seconds"].startswith("0.00") and told["seconds"].endswith("is the busiest")
+
+
+def rows_in_a_rank(folder, *arguments):
+    *overrides, world_size = arguments
+    return rows(f"model.path={folder}", *overrides, world_size=world_size)
+
+
+def run_main(*arguments):
+    return main(list(arguments))
+
+
+def test_the_command_prints_the_rows_and_refuses_what_vllm_cannot_cut(folder, capfd):
+    command = ("plan", str(QUICKSTART), f"model.path={folder}", "--weight-sync")
+    assert run_ranks(run_main, 1, *command, "link_gb_per_s=25")[0] == 0
+    out = capfd.readouterr().out
+    assert "\nsync      1 rank(s) -> 1 server(s) of 1 worker(s), tp 1\n" in out and "at 25 GB/s a link" in out
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 1000}))
+    assert run_ranks(run_main, 1, *command, "rollout.tp=3")[0] == 2
+    assert "rollout.tp: model.embed_tokens.weight has 1024 rows with vLLM's padding, which tp=3 does not divide" in capfd.readouterr().err
+
+
+def test_the_speed_of_links_needs_a_plan_that_reads_it(capsys):
+    assert main(["plan", str(QUICKSTART), "link_gb_per_s=25"]) == 2
+    assert "link_gb_per_s: only a plan of a weight sync reads it; add --weight-sync" in capsys.readouterr().err
+
+
+def simulate():
+    started = time.perf_counter()
+    made = plan_sync(MODEL, LAYOUT, 1024, EngineLayout(tp=8, ep=32, servers=8), 2)
+    return made, time.perf_counter() - started
+
+
+MODEL = parse_hf_config(
+    dict(
+        model_type="qwen3_moe",
+        num_hidden_layers=61,
+        hidden_size=7168,
+        num_attention_heads=128,
+        num_key_value_heads=32,
+        head_dim=128,
+        intermediate_size=18432,
+        vocab_size=129280,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        mlp_only_layers=[0, 1, 2],
+    )
+)
+LAYOUT = ParallelSection(tp=8, pp=16, ep=64, etp=1, pipeline_layers=[4] * 13 + [3] * 3)
+
+
+@pytest.mark.full
+def test_a_thousand_ranks_to_256_workers_of_a_model_of_700_billion_parameters():
+    made, seconds = run_ranks(simulate, 1)[0]
+    moved = made.transfers
+    experts = 58 * 256 * 3 * 7168 * 2048
+    assert moved.total == made.wanted > 8 * experts
+    assert moved.received(256).max() == moved.received(256).min()
+    sent = moved.sent(1024)
+    assert sent.sum() == moved.total and sent.max() / sent.mean() < 1.1
+    assert sum(size(moved.boxes[box]) for box in moved.box.tolist()) == moved.total
+    assert seconds < 30

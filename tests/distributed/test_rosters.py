@@ -1,0 +1,139 @@
+"""What every rank of a layout holds, known in one process: the same that real ranks hold. And plans from it, for random layouts."""
+
+import itertools
+import random
+from collections import defaultdict
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+import transformers
+from ranks import run_ranks
+from tiny_families import MODELS, TINY
+from tiny_policy import SHAPES
+
+from megagrpo.boxes import intersect, missing, size, whole
+from megagrpo.bridge.families import blocks, tensor_names
+from megagrpo.bridge.rosters import held_boxes
+from megagrpo.bridge.transfers import plan_transfers
+from megagrpo.config import ParallelSection
+from megagrpo.families import FAMILIES
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.build import build_model
+from megagrpo.policy.hf_config import model_problems, parse_hf_config
+from megagrpo.rollout.cuts import EngineLayout, wanted_boxes
+from megagrpo.verify.shrink import shrink_model
+
+
+def boxes_here(shape, parallel):
+    """The blocks that a real rank holds."""
+    section = ParallelSection(**parallel)
+    layout, model = init_layout(section), shrink_model(SHAPES[shape], section)
+    chunks = build_model(model, layout, dtype=torch.float32)
+    found = {(block.name, block.shape, block.box) for _, _, held in blocks(chunks, model, layout) for block in held}
+    layout.close()
+    return found
+
+
+def boxes_told(shape, parallel, world_size):
+    section = ParallelSection(**parallel)
+    alone = init_layout(ParallelSection())
+    shapes, held = held_boxes(shrink_model(SHAPES[shape], section), section, world_size, alone)
+    alone.close()
+    return [
+        {(name, shapes[name], box) for name, boxes in held.items() for box in boxes if rank in boxes[box]} for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "parallel"),
+    [
+        ("qwen3_moe", 8, dict(tp=2, pp=2, ep=2, etp=1, pipeline_layers=[1, 2])),
+        ("mixtral", 4, dict(tp=2, ep=2, etp=2)),
+        ("llama_tied", 4, dict(pp=2, vpp=2)),
+        ("qwen2_untied", 6, dict(tp=3, cp=2)),
+    ],
+    ids=str,
+)
+def test_each_rank_holds_what_it_is_said_to_hold(shape, ranks, parallel):
+    told = run_ranks(boxes_told, 1, shape, parallel, ranks)[0]
+    for rank, found in enumerate(run_ranks(boxes_here, ranks, shape, parallel)):
+        assert found == told[rank], f"rank {rank}"
+
+
+def random_case(name, rng):
+    """(model, parallel, ranks, engine): a layout of a model that is small, with random sizes, and one of an engine."""
+    kind, extra = MODELS[name]
+    sizes = dict(
+        num_key_value_heads=rng.choice([1, 2, 3, 6]),
+        num_hidden_layers=rng.randrange(3, 9),
+        intermediate_size=24 * rng.randrange(1, 5),
+        vocab_size=rng.randrange(50, 300),
+    )
+    config = getattr(transformers, f"{kind}Config")
+    raw = config(**TINY | sizes | extra).to_dict()
+    if model_problems(raw, ParallelSection()):  # what `extra` has fits only the sizes that it was made for
+        raw = config(**TINY | extra).to_dict()
+    layers = raw["num_hidden_layers"]
+    while True:
+        tp, pp, cp, copies = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3, 4]), rng.choice([1, 1, 2]), rng.choice([1, 2, 4])
+        vpp = rng.choice([1, 1, 2]) if pp > 1 else 1
+        parallel = dict(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=rng.choice([1, 2, 4]), etp=rng.choice([None, 1, 2, 3]))
+        edges = sorted(rng.choices(range(layers + 1), k=pp * vpp - 1))
+        stages = [b - a for a, b in pairwise([0, *edges, layers])]
+        parallel["pipeline_layers"] = stages if min(stages) else None
+        section = ParallelSection(**parallel)
+        ranks = tp * pp * cp * copies
+        if ranks % section.expert_parallel_size == 0 and not model_problems(raw, section):
+            break
+    model = parse_hf_config(raw)
+    engine_tp = rng.choice([n for n in (1, 2, 4, 8) if model.num_heads % n == 0])
+    ep = rng.choice([1, engine_tp, 2 * engine_tp]) if model.experts else 1
+    return model, section, ranks, EngineLayout(engine_tp, rng.choice([1, 2, 3]), ep, rng.choice([1, 2, 3]))
+
+
+def check_random_layouts(seeds):
+    """Everything that must hold of layouts of every family; the families of those that an engine's layout fitted as well."""
+    alone, met = init_layout(ParallelSection()), set()
+    for name, seed in itertools.product(MODELS, seeds):
+        model, parallel, ranks, engine = random_case(name, random.Random(f"{name} {seed}"))
+        case = f"{name}, seed {seed}: {parallel}, {engine}"
+        shapes, held = held_boxes(model, parallel, ranks, alone)
+        assert held.keys() == tensor_names(model) - ({"lm_head.weight"} if model.tied_embeddings else set()), case
+        for tensor, boxes in held.items():
+            full = whole(shapes[tensor])
+            assert missing(full, boxes) == [] and sum(map(size, boxes)) == size(full), f"{case}: {tensor}"
+            assert all(len(set(holders)) == len(holders) and max(holders) < ranks for holders in boxes.values()), f"{case}: {tensor}"
+        try:
+            wanted = wanted_boxes(shapes, model, engine)
+        except ValueError as error:
+            assert "rollout.tp" in str(error), case
+            continue
+        check_arrivals(plan_transfers(held, wanted), held, wanted, case)
+        met.add(model.family)
+    alone.close()
+    return met
+
+
+def check_arrivals(made, held, wanted, case):
+    arrived = defaultdict(list)
+    for tensor, box, source, worker in zip(made.tensor, made.box, made.source, made.destination, strict=True):
+        name, part = made.names[tensor], made.boxes[box]
+        assert any(source in ranks and intersect(part, block) == part for block, ranks in held[name].items()), (
+            f"{case}: {name} from {source}"
+        )
+        arrived[name, worker].append(part)
+    needed = defaultdict(list)
+    for name, boxes in wanted.items():
+        for box, workers in boxes.items():
+            for worker in workers:
+                needed[name, worker].append(box)
+    assert arrived.keys() == needed.keys(), case
+    for place, parts in arrived.items():
+        boxes = needed[place]
+        assert all(missing(box, parts) == [] for box in boxes) and sum(map(size, parts)) == sum(map(size, boxes)), f"{case}: {place}"
+        assert not any(intersect(a, b) for a, b in combinations(parts, 2)), f"{case}: {place}"
+
+
+def test_plans_of_random_layouts_move_each_wanted_element_once_from_a_rank_that_holds_it():
+    assert run_ranks(check_random_layouts, 1, range(4))[0] == set(FAMILIES)
