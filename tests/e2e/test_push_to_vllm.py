@@ -22,7 +22,7 @@ from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.types import SamplingParams
 from megagrpo.weight_sync import WeightSync
 from megagrpo.weight_sync.point_to_point import PointToPoint
-from tests.e2e.tiny_servers import PROMPTS, below, model_folder, tied_llamas, weights
+from tests.e2e.tiny_servers import PROMPTS, below, connect, launch, model_folder, tied_llamas, weights
 
 CPU = torch.device("cpu")
 
@@ -110,3 +110,17 @@ def test_a_server_that_hangs_in_the_middle_is_named_and_the_next_push_succeeds()
         assert re.search(sending, told) and seconds < 20
     synced.engine.weight_version = version
     assert sampled(synced.engine) == sampled(fresh.engine)
+
+
+@pytest.mark.full
+def test_two_workers_are_sent_their_own_shares_of_a_model_with_experts():
+    folder, other = model_folder("qwen3_moe", 0), model_folder("qwen3_moe", 1)
+    running = connect(launch(folder, "qwen3_moe_pushed", tp=2), folder)
+    fresh = sampled(running.engine)  # it has just loaded its folder
+    results = run_ranks(push_from_megatron, 2, dict(ep=2), running.engine, [other, folder], 1)
+    running.engine.weight_version = 2
+    assert sampled(running.engine) == fresh
+    total = sum(tensor.nbytes for tensor in weights(folder).values())
+    for reports, _, _ in results:
+        assert all(given == taken and total < given < 1.1 * total for given, taken in reports)  # norms and routers go to both
+    running.launcher.stop()
