@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.boxes import cut
+from megagrpo.boxes import cut, whole
 from megagrpo.families.blocks import Block
 from megagrpo.rollout.exchange import Deadline
 from megagrpo.rollout.receiver import Boxes, Receiver
@@ -103,11 +103,12 @@ class FileEngine:
         self.version = version
 
 
-def serve(worker: int, folder: Path, updates: int, device: torch.device) -> tuple[dict[str, Any], list[str]]:
-    """The life of a worker: what it holds at the end, and what went wrong on the way."""
+def serve(worker: int, folder: Path, updates: int, device: torch.device, dies: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """The life of a worker: what it holds at the end, and what went wrong on the way. One that `dies` loses its connections in the middle
+    of the first update, without a word, and is there again for the next."""
     receiver, kept, errors = Receiver(device), {}, []
     number = worker % PER_SERVER
-    for _ in range(updates):
+    for update in range(updates):
         request = folder / f"request{worker}"
         while not request.exists():
             time.sleep(0.005)
@@ -125,6 +126,12 @@ def serve(worker: int, folder: Path, updates: int, device: torch.device) -> tupl
                 return reader.fetched
 
             source = receiver.connect(direct, number, rehearse, deadline)
+            if dies and update == 0:
+                source.values("embed", *source.parts("embed", whole(SHAPES["embed"]))[0])
+                source.release()
+                receiver.close()
+                errors.append("receiving no more")
+                continue
             reader = ShardReader(manifest, source)
             copies_of(worker, reader.tensors(), kept)
             source.drain()

@@ -59,14 +59,14 @@ def test_every_worker_gets_what_its_loaders_copy_and_no_byte_more(num_ranks, num
 
 
 def push_and_disturb(num_ranks: int, folder, how: str, seconds: float):
-    """Two workers; worker 0 hangs, or its group breaks, or rank 1 fails, in the middle of the first push; the second one must succeed."""
+    """Two workers; worker 0 hangs or dies, or rank 1 fails, in the middle of the first push; the second one must succeed."""
     rank = dist.get_rank()
     everyone, own = dist.new_group(backend="gloo"), device.device()
     pids = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid(), group=everyone)
     group = dist.new_group(range(num_ranks), backend="gloo")
     if rank >= num_ranks:
-        return serve(rank - num_ranks, folder, 2, own)
+        return serve(rank - num_ranks, folder, 2, own, dies=how == "worker dies" and rank == num_ranks)
     ranks = TrainerRanks(rank, group)
     transport = PointToPoint(ranks, "float32", own, seconds=seconds, megabytes=2**-16)
     with WeightSync(FileEngine(folder, PER_SERVER, seconds + 3) if rank == 0 else None, ranks, "float32", transport) as sync:
@@ -99,8 +99,9 @@ def push_and_disturb(num_ranks: int, folder, how: str, seconds: float):
     [
         ("hang", r"rank \d: sending tensors outside of layers \(embed\) to worker 0 of http://127\.0\.0\.1:8000: not done within 3 s"),
         ("rank fails", r"rank 1: RuntimeError: no more memory"),
+        ("worker dies", r"rank \d: sending .* to worker 0 of http://127\.0\.0\.1:8000: .*Connection (closed|reset) by peer"),
     ],
-    ids=["hang", "rank fails"],
+    ids=["hang", "rank fails", "worker dies"],
 )
 @pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="NCCL takes a GPU for each rank and worker")
 def test_who_fails_in_the_middle_is_named_and_the_next_sync_forms_the_group_anew(how, message, tmp_path):
