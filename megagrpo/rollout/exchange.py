@@ -55,16 +55,20 @@ class Board:
         """Leave a note; it is there when this returns."""
         try:
             self.store.set(key, json.dumps(value))
-            self.store.check([key])  # answered after the note was taken in, which `set` does not wait for
+        except RuntimeError as error:
+            raise WeightSyncError(f"the trainer's board is gone: {_first_line(error)}") from None
+        self.has(key)  # answered after the note was taken in, which `set` does not wait for
+
+    def has(self, key: str) -> bool:
+        """Whether somebody has left this note. WeightSyncError when the board is gone."""
+        try:
+            return self.store.check([key])
         except RuntimeError as error:
             raise WeightSyncError(f"the trainer's board is gone: {_first_line(error)}") from None
 
     def find(self, key: str) -> Any:
         """A note, or None when nobody has left it. WeightSyncError when the board is gone."""
-        try:
-            return json.loads(self.store.get(key)) if self.store.check([key]) else None
-        except RuntimeError as error:
-            raise WeightSyncError(f"the trainer's board is gone: {_first_line(error)}") from None
+        return json.loads(self.store.get(key)) if self.has(key) else None
 
     def take(self, key: str, what: str, deadline: Deadline, stop: str = "") -> Any:
         """A note, as soon as it is there. WeightSyncError that says `what` was waited for when the deadline passes, or when a note `stop`
@@ -82,7 +86,7 @@ class Board:
     def answers(self) -> bool:
         """Whether the board is still there."""
         try:
-            self.find("anything")
+            self.has("anything")
         except WeightSyncError:
             return False
         return True

@@ -203,7 +203,8 @@ class DirectUpdate:
     def _decide(self) -> None:
         """On rank 0: once every worker has said what it wants, tell everybody who takes part, and in which group."""
         board = self.transport.board
-        board.put(self.transport.roster_key, self.transport.roster.as_json())
+        if not board.has(self.transport.roster_key):
+            board.put(self.transport.roster_key, self.transport.roster.as_json())
         workers = range(sum(self.invitation.servers.values()))
         notes = [board.take(f"{self.key}/worker{w}", self._name(w), self.deadline, stop=f"{self.key}/stop") for w in workers]
         keep = self.group and all(note["group"] == self.group for note in notes)
