@@ -40,7 +40,7 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
     table = FAMILIES[hf_config.family].table(hf_config)
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
-        for name, param in model.named_parameters():
+        for name, param in (*model.named_parameters(), *_weights_without_gradient(model)):
             if is_adapter(name):
                 continue
             param = getattr(model.get_submodule(name.rpartition(".")[0]), "stored", param) if name.endswith(".weight") else param
@@ -85,8 +85,14 @@ def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout)
 
 
 def trained_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> list[tuple[str, Tensor, list[Block]]]:
-    """What has a gradient: the adapters where there are any, else all weights."""
-    return list(adapter_blocks(chunks, hf_config, layout)) or list(blocks(chunks, hf_config, layout))
+    """What has a gradient: the adapters where there are any, else all weights that are parameters."""
+    adapters = list(adapter_blocks(chunks, hf_config, layout))
+    return adapters or [held for held in blocks(chunks, hf_config, layout) if isinstance(held[1], nn.Parameter)]
+
+
+def _weights_without_gradient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The biases that routers choose experts by: Megatron keeps them as buffers, in float32 in a bfloat16 model too."""
+    return ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.expert_bias"))
 
 
 def _block_number(model: nn.Module, index: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import sys
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from megagrpo.bridge.families import blocks, fill, tensor_names
 from megagrpo.bridge.sources import INDEX, SINGLE
+from megagrpo.families import FAMILIES
 from megagrpo.families.blocks import Block
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
@@ -26,7 +29,10 @@ def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, la
     """
     wanted = list(blocks(chunks, hf_config, layout))
     with Checkpoint(folder) as checkpoint:
-        checkpoint.check_names({block.name for _, _, found in wanted for block in found}, tensor_names(hf_config))
+        dropped = FAMILIES[hf_config.family].dropped(hf_config)
+        left_out = checkpoint.check_names({block.name for _, _, found in wanted for block in found}, tensor_names(hf_config), dropped)
+        if left_out and layout.world_rank == 0:
+            print(f"model: {len(left_out)} tensors of {folder} are not trained and left out: {_list(left_out)}", file=sys.stderr)
         for _, param, found in wanted:
             fill(param, found, checkpoint.read)
 
@@ -47,10 +53,13 @@ class Checkpoint:
         self._stack.close()
         self._open.clear()
 
-    def check_names(self, wanted: set[str], known: set[str]) -> None:
-        """ValueError when a `wanted` tensor is missing or one on disk is not among those `known` to the model."""
+    def check_names(self, wanted: set[str], known: set[str], dropped: str | None = None) -> list[str]:
+        """The tensors on disk that are left out: those that the expression `dropped` matches. ValueError when a `wanted` tensor is missing
+        or another one is not among those `known` to the model."""
         missing = sorted(wanted - set(self.files))
-        unused = sorted(name for name in set(self.files) - known if not name.endswith("rotary_emb.inv_freq"))
+        others = sorted(name for name in set(self.files) - known if not name.endswith("rotary_emb.inv_freq"))
+        left_out = [name for name in others if dropped is not None and re.fullmatch(dropped, name)]
+        unused = [name for name in others if name not in left_out]
         if fused := next((name for name in unused if name.endswith(".experts.gate_up_proj")), None):
             raise ValueError(
                 f"model: {self.folder} holds all experts of a block in one tensor ({fused}); save one tensor per expert, as the "
@@ -60,6 +69,7 @@ class Checkpoint:
             raise ValueError(f"model: {self.folder} lacks {_list(missing)}")
         if unused:
             raise ValueError(f"model: {self.folder} holds {_list(unused)}, which this architecture has no place for")
+        return left_out
 
     def read(self, block: Block) -> Tensor:
         """The block's rows or columns as stored, [block_shape]. ValueError when the tensor on disk has another shape."""

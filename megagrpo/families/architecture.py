@@ -8,13 +8,39 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: in the decoder blocks `blocks` a router sends each token through `per_token` of `count` MLPs."""
+    """A mixture of experts: in the decoder blocks `blocks` a router sends each token through `per_token` of `count` MLPs.
+
+    The router's scores are the softmax of its logits or, with `sigmoid`, that of each by itself. With a `bias` each expert's own is
+    added to its score when experts are chosen, and for that alone. With `groups` the experts stand in so many groups of neighbours, and a
+    token's are in those `groups_per_token` whose best score, or with a bias the sum of their two best, is highest.
+    """
 
     count: int
     per_token: int
     intermediate_size: int  # of one expert
     normalized: bool  # whether the weights of a token's experts are scaled to add up to 1
     blocks: frozenset[int]
+    scale: float = 1.0  # what these weights are multiplied by
+    sigmoid: bool = False
+    bias: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    shared_size: int = 0  # width of an MLP beside the experts that every token goes through
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one narrow vector per token.
+
+    The first `nope_dim` elements of a head's queries and keys are not rotated; the other `rope_dim` are, and these keys are the same in all
+    heads. Values have `value_dim` elements.
+    """
+
+    query_rank: int | None  # of the vector that queries come from; None: from the hidden states
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -26,7 +52,7 @@ class HfConfig:
     hidden_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     intermediate_size: int  # of the MLP in blocks without experts
     vocab_size: int
     tied_embeddings: bool
@@ -42,11 +68,17 @@ class HfConfig:
     qk_norm: bool = False  # each head's queries and keys are normalised before they are rotated
     experts: Experts | None = None
     windows: tuple[int | None, ...] = ()  # of each block: the tokens that one sees, itself included, or None for all; () when all do
+    mla: Mla | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of each head's values."""
+        return self.mla.value_dim if self.mla else self.head_dim
 
     @property
     def rotary_dim(self) -> int:
         """Dimensions of each head that positions turn."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        return self.mla.rope_dim if self.mla else int(self.head_dim * self.partial_rotary_factor)
 
     def padded_vocab(self, tp_size: int) -> int:
         """V: the vocabulary rounded up to a multiple of the tensor-parallel size. Rows from `vocab_size` on belong to no token."""

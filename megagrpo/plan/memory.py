@@ -75,14 +75,18 @@ def _activation_elements(config: RunConfig, model: HfConfig) -> tuple[float, flo
     """(elements that one layer keeps per token without recomputation, with the configured one).
 
     The residual and the normed input of attention and of the MLP; q, k, v and the attention output; gate, up, silu and their product.
-    A token that goes through k experts has k MLPs, each with a copy of its input and output, spread evenly over the ranks.
+    Latents are kept before and after their norm. A token that goes through k experts has k MLPs, each with a copy of its input and output,
+    spread evenly over the ranks.
     """
     tp = config.parallel.tp
     shards = tp if config.parallel.sequence_parallel else 1
-    attention = model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads) / tp
+    attention = (model.head_dim + model.value_dim) * (model.num_heads + model.num_kv_heads) / tp
+    if model.mla:
+        attention += (2 * ((model.mla.query_rank or 0) + model.mla.kv_rank) + model.mla.rope_dim) / shards
     mlp = 4 * model.intermediate_size / tp
     if model.experts:
         sent = model.experts.per_token / tp * (4 * model.experts.intermediate_size + 2 * model.hidden_size)
+        sent += 4 * model.experts.shared_size / tp
         mixed = len(model.experts.blocks) / model.num_layers
         mlp = mixed * sent + (1 - mixed) * mlp
     everything = 4 * model.hidden_size / shards + attention + mlp
@@ -90,7 +94,10 @@ def _activation_elements(config: RunConfig, model: HfConfig) -> tuple[float, flo
 
 
 def kv_bytes_per_token(model: HfConfig, tp: int) -> int:
-    """Bytes of one token in the KV cache of one vLLM device, 2 per element; heads are copied when there are fewer than devices."""
+    """Bytes of one token in the KV cache of one vLLM device, 2 per element; heads are copied when there are fewer than devices.
+    Of latent attention each device keeps the whole latent."""
+    if model.mla:
+        return 2 * model.num_layers * (model.mla.kv_rank + model.mla.rope_dim)
     return 2 * 2 * model.num_layers * model.head_dim * max(1, model.num_kv_heads // tp)
 
 

@@ -47,6 +47,9 @@ def expert_problems(config: RunConfig, model: HfConfig) -> list[str]:
         return [f"train.optimizer: muon, and {model.family} has experts, which it does not know here; choose adam"]
     if model.experts and p.tp > 1 and not p.sequence_parallel:
         return [f"parallel.sequence_parallel: {model.family} has experts, which with parallel.tp={p.tp} need it; set it to true"]
+    if coefficient and model.experts and (model.experts.sigmoid or model.experts.groups > 1):
+        why = "the loss is for experts chosen by softmax from all there are"
+        return [f"algorithm.router_aux_loss_coef: {coefficient:g}, but {why}, which those of {model.family} are not; set it to 0"]
     if coefficient and not model.experts:
         return [f"algorithm.router_aux_loss_coef: {coefficient:g}, but {model.family} has no experts; set it to 0"]
     return []
@@ -57,6 +60,8 @@ def adapter_problems(config: RunConfig, model: HfConfig) -> list[str]:
     named = [] if config.lora.target_modules == "all-linear" else config.lora.projections
     inside = [name for name in named if name in ("gate_proj", "up_proj", "down_proj")]
     problems = []
+    if config.lora.enabled and model.mla:
+        return [f"lora.rank: {config.lora.rank}, and no projection of {model.family}'s latent attention can have an adapter; set it to 0"]
     if config.model.base_storage != "none":
         problems += storage_problems(config, model)
     if config.lora.enabled and model.experts and inside:
@@ -141,7 +146,8 @@ def vllm_can_split(model: HfConfig, tp: int) -> bool:
 
 def _mlp_widths(model: HfConfig) -> list[int]:
     everywhere = all(map(model.has_experts, range(model.num_layers)))
-    return ([] if everywhere else [model.intermediate_size]) + ([model.experts.intermediate_size] if model.experts else [])
+    of_experts = [model.experts.intermediate_size] + [model.experts.shared_size] * (model.experts.shared_size > 0) if model.experts else []
+    return ([] if everywhere else [model.intermediate_size]) + of_experts
 
 
 def too_big(config: RunConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float) -> str:

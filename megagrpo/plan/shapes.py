@@ -45,13 +45,26 @@ def model_shape(path: str) -> dict[str, Any]:
 
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     """Parameters of one layer on one of `tp` ranks, without experts; their router is on every rank."""
-    projections = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    biases = model.head_dim * (model.num_heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
-    norms = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    attention, whole = attention_parameters(model)
+    norms = 2 * model.hidden_size
     if model.has_experts(layer):
-        return (projections + biases) // tp + norms + model.experts.count * model.hidden_size
+        shared = 3 * model.hidden_size * model.experts.shared_size
+        return (attention + shared) // tp + whole + norms + model.experts.count * model.hidden_size
     mlp = 3 * model.hidden_size * model.intermediate_size
-    return (projections + biases + mlp) // tp + norms
+    return (attention + mlp) // tp + whole + norms
+
+
+def attention_parameters(model: HfConfig) -> tuple[int, int]:
+    """Parameters of one layer's attention: those that tensor-parallel ranks share out, and those that every rank has."""
+    mla, heads = model.mla, model.num_heads
+    if mla is None:
+        projections = model.hidden_size * model.head_dim * (2 * heads + 2 * model.num_kv_heads)
+        biases = model.head_dim * (heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
+        return projections + biases, 2 * model.head_dim if model.qk_norm else 0
+    of_keys_and_values = mla.kv_rank * (mla.nope_dim + mla.value_dim)
+    of_queries = model.head_dim * (mla.query_rank or model.hidden_size)
+    to_latents = model.hidden_size * ((mla.query_rank or 0) + mla.kv_rank + mla.rope_dim)
+    return heads * (of_queries + of_keys_and_values + mla.value_dim * model.hidden_size), to_latents + (mla.query_rank or 0) + mla.kv_rank
 
 
 def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:

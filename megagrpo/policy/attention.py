@@ -136,6 +136,7 @@ class TorchAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection=None,
+        **sizes: int,
     ):
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal and config.softmax_type == "vanilla"
@@ -155,7 +156,7 @@ class TorchAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Packed: query [T, h, d], key and value [T, g, d] -> [T, h * d]. Plain: [L, S, h, d] -> [L, S, h * d]; `attention_mask` is
+        """Packed: query [T, h, d], key [T, g, d], value [T, g, v] -> [T, h * v]. Plain: [L, S, h, d] -> [L, S, h * v]; `attention_mask` is
         ignored, the mask is causal. T is T/cp when the ranks of a context-parallel group share the pack."""
         assert attention_bias is None
         if packed_seq_params is None:

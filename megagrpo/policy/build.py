@@ -13,18 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megagrpo.families.family import rope
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.attention import Rotary, TorchAttention
 from megagrpo.policy.balance import BalancedRouter
+from megagrpo.policy.expert_groups import BestGroups
 from megagrpo.policy.hf_config import HfConfig, model_problems, stage_layers
+from megagrpo.policy.latent_attention import LatentAttention
 from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_engine_spec
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.tensor_parallel import ColumnParallelLinear  # isort: skip
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # isort: skip
 from megatron.core.transformer.transformer_layer import MoETransformerLayer  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 
@@ -107,9 +110,10 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of this model in this layout."""
     fused = device.has_transformer_engine()
+    kind, latent = (MLATransformerConfig, _latent_config(hf_config)) if hf_config.mla else (TransformerConfig, {})
     # Its own default of cuda_graph_modules makes it warn on every construction.
     warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron")
-    return TransformerConfig(
+    return kind(
         num_layers=hf_config.num_layers * BLOCK,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_heads,
@@ -147,7 +151,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         use_te_activation_func=not fused,  # any activation module; without Transformer Engine it is specs.SwiGLU
         # Fused kernels exist on GPUs only. The fused rotation cannot apply an attention factor.
-        apply_rope_fusion=fused and hf_config.rope_type not in ("yarn", "longrope"),
+        apply_rope_fusion=fused and hf_config.rope_type not in ("yarn", "longrope") and not hf_config.mla,
         rotary_interleaved=hf_config.rotary_interleaved,
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
@@ -157,6 +161,22 @@ def transformer_config(
         **RECOMPUTE[recompute],
         **_windows_config(hf_config),
         **_experts_config(hf_config, layout),
+        **latent,
+    )
+
+
+def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
+    """The part of Megatron's configuration that latent attention needs. Of the rotary keys only what scales the scores is read."""
+    mla, rotary = hf_config.mla, rope(hf_config.raw)
+    return dict(
+        q_lora_rank=mla.query_rank,
+        kv_lora_rank=mla.kv_rank,
+        qk_head_dim=mla.nope_dim,
+        qk_pos_emb_head_dim=mla.rope_dim,
+        v_head_dim=mla.value_dim,
+        rope_type="rope",
+        rotary_scaling_factor=rotary.get("factor", 1.0),
+        mscale_all_dim=rotary.get("mscale_all_dim", 0.0),
     )
 
 
@@ -181,6 +201,10 @@ def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
         moe_router_topk=experts.per_token,
         # Softmax over the chosen experts equals softmax over all of them, scaled to add up to 1.
         moe_router_pre_softmax=not experts.normalized,
+        moe_router_score_function="sigmoid" if experts.sigmoid else "softmax",
+        moe_router_enable_expert_bias=experts.bias,
+        moe_router_topk_scaling_factor=experts.scale,
+        moe_shared_expert_intermediate_size=experts.shared_size or None,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_grouped_gemm=device.has_transformer_engine(),
@@ -199,24 +223,29 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
         pre_process=layout.chunk_is_first(chunk),
         post_process=layout.chunk_is_last(chunk),
         share_embeddings_and_output_weights=hf_config.tied_embeddings,
-        position_embedding_type="none" if _own_attention(hf_config, layout) else "rope",  # TorchAttention rotates
+        # TorchAttention and LatentAttention rotate.
+        position_embedding_type="none" if hf_config.mla or _own_attention(hf_config, layout) else "rope",
         rotary_base=hf_config.rope_theta,
         rotary_percent=hf_config.partial_rotary_factor,
         pg_collection=layout.process_groups,
         vp_stage=chunk if layout.vpp > 1 else None,
     )
-    _prepare_experts(model)
+    _prepare_experts(model, hf_config)
     if model.post_process:
         model.output_layer.__class__ = LMHead
     return model.to(device.device())
 
 
-def _prepare_experts(model: HybridModel) -> None:
-    """Routers that can balance; and experts with gradient buffers and an optimizer of their own in every layout, so that all write the
-    same checkpoint. Megatron gives them that only where their groups differ from those of other parameters."""
+def _prepare_experts(model: HybridModel, hf_config: HfConfig) -> None:
+    """Routers that can balance and that keep the bias they choose by; and experts with gradient buffers and an optimizer of their own in
+    every layout, so that all write the same checkpoint. Megatron gives them that only where their groups differ from those of other
+    parameters."""
     for layer in model.decoder.layers:
         if isinstance(layer, MoETransformerLayer):
-            layer.mlp.router.__class__ = BalancedRouter
+            router, experts = layer.mlp.router, hf_config.experts
+            router.__class__, router.frozen_expert_bias = BalancedRouter, True
+            if experts.groups > 1:
+                router.router_replay = BestGroups(experts.groups, experts.groups_per_token, best=2 if experts.bias else 1)
             for parameter in layer.mlp.experts.parameters():
                 parameter.allreduce = False
 
@@ -226,7 +255,7 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
     frequencies, attention_factor = rotary_frequencies(hf_config, longest_sequence)
     rotary = Rotary(frequencies.to(device.device()), attention_factor, hf_config.rotary_interleaved)
     for module in model.modules():
-        if isinstance(module, TorchAttention):
+        if isinstance(module, LatentAttention if hf_config.mla else TorchAttention):
             module.rotary = rotary
         if hasattr(module, "_yarn_concentration_factor"):
             module._yarn_concentration_factor = attention_factor

@@ -22,7 +22,8 @@ BLOCK_QUERIES = 256
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None, softcap: float | None = None
 ) -> Tensor:
-    """softmax(scale q k^T + causal) v with grouped heads: query [S, L, h, d], key and value [S, L, g, d], g dividing h -> [S, L, h * d].
+    """softmax(scale q k^T + causal) v with grouped heads: query [S, L, h, d], key [S, L, g, d], value [S, L, g, v], g dividing h ->
+    [S, L, h * v].
 
     With `window` a token sees itself and the window - 1 tokens before it. With `softcap` scores x become softcap tanh(x / softcap).
     """
@@ -44,8 +45,8 @@ def causal_attention(
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-    """softmax(scale q k^T + mask) v: query [S, Lq, h, d], key and value [S, Lk, g, d], mask [S or 1, Lq, Lk] -> [S, Lq, h * d]. A capped
-    score is one of `causal_attention`; those are computed again in the backward pass, not kept."""
+    """softmax(scale q k^T + mask) v: query [S, Lq, h, d], key [S, Lk, g, d], value [S, Lk, g, v], mask [S or 1, Lq, Lk] ->
+    [S, Lq, h * v]. A capped score is one of `causal_attention`; those are computed again in the backward pass, not kept."""
     if softcap is not None:
         return checkpoint(_grouped_products, query, key, value, mask, scale, softcap, use_reentrant=False, preserve_rng_state=False)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
@@ -75,7 +76,7 @@ def _grouped_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, s
     r = h // g
     q = query.reshape(s, queries, g, r, d).permute(0, 2, 3, 1, 4).reshape(s * g, r * queries, d)
     k = key.permute(0, 2, 3, 1).reshape(s * g, d, keys)
-    v = value.transpose(1, 2).reshape(s * g, keys, d)
+    v = value.transpose(1, 2).reshape(s * g, keys, -1)
     bias = bias.repeat(1, r, 1)
     bias = bias.expand(s * g, -1, -1) if len(bias) == 1 else bias.repeat_interleave(g, 0)
     if softcap is None:
@@ -83,4 +84,4 @@ def _grouped_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, s
     else:
         scores = torch.bmm(q, k).mul(scale / softcap).tanh().mul(softcap) + bias
     weights = torch.softmax(scores, dim=-1)
-    return (weights @ v).view(s, g, r, queries, d).permute(0, 3, 1, 2, 4).reshape(s, queries, h * d)
+    return (weights @ v).view(s, g, r, queries, -1).permute(0, 3, 1, 2, 4).reshape(s, queries, -1)

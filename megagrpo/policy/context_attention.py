@@ -63,15 +63,17 @@ def context_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`causal_attention` of this rank's slice: query [T/cp, h, d], key and value [T/cp, g, d] -> [T/cp, h * d]. Collective."""
+    """`causal_attention` of this rank's slice: query [T/cp, h, d], key [T/cp, g, d], value [T/cp, g, v] -> [T/cp, h * v].
+    Collective."""
     batches, back = _batches_of(packed, group)
     assert back.numel() == query.shape[0], f"cu_seqlens give this rank {back.numel()} tokens, the pack has {query.shape[0]}"
-    gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=group)  # [T, 2, g, d]
+    gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)  # [T, g, d + v]
     outputs = []
     for batch, mask in _masked(packed, batches, window, query.dtype):
         q = query.index_select(0, batch.queries.flatten()).view(*batch.queries.shape, *query.shape[1:])
         kv = gathered.index_select(0, batch.keys.flatten()).view(*batch.keys.shape, *gathered.shape[1:])
-        outputs.append(masked_attention(q, *kv.unbind(2), mask, scale, softcap).flatten(0, 1))
+        k, v = kv.split([key.shape[-1], value.shape[-1]], dim=-1)
+        outputs.append(masked_attention(q, k, v, mask, scale, softcap).flatten(0, 1))
     return torch.cat(outputs).index_select(0, back)
 
 

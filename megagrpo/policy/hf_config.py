@@ -96,6 +96,8 @@ def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[str]:
     sizes = {"num_attention_heads": hf_config.num_heads, "num_key_value_heads": hf_config.num_kv_heads}
     if not all(map(hf_config.has_experts, range(hf_config.num_layers))):
         sizes["intermediate_size"] = hf_config.intermediate_size
+    if hf_config.experts and hf_config.experts.shared_size:
+        sizes["moe_intermediate_size x n_shared_experts"] = hf_config.experts.shared_size
     for key, size in sizes.items():
         if size % tp:
             valid = [d for d in _divisors(hf_config.num_kv_heads) if not any(n % d for n in sizes.values())]

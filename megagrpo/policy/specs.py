@@ -1,6 +1,7 @@
 """Layer specs of HybridModel: Transformer Engine's where it runs, plain torch and Megatron's own linears elsewhere.
 
-A decoder block is two hybrid layers, "*" attention and "-" MLP or "E" experts. Both specs write the same checkpoint keys.
+A decoder block is two hybrid layers, "*" attention or "+" latent attention and "-" MLP or "E" experts. Both specs write the same
+checkpoint keys.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
@@ -26,6 +29,7 @@ from torch import Tensor
 from megagrpo.policy.attention import TorchAttention
 from megagrpo.policy.elementwise import rms_norm, swiglu
 from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.latent_attention import LatentAttention
 
 BLOCK = 2  # hybrid layers in one decoder block
 # Transformer Engine fuses the norm into the linear: the same keys keep checkpoints of CPU and GPU interchangeable.
@@ -35,7 +39,8 @@ MLP_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
     """HybridModel's layer pattern of the whole model, for stages of so many decoder blocks each."""
-    symbols = iter(["*E" if hf_config.has_experts(block) else "*-" for block in range(hf_config.num_layers)])
+    attention = "+" if hf_config.mla else "*"
+    symbols = iter([attention + ("E" if hf_config.has_experts(block) else "-") for block in range(hf_config.num_layers)])
     return "|".join("".join(next(symbols) for _ in range(blocks)) for blocks in stages)
 
 
@@ -89,6 +94,20 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         self_attn_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=ATTENTION_KEYS,
     )
+    latent = MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear,
+        linear_q_up_proj=ColumnParallelLinear,
+        linear_kv_up_proj=ColumnParallelLinear,
+        core_attention=TorchAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=RMSNorm,
+        kv_layernorm=RMSNorm,
+    )
+    latent_layer = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=latent),
+        self_attn_bda=get_bias_dropout_add,
+    )
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
     mlp_layer = TransformerLayerSubmodules(
         pre_mlp_layernorm=RMSNorm,
@@ -96,7 +115,9 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=MLP_KEYS,
     )
-    experts = MoESubmodules(experts=functools.partial(SequentialMLP, submodules=mlp))
+    experts = MoESubmodules(
+        experts=functools.partial(SequentialMLP, submodules=mlp), shared_experts=functools.partial(SharedExpertMLP, submodules=mlp)
+    )
     # Transformer Engine's spec keeps this norm apart, because the router reads its output as well.
     moe_layer = TransformerLayerSubmodules(
         pre_mlp_layernorm=RMSNorm, mlp=functools.partial(MoELayer, submodules=experts), mlp_bda=get_bias_dropout_add
@@ -105,6 +126,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         module=LocalHybridStack,
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention_layer),
+            mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent_layer),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp_layer),
             moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=moe_layer),
         ),
@@ -120,7 +142,8 @@ def transformer_engine_spec(hf_config: HfConfig, own_linears: bool = False, own_
 
     spec = copy.deepcopy(hybrid_stack_spec)
     layer, mlp_layer = spec.submodules.attention_layer.submodules, spec.submodules.mlp_layer.submodules
-    attention = layer.self_attention.submodules
+    attention, latent = layer.self_attention.submodules, spec.submodules.mla_layer.submodules.self_attention
+    latent.module, latent.submodules.q_layernorm, latent.submodules.kv_layernorm = LatentAttention, TENorm, TENorm
     if hf_config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = TENorm
     if own_attention:

@@ -75,7 +75,8 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
 
     Kept: the family with its biases and norms, tied or untied embeddings, query heads per KV head, whether a rank holds several KV heads,
     whether heads add up to the hidden size, rotary scaling, whether all layers have a window, or some, or none; of a mixture of experts,
-    whether a token has several and a layer none.
+    whether a token has several and a layer none; of latent attention, whether queries come from a latent, and whether experts are chosen
+    by groups.
     """
     real = parse_hf_config(raw)
     kv_heads = parallel.tp * min(2, ceil(real.num_kv_heads / parallel.tp))
@@ -90,13 +91,21 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         intermediate_size=padded(96, lcm(unit * parallel.tp, parallel.expert_tp)),
         vocab_size=VOCABULARY,
     )
+    if real.mla is not None:
+        small |= dict(q_lora_rank=20 if real.mla.query_rank else None, kv_lora_rank=12)
+        small |= dict(qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, head_dim=4)
     if real.experts is not None:
         count = max(4, 2 * parallel.ep)
         small |= dict(
             num_experts=count,
             num_local_experts=count,
+            n_routed_experts=count,
+            n_shared_experts=1,
+            n_group=2 if real.experts.groups > 1 else 1,
+            topk_group=1,
+            first_k_dense_replace=1 if 0 not in real.experts.blocks else 0,
             num_experts_per_tok=min(2, real.experts.per_token),
-            moe_intermediate_size=padded(32, parallel.expert_tp),
+            moe_intermediate_size=padded(32, lcm(parallel.expert_tp, parallel.tp)),
             mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
             decoder_sparse_step=1,
         )

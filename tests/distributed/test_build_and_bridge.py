@@ -142,6 +142,11 @@ def whole(per_rank, tp: int, pack: int) -> torch.Tensor:
         ("mixtral", dict(tp=2, ep=2), True),
         ("mixtral", dict(tp=2, ep=2, etp=1), True),
         ("mixtral", dict(pp=2, ep=2), False),
+        ("deepseek_v2", dict(tp=2, ep=2, etp=1), True),
+        ("deepseek_v2", dict(pp=2, ep=2), False),
+        ("deepseek_v2 lite", dict(tp=2), True),
+        ("deepseek_v3", dict(tp=2, ep=2), True),
+        ("deepseek_v3", dict(pp=2, vpp=2), False),
     ],
     ids=str,
 )
@@ -346,6 +351,23 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_valid_sizes(models):
         run_ranks(only_load, 2, models["mixtral"][0], dict(tp=2, ep=2))
 
 
+def add_layers_behind(tensors: dict[str, torch.Tensor]):
+    """As releases of DeepSeek-V3 have them: a fifth layer, and what makes of it a predictor of the next but one token."""
+    for name in ("self_attn.kv_a_proj_with_mqa.weight", "mlp.experts.7.up_proj.weight"):
+        tensors[f"model.layers.4.{name}"] = tensors[f"model.layers.3.{name}"].clone()
+    tensors["model.layers.4.eh_proj.weight"] = torch.zeros(96, 192)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_with_a_message(models, tmp_path, capfd):
+    folder = broken_copy(models["deepseek_v3"][0], tmp_path, add_layers_behind)
+    run_ranks(only_load, 2, folder, dict(ep=2))
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "left out" in line]
+    assert line.startswith(f"model: 3 tensors of {folder} are not trained and left out: model.layers.4.eh_proj.weight, ")
+    folder = broken_copy(models["deepseek_v3"][0], tmp_path, lambda t: t.update({"model.layers.5.eh_proj.weight": torch.zeros(1)}))
+    with pytest.raises(RankFailed, match=r"holds model\.layers\.5\.eh_proj\.weight, which this architecture has no place for"):
+        run_ranks(only_load, 1, folder, {})
+
+
 def export_into(folder: Path, out: Path):
     layout = init_layout(ParallelSection(tp=2))
     chunks, hf_config = load_in(layout, folder)
@@ -366,5 +388,5 @@ def test_an_export_never_overwrites_and_leaves_nothing_half_written(models, tmp_
 
 
 def test_parsing_an_unknown_model_says_what_is_supported():
-    with pytest.raises(ValueError, match=r"architecture gpt2 is not supported\. The nearest by name is .*Supported: llama"):
+    with pytest.raises(ValueError, match=r"architecture gpt2 is not supported\. The nearest by name is .*Supported: .*llama"):
         parse_hf_config({"model_type": "gpt2"})

@@ -24,6 +24,21 @@ LLAMA3_ROPE = dict(
 YARN_ROPE = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 LONG_ROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.3], long_factor=[1.0, 3.0, 9.0])
 EXPERTS = dict(head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
+# Heads of 16 + 8 elements, values of 12; three of four blocks have experts.
+LATENT = dict(
+    num_key_value_heads=6,
+    kv_lora_rank=20,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    moe_intermediate_size=32,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+)
+GROUPS = dict(n_group=4, topk_group=2, routed_scaling_factor=2.0, rope_parameters=YARN_ROPE | dict(mscale=0.9, mscale_all_dim=0.7))
+BY_BIAS = dict(scoring_func="sigmoid", topk_method="noaux_tc")
 # Name of the case -> the family in transformers' class names, and what its config has beside TINY.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("Llama", dict(tie_word_embeddings=True)),
@@ -49,6 +64,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             original_max_position_embeddings=64,
         ),
     ),
+    "deepseek_v2": ("DeepseekV2", LATENT | GROUPS | dict(q_lora_rank=28, n_shared_experts=2, topk_method="group_limited_greedy")),
+    "deepseek_v2 lite": ("DeepseekV2", LATENT | dict(q_lora_rank=None, topk_method="greedy")),
+    "deepseek_v3": ("DeepseekV3", LATENT | GROUPS | BY_BIAS | dict(q_lora_rank=28, num_experts_per_tok=3)),
     "qwen3 yarn": ("Qwen3", dict(head_dim=24, rope_parameters=YARN_ROPE)),
 }
 
@@ -58,7 +76,8 @@ def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**TINY | extra)).eval()
     with torch.no_grad():
-        for p in model.parameters():  # norms and biases start as ones and zeros, which would hide a swap
+        # Norms and biases start as ones and zeros, which would hide a swap. Buffers: the biases that experts are chosen by.
+        for p in (*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name.endswith("bias"))):
             if p.dim() == 1:
                 p.add_(torch.randn_like(p) * 0.1)
     return model

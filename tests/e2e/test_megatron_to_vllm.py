@@ -16,7 +16,7 @@ from megagrpo.policy.build import build_model
 from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.types import SamplingParams
 from megagrpo.weight_sync import WeightSync
-from tests.e2e.tiny_servers import PROMPTS, connect, launch, model_folder, tied_llamas, weights
+from tests.e2e.tiny_servers import PROMPTS, connect, launch, model_folder, naive_logprobs, tied_llamas, weights
 
 
 def push_from_megatron(parallel: dict, engine, folder: Path, out: Path, version: int) -> int:
@@ -55,15 +55,17 @@ def test_a_server_synced_from_megatron_shards_equals_a_fresh_one_on_the_exported
     assert exported.keys() == original.keys() and all(torch.equal(exported[name], original[name]) for name in original)
 
 
-@pytest.fixture(scope="module")
-def with_experts():
-    """A server on a Qwen3-MoE with a dense block."""
-    folder = model_folder("qwen3_moe", 0)
-    return connect(launch(folder, "qwen3_moe"), folder)
+@pytest.fixture(scope="module", params=["qwen3_moe", *(pytest.param(f"deepseek_v{n}", marks=pytest.mark.full) for n in (2, 3))])
+def with_experts(request):
+    """A server on a model with experts in the second of its two blocks."""
+    folder = model_folder(request.param, 0)
+    running = connect(launch(folder, request.param), folder)
+    yield running
+    running.launcher.stop()
 
 
 def test_experts_that_lie_on_expert_parallel_ranks_reach_the_server_exactly(with_experts, tmp_path):
-    greedy, engine, other = SamplingParams(0.0, 24), with_experts.engine, model_folder("qwen3_moe", 1)
+    greedy, engine, other = SamplingParams(0.0, 24), with_experts.engine, model_folder(with_experts.folder.name[:-1], 1)
 
     def answers() -> list:
         return [(group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, greedy, seed=0)]
@@ -75,6 +77,8 @@ def test_experts_that_lie_on_expert_parallel_ranks_reach_the_server_exactly(with
         return read
 
     fresh = answers()  # the server has just loaded its folder
+    for prompt, (ids, logprobs) in zip(PROMPTS, fresh, strict=True):
+        torch.testing.assert_close(torch.tensor(logprobs), naive_logprobs(with_experts.folder, prompt, ids), atol=1e-4, rtol=0)
     push(1, {}, other, "other")
     assert [ids for ids, _ in answers()] != [ids for ids, _ in fresh]
     for parallel in (dict(ep=2), dict(tp=2, ep=2, etp=1)):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from megagrpo.rollout.launcher import Launcher, ServerOptions
 from megagrpo.rollout.vllm_server import VllmEngine
@@ -30,7 +30,19 @@ SIZES = dict(
     tie_word_embeddings=True,
 )
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, mlp_only_layers=[0], head_dim=32)
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3_moe": functools.partial(Qwen3MoeConfig, **EXPERTS)}
+# vLLM's latent attention on CPUs has one size of latents: 512 and 64.
+LATENT = dict(num_key_value_heads=4, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, tie_word_embeddings=False)
+LATENT |= dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, first_k_dense_replace=1, n_shared_experts=1)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, mscale=0.9, mscale_all_dim=0.7)
+V3 = LATENT | dict(q_lora_rank=48, scoring_func="sigmoid", topk_method="noaux_tc", n_group=4, topk_group=2, rope_parameters=YARN)
+V2 = LATENT | dict(q_lora_rank=None, topk_method="group_limited_greedy", n_group=4, topk_group=2)
+CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3_moe": functools.partial(Qwen3MoeConfig, **EXPERTS),
+    "deepseek_v2": lambda **sizes: DeepseekV2Config(**sizes | V2),
+    "deepseek_v3": lambda **sizes: DeepseekV3Config(**sizes | V3),
+}
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 997 + 3 for k in range(4 + i)), "") for i in range(5)]
 
 
@@ -53,12 +65,12 @@ def scratch() -> Path:
 
 @functools.cache
 def model_folder(kind: str, seed: int = 0) -> Path:
-    """A Hugging Face folder with random float32 weights; norms and biases are random too."""
+    """A Hugging Face folder with random float32 weights; norms and biases, buffers among them, are random too."""
     folder = scratch() / f"{kind}{seed}"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](**SIZES), dtype=torch.float32)
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for name, param in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name:
                 param.copy_(1 + 0.1 * torch.randn_like(param))
             elif name.endswith("bias"):

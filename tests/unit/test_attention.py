@@ -23,7 +23,7 @@ def attention(window: int | None = None, softcap: float | None = None) -> TorchA
 
 def naive(query, key, value, borders, scale, window=None, softcap=None):
     """The formula, one sequence and one head at a time."""
-    out = torch.zeros(query.shape[0], query.shape[1], query.shape[2])
+    out = torch.zeros(query.shape[0], query.shape[1], value.shape[2])
     share = query.shape[1] // key.shape[1]
     for a, b in itertools.pairwise(borders):
         for head in range(query.shape[1]):
@@ -37,13 +37,14 @@ def naive(query, key, value, borders, scale, window=None, softcap=None):
 
 
 @pytest.mark.parametrize("lengths", [[5, 40, 1, 39, 0, 12, 44, 3], [MAX_GROUPED_LENGTH + 20, 7, MAX_GROUPED_LENGTH], [1], [30]], ids=str)
-@pytest.mark.parametrize("groups", [1, 2, 6])
-def test_a_pack_gives_values_and_gradients_of_its_sequences_alone(lengths, groups):
+@pytest.mark.parametrize(("groups", "width"), [(1, 16), (2, 16), (6, 16), (6, 10)])
+def test_a_pack_gives_values_and_gradients_of_its_sequences_alone(lengths, groups, width):
     torch.manual_seed(0)
     borders = torch.tensor([0, *lengths]).cumsum(0).int()
     total = sum(lengths)
-    query, key, value = (torch.randn(total, heads, 16, requires_grad=True) for heads in (6, groups, groups))
-    weight = torch.randn(total, 96)
+    sizes = ((6, 16), (groups, 16), (groups, width))
+    query, key, value = (torch.randn(total, heads, size, requires_grad=True) for heads, size in sizes)
+    weight = torch.randn(total, 6 * width)
     packed = attention()(query, key, value, packed_seq_params=pack_params(borders))
     grads = torch.autograd.grad((packed * weight).sum(), (query, key, value))
     alone = naive(query, key, value, borders.tolist(), 0.25)

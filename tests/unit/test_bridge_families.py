@@ -12,6 +12,9 @@ from megagrpo.policy.hf_config import parse_hf_config
 
 SIZES = dict(num_hidden_layers=3, hidden_size=8, num_attention_heads=4, num_key_value_heads=2, intermediate_size=6, vocab_size=11)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=5, mlp_only_layers=[0], head_dim=2)
+LATENT = dict(num_key_value_heads=4, q_lora_rank=6, kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=3)
+LATENT |= dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=5, n_shared_experts=1, first_k_dense_replace=2)
+LATENT |= dict(n_group=1, topk_group=1)
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ def test_a_parameter_without_a_rule_is_named():
         {"model_type": "qwen3", "head_dim": 2},
         {"model_type": "qwen3_moe"} | EXPERTS,
         {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+        LATENT | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
+        LATENT | {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ],
     ids=lambda raw: raw["model_type"],
 )

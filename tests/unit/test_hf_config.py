@@ -25,6 +25,25 @@ SMOLLM2 = {
 }
 PHI3 = {"model_type": "phi3", "hidden_size": 576, "num_attention_heads": 9, "partial_rotary_factor": 0.75, "max_position_embeddings": 8192}
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 24, "long_factor": [2.0] * 24}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 9,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 3,
+}
+DEEPSEEK_V2 = DEEPSEEK_V3 | {"model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "group_limited_greedy"}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -100,6 +119,22 @@ def test_an_unknown_architecture_names_the_supported_ones():
             "long_factor has 32 numbers; a head needs 24",
         ),
         (MIXTRAL | {"router_jitter_noise": 0.01}, "router_jitter_noise"),
+        (DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8"}}, "fp8_cast_bf16.py"),
+        (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK_V3 | {"norm_topk_prob": False}, "norm_topk_prob"),
+        (DEEPSEEK_V3 | {"topk_method": "greedy"}, "topk_method"),
+        (DEEPSEEK_V3 | {"topk_method": None}, "set it to noaux_tc"),
+        (DEEPSEEK_V3 | {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (DEEPSEEK_V3 | {"rope_interleave": False}, "rope_interleave"),
+        (DEEPSEEK_V3 | {"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        (DEEPSEEK_V3 | {"first_k_dense_replace": 30}, "first_k_dense_replace"),
+        (DEEPSEEK_V3 | {"n_shared_experts": 0}, "n_shared_experts"),
+        (DEEPSEEK_V3 | {"n_group": 3}, "n_group=3"),
+        (DEEPSEEK_V3 | {"n_group": 8, "topk_group": 1}, "topk_group=1"),
+        (DEEPSEEK_V2 | {"norm_topk_prob": True}, "norm_topk_prob"),
+        (DEEPSEEK_V2 | {"topk_method": "noaux_tc"}, "topk_method"),
+        (DEEPSEEK_V2 | {"topk_method": "greedy"}, "n_group=4"),
+        (DEEPSEEK_V2 | {"scoring_func": "sigmoid"}, "scoring_func"),
     ],
 )
 def test_what_the_model_code_cannot_do_is_refused(change, word):

@@ -9,7 +9,7 @@ import transformers
 
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.plan import plan
-from megagrpo.plan.memory import trainer_memory
+from megagrpo.plan.memory import kv_bytes_per_token, trainer_memory
 from megagrpo.plan.problems import vllm_can_split
 from megagrpo.plan.shapes import (
     layer_parameters,
@@ -44,6 +44,29 @@ LLAMA = {
 }
 MIXED = LLAMA | {"model_type": "qwen3_moe", "head_dim": 64, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 192}
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK_V3 = LLAMA | {  # the sizes of the release, but for fewer layers
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "tie_word_embeddings": False,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+}
 
 
 @pytest.fixture
@@ -77,6 +100,8 @@ def test_committed_configs_have_a_plan_without_problems(name):
         LLAMA | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": False},
         MIXED | {"mlp_only_layers": [3, 7]},
         MIXTRAL | {"tie_word_embeddings": False},
+        DEEPSEEK_V3,
+        DEEPSEEK_V3 | {"model_type": "deepseek_v2", "q_lora_rank": None, "scoring_func": None, "topk_method": "group_limited_greedy"},
     ],
 )
 def test_parameters_are_counted_as_transformers_does(raw):
@@ -92,6 +117,32 @@ def test_the_ranks_together_hold_the_model_and_what_is_held_twice():
     embedding = 49152 * 576
     first, second = stage_parameters(model, ParallelSection(pp=2))
     assert first + second == num_parameters(model) + embedding and second - first == 576
+
+
+def test_the_ranks_share_out_heads_and_shared_experts_and_each_holds_the_latents_projections():
+    model = parse_hf_config(DEEPSEEK_V3)
+    latents = 7168 * (1536 + 512 + 64) + 1536 + 512
+    whole = 5 * (latents + 2 * 7168) + 2 * 256 * 7168 + 7168  # with norms and routers
+    experts = 2 * 256 * 3 * 7168 * 2048
+    held = stage_parameters(model, ParallelSection(tp=4, ep=4, etp=1))[0]
+    assert 4 * held == num_parameters(model) - experts + 3 * whole
+    assert num_parameters(model) - num_active_parameters(model) == experts * 248 // 256
+    assert kv_bytes_per_token(model, 1) == kv_bytes_per_token(model, 4) == 2 * 5 * 576
+
+
+def test_what_latent_attention_and_shared_experts_cannot_have_is_told(folder):
+    (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    assert plan(config(folder, "lora.rank=4"), 1).problems == [
+        "lora.rank: 4, and no projection of deepseek_v3's latent attention can have an adapter; set it to 0"
+    ]
+    assert plan(config(folder, "algorithm.router_aux_loss_coef=0.1"), 1).problems == [
+        "algorithm.router_aux_loss_coef: 0.1, but the loss is for experts chosen by softmax from all there are, which those of deepseek_v3 "
+        "are not; set it to 0"
+    ]
+    (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3 | {"moe_intermediate_size": 2052, "num_hidden_layers": 4}))
+    assert plan(config(folder, "parallel.tp=8", "parallel.etp=1", "parallel.sequence_parallel=true"), 8).problems == [
+        "parallel.tp: moe_intermediate_size x n_shared_experts=2052 is not divisible by tp=8; valid tp: 1, 2, 4"
+    ]
 
 
 @pytest.mark.parametrize(("sizes", "of_experts"), [(dict(), 1), (dict(ep=4), 4), (dict(ep=2, etp=3), 6), (dict(tp=3), 3)])

@@ -1,0 +1,44 @@
+"""DeepSeek-V3, R1 and their kin: experts by the sigmoid of the router's logits, chosen by that and a bias that training does not move.
+
+The layers behind the last one, for predicting several tokens at a time, are left out.
+"""
+
+from __future__ import annotations
+
+from megagrpo.families import latent
+from megagrpo.families.architecture import HfConfig
+from megagrpo.families.family import Family, Raw
+
+_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # transformers does not read these, vLLM does
+
+
+def _problems(raw: Raw) -> list[str]:
+    lacks = [key for key in _ROUTING if raw.get(key) is None]
+    found = [f"model: config.json lacks {key}; set it to {_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks]
+    return found + latent.problems(raw)
+
+
+def _beyond(hf: HfConfig) -> str:
+    extra = hf.raw.get("num_nextn_predict_layers") or hf.raw.get("num_mtp_layers") or 1
+    return rf"model\.layers\.({'|'.join(str(hf.num_layers + i) for i in range(extra))})\..+"
+
+
+FAMILY = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    table=latent.table,
+    read=lambda raw: latent.read(raw, normalized=True, sigmoid=True, bias=True, **latent.groups(raw)),
+    problems=_problems,
+    required=latent.LATENT_REQUIRED,
+    fixed=latent.LATENT_FIXED
+    | {key: (value, f"only {value} is supported") for key, value in _ROUTING.items()}
+    | {
+        "norm_topk_prob": (True, "only weights of a token's experts that add up to 1 are supported"),
+        "quantization_config": (
+            None,
+            "quantized weights cannot be trained. Where a release has no others, make bfloat16 of them: for FP8, fp8_cast_bf16.py in the "
+            "inference folder of the DeepSeek-V3 repository does; then take quantization_config out of the copy's config.json",
+        ),
+    },
+    dropped=_beyond,
+)

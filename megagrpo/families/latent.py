@@ -1,0 +1,81 @@
+"""What the DeepSeek families share: latent attention, and experts beside an MLP that every token goes through. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megagrpo.families.architecture import Experts, HfConfig, Mla
+from megagrpo.families.blocks import gated, same
+from megagrpo.families.dense import ATTENTION, DENSE, MLP, experts
+from megagrpo.families.family import FIXED, REQUIRED, Raw, Table, expert_problems, kv_heads
+
+_SHARED = MLP + "shared_experts."
+_COMMON: Table = {
+    **{key: rule for key, rule in DENSE.items() if "linear_qkv" not in key},
+    "self_attention.linear_kv_down_proj.weight": same(ATTENTION + "kv_a_proj_with_mqa.weight"),
+    "self_attention.kv_layernorm.weight": same(ATTENTION + "kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.weight": same(ATTENTION + "kv_b_proj.weight"),
+    **experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mlp.shared_experts.linear_fc1.weight": gated(_SHARED + "gate_proj.weight", _SHARED + "up_proj.weight"),
+    "mlp.shared_experts.linear_fc2.weight": same(_SHARED + "down_proj.weight"),
+}
+_QUERIES: Table = {"self_attention.linear_q_proj.weight": same(ATTENTION + "q_proj.weight")}
+_QUERIES_FROM_LATENT: Table = {
+    "self_attention.linear_q_down_proj.weight": same(ATTENTION + "q_a_proj.weight"),
+    "self_attention.q_layernorm.weight": same(ATTENTION + "q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.weight": same(ATTENTION + "q_b_proj.weight"),
+}
+_BIAS: Table = {"mlp.router.expert_bias": same(MLP + "gate.e_score_correction_bias")}
+
+_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+LATENT_REQUIRED = (*REQUIRED, *_LATENT)
+LATENT_FIXED = FIXED | {
+    "moe_layer_freq": (1, "only 1, experts in every block from first_k_dense_replace on, is supported"),
+    "rope_interleave": (True, "only the rotation of neighbours is supported, which vLLM has too"),
+}
+
+
+def table(hf: HfConfig) -> Table:
+    """Of a model as `read` describes it."""
+    queries = _QUERIES_FROM_LATENT if hf.mla.query_rank else _QUERIES
+    return _COMMON | queries | (_BIAS if hf.experts and hf.experts.bias else {})
+
+
+def read(raw: Raw, **routing: Any) -> dict[str, Any]:
+    """Fields of HfConfig; `routing` are fields of Experts in which the families differ."""
+    kv_rank, nope_dim, rope_dim, value_dim = (raw[key] for key in _LATENT)
+    mixture = Experts(
+        count=raw["n_routed_experts"],
+        per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        blocks=frozenset(range(raw.get("first_k_dense_replace") or 0, raw["num_hidden_layers"])),
+        scale=raw.get("routed_scaling_factor") or 1.0,
+        shared_size=raw["moe_intermediate_size"] * raw["n_shared_experts"],
+        **routing,
+    )
+    return dict(mla=Mla(raw.get("q_lora_rank"), kv_rank, nope_dim, rope_dim, value_dim), head_dim=nope_dim + rope_dim, experts=mixture)
+
+
+def groups(raw: Raw) -> dict[str, int]:
+    """Fields of Experts on groups."""
+    return dict(groups=raw.get("n_group") or 1, groups_per_token=raw.get("topk_group") or 1)
+
+
+def problems(raw: Raw) -> list[str]:
+    """Why such a model cannot be trained."""
+    found = [f"model: config.json lacks {key}" for key in _EXPERTS if not raw.get(key)]
+    if found or any(key not in raw for key in LATENT_REQUIRED):
+        return found
+    found = expert_problems(raw | dict(num_experts=raw["n_routed_experts"]))
+    if kv_heads(raw) != raw["num_attention_heads"]:
+        found.append(f"model: num_key_value_heads={kv_heads(raw)}; latent attention has one for each query head")
+    if (raw.get("first_k_dense_replace") or 0) >= raw["num_hidden_layers"]:
+        found.append("model: first_k_dense_replace leaves no block with experts; set it to less than num_hidden_layers")
+    count, of_token = groups(raw).values()
+    if raw["n_routed_experts"] % count or of_token * raw["n_routed_experts"] // count < raw["num_experts_per_tok"]:
+        found.append(
+            f"model: topk_group={of_token} of n_group={count} groups of the {raw['n_routed_experts']} experts do not hold the "
+            f"{raw['num_experts_per_tok']} of num_experts_per_tok"
+        )
+    return found
