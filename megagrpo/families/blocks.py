@@ -146,6 +146,13 @@ def gated(gate: str, up: str) -> Rule:
     return Rule(names, blocks)
 
 
+def with_last_dim(block: Block, size: int) -> Block:
+    """The block of a tensor, and of a parameter, with one more dimension that it has all of."""
+    assert block.order is None
+    (lo, hi), grid = block.box, (*block.grid, size)
+    return dataclasses.replace(block, shape=(*block.shape, size), box=((*lo, 0), (*hi, size)), grid=grid)
+
+
 def in_layer(block: Block, layer: int | None, expert: int | None = None) -> Block:
     """The block with {L} and {E} in its name filled in."""
     return dataclasses.replace(block, name=named(block.name, layer, expert))

@@ -12,7 +12,7 @@ from torch import Tensor
 from megagrpo.boxes import Box, brackets, extent, size
 from megagrpo.bridge.reshard import plan
 from megagrpo.rollout.lazy import LazyTensor, box_of, restride
-from megagrpo.rollout.shared_weights import DTYPES, Manifest, WeightSyncError, checksum
+from megagrpo.rollout.shared_weights import DTYPES, Manifest, WeightSyncError, checksum, in_addends
 
 
 class BlockSource(Protocol):
@@ -111,7 +111,8 @@ class ShardReader:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, lazy tensor) of every tensor in the manifest, in its order."""
         for name, tensor in self.manifest.tensors.items():
-            yield name, LazyTensor.of(name, tensor.shape, self.dtype, self)
+            shape, dtype = (tensor.shape[:-1], torch.float32) if self._in_addends(name) else (tensor.shape, self.dtype)
+            yield name, LazyTensor.of(name, shape, dtype, self)
 
     def announce(self, name: str, view: Tensor, destination: Tensor) -> None:
         """Note that a loader copies `view` to `destination`; WeightSyncError when nobody published part of it."""
@@ -119,7 +120,7 @@ class ShardReader:
             return
         place = (destination.storage_offset(), destination.size(), destination.stride())
         self.arrivals.setdefault(destination.untyped_storage()._cdata, {})[place] = destination.numel()
-        box, _ = box_of(view, self.manifest.tensors[name].shape)
+        box, _ = self._box_of(name, view)
         if (name, box) not in self.wanted:
             self._parts(name, box)
             self.wanted.add((name, box))
@@ -127,21 +128,35 @@ class ShardReader:
     def fetch(self, name: str, view: Tensor) -> Tensor:
         """The elements of `view`, straight from the source when one part holds them all."""
         if not view.numel():
-            return torch.zeros(view.shape, dtype=self.dtype)
-        box, strides = box_of(view, self.manifest.tensors[name].shape)
+            return torch.zeros(view.shape, dtype=view.dtype)
+        box, strides = self._box_of(name, view)
         self.fetched[name, box] += 1
         if self.blank:
-            return torch.zeros(view.shape, dtype=self.dtype)
-        parts = self._parts(name, box)
+            return torch.zeros(view.shape, dtype=view.dtype)
+        values = self._values(name, box)
+        return restride(values.float().sum(-1) if self._in_addends(name) else values.contiguous(), view, strides)
+
+    def _values(self, name: str, box: Box) -> Tensor:
+        parts, values = self._parts(name, box), None
         if len(parts) == 1:
-            return restride(self._read(name, *parts[0]).contiguous(), view, strides)
-        values = None
+            return self._read(name, *parts[0])
         for index, part in parts:
             read = self._read(name, index, part)
             if values is None:
                 values = torch.empty(extent(box), dtype=self.dtype, device=read.device)
             values[tuple(slice(a - o, b - o) for a, b, o in zip(*part, box[0], strict=True))] = read
-        return restride(values, view, strides)
+        return values
+
+    def _in_addends(self, name: str) -> bool:
+        return in_addends(name, self.manifest.dtype)
+
+    def _box_of(self, name: str, view: Tensor) -> tuple[Box, list[int] | None]:
+        """As `box_of`, of what travels."""
+        shape = self.manifest.tensors[name].shape
+        if not self._in_addends(name):
+            return box_of(view, shape)
+        (lo, hi), strides = box_of(view, shape[:-1])
+        return ((*lo, 0), (*hi, shape[-1])), strides
 
     @property
     def bytes(self) -> int:

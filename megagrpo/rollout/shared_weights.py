@@ -23,6 +23,10 @@ from torch import Tensor
 from megagrpo.boxes import Box
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# What vLLM keeps in float32 whatever it computes in. To a bfloat16 engine it travels as the numbers that add up to each element, along one
+# more dimension: rounded to bfloat16, biases of ten or more would choose other experts.
+EXACT = ("e_score_correction_bias",)
+ADDENDS = 3
 ALIGNMENT = 64  # bytes, of each block in its file
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -82,6 +86,20 @@ class Manifest:
             for name, tensor in data["tensors"].items()
         }
         return Manifest(data["version"], data["dtype"], tensors)
+
+
+def in_addends(name: str, dtype: str) -> bool:
+    """Whether tensor `name` has one more dimension on its way to an engine of `dtype`."""
+    return dtype == "bfloat16" and name.endswith(EXACT)
+
+
+def addends(values: Tensor) -> Tensor:
+    """[*values.shape, ADDENDS] bfloat16 whose sums in float32 are `values`, float32, to the last bit."""
+    parts = []
+    for _ in range(ADDENDS):
+        parts.append(values.bfloat16())
+        values = values - parts[-1]
+    return torch.stack(parts, dim=-1)
 
 
 def checksum(values: Tensor) -> int:

@@ -9,13 +9,16 @@ checksums of what arrived equal those of what was given, and the version is the 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from megagrpo.families.blocks import Block, with_last_dim
 from megagrpo.rollout.engine import Engine
-from megagrpo.rollout.shared_weights import DTYPES, WeightSyncError
+from megagrpo.rollout.shared_weights import DTYPES, WeightSyncError, addends, in_addends
 from megagrpo.weight_sync.cuda_ipc import CudaIpc
 from megagrpo.weight_sync.point_to_point import PointToPoint
 from megagrpo.weight_sync.shared_memory import SharedMemory
@@ -68,7 +71,7 @@ class WeightSync:
         call. Raises WeightSyncError on every rank when any part fails: the engine is paused then, and `push` may be called again.
         """
         started = time.perf_counter()
-        update = self.transport.prepare(list(found), weight_version, self.engine)
+        update = self.transport.prepare([self._as_sent(*held) for held in found], weight_version, self.engine)
         prepared = time.perf_counter()
         outcome = self.ranks.all_gather_objects(self._deliver(update))[0]
         update.done()
@@ -76,6 +79,13 @@ class WeightSync:
             raise WeightSyncError(outcome)
         ended = time.perf_counter()
         return SyncReport(weight_version, prepared - started, ended - prepared, ended - started, *outcome)
+
+    def _as_sent(self, name: str, param: Tensor, blocks: Sequence[Block]) -> tuple[str, Tensor, Sequence[Block]]:
+        """What a parameter and its blocks are on their way; another one than here where an engine in bfloat16 keeps it in float32."""
+        if not any(in_addends(block.name, self.dtype) for block in blocks):
+            return name, param, blocks
+        sent = addends(param.detach().float())
+        return name, sent, [with_last_dim(block, sent.shape[-1]) for block in blocks]
 
     def _deliver(self, update: Update) -> tuple[int, int] | str | None:
         """Have every rank send, and the engine take it in: on rank 0 the bytes that were given and taken, or what went wrong. It does not

@@ -13,6 +13,7 @@ from tiny_policy import tiny_model
 from megagrpo.boxes import size
 from megagrpo.bridge.families import blocks
 from megagrpo.config import ParallelSection
+from megagrpo.families.blocks import Local, same
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.rollout.shard_reader import MappedBlocks, ShardReader
@@ -65,3 +66,15 @@ def test_context_parallel_ranks_send_each_element_once_and_share_the_sending(siz
     for one, other in pairs:  # which hold the same weights
         assert 0.4 < sent[one] / (sent[one] + sent[other]) < 0.6
     assert not os.listdir(tmp_path)
+
+
+def test_what_an_engine_in_bfloat16_keeps_in_float32_arrives_to_the_last_bit(tmp_path):
+    name, scale = "model.layers.3.mlp.gate.e_score_correction_bias", torch.tensor([1e-30, 1e-3, 1.0, 14.0, 1e30]).repeat_interleave(99)
+    bias = scale * (1 + torch.rand(495, generator=torch.Generator().manual_seed(0)))
+    assert not torch.equal(bias.bfloat16().float(), bias)
+    (block,) = same(name).blocks(Local(bias, 1, 0, None))
+    engine, alone = OneReader(), SimpleNamespace(world_rank=0, all_gather_objects=lambda held: [held])
+    for dtype in ("bfloat16", "float32"):
+        with WeightSync(engine, alone, dtype, SharedMemory(alone, dtype, tmp_path)) as sync:
+            sync.push([("router.expert_bias", bias, [block])], 1)
+        assert engine.tensors[name].dtype == torch.float32 and torch.equal(engine.tensors[name], bias)
