@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -53,12 +54,12 @@ class Checkpoint:
         self._stack.close()
         self._open.clear()
 
-    def check_names(self, wanted: set[str], known: set[str], dropped: str | None = None) -> list[str]:
-        """The tensors on disk that are left out: those that the expression `dropped` matches. ValueError when a `wanted` tensor is missing
-        or another one is not among those `known` to the model."""
+    def check_names(self, wanted: set[str], known: set[str], dropped: Sequence[str] = ()) -> list[str]:
+        """The tensors on disk that are left out: those that an expression in `dropped` matches. ValueError when a `wanted` tensor is
+        missing or another one is not among those `known` to the model."""
         missing = sorted(wanted - set(self.files))
         others = sorted(name for name in set(self.files) - known if not name.endswith("rotary_emb.inv_freq"))
-        left_out = [name for name in others if dropped is not None and re.fullmatch(dropped, name)]
+        left_out = [name for name in others if any(re.fullmatch(pattern, name) for pattern in dropped)]
         unused = [name for name in others if name not in left_out]
         if fused := next((name for name in unused if name.endswith(".experts.gate_up_proj")), None):
             raise ValueError(

@@ -18,9 +18,9 @@ def _problems(raw: Raw) -> list[str]:
     return found + latent.problems(raw)
 
 
-def _beyond(hf: HfConfig) -> str:
+def _beyond(hf: HfConfig) -> tuple[str, ...]:
     extra = hf.raw.get("num_nextn_predict_layers") or hf.raw.get("num_mtp_layers") or 1
-    return rf"model\.layers\.({'|'.join(str(hf.num_layers + i) for i in range(extra))})\..+"
+    return tuple(rf"model\.layers\.{hf.num_layers + i}\..+" for i in range(extra))
 
 
 FAMILY = Family(

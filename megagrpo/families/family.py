@@ -32,7 +32,7 @@ class Family:
 
     `table` maps names of HybridModel's parameters, without "decoder.layers.N.", to rules. `read` gives the fields of HfConfig in which
     config.json says something of its own, `problems` why such a model cannot be trained. `fixed` are keys with the one value that is
-    supported. `dropped` gives a regular expression of tensors that files of this family may hold and that are left out with a message.
+    supported. `dropped` gives regular expressions of tensors that files of this family may hold and that are left out with a message.
     Positions turn all of each head, or where `partial_rotary_factor` is given, the share that config.json names, this one where it names
     none.
     """
@@ -44,7 +44,7 @@ class Family:
     problems: Callable[[Raw], list[str]] = lambda raw: []
     required: tuple[str, ...] = REQUIRED
     fixed: dict[str, tuple[Any, str]] = field(default_factory=lambda: FIXED)
-    dropped: Callable[[HfConfig], str | None] = lambda hf: None
+    dropped: Callable[[HfConfig], tuple[str, ...]] = lambda hf: ()
     rope_types: tuple[str, ...] = ROPE_TYPES
     partial_rotary_factor: float | None = None
 
