@@ -33,9 +33,12 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n
 # vLLM's latent attention on CPUs has one size of latents: 512 and 64.
 LATENT = dict(num_key_value_heads=4, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, tie_word_embeddings=False)
 LATENT |= dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, first_k_dense_replace=1, n_shared_experts=1)
-YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, mscale=0.9, mscale_all_dim=0.7)
-V3 = LATENT | dict(q_lora_rank=48, scoring_func="sigmoid", topk_method="noaux_tc", n_group=4, topk_group=2, rope_parameters=YARN)
-V2 = LATENT | dict(q_lora_rank=None, topk_method="group_limited_greedy", n_group=4, topk_group=2)
+LATENT |= dict(n_group=4, topk_group=2)
+LATENT["rope_parameters"] = dict(
+    rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, mscale=0.9, mscale_all_dim=0.7
+)
+V2 = LATENT | dict(q_lora_rank=None, topk_method="group_limited_greedy")
+V3 = LATENT | dict(q_lora_rank=48, scoring_func="sigmoid", topk_method="noaux_tc")
 CONFIGS = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
