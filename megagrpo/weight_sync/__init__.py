@@ -115,11 +115,14 @@ class WeightSync:
 
     def _load(self, update: Update) -> list[dict]:
         """Have the engine take the update in, beside the ranks that send it."""
+        why = "the servers have finished without it"
         try:
             return self.engine.load_weights(update)
         except Exception as error:
-            update.give_up(_text(error))
+            why = _text(error)
             raise
+        finally:
+            update.give_up(why)
 
 
 def make_transport(name: str, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float, megabytes: float) -> Transport:

@@ -7,6 +7,7 @@ crosses once per worker that wants it. The plan and the group of processes are k
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -164,8 +165,10 @@ class DirectUpdate:
 
     def give_up(self, why: str) -> None:
         """Have everybody who waits for a note of this update stop."""
-        if self.transport.board is not None:
-            self.transport.board.put(f"{self.key}/stop", why)
+        board, note = self.transport.board, f"{self.key}/stop"
+        with contextlib.suppress(WeightSyncError):  # without a board nobody waits for long
+            if board is not None and not board.has(note):  # the first reason is the one to know
+                board.put(note, why)
 
     def done(self) -> None:
         """Buffers are gone already."""

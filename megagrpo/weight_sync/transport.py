@@ -47,7 +47,7 @@ class Update(WeightUpdate, Protocol):
         """WeightSyncError unless these bytes, of all ranks and of all workers, are those that had to move."""
 
     def give_up(self, why: str) -> None:
-        """Rank 0: the engine will not take it in any more. Ranks that still send come to an end."""
+        """Rank 0: the engine is done with it, well or not. Ranks that still wait for a server, as for one that died, come to an end."""
 
     def done(self) -> None:
         """Every rank: no worker looks at this update any more, however it ended."""

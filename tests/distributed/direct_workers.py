@@ -73,7 +73,7 @@ class FileEngine:
     """Servers of PER_SERVER workers each, which are told through files."""
 
     def __init__(self, folder: Path, num_workers: int, seconds: float):
-        self.folder, self.seconds = folder, seconds
+        self.folder, self.seconds, self.gone = folder, seconds, False
         self.servers = {f"http://127.0.0.1:{8000 + i}": PER_SERVER for i in range(num_workers // PER_SERVER)}
         self.version = 0
 
@@ -81,6 +81,8 @@ class FileEngine:
         return self.servers
 
     def load_weights(self, update) -> list[dict]:
+        if self.gone:  # as `VllmEngine` leaves out servers that died
+            return []
         for server in self.servers:
             request = json.dumps(update.request(server))
             for worker in range(PER_SERVER):

@@ -113,3 +113,20 @@ def test_who_fails_in_the_middle_is_named_and_the_next_sync_forms_the_group_anew
         copies_of(worker, [(name, values_of(name, 2)) for name in SHAPES], expected)
         assert all(torch.equal(torch.from_numpy(kept[name]), values) for name, values in expected.items())
         assert len(errors) == 1 and errors[0].startswith("receiving ")
+
+
+def push_to_nobody(folder):
+    ranks = TrainerRanks(dist.get_rank(), dist.group.WORLD)
+    engine = FileEngine(folder, PER_SERVER, 20) if ranks.world_rank == 0 else None
+    with WeightSync(engine, ranks, "float32", PointToPoint(ranks, "float32", device.device(), seconds=20)) as sync:
+        if engine:
+            engine.gone = True
+        began = time.monotonic()
+        with pytest.raises(WeightSyncError) as failed:
+            sync.push(held_by(ranks.world_rank, 2, 1, device.device()), 1)
+        return str(failed.value), time.monotonic() - began
+
+
+def test_a_server_that_died_before_it_said_anything_is_not_waited_for(tmp_path):
+    for text, seconds in run_ranks(push_to_nobody, 2, tmp_path):
+        assert "waiting for worker 0 of http://127.0.0.1:8000: the servers have finished without it" in text and seconds < 10
