@@ -18,8 +18,9 @@ from megagrpo.bridge.adapters import save_adapter
 from megagrpo.bridge.families import PEFT
 from megagrpo.config import LoraSection
 from megagrpo.parallel.layout import Layout
+from megagrpo.rollout.copies import checksum
 from megagrpo.rollout.engine import Engine
-from megagrpo.rollout.shared_weights import DTYPES, WeightSyncError, checksum
+from megagrpo.rollout.shared_weights import DTYPES, WeightSyncError
 from megagrpo.weight_sync import SyncReport, Weights, WeightSync
 from megagrpo.weight_sync.shared_memory import SharedMemory
 
@@ -41,6 +42,7 @@ class AdapterSync(WeightSync):
         started = time.perf_counter()
         folder, first = self.folder / f"adapter{weight_version}", self.ranks.world_rank == 0
         sums: Sums = {}
+        self._checksum_seconds = 0.0
         if first:
             shutil.rmtree(folder, ignore_errors=True)  # of a push that failed
         try:
@@ -52,12 +54,14 @@ class AdapterSync(WeightSync):
         if isinstance(told, str):
             raise WeightSyncError(f"weight version {weight_version} did not reach the engine: {told}")
         ended = time.perf_counter()
-        return SyncReport(weight_version, published - started, ended - published, ended - started, *told)
+        return SyncReport(weight_version, published - started, ended - published, ended - started, self._checksum_seconds, *told)
 
     def _note(self, sums: Sums, name: str, values: Tensor) -> None:
         """Add one tensor's checksum, as vLLM holds it; "" when it is not finite."""
         values = values * self.lora.scale if "lora_B" in name else values
+        started = time.perf_counter()
         total = str(checksum(values)) if all(map(torch.isfinite, values.aminmax())) else ""
+        self._checksum_seconds += time.perf_counter() - started
         sums.setdefault(name.removeprefix(f"{PEFT}model.").rpartition(".lora_")[0], []).append(total)  # A comes before B
 
     def _deliver_adapter(self, folder: Path, sums: Sums, version: int) -> tuple[int, int] | str:

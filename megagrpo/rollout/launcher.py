@@ -235,6 +235,8 @@ class Launcher:
             return env | {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[first : first + self.options.tp])}
         workers = self.num_servers * self.options.tp
         threads = self.options.omp_threads or max(1, len(os.sched_getaffinity(0)) // workers)
+        # A sync gives every weight new memory, which the kernel would hand out in pages of 4 KiB: that takes longer than the copy itself.
+        env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
         return env | {
             "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(self.options.kv_cache_gb)),  # vLLM reads whole GiB
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding fails for tp > 1 on one NUMA node, and fights the trainer for cores

@@ -23,9 +23,12 @@ class Source(Protocol):
     def fetch(self, name: str, view: Tensor) -> Tensor:
         """The elements of the meta tensor `view`, in its shape."""
 
+    def fill(self, name: str, view: Tensor, destination: Tensor) -> None:
+        """Copy the elements of `view` to `destination`, as `destination.copy_` would."""
+
 
 class LazyTensor(Tensor):
-    """A Hugging Face tensor without data. Views move a meta tensor, `copy_` fetches just that view, anything else fetches and computes."""
+    """A Hugging Face tensor without data. Views move a meta tensor, `copy_` takes just that view, anything else fetches and computes."""
 
     @staticmethod
     def __new__(cls, view: Tensor, name: str, source: Source) -> LazyTensor:
@@ -49,7 +52,10 @@ class LazyTensor(Tensor):
         if func is aten.copy_.default and not isinstance(first, LazyTensor):
             lazy = args[1]
             lazy.source.announce(lazy.name_, lazy.view_, first)
-            return first.copy_(lazy.view_ if first.is_meta else lazy.fetch())
+            if first.is_meta:
+                return first.copy_(lazy.view_)
+            lazy.source.fill(lazy.name_, lazy.view_, first)
+            return first
         if isinstance(first, LazyTensor) and (func.is_view or func is aten.detach.default):
             moved = func(first.view_, *args[1:], **kwargs)
             wrap = lambda view: LazyTensor(view, first.name_, first.source)  # noqa: E731

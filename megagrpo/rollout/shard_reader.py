@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from megagrpo.boxes import Box, brackets, extent, size
 from megagrpo.bridge.reshard import plan
+from megagrpo.rollout.copies import checksum, copy_checked
 from megagrpo.rollout.lazy import LazyTensor, box_of, restride
-from megagrpo.rollout.shared_weights import DTYPES, Manifest, WeightSyncError, checksum, in_addends
+from megagrpo.rollout.shared_weights import DTYPES, Manifest, WeightSyncError, in_addends
 
 
 class BlockSource(Protocol):
@@ -70,7 +72,7 @@ class MappedBlocks:
         count = size(block.box) * self.dtype.itemsize
         held = self.held[block.file][block.offset : block.offset + count].view(self.dtype).view(extent(block.box))
         self.bytes += size(part) * self.dtype.itemsize
-        return held[tuple(slice(a - o, b - o) for a, b, o in zip(*part, block.box[0], strict=True))]
+        return held[window(part, block.box)]
 
     def drain(self) -> None:
         """Everything lies there already."""
@@ -103,6 +105,7 @@ class ShardReader:
         self.manifest, self.source = manifest, source
         self.dtype = DTYPES[manifest.dtype]
         self.blank = False
+        self.seconds = self.checksum_seconds = 0.0  # that copying took, and the checksums of it
         self.wanted: set[tuple[str, Box]] = set()
         self.fetched: Counter[tuple[str, Box]] = Counter()
         self.reads: dict[tuple[str, int, Box], int] = {}  # (tensor, block index, part) -> checksum
@@ -144,7 +147,7 @@ class ShardReader:
             read = self._read(name, index, part)
             if values is None:
                 values = torch.empty(extent(box), dtype=self.dtype, device=read.device)
-            values[tuple(slice(a - o, b - o) for a, b, o in zip(*part, box[0], strict=True))] = read
+            values[window(part, box)] = read
         return values
 
     def _in_addends(self, name: str) -> bool:
@@ -157,6 +160,20 @@ class ShardReader:
             return box_of(view, shape)
         (lo, hi), strides = box_of(view, shape[:-1])
         return ((*lo, 0), (*hi, shape[-1])), strides
+
+    def fill(self, name: str, view: Tensor, destination: Tensor) -> None:
+        """Copy the elements of `view` to `destination`; checked on the way when both have the order of the tensor."""
+        started = time.perf_counter()
+        box, strides = self._box_of(name, view) if view.numel() else (None, None)
+        plain = destination.is_contiguous() and destination.dtype == self.dtype and destination.device.type == "cpu"
+        if plain and not self.blank and not self._in_addends(name) and _in_order(view, strides):
+            self.fetched[name, box] += 1
+            target = destination.view(extent(box))
+            for index, part in self._parts(name, box):
+                self._copy(name, index, part, target[window(part, box)])
+        else:
+            destination.copy_(self.fetch(name, view))
+        self.seconds += time.perf_counter() - started
 
     @property
     def bytes(self) -> int:
@@ -176,5 +193,30 @@ class ShardReader:
 
     def _read(self, name: str, index: int, part: Box) -> Tensor:
         values = self.source.values(name, index, part)
-        self.reads[name, index, part] = checksum(values)
+        self._sum(name, index, part, values)
         return values
+
+    def _sum(self, name: str, index: int, part: Box, values: Tensor) -> None:
+        started = time.perf_counter()
+        self.reads[name, index, part] = checksum(values, part[0][-1] if part[0] else 0)
+        self.checksum_seconds += time.perf_counter() - started
+
+    def _copy(self, name: str, index: int, part: Box, target: Tensor) -> None:
+        values = self.source.values(name, index, part)
+        if target.is_contiguous() and values.device.type == "cpu":
+            self.reads[name, index, part], seconds = copy_checked(target, values, part)
+            self.checksum_seconds += seconds
+        else:
+            self._sum(name, index, part, values)
+            target.copy_(values)
+
+
+def window(part: Box, box: Box) -> tuple[slice, ...]:
+    """What cuts `part` out of a tensor that holds `box`."""
+    return tuple(slice(a - o, b - o) for a, b, o in zip(*part, box[0], strict=True))
+
+
+def _in_order(view: Tensor, strides: list[int] | None) -> bool:
+    """Whether a view, with these strides inside its box, has the elements of the box in the box's order."""
+    contiguous = torch.empty(view.shape, device="meta").stride()
+    return strides is not None and all(n == 1 or a == b for n, a, b in zip(view.shape, strides, contiguous, strict=True))

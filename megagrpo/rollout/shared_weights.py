@@ -1,9 +1,7 @@
 """The format of weights in shared memory: block files, one per trainer rank and slot, and a manifest that says what lies where.
 
-The trainer writes it (`weight_sync/`) and the engine's workers read it (`vllm_plugin.py`). Both sides compute the same checksum: the
-sum, modulo 2**64, of the elements seen as integers of their own width. It is additive, so the sums of the slices that several workers
-read add up to the sum of the block they tile. It tells lost, zeroed, stale and flipped elements; it does not tell two elements that
-traded places.
+The trainer writes it (`weight_sync/`) and the engine's workers read it (`vllm_plugin.py`). Both sides compute the same checksum
+(`copies.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +25,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EXACT = ("e_score_correction_bias",)
 ADDENDS = 3
 ALIGNMENT = 64  # bytes, of each block in its file
-_INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 class WeightSyncError(RuntimeError):
@@ -100,14 +96,6 @@ def addends(values: Tensor) -> Tensor:
         parts.append(values.bfloat16())
         values = values - parts[-1]
     return torch.stack(parts, dim=-1)
-
-
-def checksum(values: Tensor) -> int:
-    """Sum of the elements seen as integers of their own width, modulo 2**64; any strides."""
-    integers = values.view(_INTEGERS[values.element_size()])
-    if values.is_cuda:
-        return int(integers.sum(dtype=torch.int64)) % 2**64
-    return int(integers.numpy().sum(dtype=np.int64)) % 2**64  # NumPy: ten times as fast as torch here
 
 
 class SharedFiles:

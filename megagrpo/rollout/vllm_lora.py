@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megagrpo.rollout.shared_weights import checksum
+from megagrpo.rollout.copies import checksum
 
 
 class AdapterReports:

@@ -157,7 +157,12 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
         self.reloading = False
         reads = [[name, index, part, total] for (name, index, part), total in self.reader.reads.items()]
-        self._reply(version=self.info.version, bytes=self.reader.bytes, seconds=time.perf_counter() - self.started, reads=reads)
+        seconds = {
+            "seconds": time.perf_counter() - self.started,
+            "read_seconds": self.reader.seconds,
+            "checksum_seconds": self.reader.checksum_seconds,
+        }
+        self._reply(version=self.info.version, bytes=self.reader.bytes, reads=reads, **seconds)
         self.reader.source.release()
 
     def _check_complete(self, loaded: set[str], destinations: dict[str, tuple[int, int, bool]]) -> None:

@@ -19,6 +19,7 @@ from megagrpo.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS = 3  # of one request on servers that answer their health check
 INITIAL_VERSION = "default"  # what vLLM calls the weights it started with
+CERTIFICATES = httpx.create_ssl_context(trust_env=False)  # every client would read them anew, which takes longer than a request
 
 
 @dataclass
@@ -337,7 +338,7 @@ class VllmEngine:
     def _client(self) -> httpx.AsyncClient:
         # vLLM closes a connection after an error: a request that reuses it at that moment would be lost.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=10), limits=limits, trust_env=False)
+        return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=10), limits=limits, trust_env=False, verify=CERTIFICATES)
 
     def _alive(self) -> list[str]:
         alive = [url for url in self.urls if url not in self.dead]

@@ -29,14 +29,17 @@ from megagrpo.weight_sync.verification import verify
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync took. Bytes are counted over all ranks and all workers."""
+    """What one sync took. Bytes are counted over all ranks and all workers. `read_seconds` is the part of `load_seconds` that copying took
+    the worker who took longest."""
 
     weight_version: int
     publish_seconds: float
     load_seconds: float
     total_seconds: float
+    checksum_seconds: float  # of the slowest rank and the slowest worker, added; part of publish and load
     bytes_published: int
     bytes_read: int
+    read_seconds: float = 0.0
 
 
 class WeightSync:
@@ -87,8 +90,8 @@ class WeightSync:
         sent = addends(param.detach().float())
         return name, sent, [with_last_dim(block, sent.shape[-1]) for block in blocks]
 
-    def _deliver(self, update: Update) -> tuple[int, int] | str | None:
-        """Have every rank send, and the engine take it in: on rank 0 the bytes that were given and taken, or what went wrong. It does not
+    def _deliver(self, update: Update) -> tuple[float, int, int, float] | str | None:
+        """Have every rank send, and the engine take it in: on rank 0 the last fields of a `SyncReport`, or what went wrong. It does not
         raise, for the other ranks wait."""
         with ThreadPoolExecutor(1) as side:
             loading = side.submit(self._load, update) if self.engine is not None else None
@@ -111,7 +114,8 @@ class WeightSync:
             self.engine.resume(version)
         except Exception as error:
             return f"weight version {version} did not reach the engine, which stays paused: {_text(error)}"
-        return num_bytes
+        checksums, read = (max((report.get(key, 0.0) for report in reports), default=0.0) for key in ("checksum_seconds", "read_seconds"))
+        return max(given.checksum_seconds for _, given in told) + checksums, *num_bytes, read
 
     def _load(self, update: Update) -> list[dict]:
         """Have the engine take the update in, beside the ranks that send it."""

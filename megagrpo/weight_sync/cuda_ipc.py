@@ -45,7 +45,8 @@ class CudaIpc(SharedMemory):
             {name: [export(buffer) for _ in range(sum(servers.values()))] for name, buffer in buffers.items()}
         )
         handles = {name: own for rank in told for name, own in rank.items()}
-        return HandleUpdate(update.manifest, update.folder, update.rank, servers=servers, handles=handles, buffers=buffers)
+        made = update.manifest, update.folder, update.rank, update.checksum_seconds
+        return HandleUpdate(*made, servers=servers, handles=handles, buffers=buffers)
 
     def _slots(self, found: list) -> DeviceSlots:
         return DeviceSlots(found, self.ranks, self.dtype, self.folder, self.device)

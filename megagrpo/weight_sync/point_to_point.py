@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.boxes import Box, extent, intersect, size
+from megagrpo.boxes import Box, intersect, size
 from megagrpo.bridge.messages import Message, Round, rounds
 from megagrpo.bridge.transfers import layer_of, plan_transfers
 from megagrpo.families.blocks import Block
+from megagrpo.rollout.copies import copy_checked
 from megagrpo.rollout.engine import Engine
 from megagrpo.rollout.exchange import Board, Deadline, Exchange, Parcel, Pending, own_address, wait
 from megagrpo.rollout.receiver import IN_FLIGHT, Roster, boxes_of_json, contents, digest, wanted_by
-from megagrpo.rollout.shared_weights import DTYPES, Manifest, WeightSyncError, checksum
+from megagrpo.rollout.shared_weights import DTYPES, Manifest, WeightSyncError
 from megagrpo.weight_sync.transport import Given, Ranks, Sums
 
 Found = list[tuple[str, Tensor, Sequence[Block]]]
@@ -125,6 +126,7 @@ class DirectUpdate:
     group: str | None  # that all ranks are in
     deadline: Deadline
     needed_bytes: int = 0
+    checksum_seconds: float = 0.0
 
     @property
     def key(self) -> str:
@@ -201,7 +203,7 @@ class DirectUpdate:
             given += sum(parcel.buffer.nbytes for parcel in parcels)
         while under_way:
             wait(under_way.popleft()[0], self.deadline)
-        return Given(given, sums)
+        return Given(given, sums, self.checksum_seconds)
 
     def _decide(self) -> None:
         """On rank 0: once every worker has said what it wants, tell everybody who takes part, and in which group."""
@@ -222,8 +224,9 @@ class DirectUpdate:
         for item in message.slices:
             block, values = self.held.read(item.tensor, item.box)
             place = packed[item.offset : item.offset + size(item.box)]
-            place.view(extent(item.box)).copy_(values)
-            sums.setdefault((item.tensor, self._index(item.tensor, block)), {})[item.box] = checksum(place)
+            total, seconds = copy_checked(place, values, item.box)
+            sums.setdefault((item.tensor, self._index(item.tensor, block)), {})[item.box] = total
+            self.checksum_seconds += seconds
         to, what = self.num_ranks + message.destination, f"sending {contents(message)} to {self._name(message.destination)}"
         return Parcel(packed, to, message.tag, what)
 

@@ -26,8 +26,9 @@ from megagrpo.boxes import size
 from megagrpo.bridge.reshard import owners
 from megagrpo.bridge.transfers import layer_of
 from megagrpo.families.blocks import Block
+from megagrpo.rollout.copies import NotFinite, copy_checked
 from megagrpo.rollout.engine import Engine
-from megagrpo.rollout.shared_weights import ALIGNMENT, DTYPES, Manifest, SharedBlock, SharedTensor, WeightSyncError, checksum
+from megagrpo.rollout.shared_weights import ALIGNMENT, DTYPES, Manifest, SharedBlock, SharedTensor, WeightSyncError
 from megagrpo.weight_sync.transport import Given, Ranks, key_of
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -77,7 +78,7 @@ class SharedMemory:
             for name, shape, block in blocks:
                 parts.setdefault(name, (shape, []))[1].append(block)
         tensors = {name: SharedTensor(parts[name][0], tuple(parts[name][1])) for name in sorted(parts, key=_by_layer)}
-        return FileUpdate(Manifest(version, self.dtype, tensors), self.folder, self.ranks.world_rank)
+        return FileUpdate(Manifest(version, self.dtype, tensors), self.folder, self.ranks.world_rank, self._published.checksum_seconds)
 
     def _slots(self, found: list) -> Slots:
         return Slots(found, self.ranks, self.dtype, self.folder)
@@ -90,6 +91,7 @@ class FileUpdate:
     manifest: Manifest
     folder: Path
     rank: int
+    checksum_seconds: float = 0.0  # that this rank has spent
     saved: bool = False
 
     @property
@@ -120,7 +122,8 @@ class FileUpdate:
             if block.rank == self.rank
         ]
         count = sum(size(box) for _, _, box, _ in held)
-        return Given(count * DTYPES[self.manifest.dtype].itemsize, {(name, index): {box: total} for name, index, box, total in held})
+        sums = {(name, index): {box: total} for name, index, box, total in held}
+        return Given(count * DTYPES[self.manifest.dtype].itemsize, sums, self.checksum_seconds)
 
     def give_up(self, why: str) -> None:
         """No rank waits for anything."""
@@ -149,6 +152,7 @@ class Slots:
                 self.offsets[key] = self.size
                 self.size += -(-count * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self.buffers: dict[str, Tensor] = {}  # what blocks call their memory -> its bytes
+        self.checksum_seconds = 0.0  # of the last `write`
 
     def buffer(self, slot: int) -> tuple[str, Tensor]:
         """What blocks call this slot's memory, and its bytes."""
@@ -159,6 +163,7 @@ class Slots:
 
     def write(self, found: list, weight_version: int) -> list[tuple[str, tuple[int, ...], SharedBlock]]:
         """Cast and copy every owned block; (tensor name, tensor shape, where it lies) of each."""
+        self.checksum_seconds = 0.0
         if not self.offsets:
             return []
         memory, buffer = self.buffer(weight_version % NUM_SLOTS)
@@ -171,11 +176,12 @@ class Slots:
                 offset, source = self.offsets[key], block.view(values_here)
                 count = source.numel() * self.dtype.itemsize
                 values = buffer[offset : offset + count].view(self.dtype)
-                values.view(source.shape).copy_(source)
-                if not all(map(torch.isfinite, values.aminmax())):  # NaN wins over every other value
-                    raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {block.name}")
-                shared = SharedBlock(self.rank, memory, offset, block.box, checksum(values))
-                written[key] = (block.name, tuple(block.shape), shared)
+                try:
+                    total, seconds = copy_checked(values, source, block.box, finite=True)
+                except NotFinite:
+                    raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {block.name}") from None
+                self.checksum_seconds += seconds
+                written[key] = (block.name, tuple(block.shape), SharedBlock(self.rank, memory, offset, block.box, total))
         if absent := sorted(set(self.offsets) - set(written)):
             raise WeightSyncError(f"{absent[0][0]} was there at the first sync and is gone now")
         return list(written.values())

@@ -33,6 +33,7 @@ class Given:
 
     num_bytes: int
     sums: Sums
+    checksum_seconds: float = 0.0
 
 
 class Update(WeightUpdate, Protocol):

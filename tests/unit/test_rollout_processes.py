@@ -154,3 +154,11 @@ def test_seeds_depend_on_every_part_and_never_change():
     assert derive_seed(42, 0, 1) == 112464216604333215
     seeds = {derive_seed(a, b, c) for a in range(4) for b in range(4) for c in range(4)}
     assert len(seeds) == 64 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_server_without_a_gpu_gets_memory_in_large_pages_unless_the_user_says_otherwise(tmp_path, monkeypatch):
+    launcher = Launcher(ServerOptions("model", "float32", 64), tmp_path)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert launcher._environment(0)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+    assert launcher._environment(0)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
