@@ -3,14 +3,19 @@
 import functools
 
 import pytest
+import torch
 from ranks import run_ranks
 from tiny_policy import Case, tiny_run
 
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.reductions import denominator
+from megagrpo.bridge.families import blocks
 from megagrpo.config import ParallelSection, RunConfig
+from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.verify.compare import compare, silent_tensors
-from megagrpo.verify.shrink import random_samples, shrink_model
-from megagrpo.verify.step import Outcome, take_step
+from megagrpo.verify.shrink import random_samples, random_tensor, shrink_model
+from megagrpo.verify.step import Outcome, prepare, take_step
 
 V3 = dict(
     model_type="deepseek_v3",
@@ -74,5 +79,20 @@ def test_so_does_a_model_whose_queries_have_no_latent_with_its_attention_recompu
     assert [d for d in compare(found, one_process("v2_lite")) if not d.passed] == []
 
 
-def test_the_bias_that_experts_are_chosen_by_is_not_trained():
-    assert not [name for name in one_process("v3").gradients if "bias" in name]
+def biases_after_a_step(precision: str) -> list[tuple[str, torch.Tensor]]:
+    config, hf_config = tiny_run({}, model=dict(precision=precision)), model(V3)
+    layout = init_layout(config.parallel)
+    policy, batch, _ = prepare(config, hf_config, layout, random_samples())
+    policy.backward(batch, make_loss(config), denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length))
+    policy.update()
+    held = [(found, value) for _, value, found in blocks(policy.chunks, hf_config, layout) if not isinstance(value, torch.nn.Parameter)]
+    layout.close()
+    return [(block.name, value.numpy()) for (block,), value in held]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_biases_that_experts_are_chosen_by_stay_as_they_are_in_float32(precision):
+    ((*found,),) = run_ranks(biases_after_a_step, 1, precision)
+    assert [name for name, _ in found] == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+    for name, value in found:
+        assert torch.equal(torch.from_numpy(value), random_tensor(name, value.shape))

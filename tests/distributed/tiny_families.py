@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "deepseek_v2": ("DeepseekV2", LATENT | GROUPS | dict(q_lora_rank=28, n_shared_experts=2, topk_method="group_limited_greedy")),
-    "deepseek_v2 lite": ("DeepseekV2", LATENT | dict(q_lora_rank=None, topk_method="greedy")),
+    "deepseek_v2 lite": ("DeepseekV2", LATENT | dict(q_lora_rank=None, topk_method="greedy", rms_norm_eps=1e-2)),
     "deepseek_v3": ("DeepseekV3", LATENT | GROUPS | BY_BIAS | dict(q_lora_rank=28, num_experts_per_tok=3)),
     "qwen3 yarn": ("Qwen3", dict(head_dim=24, rope_parameters=YARN_ROPE)),
 }
