@@ -1,12 +1,15 @@
 """Where servers run and which way weights take: chosen with a reason, contradictions refused with a fix."""
 
+import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from megagrpo import serving
+from megagrpo import serving, train
 from megagrpo.config import ConfigError, load_config, weight_path
 from megagrpo.plan import plan
+from megagrpo.weight_sync.point_to_point import PointToPoint
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
 URLS = "rollout.urls=[http://10.0.0.7:8000]"
@@ -90,3 +93,28 @@ def test_dedicated_servers_without_gpus_left_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(serving.device, "visible_gpus", lambda: ["0", "1"])
     with pytest.raises(ValueError, match=r"rollout.servers 1 x rollout.tp 1 need 1 GPUs; 0 were given"):
         serving.make_launcher(config("rollout.placement=dedicated"), tmp_path, tmp_path, "bfloat16", num_ranks=2)
+
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """The second of two ranks; the first is on this host, or on another one."""
+
+    first_host: str
+    world_rank: int = 1
+
+    def all_gather_objects(self, obj):
+        return [(self.first_host, *obj[1:]), obj]
+
+
+def test_ranks_on_several_hosts_need_servers_that_all_of_them_reach(tmp_path):
+    ranks, said = TwoRanks("elsewhere"), []
+    with pytest.raises(ValueError, match=r"rollout\.urls: ranks are on elsewhere, .* answer on the first rank's host only"):
+        train._weight_sync(config(), None, ranks, "float32", tmp_path, ["http://127.0.0.1:8000"], said.append)
+    sync = train._weight_sync(config(URLS), None, ranks, "float32", tmp_path, ["http://10.0.0.7:8000"], said.append)
+    assert isinstance(sync.transport, PointToPoint) and said == ["weights go to vLLM by p2p: several hosts"]
+
+
+def test_a_server_on_another_host_is_sent_to(tmp_path):
+    said = []
+    sync = train._weight_sync(config(URLS), None, TwoRanks(socket.gethostname()), "float32", tmp_path, ["http://192.0.2.1:80"], said.append)
+    assert isinstance(sync.transport, PointToPoint) and said == ["weights go to vLLM by p2p: several hosts"]
