@@ -18,19 +18,39 @@ from megagrpo.config import AlgorithmSection, RolloutSection
 
 def load_model(folder: Path, dtype: str) -> nn.Module:
     """The weights in `folder`, rounded to `dtype` as the trainer holds them, in a float64 model."""
-    from transformers import AutoModelForCausalLM  # slow to import
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM  # slow to import
+    from transformers.masking_utils import eager_mask
 
-    kernels = dict(attn_implementation="sdpa", experts_implementation="eager")  # the grouped products of experts know no float64
+    AttentionInterface.register("naive", _attention)
+    AttentionMaskInterface.register("naive", eager_mask)
+    kernels = dict(attn_implementation="naive", experts_implementation="eager")  # the grouped products of experts know no float64
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **kernels).double().eval()
-    for module in model.modules():
-        if hasattr(module, "variance_epsilon"):  # transformers would round to float32 on the way
+    for module in model.modules():  # transformers would round to float32 on the way
+        if hasattr(module, "variance_epsilon"):
             module.forward = MethodType(_rms_norm, module)
+        elif type(module).__name__.startswith("Gemma") and type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(_centred_rms_norm, module)
     model.get_input_embeddings().padding_idx = None  # torch gives that token no gradient, and chat models pad with one that ends turns
     return model
 
 
 def _rms_norm(self: nn.Module, hidden: Tensor) -> Tensor:
     return self.weight * hidden * (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+
+def _centred_rms_norm(self: nn.Module, hidden: Tensor) -> Tensor:
+    return (1 + self.weight) * hidden * (hidden.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float, softcap: float | None = None, **_: object
+) -> tuple[Tensor, None]:
+    """softmax(scaling q k^T + mask) v, scores x with a softcap made softcap tanh(x / softcap): query [1, h, L, d], key and value
+    [1, g, L, d] -> [1, L, h, d], as transformers calls it. The mask says what a token sees, windows included."""
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    scores = scaling * query @ key.transpose(2, 3)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return ((scores + mask).softmax(-1) @ value).transpose(1, 2), None
 
 
 def log_softmax(model: nn.Module, token_ids: Tensor, rollout: RolloutSection) -> Tensor:

@@ -69,6 +69,14 @@ class HfConfig:
     experts: Experts | None = None
     windows: tuple[int | None, ...] = ()  # of each block: the tokens that one sees, itself included, or None for all; () when all do
     mla: Mla | None = None
+    local_rope_theta: float | None = None  # in blocks with a window, where they turn by angles of their own, never scaled
+    softmax_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    score_cap: float | None = None  # scores x of attention become cap tanh(x / cap)
+    logit_cap: float | None = None  # as do the logits of the LM head
+    activation: str = "silu"  # of the gate: "silu", or "gelu" in its tanh approximation
+    embedding_scale: float = 1.0
+    post_norms: bool = False  # what attention and MLP give is normalised as well
+    centred_norms: bool = False  # weights of norms are kept as their distance from 1
 
     @property
     def value_dim(self) -> int:
@@ -83,6 +91,10 @@ class HfConfig:
     def padded_vocab(self, tp_size: int) -> int:
         """V: the vocabulary rounded up to a multiple of the tensor-parallel size. Rows from `vocab_size` on belong to no token."""
         return -(-self.vocab_size // tp_size) * tp_size
+
+    def window(self, block: int) -> int | None:
+        """How many tokens one sees in decoder block `block`, counted from 0; None for all."""
+        return self.windows[block] if self.windows else None
 
     def has_experts(self, block: int) -> bool:
         """Whether decoder block `block`, counted from 0, has a mixture of experts in place of an MLP."""

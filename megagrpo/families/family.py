@@ -75,7 +75,8 @@ def common_fields(family: Family, raw: Raw) -> dict[str, Any]:
 def rope(raw: Raw) -> dict[str, Any]:
     """Rotary parameters with `rope_type` and `rope_theta`, from transformers 5's `rope_parameters` or the older two keys."""
     old = {"rope_theta": raw.get("rope_theta", 10000.0)} | (raw.get("rope_scaling") or {})
-    found = old | (raw.get("rope_parameters") or {})
+    new = raw.get("rope_parameters") or {}
+    found = old | new.get(FULL, new)  # of blocks without a window, where config.json tells them apart
     return found | {"rope_type": found.get("rope_type") or found.get("type") or "default"}
 
 

@@ -26,6 +26,7 @@ def vocab_logprobs(
     *,
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
+    logit_cap: float | None = None,
     vocab_size: int | None = None,
     truncation: Truncation = NO_TRUNCATION,
     chunk: int = 256,
@@ -33,7 +34,7 @@ def vocab_logprobs(
     upstream: Upstream | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(logprobs [N], entropy [N]) in nats, float32 (float64 for float64 inputs), of softmax(hidden weight^T / temperature) over the tokens
-    that `truncation` keeps of it, and the label's, which was sampled.
+    that `truncation` keeps of it, and the label's, which was sampled. With `logit_cap` logits x become cap tanh(x / cap) before that.
 
     `group` are the tensor-parallel ranks (None: one rank holds all rows); all of them must call this with the same N. Rows at or above
     `vocab_size` are padding and get probability 0. The logits of `chunk` tokens exist at a time. The gradient flows through logprobs, and
@@ -45,7 +46,7 @@ def vocab_logprobs(
     hand, in three matrix products, as many as with all logits kept. Without it logits are computed again in the backward pass, a fourth
     product; so they are when it brings anything else, with the same result.
     """
-    task = _Task.of(weight, labels, None, None, group, temperature, truncation, vocab_size, chunk, entropy_gradient, upstream)
+    task = _Task.of(weight, labels, None, None, group, temperature, logit_cap, truncation, vocab_size, chunk, entropy_gradient, upstream)
     return _VocabHead.apply(hidden, weight, task)
 
 
@@ -59,6 +60,7 @@ def vocab_logprobs_and_kl(
     direction: str,
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
+    logit_cap: float | None = None,
     vocab_size: int | None = None,
     chunk: int = 256,
     entropy_gradient: bool = False,
@@ -75,7 +77,9 @@ def vocab_logprobs_and_kl(
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: {direction!r} is not one of {', '.join(DIRECTIONS)}")
     ref = ref_hidden, ref_weight
-    task = _Task.of(weight, labels, ref, direction, group, temperature, NO_TRUNCATION, vocab_size, chunk, entropy_gradient, upstream)
+    task = _Task.of(
+        weight, labels, ref, direction, group, temperature, logit_cap, NO_TRUNCATION, vocab_size, chunk, entropy_gradient, upstream
+    )
     return _VocabHead.apply(hidden, weight, task)
 
 
@@ -88,16 +92,19 @@ class _Task:
     reverse: bool
     shard: VocabShard
     temperature: float
+    logit_cap: float | None
     truncation: Truncation
     chunk: int
     entropy_gradient: bool
     upstream: Upstream | None
 
     @classmethod
-    def of(cls, weight, labels, ref, direction, group, temperature, truncation, vocab_size, chunk, entropy_gradient, upstream) -> _Task:
+    def of(
+        cls, weight, labels, ref, direction, group, temperature, logit_cap, truncation, vocab_size, chunk, entropy_gradient, upstream
+    ) -> _Task:
         shard = VocabShard.of(weight, group, vocab_size)
         upstream = upstream if torch.is_grad_enabled() else None
-        return cls(labels, ref, direction == "reverse", shard, temperature, truncation, chunk, entropy_gradient, upstream)
+        return cls(labels, ref, direction == "reverse", shard, temperature, logit_cap, truncation, chunk, entropy_gradient, upstream)
 
     @property
     def num_outputs(self) -> int:
@@ -169,7 +176,7 @@ class _Pass:
             drop_below(self._logits, self._task.labels[rows], self._task.shard, found[-1])
 
     def _logits_of(self, model: tuple[Tensor, Tensor], rows: slice, memory: Tensor) -> Tensor:
-        return self._task.shard.logits(model[0][rows], model[1], self._task.temperature, memory)
+        return self._task.shard.logits(model[0][rows], model[1], self._task.temperature, self._task.logit_cap, memory)
 
     def forward(self, rows: slice) -> Tensor:
         """Log-probs, entropy and log-normaliser [3, n], with a truncation the smallest logit that it keeps [4, n]; with a reference
@@ -194,11 +201,16 @@ class _Pass:
         """The gradient of the policy's logits before the temperature [n, v], in their place. `found` is what `forward` gave of these rows,
         `upstream` the gradients of the outputs that take one [1 to 3, n].
 
-        For p = softmax z: that of log p at the label is 1 there minus p, that of the entropy H is -p (log p + H).
+        For p = softmax z: that of log p at the label is 1 there minus p, that of the entropy H is -p (log p + H). Where a logit has become
+        z = cap tanh(x / cap), that of x is 1 - (z / cap)^2 of that of z.
         """
         task, logits, normaliser = self._task, self._logits, found[self._task.num_outputs, :, None]
         scales: dict[int, Tensor] = dict(zip(task.taught, upstream[:, :, None] / task.temperature, strict=True))
+        at_labels = scales[LOGPROBS][:, 0]
+        if task.logit_cap is not None:
+            at_labels = at_labels * self._slope(task.shard.pick(logits, task.labels[rows]))
         for columns in blocks(logits):
+            slope = None if task.logit_cap is None else self._slope(logits[:, columns])
             log_p, factor = logits[:, columns].sub_(normaliser), -scales[LOGPROBS]  # of p, beside what the label gets
             if ENTROPY in scales:
                 factor = torch.add(log_p, found[ENTROPY, :, None]).mul_(-scales[ENTROPY]).add_(factor)
@@ -206,8 +218,14 @@ class _Pass:
                 self._grad_with_kl(log_p, columns, found, factor, scales[KL])
             else:
                 log_p.exp_().mul_(factor)
-        task.shard.add_at_labels(logits, task.labels[rows], scales[LOGPROBS][:, 0])
+            if slope is not None:
+                log_p.mul_(slope)
+        task.shard.add_at_labels(logits, task.labels[rows], at_labels)
         return logits
+
+    def _slope(self, logits: Tensor) -> Tensor:
+        """The derivative of capped logits, of which `logits` are the quotients by the temperature; 0 where a truncation dropped one."""
+        return (logits * (self._task.temperature / self._task.logit_cap)).square_().neg_().add_(1).clamp_(min=0)
 
     def _grad_with_kl(self, log_p: Tensor, columns: slice, found: Tensor, factor: Tensor, scale: Tensor) -> None:
         """Overwrite log p with p factor, plus reverse scale p (log p - log q - KL), or forward scale (p - q)."""

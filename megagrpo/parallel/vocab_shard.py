@@ -38,13 +38,15 @@ class VocabShard:
         """Room for the logits of `chunk` tokens, or of all there are."""
         return hidden.new_empty(min(chunk, hidden.shape[0]), self.num_rows, dtype=wide(hidden.dtype))
 
-    def logits(self, hidden: Tensor, weight: Tensor, temperature: float, memory: Tensor) -> Tensor:
-        """hidden [n, H] weight^T / temperature, [n, v], at the beginning of `memory`."""
+    def logits(self, hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, memory: Tensor) -> Tensor:
+        """hidden [n, H] weight^T, logits x with a cap made cap tanh(x / cap), over temperature, [n, v], at the beginning of `memory`."""
         out, head = memory[: hidden.shape[0]], weight[: self.num_rows].t()
         if out.dtype == hidden.dtype:
             torch.mm(hidden, head, out=out)
         else:
             out.copy_(hidden @ head)
+        if cap is not None:
+            return out.div_(cap).tanh_().mul_(cap / temperature)
         return out if temperature == 1.0 else out.div_(temperature)
 
     def pick(self, values: Tensor, labels: Tensor) -> Tensor:

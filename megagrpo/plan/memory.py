@@ -74,9 +74,9 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
 def _activation_elements(config: RunConfig, model: HfConfig) -> tuple[float, float]:
     """(elements that one layer keeps per token without recomputation, with the configured one).
 
-    The residual and the normed input of attention and of the MLP; q, k, v and the attention output; gate, up, silu and their product.
-    Latents are kept before and after their norm. A token that goes through k experts has k MLPs, each with a copy of its input and output,
-    spread evenly over the ranks.
+    The residual and the normed input of attention and of the MLP, and what they give where that is normalised too; q, k, v and the
+    attention output; gate, up, silu and their product. Latents are kept before and after their norm. A token that goes through k experts
+    has k MLPs, each with a copy of its input and output, spread evenly over the ranks.
     """
     tp = config.parallel.tp
     shards = tp if config.parallel.sequence_parallel else 1
@@ -89,7 +89,7 @@ def _activation_elements(config: RunConfig, model: HfConfig) -> tuple[float, flo
         sent += 4 * model.experts.shared_size / tp
         mixed = len(model.experts.blocks) / model.num_layers
         mlp = mixed * sent + (1 - mixed) * mlp
-    everything = 4 * model.hidden_size / shards + attention + mlp
+    everything = (6 if model.post_norms else 4) * model.hidden_size / shards + attention + mlp
     return everything, model.hidden_size / shards if config.model.recompute == "full" else everything
 
 

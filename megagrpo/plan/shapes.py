@@ -46,7 +46,7 @@ def model_shape(path: str) -> dict[str, Any]:
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     """Parameters of one layer on one of `tp` ranks, without experts; their router is on every rank."""
     attention, whole = attention_parameters(model)
-    norms = 2 * model.hidden_size
+    norms = (4 if model.post_norms else 2) * model.hidden_size
     if model.has_experts(layer):
         shared = 3 * model.hidden_size * model.experts.shared_size
         return (attention + shared) // tp + whole + norms + model.experts.count * model.hidden_size

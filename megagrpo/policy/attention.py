@@ -100,15 +100,24 @@ class Rotary:
     def __init__(self, frequencies: Tensor, factor: float = 1.0, interleaved: bool = False):
         self.frequencies, self.factor, self.interleaved = frequencies, factor, interleaved
 
+    def turn(self, query: Tensor, key: Tensor, packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
+        """Query and key [T, heads, d], or [T/cp, heads, d], rotated by each token's place in its sample."""
+        return self.turned(query, key, *self.of_pack(packed, query.dtype))
+
+    def turned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Query and key [..., heads, d] rotated by angles whose cos and sin [..., 1, n] are given."""
+        return rotate(query, cos, sin, self.interleaved), rotate(key, cos, sin, self.interleaved)
+
     def of_pack(self, packed: PackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, n], or [T/cp, 1, n], of each token's place in its sample, computed by the first layer that asks."""
-        if not hasattr(packed, "rotation"):
+        rotations = vars(packed).setdefault("rotations", {})
+        if self not in rotations:
             borders = packed.cu_seqlens_q
             first = packed.positions_before - borders[:-1]
             positions = torch.arange(int(borders[-1]), device=borders.device) + first.repeat_interleave(borders.diff())
             own = positions if packed.own is None else positions[packed.own]
-            packed.rotation = self.at(own[:, None], dtype)
-        return packed.rotation
+            rotations[self] = self.at(own[:, None], dtype)
+        return rotations[self]
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [*positions.shape, n], computed in float32."""
@@ -162,7 +171,7 @@ class TorchAttention(MegatronModule):
         if packed_seq_params is None:
             if self.rotary is not None:
                 cos, sin = self.rotary.at(torch.arange(len(query), device=query.device)[:, None, None], query.dtype)
-                query, key = self._turned(query, key, cos, sin)
+                query, key = self.rotary.turned(query, key, cos, sin)
             q, k, v = (t.transpose(0, 1) for t in (query, key, value))
             return causal_attention(q, k, v, self.scale, self.window, self.softcap).transpose(0, 1)
         if self.cp_group is not None:
@@ -178,10 +187,4 @@ class TorchAttention(MegatronModule):
         return torch.cat(outputs).index_select(0, batches.back)
 
     def _rotated(self, query: Tensor, key: Tensor, packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
-        if self.rotary is None:
-            return query, key
-        return self._turned(query, key, *self.rotary.of_pack(packed, query.dtype))
-
-    def _turned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        interleaved = self.rotary.interleaved
-        return rotate(query, cos, sin, interleaved), rotate(key, cos, sin, interleaved)
+        return (query, key) if self.rotary is None else self.rotary.turn(query, key, packed)

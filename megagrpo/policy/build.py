@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megagrpo.families.family import rope
+from megagrpo.families.family import FULL, rope
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.attention import Rotary, TorchAttention
 from megagrpo.policy.balance import BalancedRouter
 from megagrpo.policy.expert_groups import BestGroups
 from megagrpo.policy.hf_config import HfConfig, model_problems, stage_layers
-from megagrpo.policy.latent_attention import LatentAttention
 from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_engine_spec
 
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding  # isort: skip
 from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.tensor_parallel import ColumnParallelLinear  # isort: skip
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region  # isort: skip
@@ -75,9 +75,10 @@ def build_model(
 
 
 def _own_attention(hf_config: HfConfig, layout: Layout) -> bool:
-    """Whether attention is `TorchAttention`: where there is no Transformer Engine, and for what its attention cannot do, a window when
-    keys and values go round context-parallel ranks."""
-    return not device.has_transformer_engine() or (layout.cp_size > 1 and any(hf_config.windows))
+    """Whether attention is `TorchAttention`: where there is no Transformer Engine, and for what its attention cannot do, capped scores, and
+    a window when keys and values go round context-parallel ranks."""
+    windows_in_ring = layout.cp_size > 1 and any(hf_config.windows)
+    return not device.has_transformer_engine() or hf_config.score_cap is not None or windows_in_ring
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,14 @@ def transformer_config(
         kv_channels=hf_config.head_dim,
         ffn_hidden_size=hf_config.intermediate_size,
         normalization="RMSNorm",
+        layernorm_zero_centered_gamma=hf_config.centred_norms,
         layernorm_epsilon=hf_config.norm_eps,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func={"silu": F.silu, "gelu": F.gelu}[hf_config.activation],
         add_bias_linear=False,
         add_qkv_bias=hf_config.qkv_bias,
         qk_layernorm=hf_config.qk_norm,
+        softmax_scale=hf_config.softmax_scale,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         deterministic_mode=device.is_deterministic(),
@@ -149,11 +152,11 @@ def transformer_config(
         # Unbatched and unoverlapped, two stages that exchange the lengths of their micro-batches wait for each other for ever.
         overlap_p2p_comm=layout.vpp > 1,
         calculate_per_token_loss=True,
-        use_te_activation_func=not fused,  # any activation module; without Transformer Engine it is specs.SwiGLU
+        use_te_activation_func=not fused,  # any activation module; without Transformer Engine it is specs.GatedActivation
         # Fused kernels exist on GPUs only. The fused rotation cannot apply an attention factor.
         apply_rope_fusion=fused and hf_config.rope_type not in ("yarn", "longrope") and not hf_config.mla,
         rotary_interleaved=hf_config.rotary_interleaved,
-        bias_activation_fusion=fused,
+        bias_activation_fusion=fused,  # as which gelu is its tanh approximation
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -213,6 +216,11 @@ def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
     )
 
 
+def _rotates_itself(hf_config: HfConfig, layout: Layout) -> bool:
+    """Whether attention rotates queries and keys, by angles that each block may have of its own, and not Megatron."""
+    return hf_config.mla is not None or hf_config.local_rope_theta is not None or _own_attention(hf_config, layout)
+
+
 def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout, chunk: int, spec: ModuleSpec) -> nn.Module:
     model = HybridModel(
         config,
@@ -223,16 +231,17 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
         pre_process=layout.chunk_is_first(chunk),
         post_process=layout.chunk_is_last(chunk),
         share_embeddings_and_output_weights=hf_config.tied_embeddings,
-        # TorchAttention and LatentAttention rotate.
-        position_embedding_type="none" if hf_config.mla or _own_attention(hf_config, layout) else "rope",
+        position_embedding_type="none" if _rotates_itself(hf_config, layout) else "rope",
         rotary_base=hf_config.rope_theta,
         rotary_percent=hf_config.partial_rotary_factor,
         pg_collection=layout.process_groups,
         vp_stage=chunk if layout.vpp > 1 else None,
     )
     _prepare_experts(model, hf_config)
+    if model.pre_process and hf_config.embedding_scale != 1:
+        model.embedding.__class__, model.embedding.scale = ScaledEmbedding, hf_config.embedding_scale
     if model.post_process:
-        model.output_layer.__class__ = LMHead
+        model.output_layer.__class__, model.output_layer.cap = LMHead, hf_config.logit_cap
     return model.to(device.device())
 
 
@@ -254,9 +263,18 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
     """Give the model the frequencies that transformers computes; HybridModel itself knows no rope scaling."""
     frequencies, attention_factor = rotary_frequencies(hf_config, longest_sequence)
     rotary = Rotary(frequencies.to(device.device()), attention_factor, hf_config.rotary_interleaved)
+    local = rotary
+    if hf_config.local_rope_theta:
+        local = Rotary(_unscaled(hf_config.rotary_dim, hf_config.local_rope_theta).to(device.device()))
+    for layer in model.decoder.layers:
+        attention = getattr(layer, "self_attention", None)
+        core = getattr(attention, "core_attention", None)
+        turning = attention if hf_config.mla else core
+        if hasattr(turning, "rotary"):
+            turning.rotary = local if hf_config.window((layer.layer_number - 1) // BLOCK) else rotary
+        if isinstance(core, TorchAttention):
+            core.softcap = hf_config.score_cap
     for module in model.modules():
-        if isinstance(module, LatentAttention if hf_config.mla else TorchAttention):
-            module.rotary = rotary
         if hasattr(module, "_yarn_concentration_factor"):
             module._yarn_concentration_factor = attention_factor
     if model.position_embedding_type == "rope":
@@ -270,27 +288,44 @@ def rotary_frequencies(hf_config: HfConfig, longest_sequence: int | None = None)
     a sequence grows, the longest one that may occur decides for all; transformers decides anew for every batch.
     """
     if hf_config.rope_type == "default":
-        exponent = torch.arange(0, hf_config.rotary_dim, 2, dtype=torch.float32) / hf_config.rotary_dim
-        return 1.0 / hf_config.rope_theta**exponent, 1.0
+        return _unscaled(hf_config.rotary_dim, hf_config.rope_theta), 1.0
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     arguments = {k: v for k, v in hf_config.raw.items() if k != "model_type"}
+    kind = {} if hf_config.local_rope_theta is None else dict(layer_type=FULL)
     theirs = AutoConfig.for_model(hf_config.family, **arguments)
-    frequencies, factor = ROPE_INIT_FUNCTIONS[hf_config.rope_type](theirs, seq_len=longest_sequence)
+    frequencies, factor = ROPE_INIT_FUNCTIONS[hf_config.rope_type](theirs, seq_len=longest_sequence, **kind)
     return frequencies, float(factor)
+
+
+def _unscaled(head_dim: int, theta: float) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+
+
+class ScaledEmbedding(LanguageModelEmbedding):
+    """The embedding, its rows multiplied by `scale`, which is rounded as they are."""
+
+    scale = 1.0
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        rows = super().forward(*args, **kwargs)
+        return rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
 
 
 class LMHead(ColumnParallelLinear):
     """The output layer, able to stand aside: with `stand_aside` it hands its input on, so that the caller multiplies by the weight
-    itself, in chunks. It remains a module of the forward pass, hence DDP's hooks on its weight still run."""
+    itself, in chunks. It remains a module of the forward pass, hence DDP's hooks on its weight still run. Logits x become
+    cap tanh(x / cap), given a `cap`."""
 
     stand_aside = False
+    cap: float | None = None
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
         if self.stand_aside:
             return input_, None
-        return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
+        logits, bias = super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap), bias
 
 
 @contextlib.contextmanager

@@ -1,11 +1,15 @@
-"""Rotation, RMSNorm and SwiGLU with backward passes written out, for where there is no Transformer Engine.
+"""Rotation, RMSNorm and gated activations with backward passes written out, for where there is no Transformer Engine.
 
 On a CPU these are bound by memory: autograd would walk over each activation two to three times as often and keep more of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
@@ -74,15 +78,21 @@ class _RMSNorm(torch.autograd.Function):
 
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up for x [..., 2 F] = [gate, up] -> [..., F] (Shazeer 2020, arXiv 2002.05202)."""
-    return _SwiGLU.apply(x)
+    return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward.grad_input)
 
 
-class _SwiGLU(torch.autograd.Function):
+def geglu(x: Tensor) -> Tensor:
+    """gelu(gate) * up, as `swiglu`, with gelu in its tanh approximation."""
+    return _Gated.apply(x, partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"))
+
+
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, activation: Callable[[Tensor], Tensor], its_backward: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.activation, ctx.its_backward = activation, its_backward
         gate, up = x.chunk(2, -1)
-        return torch.nn.functional.silu(gate).mul_(up)
+        return activation(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
@@ -91,6 +101,6 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = x.chunk(2, -1)
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         grad_gate, grad_up = grad_x.chunk(2, -1)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        torch.mul(grad, torch.nn.functional.silu(gate), out=grad_up)
-        return grad_x
+        ctx.its_backward(grad * up, gate, grad_input=grad_gate)
+        torch.mul(grad, ctx.activation(gate), out=grad_up)
+        return grad_x, None, None

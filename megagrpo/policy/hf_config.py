@@ -73,6 +73,11 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
 
 def _unknown(raw: dict[str, Any]) -> str:
     """What is said of a model of no known family: the nearest one by name, and all others."""
+    if isinstance(text := raw.get("text_config"), dict):
+        return (
+            f"model: {raw.get('model_type')} is multimodal, and only text is trained; name a folder with its text model alone"
+            f" (model_type {text.get('model_type')}), saved by that model's own class in transformers"
+        )
     called = str(raw.get("model_type") or (raw.get("architectures") or ["none"])[0])
     likeness = {name: max(_likeness(called, name), _likeness(called, f.architecture)) for name, f in FAMILIES.items()}
     nearest = max(likeness, key=likeness.get)
@@ -84,7 +89,8 @@ def _unknown(raw: dict[str, Any]) -> str:
 
 
 def _likeness(a: str, b: str) -> float:
-    return SequenceMatcher(None, a.lower(), b.lower()).ratio()
+    """How much two names are alike; that both are of the text part of something says nothing."""
+    return SequenceMatcher(None, *(name.lower().removesuffix("_text") for name in (a, b))).ratio()
 
 
 def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[str]:

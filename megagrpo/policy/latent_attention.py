@@ -41,7 +41,7 @@ class LatentAttention(MultiLatentAttention):
     """Causal self-attention whose queries, if the model has a rank for them, and keys with values come from latents that every rank
     computes of its tokens; the ranks share out the heads. `rotary` is set by whoever builds the model."""
 
-    rotary: Rotary
+    rotary: Rotary | None = None
 
     def __init__(self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, layer_number: int, **options):
         super().__init__(config, submodules, layer_number, attention_type="self", **options)

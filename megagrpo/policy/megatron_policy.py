@@ -203,6 +203,7 @@ class MegatronPolicy:
         options = dict(
             group=self.layout.tp_group,
             temperature=self.config.rollout.temperature,
+            logit_cap=self.hf_config.logit_cap,
             vocab_size=self.hf_config.vocab_size,
             chunk=self.config.train.logprob_chunk,
             entropy_gradient=micro_batch.entropy_weights is not None,

@@ -11,8 +11,10 @@ import functools
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -26,8 +28,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from megagrpo.policy.attention import TorchAttention
-from megagrpo.policy.elementwise import rms_norm, swiglu
+from megagrpo.policy.attention import Rotary, TorchAttention
+from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.latent_attention import LatentAttention
 
@@ -45,27 +47,63 @@ def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
 
 
 class RMSNorm(torch.nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467); of a `centred` one,
+    * (1 + weight)."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_):
         super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.eps, self.centred = eps, config.layernorm_zero_centered_gamma
+        start = torch.zeros if self.centred else torch.ones
+        self.weight = torch.nn.Parameter(start(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
         # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which saw a part of the sequence.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        if not self.centred:
+            return rms_norm(x, self.weight, self.eps)
+        wide = torch.promote_types(self.weight.dtype, torch.float32)  # near 1 bfloat16 cannot hold what it holds near 0
+        return rms_norm(x, 1 + self.weight.to(wide), self.eps)
 
 
-class SwiGLU(torch.nn.Module):
-    """`elementwise.swiglu` as the activation module of Megatron's MLP."""
+class GatedActivation(torch.nn.Module):
+    """`elementwise.swiglu` or `geglu` as the activation module of Megatron's MLP."""
 
     def __init__(self, config):
         super().__init__()
+        self.function = geglu if config.activation_func is F.gelu else swiglu
 
     def forward(self, x: Tensor) -> Tensor:
-        return swiglu(x)
+        return self.function(x)
+
+
+@functools.cache
+def post_normed(base: type, norm: type) -> type:
+    """`base`, Megatron's attention or MLP, with a norm of what it gives."""
+
+    class PostNormed(base):
+        def __init__(self, config, *args, **kwargs):
+            super().__init__(config, *args, **kwargs)
+            self.post_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+        def forward(self, *args, **kwargs):
+            output, bias = super().forward(*args, **kwargs)
+            return self.post_norm(output), bias
+
+    return PostNormed
+
+
+@functools.cache
+def rotating(base: type) -> type:
+    """`base`, Transformer Engine's attention, rotating queries and keys of a pack by `rotary` as `TorchAttention` does."""
+
+    class Rotating(base):
+        rotary: Rotary | None = None  # set by whoever builds the model
+
+        def forward(self, query: Tensor, key: Tensor, *args, packed_seq_params: PackedSeqParams, **kwargs):
+            query, key = self.rotary.turn(query, key, packed_seq_params)
+            return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+    return Rotating
 
 
 class LocalHybridStack(HybridStack):
@@ -80,6 +118,7 @@ class LocalHybridStack(HybridStack):
 
 def local_spec(hf_config: HfConfig) -> ModuleSpec:
     """The stack without Transformer Engine."""
+    attention_class, mlp_class = (post_normed(base, RMSNorm) if hf_config.post_norms else base for base in (SelfAttention, MLP))
     head_norm = RMSNorm if hf_config.qk_norm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
@@ -90,7 +129,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
     )
     attention_layer = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
-        self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+        self_attention=ModuleSpec(module=attention_class, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
         self_attn_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=ATTENTION_KEYS,
     )
@@ -108,10 +147,10 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         self_attention=ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=latent),
         self_attn_bda=get_bias_dropout_add,
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedActivation)
     mlp_layer = TransformerLayerSubmodules(
         pre_mlp_layernorm=RMSNorm,
-        mlp=functools.partial(MLP.as_mlp_submodule, submodules=mlp),
+        mlp=functools.partial(mlp_class.as_mlp_submodule, submodules=mlp),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=MLP_KEYS,
     )
@@ -134,7 +173,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
 
 
 def transformer_engine_spec(hf_config: HfConfig, own_linears: bool = False, own_attention: bool = False) -> ModuleSpec:
-    """megatron-core's own stack on Transformer Engine, with the head norms that it leaves out. With `own_linears` its linears outside of
+    """megatron-core's own stack on Transformer Engine, with the norms that it leaves out. With `own_linears` its linears outside of
     experts are Megatron's, the norm before them a module of its own: what adapters read is then there to be read. With `own_attention` the
     core of attention is `TorchAttention`."""
     from megatron.core.extensions.transformer_engine import TENorm
@@ -148,10 +187,15 @@ def transformer_engine_spec(hf_config: HfConfig, own_linears: bool = False, own_
         attention.q_layernorm = attention.k_layernorm = TENorm
     if own_attention:
         attention.core_attention = TorchAttention
+    elif hf_config.local_rope_theta:
+        attention.core_attention = rotating(attention.core_attention)
     if own_linears:
         attention.linear_qkv, attention.linear_proj = ColumnParallelLinear, RowParallelLinear
         layer.input_layernorm = mlp_layer.pre_mlp_layernorm = TENorm
         layer.sharded_state_dict_keys_map, mlp_layer.sharded_state_dict_keys_map = ATTENTION_KEYS, MLP_KEYS
         mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         mlp_layer.mlp = functools.partial(MLP.as_mlp_submodule, submodules=mlp)
+    if hf_config.post_norms:
+        layer.self_attention.module = post_normed(SelfAttention, TENorm)
+        mlp_layer.mlp = functools.partial(post_normed(MLP, TENorm).as_mlp_submodule, **mlp_layer.mlp.keywords)
     return spec

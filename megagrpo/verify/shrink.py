@@ -16,6 +16,7 @@ from megagrpo.types import TrainSample
 
 VOCABULARY = 101  # prime: no tensor-parallel size divides it, so the padded rows are there
 MAX_PROMPT, MAX_RESPONSE = 16, 16  # tokens
+CAP = 2.0  # of scores and logits: near what they are here
 WINDOW = 7  # tokens: shorter than most prompts
 NUM_PROMPTS, GROUP_SIZE = 4, 3
 LOGPROB_CHUNK = 16
@@ -109,6 +110,10 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
             decoder_sparse_step=1,
         )
+    if real.score_cap:
+        small |= dict(attn_logit_softcapping=CAP)
+    if real.logit_cap:
+        small |= dict(final_logit_softcapping=CAP)
     if real.windows:
         kinds = (SLIDING, FULL) if None in real.windows else (SLIDING,)
         small |= dict(sliding_window=WINDOW, layer_types=[kinds[layer % len(kinds)] for layer in range(small["num_hidden_layers"])])

@@ -100,6 +100,8 @@ def check_model(folder: Path, out: Path, sizes: dict, sequence_parallel: bool, l
     own = [logits[0] for logits in forward(chunks, hf_config)]
     with hidden_states(chunks):
         by_hand = [head_input(chunks[-1], hidden) @ lm_head(chunks[-1]).T for hidden in forward(chunks, hf_config)]
+    if cap := hf_config.logit_cap:
+        by_hand = [cap * torch.tanh(logits / cap) for logits in by_hand]
     save_hf(chunks, hf_config, layout, out, folder, max_shard_bytes=limit)
     layout.close()
     return [o.numpy() for o in own], [b.detach().numpy() for b in by_hand]
@@ -137,6 +139,10 @@ def whole(per_rank, tp: int, pack: int) -> torch.Tensor:
         ("qwen3_moe", dict(tp=2, ep=2), True),
         ("qwen3_moe", dict(tp=2, ep=2, etp=1), True),
         ("qwen3_moe", dict(pp=2, ep=2), False),
+        ("gemma2", dict(tp=2), True),
+        ("gemma2", dict(pp=2), False),
+        ("gemma3", dict(tp=2), False),
+        ("gemma3", dict(tp=2, pp=2), True),
         ("mixtral", dict(tp=2), True),
         ("mixtral", dict(ep=2), False),
         ("mixtral", dict(tp=2, ep=2), True),

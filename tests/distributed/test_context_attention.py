@@ -19,6 +19,7 @@ HEADS, GROUPS, DIM = 6, 2, 16
 PACKS = {
     "one sequence": ([64], None),
     "many lengths": ([8, 240, 16, 8, 96, 40, 0, 24], None),
+    "few new tokens beside many": ([24, 8, 32], [-1, 0, -1]),  # both see 32, so that they are padded to one another
     "shared prompts": ([24, 8, 40, 16, 8, 8], [-1, 0, 0, 0, -1, 4]),
 }
 
@@ -98,6 +99,7 @@ def attend(name: str, cp_size: int, max_queries: int, window: int | None, softca
         ("shared prompts", 2, 1024, None, None),
         ("shared prompts", 4, 1024, None, None),
         ("shared prompts", 2, 1024, 5, None),
+        ("few new tokens beside many", 2, 1024, 5, None),
     ],
 )
 def test_values_and_gradients_equal_the_naive_formula_in_float64(name, cp_size, max_queries, window, softcap):

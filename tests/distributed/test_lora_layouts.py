@@ -22,6 +22,7 @@ CASES = [
         "qwen3_untied",
         dict(rank=2, target_modules=["k_proj", "up_proj", "down_proj"]),
     ),
+    (Case("tp2_sp", 2, dict(tp=2, sequence_parallel=True)), "gemma2", ALL),
     (Case("tp2_sp_ep2", 2, dict(tp=2, ep=2, etp=1, sequence_parallel=True)), "qwen3_moe", ALL),
 ]
 

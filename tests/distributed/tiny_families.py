@@ -23,6 +23,11 @@ LLAMA3_ROPE = dict(
 )
 YARN_ROPE = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 LONG_ROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.3], long_factor=[1.0, 3.0, 9.0])
+GEMMA = dict(head_dim=24, query_pre_attn_scalar=10, pad_token_id=None)
+GEMMA3_TYPES = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+GEMMA3_ROPE = dict(
+    sliding_attention=dict(rope_type="default", rope_theta=100.0), full_attention=dict(rope_type="linear", rope_theta=1e4, factor=2.0)
+)
 EXPERTS = dict(head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 # Heads of 16 + 8 elements, values of 12; three of four blocks have experts.
 LATENT = dict(
@@ -39,6 +44,7 @@ LATENT = dict(
 )
 GROUPS = dict(n_group=4, topk_group=2, routed_scaling_factor=2.0, rope_parameters=YARN_ROPE | dict(mscale=0.9, mscale_all_dim=0.7))
 BY_BIAS = dict(scoring_func="sigmoid", topk_method="noaux_tc")
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where it is not named as the model
 # Name of the case -> the family in transformers' class names, and what its config has beside TINY.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("Llama", dict(tie_word_embeddings=True)),
@@ -67,6 +73,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", LATENT | GROUPS | dict(q_lora_rank=28, n_shared_experts=2, topk_method="group_limited_greedy")),
     "deepseek_v2 lite": ("DeepseekV2", LATENT | dict(q_lora_rank=None, topk_method="greedy", rms_norm_eps=1e-2)),
     "deepseek_v3": ("DeepseekV3", LATENT | GROUPS | BY_BIAS | dict(q_lora_rank=28, num_experts_per_tok=3)),
+    "gemma2": ("Gemma2", GEMMA | dict(sliding_window=7, attn_logit_softcapping=1.5, final_logit_softcapping=2.0)),
+    "gemma3": ("Gemma3", GEMMA | dict(sliding_window=7, rope_parameters=GEMMA3_ROPE, layer_types=GEMMA3_TYPES)),
     "qwen3 yarn": ("Qwen3", dict(head_dim=24, rope_parameters=YARN_ROPE)),
 }
 
@@ -74,7 +82,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
     """Random weights, the same on every call."""
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**TINY | extra)).eval()
+    # Only the eager attention of transformers caps scores.
+    config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**TINY | extra, attn_implementation="eager")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         # Norms and biases start as ones and zeros, which would hide a swap. Buffers: the biases that experts are chosen by.
         for p in (*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name.endswith("bias"))):

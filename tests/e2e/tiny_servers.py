@@ -12,7 +12,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from megagrpo.rollout.launcher import Launcher, ServerOptions
 from megagrpo.rollout.vllm_server import VllmEngine
@@ -39,12 +48,16 @@ LATENT["rope_parameters"] = dict(
 )
 V2 = LATENT | dict(q_lora_rank=None, topk_method="group_limited_greedy")
 V3 = LATENT | dict(q_lora_rank=48, scoring_func="sigmoid", topk_method="noaux_tc")
+GEMMA = dict(head_dim=32, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+CAPS = dict(attn_logit_softcapping=5.0, final_logit_softcapping=4.0)
 CONFIGS = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3_moe": functools.partial(Qwen3MoeConfig, **EXPERTS),
     "deepseek_v2": lambda **sizes: DeepseekV2Config(**sizes | V2),
     "deepseek_v3": lambda **sizes: DeepseekV3Config(**sizes | V3),
+    "gemma2": functools.partial(Gemma2Config, **GEMMA, **CAPS),
+    "gemma3": functools.partial(Gemma3TextConfig, **GEMMA),
 }
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 997 + 3 for k in range(4 + i)), "") for i in range(5)]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megagrpo.policy.elementwise import rms_norm, rotate, swiglu
+from megagrpo.policy.elementwise import geglu, rms_norm, rotate, swiglu
 
 
 def inputs(*shapes, dtype=torch.float64):
@@ -39,6 +39,8 @@ def test_norm_and_gated_unit_follow_their_formulas():
     torch.testing.assert_close(rms_norm(x, weight, 1e-3), x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight)
     gate, up = x.chunk(2, -1)
     torch.testing.assert_close(swiglu(x), gate * torch.sigmoid(gate) * up)
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    torch.testing.assert_close(geglu(x), 0.5 * gate * (1 + torch.tanh(inner)) * up)
 
 
 def test_gradients_are_those_of_finite_differences():
@@ -47,14 +49,14 @@ def test_gradients_are_those_of_finite_differences():
     assert torch.autograd.gradcheck(lambda x: rotate(x, 1.3 * cos, 1.3 * sin), x)
     assert torch.autograd.gradcheck(lambda x: rotate(x, 1.3 * cos[..., :3], 1.3 * sin[..., :3], interleaved=True), x)
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, weight))
-    assert torch.autograd.gradcheck(swiglu, x)
+    assert torch.autograd.gradcheck(swiglu, x) and torch.autograd.gradcheck(geglu, x)
 
 
 def test_views_and_their_gradients_are_those_of_copies():
     wide, weight = inputs((4, 3, 24), (8,))
     view = wide[..., 8:16]
     cos, sin = angles(4)
-    for function in (lambda x: rotate(x, cos, sin), lambda x: rms_norm(x, weight, 1e-3), swiglu):
+    for function in (lambda x: rotate(x, cos, sin), lambda x: rms_norm(x, weight, 1e-3), swiglu, geglu):
         (grad,) = torch.autograd.grad(function(view).square().sum(), wide)
         copy = view.detach().clone().requires_grad_()
         (expected,) = torch.autograd.grad(function(copy).square().sum(), copy)

@@ -118,6 +118,12 @@ def test_an_unknown_architecture_names_the_supported_ones():
             PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [2.0] * 32}},
             "long_factor has 32 numbers; a head needs 24",
         ),
+        ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "'linear' in blocks with a window",
+        ),
         (MIXTRAL | {"router_jitter_noise": 0.01}, "router_jitter_noise"),
         (DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8"}}, "fp8_cast_bf16.py"),
         (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func"),
@@ -176,6 +182,36 @@ def test_an_unknown_architecture_names_the_nearest_one(called, nearest):
     raw = {"architectures": [called]} if called[0].isupper() else {"model_type": called}
     (problem,) = architecture_problems(raw)
     assert f"The nearest by name is {nearest}: " in problem and f"set model_type to {nearest}" in problem
+
+
+def test_a_multimodal_model_is_refused_with_a_way_out():
+    (problem,) = architecture_problems({"model_type": "gemma3", "text_config": SMOLLM2 | {"model_type": "gemma3_text"}})
+    assert problem.startswith("model: gemma3 is multimodal") and "model_type gemma3_text" in problem
+
+
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+GEMMA = {key: SMOLLM2[key] for key in SIZES} | {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def test_what_gemmas_config_leaves_out_is_what_transformers_takes():
+    for kind in ("gemma2", "gemma3_text"):
+        ours, theirs = parse_hf_config(GEMMA | {"model_type": kind}), transformers.AutoConfig.for_model(kind, **GEMMA)
+        assert (ours.head_dim, ours.tied_embeddings) == (theirs.head_dim, theirs.tie_word_embeddings) == (256, True)
+        assert (ours.score_cap, ours.logit_cap) == (theirs.attn_logit_softcapping, theirs.final_logit_softcapping)
+        assert ours.softmax_scale == theirs.query_pre_attn_scalar**-0.5
+        sliding = [theirs.sliding_window if t == "sliding_attention" else None for t in theirs.layer_types]
+        assert list(ours.windows) == sliding and len({*sliding}) == 2
+    rotary = theirs.rope_parameters
+    assert ours.rope_theta == rotary["full_attention"]["rope_theta"] == 1e6
+    assert ours.local_rope_theta == rotary["sliding_attention"]["rope_theta"] == 1e4
+
+
+@pytest.mark.parametrize("written", ["old", "new"])
+def test_both_ways_to_write_gemma_3s_angles_are_read(written):
+    old = {"rope_theta": 2e6, "rope_local_base_freq": 3e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    config = transformers.AutoConfig.for_model("gemma3_text", **GEMMA, **old)
+    ours = parse_hf_config(config.to_dict() if written == "new" else GEMMA | old | {"model_type": "gemma3_text"})
+    assert (ours.rope_theta, ours.local_rope_theta, ours.rope_type) == (2e6, 3e4, "linear")
 
 
 def test_a_missing_size_is_named():

@@ -102,6 +102,8 @@ def test_committed_configs_have_a_plan_without_problems(name):
         MIXTRAL | {"tie_word_embeddings": False},
         DEEPSEEK_V3,
         DEEPSEEK_V3 | {"model_type": "deepseek_v2", "q_lora_rank": None, "scoring_func": None, "topk_method": "group_limited_greedy"},
+        LLAMA | {"model_type": "gemma2", "head_dim": 32},
+        LLAMA | {"model_type": "gemma3_text", "head_dim": 32},
     ],
 )
 def test_parameters_are_counted_as_transformers_does(raw):

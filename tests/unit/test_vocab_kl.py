@@ -7,10 +7,10 @@ from megagrpo.parallel.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_
 VOCAB, PADDED, WIDTH = 37, 40, 16
 
 
-def naive(hidden, weight, labels, ref_hidden, ref_weight, direction, temperature=1.0):
+def naive(hidden, weight, labels, ref_hidden, ref_weight, direction, temperature=1.0, cap=None):
     """logprobs and KL in float64, over the whole vocabulary at once."""
-    log_p = ((hidden.double() @ weight.double().t())[:, :VOCAB] / temperature).log_softmax(-1)
-    log_q = ((ref_hidden.double() @ ref_weight.double().t())[:, :VOCAB] / temperature).log_softmax(-1)
+    logits = [(h.double() @ w.double().t())[:, :VOCAB] for h, w in ((hidden, weight), (ref_hidden, ref_weight))]
+    log_p, log_q = (((z if cap is None else cap * torch.tanh(z / cap)) / temperature).log_softmax(-1) for z in logits)
     first, second = (log_p, log_q) if direction == "reverse" else (log_q, log_p)
     return log_p.gather(1, labels[:, None])[:, 0], (first.exp() * (first - second)).sum(-1)
 
@@ -28,13 +28,13 @@ def problem(num_tokens=11, distance=0.3, dtype=torch.float32):
 @pytest.mark.parametrize("chunk", [5, 16, 64])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_value_and_gradient_equal_the_divergence_summed_over_the_vocabulary(direction, temperature, chunk):
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_value_and_gradient_equal_the_divergence_summed_over_the_vocabulary(cap, direction, temperature, chunk):
     hidden, weight, labels, ref_hidden, ref_weight, upstream = problem()
-    logprobs, entropy, kl = vocab_logprobs_and_kl(
-        hidden, weight, labels, ref_hidden, ref_weight, direction=direction, temperature=temperature, vocab_size=VOCAB, chunk=chunk
-    )
-    expected = naive(hidden, weight, labels, ref_hidden, ref_weight, direction, temperature)
-    alone = vocab_logprobs(hidden, weight, labels, temperature=temperature, vocab_size=VOCAB, chunk=chunk)
+    options = dict(temperature=temperature, logit_cap=cap, vocab_size=VOCAB, chunk=chunk)
+    logprobs, entropy, kl = vocab_logprobs_and_kl(hidden, weight, labels, ref_hidden, ref_weight, direction=direction, **options)
+    expected = naive(hidden, weight, labels, ref_hidden, ref_weight, direction, temperature, cap)
+    alone = vocab_logprobs(hidden, weight, labels, **options)
     torch.testing.assert_close((logprobs, entropy), alone, rtol=0, atol=0)
     torch.testing.assert_close(kl.double(), expected[1], rtol=1e-5, atol=1e-6)
     assert kl.mean() > 0.1

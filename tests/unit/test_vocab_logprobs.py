@@ -7,8 +7,9 @@ from megagrpo.types import Truncation
 from tests.naive_truncation import truncated_log_softmax
 
 
-def naive(hidden, weight, labels, temperature, vocab_size):
-    logits = (hidden @ weight.t())[:, :vocab_size].double() / temperature
+def naive(hidden, weight, labels, temperature, vocab_size, cap=None):
+    logits = (hidden @ weight.t())[:, :vocab_size].double()
+    logits = (logits if cap is None else cap * torch.tanh(logits / cap)) / temperature
     logprobs = logits.log_softmax(-1)
     return logprobs.gather(1, labels[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
@@ -137,13 +138,14 @@ def test_without_a_gradient_to_compute_nothing_is_foretold():
         assert products(lambda: vocab_logprobs(hidden, weight, labels, chunk=4, upstream=pytest.fail)) == 3
 
 
+@pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_the_gradient_of_the_entropy_is_that_of_autograd(chunk):
+def test_the_gradient_of_the_entropy_is_that_of_autograd(chunk, cap):
     hidden, weight, labels, _ = (t.detach().double() if t.is_floating_point() else t for t in problem())
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     upstream = torch.randn(2, 11, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    found = vocab_logprobs(*leaves, labels, temperature=0.7, vocab_size=37, chunk=chunk, entropy_gradient=True)
-    expected = naive(*leaves, labels, 0.7, 37)
+    found = vocab_logprobs(*leaves, labels, temperature=0.7, logit_cap=cap, vocab_size=37, chunk=chunk, entropy_gradient=True)
+    expected = naive(*leaves, labels, 0.7, 37, cap)
     grads, oracles = (torch.autograd.grad(pair, leaves, tuple(upstream)) for pair in (found, expected))
     for value, oracle in zip((*found, *grads), (*expected, *oracles), strict=True):
         torch.testing.assert_close(value, oracle, rtol=1e-12, atol=1e-13)
@@ -166,11 +168,14 @@ def test_a_foretold_gradient_of_the_entropy_saves_the_same_product():
         assert torch.equal(foretold, plain)
 
 
-def test_the_entropy_of_what_a_sampler_keeps_has_the_gradient_of_autograd():
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_the_entropy_of_what_a_sampler_keeps_has_the_gradient_of_autograd(cap):
     hidden, weight, labels, _ = (t.detach().double() if t.is_floating_point() else t for t in problem())
     leaves, rules = (hidden.requires_grad_(), weight.requires_grad_()), Truncation(top_p=0.8, top_k=10)
-    _, entropy = vocab_logprobs(*leaves, labels, temperature=0.7, truncation=rules, vocab_size=37, chunk=4, entropy_gradient=True)
-    logits = (hidden @ weight.t())[:, :37] / 0.7
+    options = dict(temperature=0.7, logit_cap=cap, truncation=rules, vocab_size=37, chunk=4)
+    _, entropy = vocab_logprobs(*leaves, labels, **options, entropy_gradient=True)
+    logits = (hidden @ weight.t())[:, :37]
+    logits = (logits if cap is None else cap * torch.tanh(logits / cap)) / 0.7
     kept = truncated_log_softmax(logits.detach(), labels, rules).isfinite()
     log_p = logits.masked_fill(~kept, -1e30).log_softmax(-1)
     expected = -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1)
@@ -180,3 +185,9 @@ def test_the_entropy_of_what_a_sampler_keeps_has_the_gradient_of_autograd():
         strict=True,
     ):
         torch.testing.assert_close(found, oracle, rtol=1e-11, atol=1e-12)
+
+
+def test_capped_logits_that_a_sampler_drops_leave_float32_gradients_finite():
+    hidden, weight, labels, upstream = problem()
+    logprobs, _ = vocab_logprobs(hidden, weight, labels, logit_cap=3.0, truncation=Truncation(top_k=3), chunk=4)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(logprobs, (hidden, weight), upstream))

@@ -1,0 +1,35 @@
+"""Gemma 3, the text model: a Gemma 2 with head norms in place of caps, and rotary angles of their own in blocks with a window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megagrpo.families.dense import QK_NORM
+from megagrpo.families.family import SLIDING, Family, Raw, rope, windows
+from megagrpo.families.gemma2 import GEMMA_FIXED, SANDWICH, gemma_fields
+
+
+def _local_rope(raw: Raw) -> dict[str, Any]:
+    """Rotary parameters of the blocks with a window."""
+    old = {"rope_theta": raw.get("rope_local_base_freq", 10000.0)}
+    return old | ((raw.get("rope_parameters") or {}).get(SLIDING) or {})
+
+
+def _read(raw: Raw) -> dict[str, Any]:
+    every = raw.get("sliding_window_pattern", 6)
+    return gemma_fields(raw) | dict(
+        qk_norm=True,
+        windows=windows(raw, raw.get("sliding_window", 4096), lambda block: (block + 1) % every != 0),
+        rope_theta=rope({"rope_theta": 1e6} | raw)["rope_theta"],
+        local_rope_theta=_local_rope(raw)["rope_theta"],
+        score_cap=raw.get("attn_logit_softcapping"),
+        logit_cap=raw.get("final_logit_softcapping"),
+    )
+
+
+def _problems(raw: Raw) -> list[str]:
+    kind = _local_rope(raw).get("rope_type", "default")
+    return [] if kind == "default" else [f"model: rope_type {kind!r} in blocks with a window is not supported"]
+
+
+FAMILY = Family("gemma3_text", "Gemma3ForCausalLM", table=lambda hf: SANDWICH | QK_NORM, read=_read, problems=_problems, fixed=GEMMA_FIXED)
