@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -50,9 +51,11 @@ class Transfers:
 
     def links(self) -> dict[tuple[int, int], int]:
         """(source, destination) -> elements, of the pairs that exchange any."""
-        pairs, totals = _grouped(self.source << 32 | self.destination, self.elements)
+        sources, destinations, elements = self.messages
+        pairs, totals = _grouped(sources << 32 | destinations, elements)
         return {(int(pair >> 32), int(pair & 0xFFFFFFFF)): int(n) for pair, n in zip(pairs, totals, strict=True)}
 
+    @cached_property
     def messages(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source, destination, elements) of each message."""
         layers = np.array([layer_of(name) + 1 for name in self.names], dtype=np.int64)
@@ -67,13 +70,13 @@ def plan_transfers(held: Roster, wanted: Roster) -> Transfers:
     before all others; small ones join a message that goes anyway. LookupError, with tensor and box, when nobody holds what is wanted.
     """
     pieces = _pieces(held, wanted)
-    senders = _assign(pieces, [layer_of(name) for name in wanted])
+    chosen = _choose(pieces, [layer_of(name) for name in wanted])
     boxes: dict[Box, int] = {}
-    rows = [(t, boxes.setdefault(part, len(boxes)), count, len(to)) for t, part, count, _, to in pieces]
-    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
-    tensor, box, elements = (np.repeat(table[:, column], table[:, 3]) for column in range(3))
-    source = np.array([rank for ranks in senders for rank in ranks], dtype=np.int64)
-    destination = np.array([worker for *_, to in pieces for worker in to], dtype=np.int64)
+    rows = ((t, boxes.setdefault(part, len(boxes)), n, len(to), by[0] if len(by) == 1 else -1) for t, part, n, by, to in pieces)
+    table = np.fromiter((value for row in rows for value in row), dtype=np.int64).reshape(-1, 5)
+    tensor, box, elements, source = (np.repeat(table[:, column], table[:, 3]) for column in (0, 1, 2, 4))
+    source[source < 0] = chosen
+    destination = np.fromiter((worker for *_, to in pieces for worker in to), dtype=np.int64, count=len(source))
     return Transfers(tuple(wanted), tuple(boxes), tensor, box, source, destination, elements)
 
 
@@ -82,7 +85,7 @@ def layer_of(name: str) -> int:
     return next((int(word) for word in name.split(".") if word.isdigit()), -1)
 
 
-Piece = tuple[int, Box, int, tuple[int, ...], Sequence[int]]  # tensor, part of it, its elements, who holds it, who wants it
+Piece = tuple[int, Box, int, tuple[int, ...], tuple[int, ...]]  # tensor, part of it, its elements, who holds it, who wants it
 
 
 def _pieces(held: Roster, wanted: Roster) -> list[Piece]:
@@ -99,35 +102,37 @@ def _pieces(held: Roster, wanted: Roster) -> list[Piece]:
                 except LookupError as error:
                     raise LookupError(f"{name}: {error}") from None
                 cuts[box, blocks] = [(index, part, size(part)) for index, part in parts]
-            pieces += [(number, part, count, ranks[index], workers) for index, part, count in cuts[box, blocks]]
+            pieces += [(number, part, count, ranks[index], tuple(workers)) for index, part, count in cuts[box, blocks]]
     return pieces
 
 
-def _assign(pieces: list[Piece], layers: Sequence[int]) -> list[list[int]]:
-    """For every piece the rank that sends it to each of its workers."""
+def _choose(pieces: list[Piece], layers: Sequence[int]) -> list[int]:
+    """Of the pieces that several ranks hold, one after the other, the rank that sends it to each of its workers."""
     load: Counter[int] = Counter()
-    sending: dict[tuple[int, int], set[int]] = defaultdict(set)  # (worker, layer) -> who sends it a message
+    sending: dict[tuple[int, tuple[int, ...]], set[int]] = defaultdict(set)  # (layer, workers) -> who sends them a message
     groups: Counter[tuple[tuple[int, ...], int, int]] = Counter()  # (who could send, worker, layer) -> elements
     for tensor, _, count, ranks, workers in pieces:
         if len(ranks) == 1:
             load[ranks[0]] += count * len(workers)
-        for worker in workers:
-            if len(ranks) == 1:
-                sending[worker, layers[tensor]].add(ranks[0])
-            else:
+            sending[layers[tensor], workers].add(ranks[0])
+        else:
+            for worker in workers:
                 groups[ranks, worker, layers[tensor]] += count
+    together: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # worker -> the workers that it gets something together with
+    for workers in {workers for _, workers in sending}:
+        for worker in workers:
+            together[worker].append(workers)
     chosen = {}
     for group, count in sorted(groups.items(), key=lambda item: (len(item[0][0]), -item[1])):  # stable: ties stay in order
         ranks, worker, layer = group
-        there = sending[worker, layer]
-        able = [rank for rank in ranks if rank in there] if count <= SMALL else []
+        able = []
+        if count <= SMALL:
+            there = sending[layer, (worker,)].union(*(sending.get((layer, workers), ()) for workers in together[worker]))
+            able = [rank for rank in ranks if rank in there]
         chosen[group] = min(able or ranks, key=lambda rank: (load[rank], rank))
         load[chosen[group]] += count
-        there.add(chosen[group])
-    return [
-        [ranks[0]] * len(workers) if len(ranks) == 1 else [chosen[ranks, worker, layers[tensor]] for worker in workers]
-        for tensor, _, _, ranks, workers in pieces
-    ]
+        sending[layer, (worker,)].add(chosen[group])
+    return [chosen[ranks, worker, layers[tensor]] for tensor, _, _, ranks, workers in pieces if len(ranks) > 1 for worker in workers]
 
 
 def _totals(index: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:

@@ -36,7 +36,7 @@ class SyncPlan:
 
     def seconds(self, link_gb_per_s: float) -> tuple[float, str]:
         """Seconds that the busiest end needs for its bytes and messages, and which end that is. Sending and receiving overlap."""
-        sources, workers, _ = self.transfers.messages()
+        sources, workers, _ = self.transfers.messages
         ends = {}
         for kind, index, elements, count in (
             ("rank", sources, self.transfers.sent(self.num_sources), self.num_sources),
@@ -73,7 +73,7 @@ def sync_rows(made: SyncPlan, link_gb_per_s: float = LINK_GB_PER_S) -> list[tupl
     """The plan in a few lines, for people."""
     moved, one, engine = made.transfers, made.element_bytes, made.engine
     links = moved.links()
-    _, _, messages = moved.messages()
+    _, _, messages = moved.messages
     seconds, busiest = made.seconds(link_gb_per_s)
     cuts = "".join(f" x {name} {count}" for name, count in (("pp", engine.pp), ("ep", engine.ep)) if count > 1)
     pairs = made.num_sources * made.num_workers

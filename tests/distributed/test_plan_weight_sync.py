@@ -11,6 +11,7 @@ from ranks import run_ranks
 from megagrpo.__main__ import main
 from megagrpo.boxes import size
 from megagrpo.config import ParallelSection, load_config
+from megagrpo.plan.shapes import model_shape, num_parameters
 from megagrpo.plan.weight_sync import plan_sync, rows_of
 from megagrpo.policy.hf_config import parse_hf_config
 from megagrpo.rollout.cuts import EngineLayout
@@ -79,33 +80,20 @@ def simulate():
     return made, time.perf_counter() - started
 
 
-MODEL = parse_hf_config(
-    dict(
-        model_type="qwen3_moe",
-        num_hidden_layers=61,
-        hidden_size=7168,
-        num_attention_heads=128,
-        num_key_value_heads=32,
-        head_dim=128,
-        intermediate_size=18432,
-        vocab_size=129280,
-        num_experts=256,
-        num_experts_per_tok=8,
-        moe_intermediate_size=2048,
-        mlp_only_layers=[0, 1, 2],
-    )
-)
-LAYOUT = ParallelSection(tp=8, pp=16, ep=64, etp=1, pipeline_layers=[4] * 13 + [3] * 3)
+MODEL = parse_hf_config(model_shape("deepseek-ai/DeepSeek-V3"))
+LAYOUT = ParallelSection(tp=8, pp=16, ep=64, etp=1, pipeline_layers=[3, *[4] * 14, 2])
 
 
 @pytest.mark.full
-def test_a_thousand_ranks_to_256_workers_of_a_model_of_700_billion_parameters():
+def test_a_thousand_ranks_to_256_workers_of_a_model_of_671_billion_parameters():
     made, seconds = run_ranks(simulate, 1)[0]
     moved = made.transfers
-    experts = 58 * 256 * 3 * 7168 * 2048
-    assert moved.total == made.wanted > 8 * experts
-    assert moved.received(256).max() == moved.received(256).min()
+    # Each of 8 servers gets the model once, and what is no expert as often as it has data-parallel copies or no way to cut it.
+    parameters = num_parameters(MODEL)
+    assert parameters // 10**9 == 671 and 8 * parameters < moved.total == made.wanted < 1.3 * 8 * parameters
+    received = moved.received(256)
+    assert received.max() / received.mean() < 1.01
     sent = moved.sent(1024)
-    assert sent.sum() == moved.total and sent.max() / sent.mean() < 1.1
+    assert sent.sum() == moved.total and sent.max() / sent.mean() < 1.15
     assert sum(size(moved.boxes[box]) for box in moved.box.tolist()) == moved.total
-    assert seconds < 30
+    assert seconds < 60

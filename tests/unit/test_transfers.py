@@ -73,7 +73,7 @@ def test_small_tensors_join_a_message_that_goes_anyway():
         boxes |= {whole((64,)): [0, 1, 2, 3]} if "norm" in name else {cut(shape, 0, 0, SMALL): [1]}
     wanted = {name: {box: [0, 1] for box in boxes} for name, boxes in held.items()}
     made = plan_transfers(held, wanted)
-    sources, workers, elements = made.messages()
+    sources, workers, elements = made.messages
     assert Counter(zip(sources.tolist(), workers.tolist(), strict=True)) == {(1, 0): 4, (1, 1): 4}
     assert elements.tolist() == [4 * SMALL + 64] * 8
 
