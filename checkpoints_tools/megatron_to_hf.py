@@ -4,16 +4,21 @@
     torchrun --nproc-per-node 2 checkpoints_tools/megatron_to_hf.py runs/grpo/checkpoints/step_000100 OUT --model MODEL --tp 2
 
 CHECKPOINT is what hf_to_megatron.py or a training run has written, in whatever layout. MODEL names the Hugging Face model that the
-weights started from: config and tokenizer are copied from it. A checkpoint of hf_to_megatron.py carries them and needs no MODEL.
+weights started from: config and tokenizer are copied from it, and its files and dtypes are those of OUT. What these two have written
+carries all that and needs no MODEL. Memory does not grow with the model. The same command goes on where a killed one stopped.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from layout_arguments import add_layout_arguments, run_in_layout
+sys.path.pop(0)  # this folder: its inspect.py would stand before Python's own
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import argparse
+
+from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout  # isort: skip  (it hides GPUs from torch)
 
 from megagrpo.bridge.convert import export_hf
 

@@ -9,11 +9,15 @@ and written in the dtype of the model's config.json.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from layout_arguments import add_layout_arguments, run_in_layout
+sys.path.pop(0)  # this folder: its inspect.py would stand before Python's own
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import argparse
+
+from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout  # isort: skip  (it hides GPUs from torch)
 
 from megagrpo.bridge.adapters import base_of, load_adapter, read_lora
 from megagrpo.bridge.export import save_hf

@@ -19,8 +19,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.bridge.adapters import ADAPTER_FILES, save_adapter
-from megagrpo.bridge.export import copy_side_files
 from megagrpo.bridge.families import adapter_blocks
+from megagrpo.bridge.hf_files import carry, files_of
 from megagrpo.bridge.megatron_io import HF_FILES
 from megagrpo.config import TrainSection
 from megagrpo.parallel import device
@@ -54,6 +54,7 @@ class Checkpointer:
     ):
         self.folder, self.layout, self.policy, self.reference = folder, layout, policy, reference
         self.keep, self.model_folder = keep, model_folder
+        self._model_files = files_of(model_folder)  # now: the weights may be gone when a checkpoint is written
         trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
         held = sum(p.numel() for p in trained if _is_first_copy(p, layout))
         self._bytes_needed = sum(layout.all_gather_objects(held)) * BYTES_PER_PARAMETER
@@ -132,7 +133,7 @@ class Checkpointer:
 
     def _publish(self, partial: Path, final: Path, state: TrainState) -> None:
         (partial / HF_FILES).mkdir()
-        copy_side_files(self.model_folder, partial / HF_FILES)
+        carry(self.model_folder, self._model_files, partial / HF_FILES)
         contents = {"state": asdict(state), "layout": self._layout_of_rng(), "reference_moved": self._reference_moved}
         (partial / STATE_FILE).write_text(json.dumps(contents, indent=1))
         if final.exists():

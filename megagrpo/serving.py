@@ -105,7 +105,8 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
         raise ValueError(f"--checkpoint: {path} is no checkpoint of a run, no Hugging Face folder and no adapter")
     say(f"exporting {path.resolve()}")
     try:
-        run_ranks(export_alone, 1, path.resolve(), scratch / "hf", timeout=3600)
+        # On the CPU: there every layer is one whose structure takes no memory.
+        run_ranks(export_alone, 1, path.resolve(), scratch / "hf", timeout=3600, env={"CUDA_VISIBLE_DEVICES": ""})
     except RankFailed as error:
         raise ValueError(f"--checkpoint: {path}: {error}") from error
     return scratch / "hf", None

@@ -9,11 +9,12 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from megagrpo.bridge.export import Held, Source, Stream, save_folder, write_safetensors
+from megagrpo.bridge.export import Held, Source, Stream, save_folder
 from megagrpo.bridge.families import adapter_blocks
+from megagrpo.bridge.hf_files import File, Files, Writer
+from megagrpo.bridge.tensor_files import TensorFile, first_bad, make_header
 from megagrpo.config import LoraSection
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
@@ -55,19 +56,17 @@ def load_adapter(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, f
             raise ValueError(f"lora.{key}: {getattr(lora, key)}, and the adapter in {folder} was made with {getattr(saved, key)}; use that")
     wanted = [(param, block) for _, param, (block,) in adapter_blocks(chunks, hf_config, layout)]
     names = {name for names in layout.all_gather_objects([block.name for _, block in wanted]) for name in names}
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        if odd := sorted(names ^ set(file.keys())):
-            where = "the model" if odd[0] in names else folder
-            raise ValueError(
-                f"lora.target_modules: {odd[0]} is only in {where} ({len(odd)} such tensors); name the projections of the adapter"
-            )
-        for param, block in wanted:
-            stored = file.get_slice(block.name)
-            if tuple(stored.get_shape()) != block.shape:
-                raise ValueError(
-                    f"lora.adapter_path: {block.name} in {folder} has shape {stored.get_shape()}; the model needs {block.shape}"
-                )
-            param.copy_(stored[block.slices])
+    file = TensorFile(folder / WEIGHTS)
+    if odd := sorted(names ^ set(file.entries)):
+        where = "the model" if odd[0] in names else folder
+        raise ValueError(f"lora.target_modules: {odd[0]} is only in {where} ({len(odd)} such tensors); name the projections of the adapter")
+    for param, block in wanted:
+        stored = file.tensor(block.name)
+        if tuple(stored.shape) != block.shape:
+            raise ValueError(f"lora.adapter_path: {block.name} in {folder} has shape {list(stored.shape)}; the model needs {block.shape}")
+        if bad := first_bad(stored):
+            raise ValueError(f"lora.adapter_path: {block.name} in {folder} holds {bad}; the adapter is broken: use another")
+        param.copy_(stored[block.slices])
 
 
 def read_lora(folder: Path) -> LoraSection:
@@ -113,16 +112,15 @@ def save_adapter(
     The folder appears complete or not at all. OSError on every rank when it cannot be written.
     """
 
-    def shown(stream: Stream) -> Stream:
-        for name, tensor in stream:
-            look(name, tensor)
-            yield name, tensor
-
-    def write(stream: Stream, sources: dict[str, Source], unfinished: Path) -> None:
-        write_safetensors(unfinished / WEIGHTS, list(sources), shown(stream), sources, dtype)
+    def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
+        header = make_header({name: (dtype, source.shape) for name, source in sources.items()})
+        with Writer(unfinished, Files((File(WEIGHTS, header),), None)) as writer:
+            for name, tensor in tensors:
+                look(name, tensor)
+                writer.write(name, tensor)
         (unfinished / CONFIG).write_text(json.dumps(adapter_config(lora, _named(sources), base), indent=2))
 
-    save_folder(folder, held, layout, dtype, write)
+    save_folder(folder, held, layout, write, dtype)
 
 
 def _named(sources: dict[str, Any]) -> list[str]:

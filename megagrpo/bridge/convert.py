@@ -1,34 +1,203 @@
-"""A Megatron checkpoint as a Hugging Face folder, which transformers and vLLM load."""
+"""Hugging Face folder <-> Megatron's distributed checkpoint, one parameter at a time: memory does not grow with the model.
+
+Both ways take up what a killed attempt has left, and give a folder that is complete or absent.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from hashlib import sha256
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from megagrpo.bridge.adapters import ADAPTER_FILES
-from megagrpo.bridge.export import save_hf
-from megagrpo.bridge.megatron_io import HF_FILES, load_model
+from megagrpo.bridge.export import Held, Stream, exhaust, find_sources, shapes, stream
+from megagrpo.bridge.families import fill
+from megagrpo.bridge.hf_files import Files, Writer, carry, copy_side_files, files_for, files_of
+from megagrpo.bridge.load import Checkpoint
+from megagrpo.bridge.megatron_io import HF_FILES, Part, Structure, check_is_checkpoint, save_objects, structure
+from megagrpo.bridge.progress import Progress
 from megagrpo.bridge.sources import resolve_model
+from megagrpo.bridge.torch_dist import ARCHIVE_BYTES, Piece, PieceWriter, StoredTensors, add_pieces
+from megagrpo.bridge.unfinished import Unfinished
 from megagrpo.config import ParallelSection
 from megagrpo.parallel.layout import Layout, init_layout
-from megagrpo.policy.build import build_model, weights_dtype
+from megagrpo.parallel.together import RankError, own_part, together
 from megagrpo.policy.hf_config import load_hf_config
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+
+_COMMIT = 2**28  # bytes that a kill may cost
+
+
+def import_hf(model: str, out: Path, layout: Layout) -> None:
+    """Write `out`: Megatron's files, and in `out`/hf what the way back needs beside the numbers. Collective.
+
+    Every parameter is stored in a dtype that holds its tensors without loss. ValueError, naming file and tensor, when the model is
+    damaged, does not fit its config.json or holds a NaN, and when `out` holds anything; OSError when the disk is too small or cannot be
+    written. On ranks that have not failed themselves RankError.
+    """
+    source = own_part(layout, lambda: resolve_model(model))
+    hf_config = load_hf_config(source)
+    checkpoint = own_part(layout, lambda: Checkpoint(source))
+    held = own_part(layout, lambda: structure(hf_config, layout))
+    own_part(layout, lambda: checkpoint.check([block for part in held.parts for block in part.blocks], hf_config))
+    if layout.world_rank == 0:
+        checkpoint.say_left_out(hf_config)
+    with _unfinished(out, layout, source) as folder:
+        pieces = _import_tensors(held, checkpoint, folder, layout)
+        everyone, objects = layout.all_gather_objects(pieces), folder.path / "objects"
+        together(layout, lambda: _empty(objects), here=layout.world_rank == 0)
+        save_objects(held.objects, objects)
+
+        def finish() -> None:
+            _empty(folder.path / HF_FILES)
+            carry(source, files_of(source), folder.path / HF_FILES)
+            add_pieces(objects, [piece for pieces in everyone for piece in pieces])
+            for file in objects.iterdir():
+                file.rename(folder.path / file.name)
+            objects.rmdir()
+
+        together(layout, finish, here=layout.world_rank == 0)
+
+
+def _empty(folder: Path) -> None:
+    """Make the folder, without what an attempt that was killed at the very end has left in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+
+
+def _import_tensors(held: Structure, checkpoint: Checkpoint, folder: Unfinished, layout: Layout) -> list[Piece]:
+    mine = {part: _dtype_of(part, checkpoint, held) for part in held.parts if part.is_first_copy}
+    sizes = {part.name: math.prod(part.shape) * dtype.itemsize for part, dtype in mine.items()}
+    writer = own_part(layout, lambda: PieceWriter(folder.path, layout.world_rank, folder.journal))
+    left = {part: dtype for part, dtype in mine.items() if part.name not in writer.done}
+    folder.check_space(sum(sizes[part.name] + 2 * ARCHIVE_BYTES for part in left))
+    done = sum(sizes[name] for name in writer.done)
+
+    def write() -> None:
+        with Progress(f"writing {folder.folder.name}", sum(sizes.values()), layout.world_rank == 0, done) as progress:
+            for part, dtype in left.items():
+                value = torch.empty(part.shape, dtype=dtype)
+                fill(value, part.blocks, checkpoint.read)
+                writer.write(part.name, part.pieces(value))
+                progress.add(sizes[part.name])
+            writer.close()
+
+    own_part(layout, write)
+    return writer.pieces
+
+
+def _dtype_of(part: Part, checkpoint: Checkpoint, held: Structure) -> torch.dtype:
+    """The narrowest dtype that holds all tensors of a parameter without loss."""
+    return reduce(torch.promote_types, [checkpoint.entry(block.name).dtype for block in part.blocks]) if part.blocks else held.dtype
 
 
 def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout) -> None:
-    """Write `out`: safetensors in the dtype of the model's config.json, config and tokenizer. Collective.
+    """Write `out`: the weights of a distributed checkpoint in the files and dtypes of the model that they started from, with config and
+    tokenizer. Collective.
 
-    `model` names the Hugging Face model that the weights started from; None takes config and tokenizer that the checkpoint carries.
-    ValueError when it carries none, when it holds an adapter only, and when it does not fit.
+    `model` names that Hugging Face model; None takes what the checkpoint carries. ValueError when it carries nothing, when it holds an
+    adapter only, when it is damaged, does not fit the model or holds a NaN, and when `out` holds anything; OSError when the disk is too
+    small or cannot be written. On ranks that have not failed themselves RankError.
     """
     if (checkpoint / ADAPTER_FILES).is_dir():
         raise ValueError(f"{checkpoint} holds an adapter and no weights; merge it: merge_adapter.py {checkpoint / ADAPTER_FILES} {out}")
     if model is None and not (checkpoint / HF_FILES).is_dir():
         raise ValueError(f"{checkpoint} carries no {HF_FILES} folder with config.json; name the model it started from with --model")
-    source = resolve_model(model) if model else checkpoint / HF_FILES
+    check_is_checkpoint(checkpoint)
+    source = own_part(layout, lambda: resolve_model(model)) if model else checkpoint / HF_FILES
     hf_config = load_hf_config(source)
-    chunks = build_model(hf_config, layout, dtype=weights_dtype(hf_config), init_weights=False)
-    load_model(chunks, checkpoint, layout)
-    save_hf(chunks, hf_config, layout, out, source)
+    stored = own_part(layout, lambda: StoredTensors(checkpoint))
+    held = own_part(layout, lambda: structure(hf_config, layout))
+    own_part(layout, lambda: [_check_stored(part, stored) for part in held.parts])
+    read = lru_cache(maxsize=1)(lambda part: _read_stored(part, stored))  # a gate and the up projection beside it come one after the other
+    parameters: Held = [(part.name, StoredParameter(part, _stored_dtype(part, stored), read), part.blocks) for part in held.parts]
+    sources = find_sources(parameters, layout)
+    found = together(layout, lambda: files_for(shapes(sources), source, hf_config), here=layout.world_rank == 0)
+    files, copies = found[0]
+    with _unfinished(out, layout, checkpoint, source) as folder:
+        done = set(layout.all_gather_objects(folder.journal.lines)[0])
+        tensors = stream(parameters, layout, sources, [name for name in sources if name not in done])
+
+        def write() -> None:
+            if layout.world_rank == 0:
+                _write_tensors(tensors, folder, files, copies, done)
+                copy_side_files(source, folder.path)
+
+        exhaust(write, tensors, layout)
+
+
+def _write_tensors(tensors: Stream, folder: Unfinished, files: Files, copies: dict[str, str], done: Iterable[str]) -> None:
+    total, before = (sum(files.entries[name].nbytes for name in names) for names in (files.entries, done))
+    with Writer(folder.path, files, copies) as writer, Progress(f"writing {folder.folder.name}", total, done=before) as progress:
+        pending, size = [], 0
+        for name, tensor in tensors:
+            nbytes = writer.write(name, tensor)
+            progress.add(nbytes)
+            pending, size = [*pending, name], size + nbytes
+            if size > _COMMIT:
+                writer.sync()
+                folder.journal.write(pending)
+                pending, size = [], 0
+        writer.sync()
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter of this rank in a distributed checkpoint, read whenever `data` is."""
+
+    part: Part
+    dtype: torch.dtype
+    read: Callable[[Part], Tensor]
+
+    @property
+    def data(self) -> Tensor:
+        return self.read(self.part)
+
+
+def _read_stored(part: Part, stored: StoredTensors) -> Tensor:
+    if isinstance(part.stored, ShardedTensor) and (mapped := stored.mapped(part.stored)) is not None:
+        return mapped
+    value = torch.zeros(part.shape, dtype=_stored_dtype(part, stored))
+    for piece in part.pieces(value):
+        stored.read_into(piece)
+    return value
+
+
+def _stored_dtype(part: Part, stored: StoredTensors) -> torch.dtype:
+    return stored.dtype(part.places[0].key)
+
+
+def _check_stored(part: Part, stored: StoredTensors) -> None:
+    for piece in part.places:
+        stored.check(piece, rows=max((block.shape[0] for block in part.blocks), default=0))
+
+
+@contextlib.contextmanager
+def _unfinished(out: Path, layout: Layout, *sources: Path) -> Iterator[Unfinished]:
+    """The folder that becomes `out`. An error removes it, a kill or an interrupt leaves it to the next attempt from the same sources."""
+    sizes = (layout.world_size, layout.tp_size, layout.pp_size, layout.vpp, layout.pipeline_layers, layout.ep_size, layout.etp_size)
+    folder = Unfinished(out, layout, dict(sources=[[str(source), fingerprint(source)] for source in sources], layout=str(sizes)))
+    try:
+        yield folder
+        folder.publish()
+    except (ValueError, OSError, RankError):
+        folder.discard()
+        raise
+
+
+def fingerprint(folder: Path) -> str:
+    """Changes with the files of a folder: their names, sizes and times, not their bytes."""
+    files = [(str(file.relative_to(folder)), file.stat()) for file in sorted(folder.rglob("*")) if file.is_file()]
+    return sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()).hexdigest()
 
 
 def export_alone(checkpoint: Path, out: Path) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,18 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megagrpo.boxes import Box, extent, size
+from megagrpo.boxes import Box, extent, size, whole
+from megagrpo.bridge.hf_files import SHARD_BYTES, Writer, copy_side_files, files_for, new_files
 from megagrpo.bridge.merged import Merged, merged_blocks
-from megagrpo.bridge.sources import INDEX, SINGLE, new_folder
+from megagrpo.bridge.sources import new_folder
+from megagrpo.bridge.unfinished import refuse_taken
 from megagrpo.families.blocks import Block
 from megagrpo.parallel.layout import Layout
+from megagrpo.parallel.together import together
 from megagrpo.policy.hf_config import HfConfig
 
-SIDE_FILES = (".json", ".jinja", ".txt", ".model")
 Held = list[tuple[str, Tensor | Merged, list[Block]]]  # this rank's parameters with their blocks
-_SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-
-
 Stream = Iterator[tuple[str, Tensor]]  # (name, whole tensor)
 
 
@@ -44,12 +41,14 @@ def iter_full(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) for every tensor of the model on rank `writer`, on the CPU, layer by layer; nothing on the others.
 
-    Collective: every rank of the world must exhaust the iterator. Each block is sent once, by one of the ranks that hold it.
+    Collective: every rank of the world must exhaust the iterator. Each block is sent once, by one of the ranks that hold it. A tensor may
+    be the parameter's own memory.
     `dtype` None keeps the parameters' own; weights with adapters come with these added, in float32. Reads `param.data`, so an optimizer
     that gathers parameters late must have done so.
     """
     held = list(merged_blocks(chunks, hf_config, layout))
-    yield from _stream(held, layout, find_sources(held, layout), dtype, writer)
+    sources = find_sources(held, layout)
+    yield from stream(held, layout, sources, sources, dtype, writer)
 
 
 def find_sources(parameters: Held, layout: Layout) -> dict[str, Source]:
@@ -59,43 +58,72 @@ def find_sources(parameters: Held, layout: Layout) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     for rank, of_rank in enumerate(layout.all_gather_objects(held)):
         for name, shape, dtype, box in of_rank:
-            sources.setdefault(name, Source(shape, dtype, {})).senders.setdefault(box, rank)
+            source = sources.setdefault(name, Source(shape, dtype, {}))
+            assert source.dtype == dtype, f"{name}: parts in {source.dtype} and {dtype}"
+            source.senders.setdefault(box, rank)
     for name, source in sources.items():
         found, count = sum(map(size, source.senders)), math.prod(source.shape)
         assert found == count, f"{name}: the ranks hold {found} of {count} elements"
     return {name: sources[name] for name in sorted(sources, key=_natural)}
 
 
-def _stream(held: Held, layout: Layout, sources: dict[str, Source], dtype: torch.dtype | None, writer: int):
+@torch.no_grad()
+def stream(
+    held: Held, layout: Layout, sources: dict[str, Source], names: Collection[str], dtype: torch.dtype | None = None, writer: int = 0
+) -> Stream:
+    """The tensors `names` of `sources`, in their order, on rank `writer`; nothing on the others. Collective: every rank must exhaust it.
+
+    When reading a parameter fails on any rank, nothing comes after it, and at the end every rank raises.
+    """
     mine = {(b.name, b.box): (param, b) for _, param, found in held for b in found}
-    am_writer = layout.world_rank == writer
-    for name, source in sources.items():
-        full = torch.empty(source.shape, dtype=dtype or source.dtype) if am_writer else None
+    failure: Exception | None = None
+    failed = False
+    for name in names:
+        source, full = sources[name], None
         for box, sender in sorted(source.senders.items()):
             part = None
-            if layout.world_rank == sender:
-                param, block = mine[name, box]
-                part = _local_part(param, block)
+            if layout.world_rank == sender and failure is None:
+                try:
+                    param, block = mine[name, box]
+                    part = block.read(param.data).to("cpu")
+                except Exception as error:  # the writer waits for this rank's parts
+                    failure = error
             if sender != writer:
                 part = _pass_on(part, source, box, sender, writer, layout)
-            if am_writer:
+            if layout.world_rank != writer:
+                continue
+            failed |= part is None
+            if failed:
+                continue
+            if box == whole(source.shape) and dtype in (None, part.dtype):
+                full = part
+            else:
+                full = torch.empty(source.shape, dtype=dtype or source.dtype) if full is None else full
                 full[tuple(map(slice, *box))].copy_(part)
-        if am_writer:
+        if layout.world_rank == writer and not failed:
             yield name, full
+    together(layout, lambda: _raise(failure))
 
 
-def _local_part(param: Tensor | Merged, block: Block) -> Tensor:
-    return block.read(param.data).to("cpu").contiguous()
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
 
 
 def _pass_on(part: Tensor | None, source: Source, box: Box, sender: int, writer: int, layout: Layout) -> Tensor | None:
-    """Move one block from `sender` to `writer` over the CPU group, as bytes; the block on the writer, None elsewhere."""
+    """Move one block from `sender` to `writer` over the CPU group, as bytes, after a word whether there is one; the block on the writer,
+    None elsewhere."""
+    there = torch.tensor([part is not None])
     if layout.world_rank == sender:
-        dist.send(part.view(torch.uint8), dst=writer, group=layout.cpu_group)
+        dist.send(there, dst=writer, group=layout.cpu_group)
+        if part is not None:
+            dist.send(part.contiguous().view(-1).view(torch.uint8), dst=writer, group=layout.cpu_group)
     elif layout.world_rank == writer:
-        received = torch.empty(extent(box), dtype=source.dtype)
-        dist.recv(received.view(torch.uint8), src=sender, group=layout.cpu_group)
-        return received
+        dist.recv(there, src=sender, group=layout.cpu_group)
+        if there:
+            received = torch.empty(extent(box), dtype=source.dtype)
+            dist.recv(received.view(-1).view(torch.uint8), src=sender, group=layout.cpu_group)
+            return received
     return None
 
 
@@ -111,102 +139,72 @@ def save_hf(
     out_folder: str | Path,
     source_folder: str | Path,
     *,
-    max_shard_bytes: int = 5 * 2**30,
+    max_shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the model, adapters added to its weights, as a Hugging Face folder: safetensors in `dtype` (None: the one that config.json
-    names), split into files of at most `max_shard_bytes` with an index when there are several, and config and tokenizer copied from
-    `source_folder`.
+    """Write the model, adapters added to its weights, as a Hugging Face folder: config and tokenizer copied from `source_folder`, and
+    safetensors in the same files and dtypes as there.
+
+    With `max_shard_bytes` or `dtype`, or when that folder does not say, the tensors are in `dtype` (None: the one that config.json names),
+    in files of at most `max_shard_bytes` (5 GiB), with an index when there are several.
 
     Collective; rank 0 writes. The folder appears complete or not at all, also when a rank dies or the disk fills. Raises ValueError when
-    `out_folder` exists and is not empty, OSError on every rank when it cannot be written.
+    `out_folder` exists and is not empty, or a weight is NaN or infinite, OSError when it cannot be written; on other ranks RankError.
     """
     out_folder, source_folder = Path(out_folder), Path(source_folder)
     refuse_non_empty(out_folder, layout)
-    dtype = dtype or getattr(torch, hf_config.dtype)
 
-    def write(stream: Stream, sources: dict[str, Source], unfinished: Path) -> None:
-        _write_weights(stream, sources, dtype, unfinished, max_shard_bytes)
+    def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
+        if dtype is None and max_shard_bytes is None:
+            files, copies = files_for(shapes(sources), source_folder, hf_config)
+        else:
+            in_dtype = dtype or getattr(torch, hf_config.dtype)
+            files, copies = new_files({n: (in_dtype, source.shape) for n, source in sources.items()}, max_shard_bytes or SHARD_BYTES), {}
+        with Writer(unfinished, files, copies) as writer:
+            for name, tensor in tensors:
+                writer.write(name, tensor)
         copy_side_files(source_folder, unfinished)
 
-    save_folder(out_folder, list(merged_blocks(chunks, hf_config, layout)), layout, dtype, write)
+    save_folder(out_folder, list(merged_blocks(chunks, hf_config, layout)), layout, write)
+
+
+def shapes(sources: dict[str, Source]) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor."""
+    return {name: source.shape for name, source in sources.items()}
 
 
 def save_folder(
-    folder: Path, held: Held, layout: Layout, dtype: torch.dtype, write: Callable[[Stream, dict[str, Source], Path], None]
+    folder: Path,
+    held: Held,
+    layout: Layout,
+    write: Callable[[Stream, dict[str, Source], Path], None],
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Have rank 0 `write` the stream of whole tensors into a folder that appears complete or not at all. Collective; OSError on every rank
-    when it cannot be written."""
+    """Have rank 0 `write` the stream of whole tensors, cast to `dtype` if it is given, into a folder that appears complete or not at all.
+    Collective; when anything fails every rank raises, the failing one its own error."""
     sources = find_sources(held, layout)
-    with torch.no_grad():
-        stream = _stream(held, layout, sources, dtype, writer=0)
-        failure = None
+    tensors = stream(held, layout, sources, sources, dtype)
+
+    def write_all() -> None:
+        if layout.world_rank == 0:
+            with new_folder(folder) as unfinished:
+                write(tensors, sources, unfinished)
+
+    exhaust(write_all, tensors, layout)
+
+
+def exhaust(action: Callable[[], None], tensors: Stream, layout: Layout) -> None:
+    """Run `action`, which takes from the stream on the rank that gets it; then the other ranks' part of it, and after a failure what is
+    left, or they would wait for ever. Collective; when anything fails every rank raises."""
+    failures = []
+    for attempt in (action, lambda: sum(0 for _ in tensors)):
         try:
-            if layout.world_rank == 0:
-                with new_folder(folder) as unfinished:
-                    write(stream, sources, unfinished)
-        except OSError as e:
-            failure = str(e)
-        for _ in stream:  # the other ranks' part; after a failure also rank 0's, or they would wait for ever
-            pass
-    failure = layout.all_gather_objects(failure)[0]
-    if failure:
-        raise OSError(f"{folder}: {failure}")
+            attempt()
+        except Exception as error:
+            failures.append(error)
+    together(layout, lambda: _raise(failures[0] if failures else None))
 
 
 def refuse_non_empty(folder: Path, layout: Layout) -> None:
     """ValueError on every rank when `folder` holds anything on rank 0's machine. Collective."""
-    taken = layout.all_gather_objects(folder.exists() and (not folder.is_dir() or any(folder.iterdir())))[0]
-    if taken:
-        raise ValueError(f"{folder} exists and is not empty; name a new folder or remove it")
-
-
-def _write_weights(stream: Stream, sources: dict[str, Source], dtype: torch.dtype, folder: Path, limit: int) -> None:
-    """Write the stream into as few safetensors files as `limit` allows; sizes are known beforehand, so nothing is held back."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, source in sources.items():
-        nbytes = _nbytes(source, dtype)
-        if shards[-1] and size + nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += nbytes
-    n = len(shards)
-    files = [SINGLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
-    for file, names in zip(files, shards, strict=True):
-        write_safetensors(folder / file, names, stream, sources, dtype)
-    if n > 1:
-        total = sum(_nbytes(source, dtype) for source in sources.values())
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-
-
-def _nbytes(source: Source, dtype: torch.dtype) -> int:
-    return torch.Size(source.shape).numel() * dtype.itemsize
-
-
-def write_safetensors(path: Path, names: list[str], stream: Stream, sources: dict[str, Source], dtype) -> None:
-    """One file of the safetensors format with the tensors `names`, which come next in the stream, one by one: the header's length in 8
-    bytes, the header in JSON, the bytes. Its own library wants all tensors of a file at once."""
-    header: dict = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in names:
-        end = offset + _nbytes(sources[name], dtype)
-        header[name] = {"dtype": _SAFETENSORS_DTYPES[dtype], "shape": list(sources[name].shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # readers map the tensors that follow, so they start aligned
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for expected in names:
-            name, tensor = next(stream)
-            assert name == expected
-            file.write(tensor.view(torch.uint8).numpy().data)
-
-
-def copy_side_files(source: Path, target: Path) -> None:
-    """Copy what is no weight: config, tokenizer, chat template, generation config."""
-    for file in source.iterdir():
-        if file.suffix in SIDE_FILES and file.name != INDEX:
-            shutil.copyfile(file, target / file.name)
+    together(layout, lambda: refuse_taken(folder), here=layout.world_rank == 0)

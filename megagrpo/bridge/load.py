@@ -2,65 +2,76 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
+from megagrpo.boxes import brackets
 from megagrpo.bridge.families import blocks, fill, tensor_names
 from megagrpo.bridge.sources import INDEX, SINGLE
+from megagrpo.bridge.tensor_files import Entry, TensorFile, first_bad
 from megagrpo.families import FAMILIES
 from megagrpo.families.blocks import Block
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
+
+INV_FREQ = "rotary_emb.inv_freq"
 
 
 @torch.no_grad()
 def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, layout: Layout) -> None:
     """Fill every parameter of `chunks` from the safetensors in `folder`, cast to the parameter's dtype.
 
-    Raises ValueError, naming the tensors, when the folder lacks one, holds one of another shape, or holds one that the model has no
-    place for on any rank.
+    Raises ValueError, naming file and tensor, when a file is damaged, when the folder lacks a tensor, holds one of another shape, one that
+    the model has no place for on any rank, or a NaN or infinity among those that this rank reads.
     """
     wanted = list(blocks(chunks, hf_config, layout))
-    with Checkpoint(folder) as checkpoint:
-        dropped = FAMILIES[hf_config.family].dropped(hf_config)
-        left_out = checkpoint.check_names({block.name for _, _, found in wanted for block in found}, tensor_names(hf_config), dropped)
-        if left_out and layout.world_rank == 0:
-            print(f"model: {len(left_out)} tensors of {folder} are not trained and left out: {_list(left_out)}", file=sys.stderr)
-        for _, param, found in wanted:
-            fill(param, found, checkpoint.read)
+    checkpoint = Checkpoint(folder)
+    checkpoint.check([block for _, _, found in wanted for block in found], hf_config)
+    if layout.world_rank == 0:
+        checkpoint.say_left_out(hf_config)
+    for _, param, found in wanted:
+        fill(param, found, checkpoint.read)
 
 
 class Checkpoint:
-    """The safetensors of a Hugging Face folder, single or sharded, opened lazily. A context manager."""
+    """The safetensors of a Hugging Face folder, single or sharded. All headers are read and checked at once, tensors when they are used.
+
+    Raises ValueError when the index or a file is damaged, or they do not agree.
+    """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.files = _weight_map(self.folder)  # tensor name -> file name
-        self._stack = contextlib.ExitStack()
-        self._open: dict[str, safe_open] = {}
+        self.index: bytes | None = None  # as it stands in its file; None when there is a single file of tensors
+        if (self.folder / INDEX).exists():
+            self.index = (self.folder / INDEX).read_bytes()
+            self.where = _weight_map(self.folder, self.index)  # tensor name -> file name
+            self.files = {file: TensorFile(self.folder / file) for file in sorted(set(self.where.values()))}
+        elif (self.folder / SINGLE).exists():
+            self.files = {SINGLE: TensorFile(self.folder / SINGLE)}
+            self.where = dict.fromkeys(self.files[SINGLE].entries, SINGLE)
+        else:
+            raise ValueError(f"model: {self.folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read")
+        self._check_index()
 
-    def __enter__(self) -> Checkpoint:
-        return self
+    def _check_index(self) -> None:
+        fix = f"download the folder again; {INDEX} and the files are not of the same model"
+        for name, file in self.where.items():
+            if name not in self.files[file].entries:
+                raise ValueError(f"model: {self.folder / INDEX} says that {name} is in {file}, which does not hold it; {fix}")
+        for file, opened in self.files.items():
+            if extra := [name for name in opened.entries if self.where.get(name) != file]:
+                raise ValueError(f"model: {self.folder / file} holds {_list(extra)}, which {INDEX} does not name there; {fix}")
 
-    def __exit__(self, *exc) -> None:
-        self._stack.close()
-        self._open.clear()
-
-    def check_names(self, wanted: set[str], known: set[str], dropped: Sequence[str] = ()) -> list[str]:
-        """The tensors on disk that are left out: those that an expression in `dropped` matches. ValueError when a `wanted` tensor is
-        missing or another one is not among those `known` to the model."""
-        missing = sorted(wanted - set(self.files))
-        others = sorted(name for name in set(self.files) - known if not name.endswith("rotary_emb.inv_freq"))
-        left_out = [name for name in others if any(re.fullmatch(pattern, name) for pattern in dropped)]
-        unused = [name for name in others if name not in left_out]
+    def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
+        """ValueError when the tensor of a `wanted` block is missing, of another shape or quantized, or when one on disk has no place in the
+        model on any rank and is not among those that its family leaves out."""
+        missing = sorted({block.name for block in wanted} - set(self.where))
+        unused = sorted(set(self.where) - tensor_names(hf_config) - set(self.left_out(hf_config)))
         if fused := next((name for name in unused if name.endswith(".experts.gate_up_proj")), None):
             raise ValueError(
                 f"model: {self.folder} holds all experts of a block in one tensor ({fused}); save one tensor per expert, as the "
@@ -70,32 +81,62 @@ class Checkpoint:
             raise ValueError(f"model: {self.folder} lacks {_list(missing)}")
         if unused:
             raise ValueError(f"model: {self.folder} holds {_list(unused)}, which this architecture has no place for")
-        return left_out
+        for block in wanted:
+            self._check_tensor(block)
+
+    def left_out(self, hf_config: HfConfig) -> list[str]:
+        """Tensors that files of this family may hold and that are not trained, and rotary frequencies, which follow from config.json."""
+        patterns = (*FAMILIES[hf_config.family].dropped(hf_config), rf".*{re.escape(INV_FREQ)}")
+        others = sorted(set(self.where) - tensor_names(hf_config))
+        return [name for name in others if any(re.fullmatch(pattern, name) for pattern in patterns)]
+
+    def say_left_out(self, hf_config: HfConfig) -> None:
+        """Name on stderr what is not trained."""
+        if names := [name for name in self.left_out(hf_config) if not name.endswith(INV_FREQ)]:
+            print(f"model: {len(names)} tensors of {self.folder} are not trained and left out: {_list(names)}", file=sys.stderr)
+
+    def entry(self, name: str) -> Entry:
+        """Dtype and shape of a tensor."""
+        return self.files[self.where[name]].entries[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor as stored: a read-only view of its file."""
+        return self.files[self.where[name]].tensor(name)
+
+    def bytes_of(self, name: str) -> memoryview:
+        """The bytes of a tensor as stored."""
+        return self.tensor(name).reshape(-1).view(torch.uint8).numpy().data
+
+    def _check_tensor(self, block: Block) -> None:
+        entry, file = self.entry(block.name), self.folder / self.where[block.name]
+        if entry.shape != block.shape:
+            raise ValueError(
+                f"model: {block.name} in {file} has shape {entry.shape}; config.json implies {block.shape}: they are of different models"
+            )
+        if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+            raise ValueError(f"model: {block.name} in {file} is {entry.dtype}, quantized; use the original weights")
 
     def read(self, block: Block) -> Tensor:
-        """The block's rows or columns as stored, [block_shape]. ValueError when the tensor on disk has another shape."""
-        file = self.files[block.name]
-        if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))
-        stored = self._open[file].get_slice(block.name)
-        if tuple(stored.get_shape()) != block.shape:
+        """The block, which has been checked, as stored, [block_shape]: a read-only view of the file. ValueError when it holds a NaN or
+        infinity."""
+        part = self.tensor(block.name)[block.slices]
+        if bad := first_bad(part):
+            where = f"{block.name} in {self.folder / self.where[block.name]}"
             raise ValueError(
-                f"model: {block.name} in {self.folder / file} has shape {tuple(stored.get_shape())}; config.json implies {block.shape}"
+                f"model: {where} holds {bad} of the part {brackets(block.box)}; the weights are broken: use another checkpoint"
             )
-        return stored[block.slices]
+        return part
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    if (folder / INDEX).exists():
-        files = json.loads((folder / INDEX).read_text())["weight_map"]
+def _weight_map(folder: Path, index: bytes) -> dict[str, str]:
+    try:
+        files = json.loads(index)["weight_map"]
         absent = sorted(name for name in set(files.values()) if not (folder / name).exists())
-        if absent:
-            raise ValueError(f"model: {folder} lacks {_list(absent)}, named in {INDEX}")
-        return files
-    if not (folder / SINGLE).exists():
-        raise ValueError(f"model: {folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read")
-    with safe_open(folder / SINGLE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), SINGLE)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"model: {folder / INDEX} is corrupt: {error!r}; download it again") from None
+    if absent:
+        raise ValueError(f"model: {folder} lacks {_list(absent)}, named in {INDEX}; download the missing files")
+    return files
 
 
 def _list(names: list[str]) -> str:

@@ -1,19 +1,26 @@
-"""Model weights in Megatron's distributed checkpoint format, which reads back in any parallel layout."""
+"""Model weights as Megatron's distributed checkpoint sees them: sharded state, and where each parameter's parts lie in it."""
 
 from __future__ import annotations
 
-import shutil
+import dataclasses
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megagrpo.bridge.export import copy_side_files, refuse_non_empty
+from megagrpo.bridge.families import blocks
+from megagrpo.families.blocks import Block
 from megagrpo.parallel.layout import Layout
-from megagrpo.parallel.together import together
+from megagrpo.policy.build import build_model, weights_dtype
+from megagrpo.policy.hf_config import HfConfig
 
 from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 
 HF_FILES = "hf"  # subfolder with config.json and the tokenizer, which the way back needs
@@ -28,46 +35,67 @@ def model_state(chunks: list[nn.Module], layout: Layout) -> dict[str, Any]:
     return {name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks)}
 
 
-def save_model(chunks: list[nn.Module], folder: str | Path, layout: Layout, source_folder: str | Path) -> None:
-    """Write the weights of all ranks into `folder`, and config and tokenizer of `source_folder` into its subfolder hf. Collective.
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A parameter of this rank without its numbers: the blocks of Hugging Face tensors in it, and what Megatron stores of it, in one piece
+    or in several with a place each in a whole tensor."""
 
-    The folder appears complete or not at all. Raises ValueError when it exists and is not empty.
-    """
-    folder = Path(folder)
-    refuse_non_empty(folder, layout)
-    unfinished, writer = folder.with_name(f".{folder.name}.partial"), layout.world_rank == 0
-    try:
-        together(layout, lambda: _prepare(unfinished), here=writer)
-        together(layout, lambda: _write(chunks, unfinished, layout))
-        together(layout, lambda: _publish(unfinished, folder, Path(source_folder)), here=writer)
-    except BaseException:
-        if writer:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    name: str
+    shape: tuple[int, ...]
+    blocks: list[Block]
+    stored: ShardedTensor | ShardedTensorFactory
+    places: list[ShardedTensor]
+
+    def pieces(self, value: Tensor) -> list[ShardedTensor]:
+        """What is stored of the parameter when it is `value` [shape]: views of it."""
+        if isinstance(self.stored, ShardedTensor):
+            return [dataclasses.replace(self.stored, data=value, dtype=value.dtype)]
+        return dataclasses.replace(self.stored, data=value).build()
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank, of all that hold the parameter, is the one to write it."""
+        return is_main_replica(self.stored.replica_id)
 
 
-def _prepare(unfinished: Path) -> None:
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+@dataclass(frozen=True)
+class Structure:
+    """A model of any size that takes no memory."""
+
+    parts: list[Part]
+    objects: dict[str, Any]  # sharded state that is no tensor
+    dtype: torch.dtype  # of the parameters in training
 
 
-def _write(chunks: list[nn.Module], folder: Path, layout: Layout) -> None:
+def structure(hf_config: HfConfig, layout: Layout) -> Structure:
+    """This rank's part of the model. ValueError when it cannot be cut into the layout. No communication."""
+    dtype = weights_dtype(hf_config)
+    with FakeTensorMode():
+        chunks = build_model(hf_config, layout, dtype=dtype, init_weights=False)
+        state = model_state(chunks, layout)
+        stored = {f"chunk{i}.{name}" if i else name: value for i, held in enumerate(state.values()) for name, value in held.items()}
+        parts = [_part(name, param, found, stored.pop(name)) for name, param, found in blocks(chunks, hf_config, layout)]
+    left = [name for name, value in stored.items() if not isinstance(value, ShardedObject)]
+    assert not left, f"tensors without blocks: {left}"
+    objects = {chunk: {name: value for name, value in held.items() if isinstance(value, ShardedObject)} for chunk, held in state.items()}
+    return Structure(parts, objects, dtype)
+
+
+def _part(name: str, param: Tensor, found: list[Block], stored: ShardedTensor | ShardedTensorFactory) -> Part:
+    return Part(name, tuple(param.shape), found, stored, [stored] if isinstance(stored, ShardedTensor) else stored.build())
+
+
+def save_objects(objects: dict[str, Any], folder: Path) -> None:
+    """Write what is no tensor, and the files that make `folder` a distributed checkpoint. Collective."""
     # The default strategy needs a package that does not install everywhere.
-    dist_checkpointing.save(model_state(chunks, layout), str(folder), content_metadata=METADATA, async_strategy="mcore")
-
-
-def _publish(unfinished: Path, folder: Path, source_folder: Path) -> None:
-    (unfinished / HF_FILES).mkdir()
-    copy_side_files(source_folder, unfinished / HF_FILES)
-    unfinished.rename(folder)
+    dist_checkpointing.save(objects, str(folder), content_metadata=METADATA, async_strategy="mcore")
 
 
 def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> None:
     """Read the weights that any layout has written, cast to the parameters' dtype; whatever else the checkpoint holds is left alone.
     Collective. Raises ValueError when `folder` is no such checkpoint or does not fit the model."""
     folder = Path(folder)
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
-        raise ValueError(f"{folder} is no Megatron checkpoint: it lacks the metadata.json of dist_checkpointing")
+    check_is_checkpoint(folder)
     try:
         with warnings.catch_warnings():  # about how Megatron calls torch
             warnings.simplefilter("ignore", UserWarning)
@@ -78,5 +106,11 @@ def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> N
         unwrap_model(chunk).load_state_dict(state[name])
 
 
-def _named(chunks: list[nn.Module]) -> list[tuple[str, nn.Module]]:
-    return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
+def check_is_checkpoint(folder: Path) -> None:
+    """ValueError when `folder` is no distributed checkpoint."""
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        raise ValueError(f"{folder} is no Megatron checkpoint: it lacks the metadata.json of dist_checkpointing")
+
+
+def _named(chunks: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    return (("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks))

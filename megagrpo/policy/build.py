@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megagrpo.families.family import FULL, rope
 from megagrpo.parallel import device
@@ -242,7 +243,8 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
         model.embedding.__class__, model.embedding.scale = ScaledEmbedding, hf_config.embedding_scale
     if model.post_process:
         model.output_layer.__class__, model.output_layer.cap = LMHead, hf_config.logit_cap
-    return model.to(device.device())
+    # A model of fake tensors, of which only the structure is wanted, is built where it belongs; torch cannot move one.
+    return model if isinstance(next(model.parameters()), FakeTensor) else model.to(device.device())
 
 
 def _prepare_experts(model: HybridModel, hf_config: HfConfig) -> None:

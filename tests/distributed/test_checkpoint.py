@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from ranks import run_ranks
+from test_build_and_bridge import run_tool
 from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
@@ -119,6 +120,16 @@ def test_a_resumed_run_follows_its_configuration(distributed, model, tmp_path):
     for then, now in zip(configured, loaded, strict=True):
         assert (now["max_lr"], tuple(now["betas"]), now["eps"]) == (3e-3, (0.8, 0.9), 1e-6)
         assert now == then
+
+
+def test_inspect_shows_step_weights_and_optimizer(model, tmp_path, capfd):
+    path = run_ranks(_save, 2, model, tmp_path, True)[0]
+    capfd.readouterr()
+    assert run_ranks(run_tool, 1, "inspect.py", path, "--json") == [0]
+    found = json.loads(capfd.readouterr().out)
+    assert found["facts"]["step"] == "1" and found["facts"]["model_type"] == "llama"
+    weights, state = (sum(t["nbytes"] for t in found["tensors"] if t["group"] == group) for group in ("weights", "optimizer"))
+    assert state >= 2 * weights > 0
 
 
 def _load_broken(model, folder):

@@ -88,8 +88,8 @@ def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool) ->
 
 def full_tensors(ranks: list[dict]) -> dict[str, torch.Tensor]:
     full = {}
-    for (name, shape, dim, start, stop), values in [item for held in ranks for item in held.items()]:
-        full.setdefault(name, torch.full(shape, torch.nan)).narrow(dim, start, stop - start).copy_(torch.from_numpy(values))
+    for (name, shape, box), values in [item for held in ranks for item in held.items()]:
+        full.setdefault(name, torch.full(shape, torch.nan))[tuple(map(slice, *box))] = torch.from_numpy(values)
     return full
 
 
@@ -135,9 +135,31 @@ def test_a_run_continues_from_a_checkpoint_of_another_layout(saved, loaded, mode
 
 EP2, PP2_EP2 = (dict(ep=2), 2), (dict(pp=2, ep=2), 4)
 TP2_ETP1, TP2_EP2 = (dict(tp=2, etp=1, sequence_parallel=True), 2), (dict(tp=2, ep=2, sequence_parallel=True), 4)
+ETP2, TP2_EP4, VPP_EP2 = (dict(etp=2), 2), (dict(tp=2, ep=4, etp=1, sequence_parallel=True), 4), (dict(pp=2, vpp=2, ep=2), 4)
+TP2_PP2, TP2_VPP = (dict(tp=2, pp=2, etp=1, ep=2, sequence_parallel=True), 4), (dict(tp=2, pp=2, vpp=2), 4)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(EP2, ONE), (ONE, TP2_EP2), (PP2_EP2, TP2_ETP1), (TP2_EP2, PP2_EP2)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(TP2, VPP), (ONE, VPP), (TP2_VPP, UNEVEN), (UNEVEN, TP2_VPP), (TP2, CP2_DP2), (VPP, CP2)], ids=str
+)
+def test_virtual_stages_come_and_go(saved, loaded, model, tmp_path):
+    assert_continues(saved, loaded, model, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [(ETP2, EP2), (EP2, ETP2), (VPP_EP2, TP2_EP4), (TP2_EP4, VPP_EP2), (TP2_PP2, ETP2), (TP2_EP4, ONE), (DP2, TP2_PP2), (TP2_ETP1, VPP)],
+    ids=str,
+)
+def test_experts_go_between_all_ways_of_cutting_them(saved, loaded, model_with_experts, tmp_path):
+    assert_continues(saved, loaded, model_with_experts, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(EP2, ONE), (ONE, TP2_EP2), (PP2_EP2, TP2_ETP1), (TP2_EP2, PP2_EP2), (VPP_EP2, ETP2)], ids=str
+)
 def test_experts_go_from_any_number_of_expert_parallel_ranks_to_any_other(saved, loaded, model_with_experts, tmp_path):
     assert_continues(saved, loaded, model_with_experts, tmp_path)
 

@@ -118,8 +118,8 @@ def _held(policy, hf_config, layout) -> dict:
 
 def whole(ranks: list[dict]) -> dict[str, torch.Tensor]:
     full = {}
-    for (name, shape, dim, start, stop), values in [item for held in ranks for item in held.items()]:
-        full.setdefault(name, torch.full(shape, torch.nan)).narrow(dim, start, stop - start).copy_(torch.from_numpy(values))
+    for (name, shape, box), values in [item for held in ranks for item in held.items()]:
+        full.setdefault(name, torch.full(shape, torch.nan))[tuple(map(slice, *box))] = torch.from_numpy(values)
     return full
 
 

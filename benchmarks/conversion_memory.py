@@ -1,0 +1,116 @@
+"""Memory of converting a model of the size of Qwen3-30B-A3B: there and back under a limit of 2 GB + the largest tensor.
+
+    python benchmarks/conversion_memory.py FOLDER             # 9 of its 48 layers: 12.5 GB, and twice that on the disk at a time
+    python benchmarks/conversion_memory.py FOLDER --layers 2  # the same peak with a quarter of the bytes
+
+Writes a random sharded checkpoint, converts it with the two tools, compares the sha256 of every tensor and file, and prints seconds and
+peak memory of each tool. The limit is RLIMIT_DATA, which the kernel enforces on all memory that a process has to itself, touched or not;
+the peak is what was resident at most, pages of mapped files included. It removes what it wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from checkpoints_tools.check_roundtrip import describe, differences
+from megagrpo.bridge.hf_files import Writer, new_files
+from megagrpo.bridge.megatron_io import structure
+from megagrpo.config import ParallelSection
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.hf_config import parse_hf_config
+
+TOOLS = Path(__file__).parents[1] / "checkpoints_tools"
+QWEN3_30B_A3B = dict(
+    architectures=["Qwen3MoeForCausalLM"],
+    model_type="qwen3_moe",
+    dtype="bfloat16",
+    hidden_size=2048,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    vocab_size=151936,
+    tie_word_embeddings=False,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_embeddings=40960,
+)
+ALLOWED = 2 * 10**9  # bytes, beside the largest tensor
+
+
+def make_model(folder: Path, layers: int) -> int:
+    """Write it in files of 2 GB, every tensor another part of the same random numbers; bytes of its largest tensor."""
+    folder.mkdir(parents=True)
+    config = QWEN3_30B_A3B | dict(num_hidden_layers=layers)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    layout = init_layout(ParallelSection())
+    found = {block.name: block.shape for part in structure(parse_hf_config(config), layout).parts for block in part.blocks}
+    layout.close()
+    files = new_files({name: (torch.bfloat16, shape) for name, shape in found.items()}, limit=2 * 10**9)
+    largest = max(entry.nbytes for entry in files.entries.values())
+    pool = torch.randn(largest // 2 + 17 * len(found), dtype=torch.float32).to(torch.bfloat16)
+    with Writer(folder, files) as writer:
+        for i, (name, shape) in enumerate(found.items()):
+            count = torch.Size(shape).numel()
+            writer.write(name, pool[17 * i : 17 * i + count].view(shape))
+    return largest
+
+
+def run_tool(name: str, *arguments: Path, limit: int) -> tuple[float, float]:
+    """Seconds, and peak resident memory in GB, of a tool under the limit. RuntimeError when it fails."""
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, TOOLS / name, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise RuntimeError(f"{name} ended with status {status}")
+    return time.monotonic() - start, usage.ru_maxrss * 1024 / 1e9  # Linux counts in KiB
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="an empty or new folder")
+    parser.add_argument("--layers", type=int, default=9)
+    args = parser.parse_args()
+    source, megatron, back = (args.folder / name for name in ("model", "megatron", "back"))
+    try:
+        largest = make_model(source, args.layers)
+        before = describe(source)
+        limit = ALLOWED + largest
+        total = sum(tensor["nbytes"] for tensor in before["tensors"].values())
+        print(f"{total / 1e9:.2f} GB, {total / 2e9:.2f} B parameters in {len(before['tensors'])} tensors, {len(before['files']) - 1} files")
+        print(f"limit {limit / 1e9:.2f} GB: 2 GB + the largest tensor of {largest / 1e9:.2f} GB")
+        there = run_tool("hf_to_megatron.py", source, megatron, limit=limit)
+        shutil.rmtree(source)
+        again = run_tool("megatron_to_hf.py", megatron, back, limit=limit)
+        shutil.rmtree(megatron)
+        for name, (seconds, peak) in (("hf_to_megatron", there), ("megatron_to_hf", again)):
+            print(f"{name}: {seconds:.0f} s, {total / seconds / 1e6:.0f} MB/s, peak {peak:.2f} GB")
+        found = differences(before, describe(back), [])
+        print("\n".join(found[:5]) if found else "every tensor, every file and the index are equal")
+        return int(bool(found))
+    finally:
+        shutil.rmtree(args.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

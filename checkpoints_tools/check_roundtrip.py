@@ -1,0 +1,110 @@
+"""Prove that a model goes to Megatron's format and back without a changed byte, and write down what it consists of.
+
+    python checkpoints_tools/check_roundtrip.py MODEL
+    torchrun --nproc-per-node 4 checkpoints_tools/check_roundtrip.py MODEL --tp 2 --ep 2 --manifest model.json --scratch /data
+
+Converts MODEL there and back in --scratch, which needs twice its size for the time being, and compares names, dtypes, shapes and bytes of
+all tensors, the files byte by byte, and the index. The manifest holds the sha256 of every tensor and file. Exit code 0 when all is equal, 1
+with the first differences when not, 2 when the model cannot be converted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.pop(0)  # this folder: its inspect.py would stand before Python's own
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import argparse
+import hashlib
+import json
+import shutil
+import tempfile
+from typing import Any
+
+from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout  # isort: skip  (it hides GPUs from torch)
+
+from megagrpo.bridge.convert import export_hf, import_hf
+from megagrpo.bridge.load import Checkpoint
+from megagrpo.bridge.sources import INDEX, resolve_model
+from megagrpo.bridge.tensor_files import NAMES
+from megagrpo.parallel.layout import Layout
+from megagrpo.parallel.together import together
+from megagrpo.policy.hf_config import load_hf_config
+
+SHOWN = 5  # differences that are named
+
+
+def check(model: str, manifest: Path | None, scratch: Path, layout: Layout) -> bool:
+    """Whether MODEL comes back as it was; rank 0 writes the manifest and says what differs. Collective."""
+    source = resolve_model(model)
+    first = layout.world_rank == 0
+    folder = together(layout, lambda: Path(tempfile.mkdtemp(prefix="roundtrip_", dir=scratch)), here=first)[0]
+    try:
+        import_hf(str(source), folder / "megatron", layout)
+        export_hf(folder / "megatron", folder / "hf", None, layout)
+        return together(layout, lambda: _report(source, folder / "hf", manifest or Path(f"{source.name}.manifest.json")), here=first)[0]
+    finally:
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _report(source: Path, back: Path, manifest: Path) -> bool:
+    before, after = describe(source), describe(back)
+    left_out = Checkpoint(source).left_out(load_hf_config(source))
+    found = differences(before, after, left_out)
+    manifest.write_text(json.dumps(dict(model=str(source), identical=not found, left_out=left_out, differences=found) | before, indent=1))
+    if left_out:
+        print(f"left out, because the model has no place for it: {', '.join(left_out[:SHOWN])} ({len(left_out)} tensors)")
+    for line in found[:SHOWN]:
+        print(line)
+    total = sum(tensor["nbytes"] for tensor in before["tensors"].values())
+    outcome = f"{len(found)} differences" if found else "back without a changed byte"
+    print(f"{len(before['tensors'])} tensors, {total / 1e9:.3f} GB, {len(before['files'])} files: {outcome}; manifest {manifest}")
+    return not found
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """What the safetensors and the index of a folder are: every tensor with dtype, shape, file and sha256, and the sha256 of every file."""
+    checkpoint = Checkpoint(folder)
+    tensors = {}
+    for name, file in checkpoint.where.items():
+        entry = checkpoint.entry(name)
+        digest = hashlib.sha256(checkpoint.bytes_of(name)).hexdigest()
+        tensors[name] = dict(dtype=NAMES[entry.dtype], shape=list(entry.shape), nbytes=entry.nbytes, file=file, sha256=digest)
+    files = {}
+    for name in [*checkpoint.files, *([INDEX] if checkpoint.index is not None else [])]:
+        with open(folder / name, "rb") as file:
+            files[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return dict(files=files, tensors=tensors)
+
+
+def differences(before: dict[str, Any], after: dict[str, Any], left_out: list[str]) -> list[str]:
+    """One line for each tensor, then each file, that is not as it was; files are as they cannot be where a tensor is left out of them."""
+    lines = []
+    for name, was in before["tensors"].items():
+        now = after["tensors"].get(name)
+        if now is None and name not in left_out:
+            lines.append(f"{name} ({was['file']}): missing")
+        lines += [f"{name} ({was['file']}): {key} was {was[key]}, is {now[key]}" for key in was if now is not None and now[key] != was[key]]
+    lines += [f"{name} ({now['file']}): new" for name, now in after["tensors"].items() if name not in before["tensors"]]
+    changed = {before["tensors"][name]["file"] for name in left_out} | ({INDEX} if left_out else set())
+    names = sorted((before["files"].keys() | after["files"].keys()) - changed)
+    return lines + [f"{name}: the files differ" for name in names if before["files"].get(name) != after["files"].get(name)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="Hugging Face folder, hub name, or package:NAME")
+    parser.add_argument("--manifest", type=Path, help="file to write (default: NAME.manifest.json here)")
+    parser.add_argument("--scratch", type=Path, default=Path(), help="folder with room for the model twice (default: this one)")
+    add_layout_arguments(parser)
+    args = parser.parse_args()
+    outcome = []
+    failed = run_in_layout(args, lambda layout: outcome.append(check(args.model, args.manifest, args.scratch, layout)))
+    return failed or int(not outcome[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

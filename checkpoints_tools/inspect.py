@@ -1,0 +1,153 @@
+"""What a checkpoint holds: names, shapes, dtypes and sizes of its tensors, totals, and what it says of itself.
+
+    python checkpoints_tools/inspect.py PATH
+    python checkpoints_tools/inspect.py PATH --json
+
+PATH is a Hugging Face folder, a Megatron distributed checkpoint (of hf_to_megatron.py, of a training run or from elsewhere), or an adapter.
+No weights are read.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.pop(0)  # this folder: this very file would stand before Python's own inspect
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import argparse
+import json
+import math
+import os
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for them
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megagrpo.bridge.adapters import ADAPTER_FILES, CONFIG, WEIGHTS
+from megagrpo.bridge.load import Checkpoint
+from megagrpo.bridge.megatron_io import HF_FILES, check_is_checkpoint
+from megagrpo.bridge.tensor_files import TensorFile
+from megagrpo.bridge.torch_dist import StoredTensors
+from megagrpo.checkpoint import STATE_FILE
+
+STATE = "optimizer."  # how keys of the optimizer's state start
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor: in `group` of those that belong together; `where` names its file, or in how many pieces it lies."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    nbytes: int
+    group: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint."""
+
+    kind: str
+    facts: dict[str, str]
+    tensors: list[Row]
+
+
+def contents(path: Path) -> Contents:
+    """What `path` holds. ValueError when it is no checkpoint or is damaged."""
+    if (path / CONFIG).is_file():
+        return _of_adapter(path)
+    if (path / "metadata.json").is_file():
+        return _of_megatron(path)
+    checkpoint = Checkpoint(path)
+    rows = [_row(name, checkpoint.entry(name), checkpoint.where[name]) for name in checkpoint.where]
+    return Contents("Hugging Face model", _facts_of_model(path), rows)
+
+
+def _of_adapter(path: Path) -> Contents:
+    config = json.loads((path / CONFIG).read_text())
+    facts = {key: str(config.get(key)) for key in ("peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path")}
+    return Contents("adapter", facts, [_row(name, entry, WEIGHTS) for name, entry in TensorFile(path / WEIGHTS).entries.items()])
+
+
+def _of_megatron(path: Path) -> Contents:
+    check_is_checkpoint(path)
+    metadata = StoredTensors(path).metadata
+    rows, objects = [], []
+    for key, value in sorted(metadata.state_dict_metadata.items()):
+        if not isinstance(value, TensorStorageMetadata):
+            objects.append(key)
+            continue
+        dtype, pieces = value.properties.dtype, len(value.chunks)
+        group = "optimizer" if key.startswith(STATE) else "reference" if key.startswith("reference.") else "weights"
+        where = "1 piece" if pieces == 1 else f"{pieces} pieces"
+        rows.append(Row(key, list(value.size), _name(dtype), math.prod(value.size) * dtype.itemsize, group, where))
+    facts = {"files": str(len({info.relative_path for info in metadata.storage_data.values()})), "objects": str(len(objects))}
+    if (path / STATE_FILE).is_file():
+        facts |= {key: str(value) for key, value in json.loads((path / STATE_FILE).read_text())["state"].items()}
+    if (path / HF_FILES).is_dir():
+        facts |= _facts_of_model(path / HF_FILES)
+    if (path / ADAPTER_FILES).is_dir():
+        facts["adapter"] = str(path / ADAPTER_FILES)
+    return Contents("Megatron distributed checkpoint", facts, rows)
+
+
+def _row(name: str, entry, where: str) -> Row:
+    return Row(name, list(entry.shape), _name(entry.dtype), entry.nbytes, "weights", where)
+
+
+def _name(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _facts_of_model(folder: Path) -> dict[str, str]:
+    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+    keys = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
+    return {key: str(config[key]) for key in keys if key in config}
+
+
+def totals(rows: list[Row]) -> dict[str, tuple[int, int, int]]:
+    """Tensors, numbers and bytes of each group and dtype."""
+    sums: dict[str, tuple[int, int, int]] = defaultdict(lambda: (0, 0, 0))
+    for row in rows:
+        for label in (f"{row.group}, {row.dtype}", "all"):
+            count, numbers, nbytes = sums[label]
+            sums[label] = (count + 1, numbers + math.prod(row.shape), nbytes + row.nbytes)
+    return dict(sorted(sums.items(), key=lambda item: item[0] == "all"))
+
+
+def show(path: Path, found: Contents) -> None:
+    """Print it for people."""
+    print(f"{path}: {found.kind}")
+    for key, value in found.facts.items():
+        print(f"  {key:20} {value}")
+    width = max((len(row.name) for row in found.tensors), default=0)
+    for row in found.tensors:
+        print(f"{row.name:{width}}  {row.dtype:9} {row.shape!s:20} {row.nbytes:14,}  {row.where}")
+    for label, (count, numbers, nbytes) in totals(found.tensors).items():
+        print(f"{label}: {count:,} tensors, {numbers:,} numbers, {nbytes:,} bytes")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--json", action="store_true", help="all of it as JSON")
+    args = parser.parse_args()
+    try:
+        found = contents(args.path)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(asdict(found) | dict(totals=totals(found.tensors)), indent=1))
+    else:
+        show(args.path, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

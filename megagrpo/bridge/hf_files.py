@@ -1,0 +1,218 @@
+"""Which tensors stand in which safetensors file, in which order and dtype: taken from the model that weights started from, so that they
+go back as they came, or made anew."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megagrpo.bridge.load import Checkpoint
+from megagrpo.bridge.sources import INDEX, SINGLE
+from megagrpo.bridge.tensor_files import METADATA, NAMES, Entry, first_bad, make_header, parse_header
+from megagrpo.bridge.unfinished import check_space
+from megagrpo.policy.hf_config import HfConfig
+
+HEADERS = "safetensors_headers.json"  # beside the side files that a checkpoint carries: the headers of the model's files
+SIDE_FILES = (".json", ".jinja", ".txt", ".model")
+SHARD_BYTES = 5 * 2**30
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+_ROWS = 2**26  # bytes that are cast and written at a time
+
+Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class File:
+    """A safetensors file to be: its name in the folder and its header."""
+
+    name: str
+    header: bytes
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Its tensors in the order of their bytes."""
+        return parse_header(self.header, Path(self.name))
+
+    @property
+    def start(self) -> int:
+        """Where the bytes of tensors begin."""
+        return 8 + len(self.header)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole file."""
+        return self.start + max((entry.stop for entry in self.entries.values()), default=0)
+
+
+@dataclass(frozen=True)
+class Files:
+    """All files of a model, and the text of their index when there is one."""
+
+    files: tuple[File, ...]
+    index: bytes | None
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Every tensor, in the order in which files and tensors in them stand."""
+        return {name: entry for file in self.files for name, entry in file.entries.items()}
+
+    def only(self, names: Iterable[str]) -> Files:
+        """Without the tensors that are not among `names`; the same when all are."""
+        names = set(names)
+        if names >= self.entries.keys():
+            return self
+        kept = [_without(file, names) for file in self.files if names & file.entries.keys()]
+        if self.index is None:
+            return Files(tuple(kept), None)
+        index = json.loads(self.index)
+        index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name in names}
+        total = sum(entry.nbytes for file in kept for entry in file.entries.values())
+        index["metadata"] = index.get("metadata", {}) | {"total_size": total}
+        return Files(tuple(kept), json.dumps(index, indent=2).encode())
+
+
+def _without(file: File, names: set[str]) -> File:
+    if names >= file.entries.keys():
+        return file
+    kept = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items() if name in names}
+    return File(file.name, make_header(kept, json.loads(file.header).get(METADATA)))
+
+
+def files_of(folder: Path) -> Files | None:
+    """The files of the model in `folder`, or of that whose side files a checkpoint carries there; None when it says nothing about them."""
+    index = (folder / INDEX).read_bytes() if (folder / INDEX).is_file() else None
+    if (folder / HEADERS).is_file():
+        headers = json.loads((folder / HEADERS).read_text())
+        return Files(tuple(File(name, text.encode()) for name, text in headers.items()), index)
+    if index is None and not (folder / SINGLE).is_file():
+        return None
+    checkpoint = Checkpoint(folder)
+    return Files(tuple(File(name, file.header) for name, file in checkpoint.files.items()), checkpoint.index)
+
+
+def files_for(shapes: Mapping[str, tuple[int, ...]], folder: Path, hf_config: HfConfig) -> tuple[Files, dict[str, str]]:
+    """The files in which tensors of these `shapes` are to be written: those of the model in `folder`, where they are known. Also which of
+    their tensors are copies of which others.
+
+    What the model has no place for, as layers for speculative decoding, is left out; a tied head that has a tensor of its own there is a
+    copy. ValueError when the files lack a tensor or hold one of another shape.
+    """
+    source = files_of(folder)
+    if source is None:
+        return new_files({name: (getattr(torch, hf_config.dtype), shape) for name, shape in shapes.items()}), {}
+    copies = {}
+    if hf_config.tied_embeddings and HEAD in source.entries and HEAD not in shapes:
+        copies = {HEAD: next(name for name in shapes if name.endswith(EMBEDDING))}
+    files = source.only(shapes.keys() | copies.keys())
+    for name, shape in shapes.items():
+        if name not in files.entries:
+            raise ValueError(f"model: the files of {folder} lack {name}; it is of another model")
+        if files.entries[name].shape != shape:
+            raise ValueError(f"model: {name} has shape {shape}, and {files.entries[name].shape} in {folder}; it is of another model")
+    return files, copies
+
+
+def new_files(tensors: Tensors, limit: int = SHARD_BYTES) -> Files:
+    """As few files as `limit`, bytes of tensors in a file, allows, with an index when there are several."""
+    shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
+    size = total = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        if shards[-1] and size + nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = (dtype, shape)
+        size, total = size + nbytes, total + nbytes
+    n = len(shards)
+    names = [SINGLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    index = {"metadata": {"total_size": total}, "weight_map": {t: name for name, shard in zip(names, shards, strict=True) for t in shard}}
+    files = tuple(File(name, make_header(shard)) for name, shard in zip(names, shards, strict=True))
+    return Files(files, json.dumps(index, indent=2).encode() if n > 1 else None)
+
+
+class Writer:
+    """Writes `files` into `folder`: headers and index at once, then each tensor to its place, in any order. A context manager.
+
+    All the space is taken when it opens, so that too little disk is an OSError before the first byte. Files of an earlier attempt keep what
+    they hold.
+    """
+
+    def __init__(self, folder: Path, files: Files, copies: Mapping[str, str] | None = None):
+        self._places = {name: (i, entry) for i, file in enumerate(files.files) for name, entry in file.entries.items()}
+        self._files = files
+        self._copies = copies or {}
+        check_space(folder, sum(max(file.nbytes - _allocated(folder / file.name), 0) for file in files.files))
+        self._open = [os.open(folder / file.name, os.O_RDWR | os.O_CREAT, 0o644) for file in files.files]
+        for fd, file in zip(self._open, files.files, strict=True):
+            os.truncate(fd, file.nbytes)
+            os.posix_fallocate(fd, 0, file.nbytes)
+            _write_at(fd, len(file.header).to_bytes(8, "little") + file.header, 0)
+        if files.index is not None:
+            (folder / INDEX).write_bytes(files.index)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for fd in self._open:
+            os.close(fd)
+
+    def write(self, name: str, tensor: Tensor) -> int:
+        """Cast to the dtype that the file has for it and write, also in place of its copies; the number of bytes. ValueError when a number
+        is NaN or infinite then."""
+        return sum(self._write(place, tensor) for place in (name, *(copy for copy, of in self._copies.items() if of == name)))
+
+    def _write(self, name: str, tensor: Tensor) -> int:
+        i, entry = self._places[name]
+        assert tuple(tensor.shape) == entry.shape, f"{name}: {tuple(tensor.shape)}, not {entry.shape}"
+        rows = tensor if tensor.dim() else tensor.reshape(1)
+        at = self._files.files[i].start + entry.start
+        for part in rows.split(max(1, _ROWS * len(rows) // max(entry.nbytes, 1))):
+            part = part.to(entry.dtype).contiguous()
+            if bad := first_bad(part):
+                raise ValueError(f"{name} holds {bad} in {NAMES[entry.dtype]}; these weights are broken, or need a wider dtype")
+            data = part.view(-1).view(torch.uint8).numpy().data
+            _write_at(self._open[i], data, at)
+            at += len(data)
+        return entry.nbytes
+
+    def sync(self) -> None:
+        """Return when the disk holds all that was written."""
+        for fd in self._open:
+            os.fdatasync(fd)
+
+
+def _allocated(path: Path) -> int:
+    return path.stat().st_blocks * 512 if path.exists() else 0  # of POSIX's st_blocks, whatever the disk's blocks are
+
+
+def _write_at(fd: int, data: bytes | memoryview, at: int) -> None:
+    data = memoryview(data)
+    while data:
+        written = os.pwrite(fd, data[: 2**30], at)  # Linux writes at most 2 GiB at a time
+        data, at = data[written:], at + written
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy what is no weight: config, tokenizer, chat template, generation config."""
+    for file in source.iterdir():
+        if file.suffix in SIDE_FILES and file.name not in (INDEX, HEADERS):
+            shutil.copyfile(file, target / file.name)
+
+
+def carry(source: Path, files: Files | None, target: Path) -> None:
+    """Put into the folder `target` what the way back to the `files` of `source` needs beside the numbers: side files, index and headers."""
+    copy_side_files(source, target)
+    if files is not None:
+        (target / HEADERS).write_text(json.dumps({file.name: file.header.decode() for file in files.files}, indent=1))
+        if files.index is not None:
+            (target / INDEX).write_bytes(files.index)

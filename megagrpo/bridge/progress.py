@@ -1,0 +1,52 @@
+"""How far a long copy is: a line that is rewritten on a terminal, now and then a new line elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+_EVERY = {True: 0.2, False: 10.0}  # seconds between two lines: on a terminal, elsewhere
+
+
+class Progress:
+    """Counts bytes up to `total`; `here` says whether this process shows them. A context manager: at the end it says how it went."""
+
+    def __init__(self, title: str, total: int, here: bool = True, done: int = 0, stream: TextIO | None = None):
+        self._title, self._total, self._here, self._done, self._before = title, total, here, done, done
+        self._stream = stream or sys.stderr
+        self._terminal = self._stream.isatty()
+        self._start = self._shown = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if self._here and self._before:
+            print(f"{self._title}: going on after {_size(self._before)} of {_size(self._total)}", file=self._stream, flush=True)
+        return self
+
+    def __exit__(self, kind, *exc) -> None:
+        self._show("\n" if kind is None or self._terminal else None)
+
+    def add(self, nbytes: int) -> None:
+        """So many more are done."""
+        self._done += nbytes
+        if self._done < self._total and time.monotonic() - self._shown >= _EVERY[self._terminal]:
+            self._show("" if self._terminal else "\n")
+
+    def _show(self, end: str | None) -> None:
+        if not self._here or end is None:
+            return
+        self._shown = time.monotonic()
+        seconds = self._shown - self._start
+        speed = (self._done - self._before) / max(seconds, 1e-9)
+        left = "" if self._done >= self._total else f", {(self._total - self._done) / max(speed, 1):.0f} s left"
+        share = self._done / self._total if self._total else 1.0
+        line = f"{self._title}: {share:4.0%} of {_size(self._total)}, {_size(speed)}/s, {seconds:.0f} s{left}"
+        print("\r" + line.ljust(79) if self._terminal else line, end=end, file=self._stream, flush=True)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} GB"

@@ -1,0 +1,169 @@
+"""The safetensors format: headers checked as a whole, tensors as views of the mapped file. Nothing is read before it is used.
+
+Format: 8 bytes with the length of the header, the header in JSON, the bytes of the tensors
+(https://huggingface.co/docs/safetensors). Its own library names neither file nor tensor when one is damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+METADATA = "__metadata__"
+_PREFIX = 8
+_RELEASE = 2**28  # bytes read from mapped files until their pages are given back
+AGAIN = "download or copy the file again"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file; its bytes are [start, stop), counted from the end of the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+def parse_header(text: bytes | str, path: Path) -> dict[str, Entry]:
+    """The tensors that a header describes, in the order of their bytes. ValueError, naming `path` and the tensor, when it is damaged."""
+    try:
+        raw = json.loads(text)
+        found = {name: _entry(name, value, path) for name, value in raw.items() if name != METADATA}
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"model: {path} is corrupt: its header is no JSON object ({error}); {AGAIN}") from None
+    at, entries = 0, dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)))
+    for name, entry in entries.items():
+        if entry.start != at:
+            raise ValueError(f"model: {path} is corrupt: {name} starts at byte {entry.start} of the data and not at {at}; {AGAIN}")
+        at = entry.stop
+    return entries
+
+
+def _entry(name: str, value: Any, path: Path) -> Entry:
+    try:
+        start, stop = value["data_offsets"]
+        dtype, shape = value["dtype"], tuple(value["shape"])
+        size = math.prod(shape) * (DTYPES[dtype].itemsize if dtype in DTYPES else 1)
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"model: {path} is corrupt: its header describes {name} as {value}; {AGAIN}") from None
+    if dtype not in DTYPES:
+        raise ValueError(f"model: {name} in {path} has dtype {dtype}, which is not one of {', '.join(DTYPES)}; use the original weights")
+    if stop - start != size or start < 0 or min(shape, default=0) < 0:
+        raise ValueError(f"model: {path} is corrupt: {name}, {dtype} {list(shape)}, takes {size} bytes and not {stop - start}; {AGAIN}")
+    return Entry(DTYPES[dtype], shape, start, stop)
+
+
+def make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None) -> bytes:
+    """The header of a file with these tensors, in this order."""
+    header: dict[str, Any] = {METADATA: metadata or {"format": "pt"}}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        stop = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header).encode()
+    return text + b" " * (-len(text) % 8)  # readers map the tensors that follow, so they start aligned
+
+
+def read_header(path: Path) -> bytes:
+    """The header as it stands in the file. ValueError when the file ends before it, OSError when it cannot be read."""
+    with open(path, "rb") as file:
+        size = path.stat().st_size
+        length = int.from_bytes(file.read(_PREFIX), "little")
+        if size < _PREFIX or length > size - _PREFIX:
+            raise ValueError(f"model: {path} is truncated, or no safetensors file: its {size} bytes end inside the header; {AGAIN}")
+        return file.read(length)
+
+
+class TensorFile:
+    """One safetensors file. Its size is checked against its header; its tensors are read when something is done with them."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.header = read_header(path)
+        self.entries = parse_header(self.header, path)
+        self._data = _PREFIX + len(self.header)
+        size, needed = path.stat().st_size, self._data + max((entry.stop for entry in self.entries.values()), default=0)
+        if size < needed:
+            first = next(name for name, entry in self.entries.items() if self._data + entry.stop > size)
+            raise ValueError(f"model: {path} is truncated inside {first}: {size} bytes of {needed}; {AGAIN}")
+        if size > needed:
+            raise ValueError(f"model: {path} is corrupt: {size - needed} bytes follow the last tensor; {AGAIN}")
+        with open(path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+    def tensor(self, name: str) -> Tensor:
+        """A read-only view of the file."""
+        entry = self.entries[name]
+        return mapped_tensor(self._map, self._data + entry.start, entry.dtype, entry.shape)
+
+
+class _Pages:
+    """What was read from mapped files since their pages were given back. They count as this process's memory until then; the system keeps
+    them in its cache."""
+
+    def __init__(self):
+        self._files: list[mmap.mmap] = []
+        self._nbytes = 0
+
+    def will_read(self, file: mmap.mmap, nbytes: int) -> None:
+        if self._nbytes + nbytes > _RELEASE:
+            for read in self._files:
+                read.madvise(mmap.MADV_DONTNEED)
+            self._files, self._nbytes = [], 0
+        self._nbytes += nbytes
+        if file not in self._files:
+            self._files.append(file)
+
+
+_PAGES = _Pages()
+
+
+def mapped_tensor(buffer: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The tensor at `offset` of a mapped file: a view, or a copy where it does not start at a multiple of its elements' size."""
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    _PAGES.will_read(buffer, count * dtype.itemsize)
+    with warnings.catch_warnings():  # that the buffer is not writable
+        warnings.simplefilter("ignore", UserWarning)
+        flat = torch.frombuffer(buffer, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
+    flat = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()
+    return flat.view(dtype).view(shape)
+
+
+def first_bad(tensor: Tensor) -> str | None:
+    """Where the first NaN or infinity stands and what it is, None when every number is finite."""
+    if tensor.numel() == 0 or all(map(math.isfinite, torch.aminmax(tensor))):
+        return None
+    place = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+    return f"{tensor[tuple(place)].item()} at {place}"

@@ -1,0 +1,217 @@
+"""Megatron's distributed checkpoints, format torch_dist, tensor by tensor: the format of torch.distributed.checkpoint, whose own writer and
+reader, and Megatron's, hold all tensors of a rank at once. What is no tensor goes through Megatron's own code.
+
+A file holds archives of torch.save one after another, one for each piece of a tensor; `.metadata` says which piece lies where.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megagrpo.boxes import Box, intersect, size
+from megagrpo.bridge.tensor_files import mapped_tensor
+from megagrpo.bridge.unfinished import Journal
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+
+FILE_BYTES = 4 * 2**30  # a file is closed above that
+ARCHIVE_BYTES = 2048  # at most that much of an archive is not the tensor
+_COMMIT = 2**28  # bytes that a kill may cost
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a stored tensor: which part of which tensor, and where it lies."""
+
+    key: str
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: str
+    lo: tuple[int, ...]
+    extent: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+class PieceWriter:
+    """Appends tensors to files of this rank in `folder`. What an earlier attempt has finished, by the journal, is kept: `done` names it."""
+
+    def __init__(self, folder: Path, rank: int, journal: Journal):
+        self._folder, self._rank, self._journal = folder, rank, journal
+        self.done = {line["name"]: [Piece(**piece) for piece in line["pieces"]] for line in journal.lines}
+        ends: dict[str, int] = {}
+        for piece in self.pieces:
+            ends[piece.file] = max(ends.get(piece.file, 0), piece.offset + piece.length)
+        self._number = max((_number(file) for file in ends), default=1)  # Megatron's own files of a rank start at 0
+        path = folder / self._name
+        self._file = open(path, "r+b" if path.exists() else "wb")
+        self._file.truncate(ends.get(self._name, 0))
+        self._file.seek(0, os.SEEK_END)
+        self._pending: list[dict[str, Any]] = []
+        self._size = 0  # of what is pending
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All that was written, in this attempt and in earlier ones."""
+        return [piece for pieces in self.done.values() for piece in pieces]
+
+    @property
+    def _name(self) -> str:
+        return f"__{self._rank}_{self._number}.distcp"
+
+    def write(self, name: str, tensors: Iterable[ShardedTensor]) -> None:
+        """Append the pieces of the parameter `name`."""
+        if self._file.tell() > FILE_BYTES:
+            self._commit()
+            self._file.close()
+            self._number += 1
+            self._file = open(self._folder / self._name, "wb")
+        self.done[name] = [self._append(tensor) for tensor in tensors]
+        self._pending.append({"name": name, "pieces": [asdict(piece) for piece in self.done[name]]})
+        self._size += sum(piece.length for piece in self.done[name])
+        if self._size > _COMMIT:
+            self._commit()
+
+    def _append(self, tensor: ShardedTensor) -> Piece:
+        offset = self._file.seek(-(-self._file.tell() // _ALIGN) * _ALIGN)
+        extent = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+        data = tensor.data.reshape(extent).contiguous()
+        own = data.untyped_storage().nbytes() == data.nbytes  # torch.save writes a tensor's whole storage
+        try:
+            torch.save(data if own else _alone(data), self._file)
+        except RuntimeError as error:  # torch ends its archive after a failed write, and that this fails too hides why
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        place = (tuple(tensor.global_shape), str(data.dtype).removeprefix("torch."), tuple(tensor.global_offset), extent)
+        return Piece(tensor.key, *place, self._name, offset, self._file.tell() - offset)
+
+    def _commit(self) -> None:
+        self._file.flush()
+        os.fdatasync(self._file.fileno())
+        self._journal.write(self._pending)
+        self._pending, self._size = [], 0
+
+    def close(self) -> None:
+        """Everything is on the disk."""
+        self._commit()
+        self._file.close()
+
+
+def _number(file: str) -> int:
+    return int(file.removesuffix(".distcp").rpartition("_")[2])
+
+
+def _alone(data: Tensor) -> Tensor:
+    """A contiguous part of a larger storage as a tensor with a storage of its own, over the same memory."""
+    buffer = data.view(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(buffer, dtype=data.dtype).view(data.shape) if data.numel() else data.clone()
+
+
+def add_pieces(folder: Path, pieces: Iterable[Piece]) -> None:
+    """Enter tensors into the metadata that Megatron has written for the rest."""
+    metadata = FileSystemReader(folder).read_metadata()
+    results = [WriteResult(index, 0, info) for index, info in metadata.storage_data.items()]
+    for piece in pieces:
+        properties = TensorProperties(dtype=getattr(torch, piece.dtype))
+        whole = metadata.state_dict_metadata.setdefault(piece.key, TensorStorageMetadata(properties, torch.Size(piece.shape), []))
+        assert whole.size == torch.Size(piece.shape), f"{piece.key}: {whole.size} and {piece.shape}"
+        index = MetadataIndex(piece.key, torch.Size(piece.lo), len(whole.chunks))
+        whole.chunks.append(ChunkStorageMetadata(torch.Size(piece.lo), torch.Size(piece.extent)))
+        results.append(WriteResult(index, piece.length, _StorageInfo(piece.file, piece.offset, piece.length)))
+    FileSystemWriter(folder).finish(metadata, [results])
+
+
+class StoredTensors:
+    """The tensors of a distributed checkpoint, each read when it is asked for. ValueError when `folder` is none, or cannot be read."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        try:
+            self.metadata: Metadata = FileSystemReader(folder).read_metadata()
+        except Exception as error:  # unpickling raises whatever it likes
+            raise ValueError(f"{folder} is no Megatron checkpoint, or its .metadata is corrupt: {error!r}") from None
+        self._map = cache(self._map)
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self.metadata.state_dict_metadata[key].properties.dtype
+
+    def check(self, tensor: ShardedTensor, rows: int = 0) -> None:
+        """ValueError unless the checkpoint holds a tensor of this key and shape; of a padded one, as embeddings are, at least `rows`."""
+        found = self.metadata.state_dict_metadata.get(tensor.key)
+        if not isinstance(found, TensorStorageMetadata):
+            raise ValueError(f"{self.folder} does not fit this model: it lacks {tensor.key}")
+        stored, wanted = tuple(found.size), tuple(tensor.global_shape)
+        fits = stored[1:] == wanted[1:] and stored[0] >= rows if tensor.allow_shape_mismatch else stored == wanted
+        if not fits:
+            raise ValueError(f"{self.folder} does not fit this model: {tensor.key} has shape {stored}; config.json implies {wanted}")
+
+    def mapped(self, tensor: ShardedTensor) -> Tensor | None:
+        """A read-only view [local_shape] of the file, when the tensor lies in one piece there; None otherwise."""
+        for chunk in self.metadata.state_dict_metadata[tensor.key].chunks:
+            if _box(chunk) == _box_of(tensor):
+                return self._piece(tensor.key, chunk).view(tensor.local_shape)
+        return None
+
+    def read_into(self, tensor: ShardedTensor) -> None:
+        """Fill `tensor.data` from all pieces that hold a part of it. ValueError when they do not hold all of it, unless it is padded."""
+        wanted, found = _box_of(tensor), 0
+        target = tensor.data.view((1,) * tensor.prepend_axis_num + tuple(tensor.local_shape))
+        for chunk in self.metadata.state_dict_metadata[tensor.key].chunks:
+            if common := intersect(wanted, _box(chunk)):
+                part = self._piece(tensor.key, chunk)[_relative(common, _box(chunk))]
+                target[_relative(common, wanted)].copy_(part)
+                found += size(common)
+        if found != size(wanted) and not tensor.allow_shape_mismatch:
+            raise ValueError(f"{self.folder} is damaged: it holds {found} of {size(wanted)} elements of a part of {tensor.key}")
+
+    def _piece(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        info = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+        buffer = self._map(info.relative_path)
+        path = self.folder / info.relative_path
+        if len(buffer) < info.offset + info.length:
+            raise ValueError(
+                f"{path} is truncated: {key} ends at byte {info.offset + info.length} of {len(buffer)}; copy the checkpoint again"
+            )
+        try:
+            with open(path, "rb") as file, FakeTensorMode():  # in which torch.load reads no data and says where they lie
+                fake = torch.load(_create_file_view(file, info.offset, info.length), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(f"{path} is corrupt at byte {info.offset}, where {key} lies ({error}); copy the checkpoint again") from None
+        assert fake.shape == chunk.sizes and fake.is_contiguous() and fake.storage_offset() == 0, f"{key}: {fake.shape} {fake.stride()}"
+        return mapped_tensor(buffer, info.offset + fake.untyped_storage()._checkpoint_offset, fake.dtype, tuple(fake.shape))
+
+    def _map(self, name: str) -> mmap.mmap:
+        path = self.folder / name
+        if not path.is_file() or not path.stat().st_size:
+            raise ValueError(f"{self.folder} is damaged: it lacks {name}, which .metadata names; copy the checkpoint again")
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+
+def _box(chunk: ChunkStorageMetadata) -> Box:
+    return tuple(chunk.offsets), tuple(a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def _box_of(tensor: ShardedTensor) -> Box:
+    extent = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+    return tuple(tensor.global_offset), tuple(a + b for a, b in zip(tensor.global_offset, extent, strict=True))
+
+
+def _relative(box: Box, to: Box) -> tuple[slice, ...]:
+    """What cuts `box` out of a tensor that is the box `to`."""
+    return tuple(slice(lo - origin, hi - origin) for lo, hi, origin in zip(*box, to[0], strict=True))

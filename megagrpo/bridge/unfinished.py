@@ -1,0 +1,104 @@
+"""A folder on its way: written under another name, taken up again after a kill, and given its name when it is complete."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megagrpo.parallel.layout import Layout
+from megagrpo.parallel.together import own_part, together
+
+_PURPOSE = "purpose.json"
+
+
+class Unfinished:
+    """`path`, beside `folder`, whose name it takes with `publish`. Collective.
+
+    What a killed process has left of it stays when it was made for the same `purpose`, and is cleared when not. ValueError when `folder`
+    holds anything already, or another process is writing it.
+    """
+
+    def __init__(self, folder: Path, layout: Layout, purpose: dict[str, Any]):
+        self.folder, self.path = folder, folder.with_name(f".{folder.name}.partial")
+        self._layout, self._lock = layout, -1
+        together(layout, lambda: self._claim(purpose), here=layout.world_rank == 0)
+        self.journal = own_part(layout, lambda: Journal(self.path / f"journal_{layout.world_rank}.jsonl"))
+
+    def _claim(self, purpose: dict[str, Any]) -> None:
+        refuse_taken(self.folder)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path, os.O_RDONLY)  # the system releases it with the process
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{self.folder} is being written by another process; wait for it, or name another folder") from None
+        text = json.dumps(purpose, sort_keys=True)
+        stamp = self.path / _PURPOSE
+        if not stamp.exists() or stamp.read_text() != text:
+            for old in self.path.iterdir():
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+            fresh = stamp.with_suffix(".new")
+            fresh.write_text(text)
+            fresh.rename(stamp)
+
+    def check_space(self, needed: int) -> None:
+        """OSError on every rank when the disk has less than the `needed` bytes of all ranks together, what is written already left out.
+        Collective."""
+        needed = sum(self._layout.all_gather_objects(needed))
+        together(self._layout, lambda: check_space(self.path, needed), here=self._layout.world_rank == 0)
+
+    def publish(self) -> None:
+        """Give the folder its name. Collective: no rank may write any more."""
+        self.journal.close()
+        together(self._layout, self._publish, here=self._layout.world_rank == 0)
+
+    def _publish(self) -> None:
+        for own in [self.path / _PURPOSE, *self.path.glob("journal_*.jsonl")]:
+            own.unlink()
+        self.path.rename(self.folder)
+        os.close(self._lock)
+
+    def discard(self) -> None:
+        """Remove what was written: going on would fail again. Called by every rank, without waiting for the others."""
+        self.journal.close()
+        if self._layout.world_rank == 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+
+
+class Journal:
+    """One line of JSON for everything that is on the disk for good. `lines` are those of an earlier attempt."""
+
+    def __init__(self, path: Path):
+        text = path.read_bytes() if path.exists() else b""
+        text = text[: text.rfind(b"\n") + 1]  # a kill may cut the last line short
+        self.lines: list[Any] = [json.loads(line) for line in text.splitlines()]
+        self._file = open(path, "r+b" if path.exists() else "wb")
+        self._file.truncate(len(text))
+        self._file.seek(len(text))
+
+    def write(self, lines: list[Any]) -> None:
+        """Add lines about what has been synced to the disk."""
+        self._file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def refuse_taken(folder: Path) -> None:
+    """ValueError when `folder` is a file or holds anything."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not empty; name a new folder or remove it")
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """OSError when the disk that holds `folder` has less than `needed` bytes."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(f"too little disk: {needed / 1e9:.2f} GB more are needed for {folder}, {free / 1e9:.2f} GB are free")

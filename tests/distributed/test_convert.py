@@ -1,0 +1,424 @@
+"""Hugging Face -> Megatron -> Hugging Face gives every file back byte for byte, in every layout, and again after a kill."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from covering import covering_rows
+from ranks import RankFailed, run_ranks
+from safetensors.torch import load_file, save_file
+from test_build_and_bridge import run_tool
+from tiny_families import MODELS, tiny_model
+
+from megagrpo.bridge import convert, torch_dist, unfinished
+from megagrpo.bridge.convert import export_hf, import_hf
+from megagrpo.bridge.hf_files import HEADERS, Writer
+from megagrpo.bridge.load import load_hf
+from megagrpo.bridge.megatron_io import METADATA, model_state
+from megagrpo.bridge.sources import INDEX
+from megagrpo.bridge.torch_dist import PieceWriter
+from megagrpo.config import ParallelSection
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.build import build_model
+from megagrpo.policy.hf_config import load_hf_config
+
+from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo, which prepares the platform)
+
+EVEN, UNEVEN = {1: None, 2: None, 4: None}, {2: [1, 3], 4: [1, 1, 1, 1]}
+AXES = {"tp": [1, 2], "pp": [1, 2, 4], "vpp": [1, 2], "uneven": [False, True], "ep": [1, 2, 4], "etp": [None, 1, 2]}
+RULES = [
+    (("tp", "pp"), lambda tp, pp: tp * pp <= 4),
+    (("pp", "vpp"), lambda pp, vpp: vpp == 1 or pp == 2),
+    (("pp", "uneven"), lambda pp, uneven: pp == 2 or not uneven),
+    (("tp", "pp", "ep", "etp"), lambda tp, pp, ep, etp: ep * (etp or tp) * pp <= 4),
+]
+ROWS = covering_rows(AXES, RULES)
+DENSE_ROWS = covering_rows({axis: values for axis, values in AXES.items() if axis not in ("ep", "etp")}, RULES[:3], 3)
+
+
+def sizes_of(row: dict) -> dict:
+    layers = {1: [1, 3], 2: [1, 1, 1, 1]}[row["vpp"]] if row["uneven"] else None
+    return dict(tp=row["tp"], pp=row["pp"], vpp=row["vpp"], pipeline_layers=layers, ep=row.get("ep", 1), etp=row.get("etp"))
+
+
+def has_experts(name: str) -> bool:
+    return any("experts" in key for key in MODELS[name][1])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A folder with one of every family in bfloat16, some tensors in float32, in several files."""
+    for kind, _ in MODELS.values():  # transformers imports on first use: once here, not in every fork
+        getattr(transformers, f"{kind}ForCausalLM")
+    root = tmp_path_factory.mktemp("models")
+    run_ranks(make_models, 1, root)
+    return root
+
+
+def make_models(root: Path) -> None:
+    for name, (kind, extra) in MODELS.items():
+        model = tiny_model(kind, extra).to(torch.bfloat16)
+        for part, module in model.named_modules():
+            if part.endswith(("gate", "router", "layers.1.input_layernorm", "layers.3.self_attn.v_proj")):
+                module.float()
+        model.save_pretrained(root / name, max_shard_size="150KB")
+
+
+def there(source: Path, out: Path, sizes: dict) -> None:
+    layout = init_layout(ParallelSection(**sizes))
+    import_hf(str(source), out, layout)
+    layout.close()
+
+
+def back(checkpoint: Path, out: Path, sizes: dict, model: str | None = None) -> None:
+    layout = init_layout(ParallelSection(**sizes))
+    export_hf(checkpoint, out, model, layout)
+    layout.close()
+
+
+def world(sizes: dict) -> int:
+    return ParallelSection(**sizes).smallest_world
+
+
+def assert_same_files(folder: Path, other: Path) -> None:
+    assert sorted(file.name for file in folder.iterdir()) == sorted(file.name for file in other.iterdir())
+    for file in folder.iterdir():
+        assert file.read_bytes() == (other / file.name).read_bytes(), file.name
+
+
+def through_layouts(models: Path, scratch: Path, pairs: list[tuple[str, dict, dict]]) -> None:
+    """Each model there in one layout and back in another, in the same ranks."""
+    for i, (name, one, other) in enumerate(pairs):
+        layout = init_layout(ParallelSection(**one))
+        import_hf(str(models / name), scratch / f"megatron{i}", layout)
+        layout.release()
+        layout = init_layout(ParallelSection(**other))
+        export_hf(scratch / f"megatron{i}", scratch / f"hf{i}", None, layout)
+        layout.release()
+
+
+def assert_round_trips(models: Path, scratch: Path, pairs: list[tuple[str, dict, dict]]) -> None:
+    run_ranks(through_layouts, 4, models, scratch, pairs, timeout=280)
+    for i, (name, _, _) in enumerate(pairs):
+        assert_same_files(models / name, scratch / f"hf{i}")
+        assert not list(scratch.glob(".*"))
+        shutil.rmtree(scratch / f"megatron{i}")
+
+
+def pairs_of(name: str) -> list[tuple[str, dict, dict]]:
+    """One model through every layout of the covering set, and back in the next one."""
+    rows = [sizes_of(row) for row in (ROWS if has_experts(name) else DENSE_ROWS)]
+    return [(name, row, rows[(i + 1) % len(rows)]) for i, row in enumerate(rows)]
+
+
+def test_every_family_comes_back_byte_for_byte_from_another_layout(models, tmp_path):
+    """One layout for each; a vocabulary of 127 tokens is padded under tp=2."""
+    one_of_each = {kind: name for name, (kind, _) in MODELS.items()}.values()
+    assert_round_trips(models, tmp_path, [pairs_of(name)[5 * i % len(pairs_of(name))] for i, name in enumerate(one_of_each)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_comes_back_from_every_layout(name, models, tmp_path):
+    assert_round_trips(models, tmp_path, pairs_of(name))
+
+
+def test_the_covering_set_holds_all_sizes():
+    values = [{axis: row[axis] for axis in AXES} for row in ROWS]
+    assert all(any(row[axis] == value for row in values) for axis in AXES for value in AXES[axis])
+
+
+def save_with_megatron(source: Path, out: Path, sizes: dict) -> None:
+    layout = init_layout(ParallelSection(**sizes))
+    hf_config = load_hf_config(source)
+    chunks = build_model(hf_config, layout, dtype=torch.float32, init_weights=False)
+    load_hf(chunks, hf_config, source, layout)
+    if layout.world_rank == 0:
+        out.mkdir()
+    layout.barrier()
+    dist_checkpointing.save(model_state(chunks, layout), str(out), content_metadata=METADATA, async_strategy="mcore")
+    layout.close()
+
+
+@pytest.mark.parametrize("sizes", [dict(tp=2, ep=2), pytest.param(dict(pp=2), marks=pytest.mark.full)], ids=str)
+def test_a_checkpoint_that_megatron_itself_has_written_gives_the_model_it_started_from(sizes, models, tmp_path):
+    """In float32 on the way: the files' own dtypes come back."""
+    source = models / "qwen3_moe"
+    sizes = sizes | dict(etp=1)
+    run_ranks(save_with_megatron, world(sizes), source, tmp_path / "megatron", sizes)
+    run_ranks(back, 1, tmp_path / "megatron", tmp_path / "hf", {}, str(source))
+    assert_same_files(source, tmp_path / "hf")
+
+
+def add_tensor(source: Path, folder: Path, **tensors) -> Path:
+    """A copy of a model in one file, with more tensors in it."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", INDEX))
+    found = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    found |= {name: tensor(found) if callable(tensor) else tensor for name, tensor in tensors.items()}
+    save_file(found, folder / "model.safetensors")
+    return folder
+
+
+def test_a_tied_head_with_a_tensor_of_its_own_comes_back(models, tmp_path):
+    head = {"lm_head.weight": lambda found: found["model.embed_tokens.weight"].clone()}
+    source = add_tensor(models / "llama tied", tmp_path / "model", **head)
+    run_ranks(there, 1, source, tmp_path / "megatron", {})
+    run_ranks(back, 2, tmp_path / "megatron", tmp_path / "hf", dict(pp=2))
+    assert_same_files(source, tmp_path / "hf")
+
+
+def test_what_the_model_has_no_place_for_is_left_out_and_the_rest_comes_back(models, tmp_path):
+    source = add_tensor(models / "llama tied", tmp_path / "model", **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(8)})
+    assert run_ranks(run_tool, 1, "check_roundtrip.py", source, "--manifest", tmp_path / "m.json", "--scratch", tmp_path) == [0]
+    manifest = json.loads((tmp_path / "m.json").read_text())
+    assert manifest["identical"] and manifest["left_out"] == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
+    run_ranks(there, 1, source, tmp_path / "megatron", {})
+    run_ranks(back, 1, tmp_path / "megatron", tmp_path / "hf", {})
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
+    assert before.keys() - after.keys() == set(manifest["left_out"])
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+def killed(action, holder, method: str, at: int, *args) -> None:
+    """`action(*args)`, and rank 0 is killed at its `at`-th call of a method."""
+    original, calls = getattr(holder, method), [0]
+
+    def call(*rest, **options):
+        calls[0] += 1
+        if calls[0] == at and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*rest, **options)
+
+    setattr(holder, method, call)
+    convert._COMMIT = torch_dist._COMMIT = 0  # everything is remembered at once
+    action(*args)
+
+
+def counted(action, holder, method: str, *args) -> int:
+    """How often `action(*args)` calls a method."""
+    original, calls = getattr(holder, method), [0]
+
+    def call(*rest, **options):
+        calls[0] += 1
+        return original(*rest, **options)
+
+    setattr(holder, method, call)
+    action(*args)
+    return calls[0]
+
+
+@pytest.mark.parametrize(("action", "holder", "sizes"), [(there, PieceWriter, dict(tp=2)), (back, Writer, {})], ids=["there", "back"])
+def test_a_killed_conversion_goes_on_where_it_stopped(action, holder, sizes, models, tmp_path):
+    source, out = models / "qwen2", tmp_path / "out"
+    if action is back:
+        run_ranks(there, 1, source, tmp_path / "megatron", {})
+        source = tmp_path / "megatron"
+    whole = run_ranks(counted, world(sizes), action, holder, "write", source, tmp_path / "unbroken", sizes)
+    for at in (3, 5):  # the second attempt is killed too
+        with pytest.raises(RankFailed, match="rank 0: killed by SIGKILL"):
+            run_ranks(killed, world(sizes), action, holder, "write", at, source, out, sizes)
+        assert not out.exists() and (tmp_path / ".out.partial").is_dir()
+    rest = run_ranks(counted, world(sizes), action, holder, "write", source, out, sizes)
+    assert rest[0] == whole[0] - 2 - 4 and not (tmp_path / ".out.partial").exists()
+    if action is there:
+        run_ranks(back, 1, out, tmp_path / "hf", {})
+    assert_same_files(models / "qwen2", tmp_path / "hf" if action is there else out)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["add_pieces", "carry"])
+def test_a_conversion_killed_at_its_very_end_can_be_done_again(method, models, tmp_path):
+    source = models / "qwen3"
+    with pytest.raises(RankFailed):
+        run_ranks(killed, 1, there, convert, method, 1, source, tmp_path / "out", {})
+    assert not (tmp_path / "out").exists()
+    run_ranks(there, 1, source, tmp_path / "out", {})
+    run_ranks(back, 1, tmp_path / "out", tmp_path / "hf", {})
+    assert_same_files(source, tmp_path / "hf")
+
+
+@pytest.mark.full
+def test_what_was_left_of_another_model_is_not_taken_up(models, tmp_path):
+    with pytest.raises(RankFailed):
+        run_ranks(killed, 1, there, PieceWriter, "write", 5, models / "qwen2", tmp_path / "out", {})
+    run_ranks(there, 1, models / "qwen3", tmp_path / "out", {})
+    run_ranks(back, 1, tmp_path / "out", tmp_path / "hf", {})
+    assert_same_files(models / "qwen3", tmp_path / "hf")
+
+
+def test_two_conversions_do_not_write_the_same_folder(models, tmp_path):
+    (tmp_path / ".out.partial").mkdir()
+    held = os.open(tmp_path / ".out.partial", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(RankFailed, match="out is being written by another process"):
+        run_ranks(there, 1, models / "qwen2", tmp_path / "out", {})
+    os.close(held)
+
+
+def with_little_disk(action, *args) -> str:
+    """The error of `action` on a disk with 20 kB."""
+    usage = namedtuple("usage", "free")
+    unfinished.shutil.disk_usage = lambda path: usage(20_000)
+    with pytest.raises(OSError) as error:
+        action(*args)
+    return str(error.value)
+
+
+def with_a_disk_that_fills(action, *args) -> None:
+    """Where a file takes 30 kB, and no more."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+    with pytest.raises(OSError, match="File too large"):
+        action(*args)
+
+
+def test_too_little_disk_is_told_before_the_first_byte_and_leaves_nothing(models, tmp_path):
+    run_ranks(there, 1, models / "qwen2", tmp_path / "megatron", {})
+    for action, source in ((there, models / "qwen2"), (back, tmp_path / "megatron")):
+        (message,) = run_ranks(with_little_disk, 1, action, source, tmp_path / "out", {})
+        assert "too little disk: " in message and "GB more are needed" in message and "0.00 GB are free" in message
+        run_ranks(with_a_disk_that_fills, 1, action, source, tmp_path / "out", {})
+        assert [file.name for file in tmp_path.iterdir()] == ["megatron"]
+
+
+def spoil(folder: Path, copy: Path, change) -> Path:
+    shutil.copytree(folder, copy)
+    change(copy)
+    return copy
+
+
+def with_nan(folder: Path) -> None:
+    """In the last layer."""
+    name = "model.layers.3.self_attn.o_proj.weight"
+    file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
+    tensors = load_file(file)
+    tensors[name].view(-1)[7] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(pp=2)], ids=str)
+def test_a_nan_is_found_on_whichever_rank_and_nothing_is_left(sizes, models, tmp_path):
+    source = spoil(models / "qwen2", tmp_path / "model", with_nan)
+    with pytest.raises(RankFailed, match=r"proj.weight in .*model-0\d+-of-0\d+.safetensors holds nan at \[0, 7\]"):
+        run_ranks(there, world(sizes), source, tmp_path / "out", sizes)
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+def train_from(source: Path) -> None:
+    layout = init_layout(ParallelSection())
+    hf_config = load_hf_config(source)
+    load_hf(build_model(hf_config, layout, dtype=torch.float32, init_weights=False), hf_config, source, layout)
+
+
+def test_a_nan_is_found_when_training_starts(models, tmp_path):
+    with pytest.raises(RankFailed, match="holds nan at"):
+        run_ranks(train_from, 1, spoil(models / "qwen2", tmp_path / "model", with_nan))
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "__0_1.distcp", (folder / "__0_1.distcp").stat().st_size // 2)
+
+
+def overwrite(folder: Path) -> None:
+    with open(folder / "__0_1.distcp", "r+b") as file:
+        file.write(b"\0" * 100_000)
+
+
+def change_config(**values):
+    def change(folder: Path) -> None:
+        path = folder / "hf" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def change_header(folder: Path) -> None:
+    path = folder / "hf" / HEADERS
+    path.write_text(path.read_text().replace("k_proj", "m_proj"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "__0_1.distcp").unlink(), "lacks __0_1.distcp, which .metadata names; copy the checkpoint again"),
+        (truncate, r"__0_1.distcp is truncated: \S+ ends at byte \d+ of \d+"),
+        (overwrite, r"__0_1.distcp is corrupt at byte \d+, where \S+ lies"),
+        (lambda folder: (folder / ".metadata").write_bytes(b"no pickle"), ".metadata is corrupt"),
+        (lambda folder: (folder / "metadata.json").unlink(), "is no Megatron checkpoint"),
+        (change_config(hidden_size=192), r"has shape \(\d+, 96\); config.json implies \(\d+, 192\)"),
+        (change_config(num_hidden_layers=5, layer_types=None), r"does not fit this model: it lacks decoder.layers.8"),
+        (change_config(vocab_size=300), r"has shape \(127, 96\); config.json implies \(300, 96\)"),
+        (change_header, r"the files of \S+ lack model.layers.0.self_attn.k_proj.bias; it is of another model"),
+    ],
+    ids=["no file", "truncated", "overwritten", "no metadata", "no checkpoint", "hidden size", "layers", "vocabulary", "headers"],
+)
+def test_a_damaged_checkpoint_is_refused_before_anything_appears(change, message, models, tmp_path, megatron):
+    broken = spoil(megatron, tmp_path / "broken", change)
+    with pytest.raises(RankFailed) as error:
+        run_ranks(back, 1, broken, tmp_path / "out", {})
+    assert re.search(message, str(error.value)), str(error.value)[-500:]
+    assert [file.name for file in tmp_path.iterdir()] == ["broken"]
+
+
+@pytest.fixture(scope="module")
+def megatron(models, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("megatron") / "qwen2"
+    run_ranks(there, 1, models / "qwen2", folder, {})
+    return folder
+
+
+def test_ranks_that_do_not_fail_say_which_one_did(models, tmp_path, megatron):
+    """The damage lies where only the second stage reads."""
+    broken = spoil(megatron, tmp_path / "broken", truncate)
+    with pytest.raises(RankFailed, match=r"rank 1.*truncated"):
+        run_ranks(back, 2, broken, tmp_path / "out", dict(pp=2))
+    assert [file.name for file in tmp_path.iterdir()] == ["broken"]
+
+
+def test_inspect_shows_what_megatron_has_of_a_model(models, megatron, capfd):
+    assert run_ranks(run_tool, 1, "inspect.py", megatron, "--json") == [0]
+    found = json.loads(capfd.readouterr().out)
+    source = {name: tensor for file in (models / "qwen2").glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert found["kind"] == "Megatron distributed checkpoint" and found["facts"]["model_type"] == "qwen2"
+    rows = {row["name"]: row for row in found["tensors"]}
+    assert rows["embedding.word_embeddings.weight"]["shape"] == [127, 96] and rows["output_layer.weight"]["dtype"] == "bfloat16"
+    assert rows["decoder.layers.1.mlp.linear_fc1.weight"]["where"] == "2 pieces"
+    assert found["totals"]["all"][1] == sum(tensor.numel() for tensor in source.values())
+
+
+def test_check_roundtrip_names_what_differs(models, tmp_path):
+    source = models / "qwen3_moe"
+    arguments = ("check_roundtrip.py", source, "--manifest", tmp_path / "m.json", "--scratch", tmp_path, "--tp", 2, "--ep", 2, "--etp", 1)
+    assert run_ranks(run_tool, 2, *arguments) == [0, 0]
+    manifest = json.loads((tmp_path / "m.json").read_text())
+    assert manifest["identical"] and len(manifest["files"]) == len(list(source.glob("*.safetensors"))) + 1
+    assert run_ranks(roundtrip_that_changes, 1, *arguments[:6]) == [1]
+    manifest = json.loads((tmp_path / "m.json").read_text())
+    assert not manifest["identical"]
+    first, *_, last = manifest["differences"]
+    assert "model.norm.weight (model-" in first and "sha256 was" in first and last.endswith(": the files differ")
+    assert [file.name for file in tmp_path.iterdir()] == ["m.json"]
+
+
+def roundtrip_that_changes(*arguments) -> int:
+    """With a way back that changes one number."""
+    original = Writer._write
+
+    def write(self, name, tensor):
+        if name == "model.norm.weight":
+            tensor = tensor.clone()
+            tensor[3] += 1
+        return original(self, name, tensor)
+
+    Writer._write = write
+    return run_tool(*arguments)

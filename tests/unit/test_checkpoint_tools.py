@@ -1,0 +1,54 @@
+"""The scripts of checkpoints_tools start from any folder, although one of them is called as a module of Python's own."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+TOOLS = Path(__file__).parents[2] / "checkpoints_tools"
+SCRIPTS = sorted(path.name for path in TOOLS.glob("*.py") if "__main__" in path.read_text())
+
+
+def run(name: str, *arguments, folder: Path) -> subprocess.CompletedProcess:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, os.path.relpath(TOOLS / name, folder), *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_inspect_shows_a_folder_and_an_adapter_and_names_what_is_none(tmp_path):
+    """From its own folder, which Python searches first then."""
+    save_file({"a.weight": torch.ones(3, 2, dtype=torch.bfloat16), "b": torch.ones(5)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="llama", num_hidden_layers=7)))
+    done = run("inspect.py", tmp_path, "--json", folder=TOOLS)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["kind"] == "Hugging Face model" and found["facts"] == dict(model_type="llama", num_hidden_layers="7")
+    row = dict(group="weights", where="model.safetensors")
+    assert sorted(found["tensors"], key=lambda tensor: tensor["name"]) == [
+        dict(name="a.weight", shape=[3, 2], dtype="bfloat16", nbytes=12) | row,
+        dict(name="b", shape=[5], dtype="float32", nbytes=20) | row,
+    ]
+    assert found["totals"] == {"weights, float32": [1, 5, 20], "weights, bfloat16": [1, 6, 12], "all": [2, 11, 32]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_tool_starts(name, tmp_path):
+    done = run(name, "--help", folder=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_tool_leaves_its_folder_before_it_imports_anything_else(name):
+    """`python tool.py` puts the script's folder first in sys.path; most modules of Python's own import inspect."""
+    statements = ast.parse((TOOLS / name).read_text()).body
+    first = next(i for i, s in enumerate(statements) if isinstance(s, ast.Expr) and ast.unparse(s) == "sys.path.pop(0)")
+    imported = [alias.name for s in statements[:first] if isinstance(s, ast.Import) for alias in s.names]
+    imported += [s.module for s in statements[:first] if isinstance(s, ast.ImportFrom)]
+    assert imported == ["sys", "__future__", "pathlib"]
