@@ -10,6 +10,7 @@ import json
 import re
 import socket
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -164,6 +165,12 @@ def wait(pending: Sequence[Pending], deadline: Deadline) -> None:
         except RuntimeError as error:
             late = f"not done within {deadline.seconds:g} s" if deadline.passed else _first_line(error)
             raise WeightSyncError(f"{what}: {late}") from None
+
+
+def let_go(error: BaseException) -> None:
+    """Drop what the frames of a caught exception hold: a message under way keeps the connections of its group open, and whoever is at their
+    other end waiting."""
+    traceback.clear_frames(error.__traceback__)
 
 
 def own_address(url: str) -> str:

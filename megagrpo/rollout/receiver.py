@@ -85,6 +85,7 @@ class Receiver:
         self.boxes: Boxes = Counter()
         self.boxes_key = ""
         self.planned: tuple[Any, dict[Round, list[Message]]] | None = None
+        self.received: Received | None = None
 
     def join(self, info: dict[str, Any], version: int, deadline: Deadline) -> Manifest:
         """Find the board, and on it what the trainer has. WeightSyncError when it is out of reach, or weights are on another kind of device
@@ -126,7 +127,8 @@ class Receiver:
             self.close_group()
             size = info["ranks"] + len(members["boxes"])
             self.exchange = Exchange(self.board, members["group"], info["ranks"] + number, size, self.device, deadline)
-        return Received(self.roster, DTYPES[info["dtype"]], limit, self.exchange, self.planned[1], self.boxes, deadline)
+        self.received = Received(self.roster, DTYPES[info["dtype"]], limit, self.exchange, self.planned[1], self.boxes, deadline)
+        return self.received
 
     def report(self, info: dict[str, Any], worker: int, told: dict[str, Any]) -> None:
         """Leave this worker's report on the board. Does nothing when the board is gone: then nobody reads it."""
@@ -137,6 +139,9 @@ class Receiver:
 
     def close_group(self) -> None:
         """Leave the group; whoever sends to this worker learns it."""
+        if self.received is not None:
+            self.received.release()
+            self.received = None
         if self.exchange is not None:
             self.exchange.close()
             self.exchange = None

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from megagrpo.rollout.cuda_ipc import DeviceMaps
-from megagrpo.rollout.exchange import Deadline
+from megagrpo.rollout.exchange import Deadline, let_go
 from megagrpo.rollout.receiver import Boxes, Receiver
 from megagrpo.rollout.shard_reader import Announced, BlockSource, MappedBlocks, ShardReader
 from megagrpo.rollout.shared_weights import Manifest, SharedFiles, WeightSyncError
@@ -177,6 +177,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise WeightSyncError(f"only part of the weights came for {_some(sorted(partial))}")
 
     def _fail(self, error: Exception) -> None:
+        let_go(error)
         self.receiver.close_group()  # first: ranks that send learn it at once
         if self.reader is not None:
             self.reader.source.release()

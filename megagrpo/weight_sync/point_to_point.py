@@ -23,7 +23,7 @@ from megagrpo.bridge.transfers import layer_of, plan_transfers
 from megagrpo.families.blocks import Block
 from megagrpo.rollout.copies import copy_checked
 from megagrpo.rollout.engine import Engine
-from megagrpo.rollout.exchange import Board, Deadline, Exchange, Parcel, Pending, own_address, wait
+from megagrpo.rollout.exchange import Board, Deadline, Exchange, Parcel, Pending, let_go, own_address, wait
 from megagrpo.rollout.receiver import IN_FLIGHT, Roster, boxes_of_json, contents, digest, wanted_by
 from megagrpo.rollout.shared_weights import DTYPES, Manifest, WeightSyncError
 from megagrpo.weight_sync.transport import Given, Ranks, Sums
@@ -161,6 +161,7 @@ class DirectUpdate:
         try:
             return self._send()
         except Exception as error:
+            let_go(error)
             self.transport.leave_group()
             self.give_up(f"rank {self.transport.ranks.world_rank}: {error}")
             raise

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megagrpo.boxes import cut, whole
 from megagrpo.families.blocks import Block
-from megagrpo.rollout.exchange import Deadline
+from megagrpo.rollout.exchange import Deadline, let_go
 from megagrpo.rollout.receiver import Boxes, Receiver
 from megagrpo.rollout.shard_reader import Announced, ShardReader
 from megagrpo.rollout.shared_weights import WeightSyncError
@@ -130,7 +130,6 @@ def serve(worker: int, folder: Path, updates: int, device: torch.device, dies: b
             source = receiver.connect(direct, number, rehearse, deadline)
             if dies and update == 0:
                 source.values("embed", *source.parts("embed", whole(SHAPES["embed"]))[0])
-                source.release()
                 receiver.close()
                 errors.append("receiving no more")
                 continue
@@ -142,6 +141,7 @@ def serve(worker: int, folder: Path, updates: int, device: torch.device, dies: b
             receiver.report(direct, number, {"worker": number, "version": info["version"], "bytes": reader.bytes, "reads": reads})
         except WeightSyncError as error:
             errors.append(str(error))
+            let_go(error)
             receiver.close_group()
             receiver.report(direct, number, {"worker": number, "error": str(error)})
     return {name: tensor.numpy() for name, tensor in kept.items()}, errors
