@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from ranks import run_ranks
-from tiny_families import MODELS, TINY
+from tiny_families import CONFIGS, MODELS, TINY
 from tiny_policy import SHAPES
 
 from megagrpo.boxes import intersect, missing, size, whole
@@ -70,11 +70,14 @@ def random_case(name, rng):
         intermediate_size=24 * rng.randrange(1, 5),
         vocab_size=rng.randrange(50, 300),
     )
-    config = getattr(transformers, f"{kind}Config")
+    if "layer_types" in extra:
+        del sizes["num_hidden_layers"]
+    config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))
     raw = config(**TINY | sizes | extra).to_dict()
     if model_problems(raw, ParallelSection()):  # what `extra` has fits only the sizes that it was made for
         raw = config(**TINY | extra).to_dict()
     layers = raw["num_hidden_layers"]
+    assert not model_problems(raw, ParallelSection()), name
     while True:
         tp, pp, cp, copies = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3, 4]), rng.choice([1, 1, 2]), rng.choice([1, 2, 4])
         vpp = rng.choice([1, 1, 2]) if pp > 1 else 1
@@ -136,4 +139,4 @@ def check_arrivals(made, held, wanted, case):
 
 
 def test_plans_of_random_layouts_move_each_wanted_element_once_from_a_rank_that_holds_it():
-    assert run_ranks(check_random_layouts, 1, range(4))[0] == set(FAMILIES)
+    assert run_ranks(check_random_layouts, 1, range(2), timeout=300)[0] == set(FAMILIES)
