@@ -34,6 +34,7 @@ class AdapterSync(WeightSync):
         shared = SharedMemory(layout, dtype)
         super().__init__(engine, layout, dtype, shared)
         self.lora, self.base, self.folder = lora, base, shared.folder
+        self._delivered_adapter: tuple[Path, Sums, int] | None = None
 
     @torch.no_grad()
     def push(self, found: Weights, weight_version: int) -> SyncReport:
@@ -56,6 +57,14 @@ class AdapterSync(WeightSync):
         ended = time.perf_counter()
         return SyncReport(weight_version, published - started, ended - published, ended - started, self._checksum_seconds, *told)
 
+    def refill(self, url: str) -> bool:
+        """As `WeightSync.refill`, of the adapter of the last `push`."""
+        with self._driving:
+            if self._delivered_adapter is not None:
+                folder, sums, version = self._delivered_adapter
+                verify_adapter(sums, self.engine.load_adapter(folder, version, only=[url]))
+        return True
+
     def _note(self, sums: Sums, name: str, values: Tensor) -> None:
         """Add one tensor's checksum, as vLLM holds it; "" when it is not finite."""
         values = values * self.lora.scale if "lora_B" in name else values
@@ -69,9 +78,11 @@ class AdapterSync(WeightSync):
         try:
             if bad := next((name for name, pair in sums.items() if "" in pair), None):
                 raise WeightSyncError(f"the adapter of {bad} holds NaN or infinity")
-            reports = self.engine.load_adapter(folder, version)
-            verify_adapter(sums, reports)
-            self.engine.use_adapter(version)
+            with self._driving:
+                reports = self.engine.load_adapter(folder, version)
+                verify_adapter(sums, reports)
+                self.engine.use_adapter(version)
+                self._delivered_adapter = folder, sums, version
             for old in self.folder.glob("adapter*"):
                 if old != folder:
                     shutil.rmtree(old, ignore_errors=True)

@@ -22,7 +22,8 @@ from megagrpo.parallel import device, quiet
 from megagrpo.parallel.ranks import RankFailed, run_ranks
 from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.launcher import LORA_RANKS, Launcher, ServerOptions
-from megagrpo.rollout.vllm_server import VllmEngine, check_urls
+from megagrpo.rollout.vllm_http import check_urls
+from megagrpo.rollout.vllm_server import VllmEngine
 
 ADAPTER = "adapter"  # what a server calls a LoRA adapter it was started with
 LATEST = "latest"
@@ -54,6 +55,7 @@ def make_launcher(
         dtype=dtype,
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
+        expert_parallel=r.enable_expert_parallel,
         max_num_seqs=r.max_num_seqs,
         kv_cache_gb=r.kv_cache_gb,
         gpu_memory_utilization=r.gpu_memory_utilization,

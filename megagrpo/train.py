@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from megagrpo.bridge.merged import merged_blocks
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.checkpoint import Checkpointer, CheckpointError, newest_checkpoint
 from megagrpo.collect import Collector, sampling_params
-from megagrpo.config import ConfigError, RunConfig, save_resolved, weight_path
+from megagrpo.config import ConfigError, RolloutSection, RunConfig, save_resolved, weight_path
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.dump import StepDumps
@@ -43,9 +44,11 @@ from megagrpo.policy.reference import Reference
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.exchange import is_here
+from megagrpo.rollout.keeper import Keeper
 from megagrpo.rollout.probe import check_plugin
 from megagrpo.rollout.shared_weights import WeightSyncError
-from megagrpo.rollout.vllm_server import VllmEngine, check_urls
+from megagrpo.rollout.vllm_http import check_urls
+from megagrpo.rollout.vllm_server import VllmEngine
 from megagrpo.serving import make_launcher, name_of, servers_sleep
 from megagrpo.trainer import BrokenTraining, Trainer
 from megagrpo.weight_sync import WeightSync, make_transport
@@ -139,10 +142,13 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     logs = launcher.logs if launcher else []
     engine = None
     if layout.is_dp_leader:
-        limits = dict(max_num_seqs=config.rollout.max_num_seqs, request_timeout=config.rollout.request_timeout)
-        engine = VllmEngine(urls, tokenizer.decode, logs=logs, lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), **limits)
+        options = dict(lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), **_limits(config.rollout))
+        engine = VllmEngine(urls, tokenizer.decode, logs=logs, **options)
     with _problems_of_the_config():
         weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype, model_folder, urls, writer.message)
+    resources.enter_context(weight_sync)
+    if launcher is not None and config.rollout.max_restarts:
+        resources.enter_context(Keeper(launcher, engine, weight_sync.refill, config.rollout.max_restarts, writer.message))
     checkpointer = Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit, model_folder, reference)
     timer = PhaseTimer()
     trainer = Trainer(
@@ -157,7 +163,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         sampling=sampling_params(config.rollout, tokenizer.eos_token_ids),
         engine_sleeps=servers_sleep(config),
         weights=partial(adapter_blocks if config.lora.syncs_adapters else merged_blocks, policy.chunks, hf_config, layout),
-        weight_sync=resources.enter_context(weight_sync),
+        weight_sync=weight_sync,
         checkpointer=checkpointer,
         writer=writer,
         dumps=StepDumps(config, policy, run_folder / "dumps", model_folder, writer.message, reference, reference_folder),
@@ -239,6 +245,13 @@ def _rewards(config: RunConfig, base_folder: Path, columns: list[str], held_out:
     return scorer
 
 
+def _limits(rollout: RolloutSection) -> dict[str, Any]:
+    """How much the engine asks of servers at once, and how long it waits: for one that starts again as for one that starts."""
+    patience = rollout.startup_timeout if rollout.max_restarts and not rollout.urls else 0.0
+    timeouts = dict(request_timeout=rollout.request_timeout, sync_timeout=rollout.weight_sync_timeout)
+    return dict(max_num_seqs=rollout.max_num_seqs, patience=patience, **timeouts)
+
+
 def _check_servers(config: RunConfig) -> None:
     check_urls(config.rollout.urls)
     if not config.lora.syncs_adapters:
@@ -267,7 +280,7 @@ def _weight_sync(
     say(f"weights go to vLLM by {transport}: {why}")
     if config.lora.syncs_adapters:
         return AdapterSync(engine, layout, dtype, config.lora, str(model_folder.resolve()))
-    limits = dict(seconds=config.rollout.request_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
+    limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
     return WeightSync(engine, layout, dtype, make_transport(transport, layout, dtype, device.device(), **limits))
 
 

@@ -58,6 +58,7 @@ class Trainer:
     saved_step: int = 0  # of the newest checkpoint; a run that has not begun needs none
     failed_saves: int = 0
     skipped_in_a_row: int = 0
+    synced: dict[str, float] = field(default_factory=dict)  # what the last weight sync took
 
     def step(self) -> dict[str, float]:
         """One outer iteration; its metrics, the same on every rank. Raises StopRequested before anything was trained."""
@@ -187,7 +188,7 @@ class Trainer:
         """Give the engine the policy's weights; they are verified there before this returns."""
         version = self.state.weight_version + 1
         with self.timer("sync"):
-            self.weight_sync.push(self.weights(), version)
+            self.synced = self.weight_sync.push(self.weights(), version).metrics
         self.state.weight_version = version
         if self.collector.engine is not None:
             self.collector.engine.weight_version = version
@@ -257,7 +258,7 @@ class Trainer:
         speed = {"tokens_per_second": metrics["num_tokens"] / times["time/step"], "memory_gb": memory_gb()}
         counters = {"weight_version": float(self.state.weight_version), "checkpoint/failures": float(self.failed_saves)}
         counters |= {"train/skipped_steps": float(self.state.skipped_steps), "mismatch/alarms": float(self.state.mismatch_alarms)}
-        return metrics | times | speed | counters
+        return metrics | times | self.synced | speed | counters
 
 
 class BrokenTraining(RuntimeError):

@@ -35,6 +35,8 @@ class RolloutSection(Section):
     """vLLM servers to start, each with `tp` devices."""
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM server."""
+    enable_expert_parallel: bool = False
+    """Share out whole experts over the `tp` workers of each vLLM server, instead of a part of every expert to each."""
     placement: Placement = "auto"
     """Where the servers run. colocated: started here, on the trainer's GPUs; they sleep while it trains. dedicated: started here, on GPUs
     that no rank uses. external: those of `urls`. auto is external with `urls`, else colocated. Without GPUs the first two are the same."""
@@ -61,7 +63,12 @@ class RolloutSection(Section):
     startup_timeout: PositiveFloat = 600.0
     """Seconds until a launched server must answer."""
     request_timeout: PositiveFloat = 1800.0
-    """Seconds until one generate or sync request must be answered."""
+    """Seconds until one generate request must be answered."""
+    weight_sync_timeout: PositiveFloat = 300.0
+    """Seconds that each phase of a weight sync may take; one that takes longer ends the run with the phase, the rank and the tensor."""
+    max_restarts: NonNegativeInt = 3
+    """How many times each launched server that dies is started again. It holds the current weights before it is asked. With 0, or after the
+    last time, the others go on without it."""
 
     @property
     def placed(self) -> str:

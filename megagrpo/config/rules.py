@@ -29,6 +29,8 @@ def cross_field_problems(config: RunConfig) -> list[str]:
             f"parallel.pipeline_layers: {p.pipeline_layers} gives {len(p.pipeline_layers)} stage(s), pp {p.pp} x vpp {p.vpp} make "
             f"{p.pp * p.vpp}; give one number of layers per stage"
         )
+    if r.enable_expert_parallel and r.tp == 1:
+        problems.append("rollout.enable_expert_parallel: rollout.tp 1 is one worker, which has all experts; set it to false or raise tp")
     m = config.multi_turn
     if not getattr(config.rewards, "functions", True) and m.scheduler is None and m.environment is None:
         problems.append("rewards.functions: nothing gives rewards; name a function, or a scheduler or environment that does")

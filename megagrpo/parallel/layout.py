@@ -6,6 +6,7 @@ This file and `device.py` are the only ones that touch `megatron.core.parallel_s
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -87,11 +88,23 @@ class Layout:
         """Whether model chunk `chunk` of this rank computes logits."""
         return self.is_last_stage and chunk == self.vpp - 1
 
-    def all_gather_objects(self, obj: Any) -> list[Any]:
-        """`obj` of every rank of the world, in rank order. Picklable objects only."""
+    def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
+        """`obj` of every rank of the world, in rank order. Picklable objects only.
+
+        LateRanks when some have not come `within` so many seconds; the world is of no use any more then. Without, the limit of the world.
+        """
+        if within is not None and self.world_size > 1:
+            self._await_all(within)
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, obj, group=self.cpu_group)
         return everyone
+
+    def _await_all(self, seconds: float) -> None:
+        try:
+            dist.monitored_barrier(group=self.cpu_group, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
+        except RuntimeError as error:
+            late = re.search(r"Ranks ([\d, ]+) failed to pass", str(error))  # which rank 0 alone is told
+            raise LateRanks([int(rank) for rank in late[1].split(",")] if late else [], seconds) from error
 
     def barrier(self) -> None:
         """Wait for every rank of the world."""
@@ -106,6 +119,15 @@ class Layout:
         self.release()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+class LateRanks(TimeoutError):
+    """Some ranks were late; `ranks` are their numbers on rank 0, and empty on others."""
+
+    def __init__(self, ranks: list[int], seconds: float):
+        self.ranks = ranks
+        who = f"rank {', '.join(map(str, ranks))}" if ranks else "rank 0, or one that rank 0 names,"
+        super().__init__(f"{who} is not there within {seconds:g} s")
 
 
 def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:

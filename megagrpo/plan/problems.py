@@ -110,12 +110,16 @@ def multi_turn_problems(config: RunConfig) -> list[str]:
 
 def rollout_problems(config: RunConfig, model: HfConfig) -> list[str]:
     r, problems = config.rollout, []
-    valid = [tp for tp in range(1, model.num_heads + 1) if vllm_can_split(model, tp)]
+    shared_out = r.enable_expert_parallel
+    valid = [tp for tp in range(1, model.num_heads + 1) if vllm_can_split(model, tp, shared_out)]
     if not r.urls and r.tp not in valid:
+        widths = f" and intermediate_size={' and '.join(map(str, widths))}" if (widths := _mlp_widths(model, shared_out)) else ""
         problems.append(
-            f"rollout.tp: vLLM cannot split {model.num_heads} heads, {model.num_kv_heads} KV heads and intermediate_size="
-            f"{' and '.join(map(str, _mlp_widths(model)))} over tp={r.tp}; valid tp: {', '.join(map(str, valid))}"
+            f"rollout.tp: vLLM cannot split {model.num_heads} heads, {model.num_kv_heads} KV heads, vocabulary "
+            f"{_vllm_vocab(model)}{widths} over tp={r.tp}; valid tp: {', '.join(map(str, valid))}"
         )
+    if not r.urls and shared_out and not model.experts:
+        problems.append(f"rollout.enable_expert_parallel: {model.family} has no experts; set it to false")
     if config.max_model_len > model.max_positions:
         problems.append(
             f"rollout.max_completion_length: max_prompt_length {r.max_prompt_length} + {config.response_limit} = "
@@ -139,15 +143,25 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> list[str]:
     return problems
 
 
-def vllm_can_split(model: HfConfig, tp: int) -> bool:
-    whole = not any(size % tp for size in (model.num_heads, *_mlp_widths(model)))
+def vllm_can_split(model: HfConfig, tp: int, experts_shared_out: bool = False) -> bool:
+    """Whether vLLM starts on `model` with `tp` workers; with `experts_shared_out` each of them has whole experts."""
+    whole = not any(size % tp for size in (model.num_heads, _vllm_vocab(model), *_mlp_widths(model, experts_shared_out)))
     return whole and (model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0)
 
 
-def _mlp_widths(model: HfConfig) -> list[int]:
+def _vllm_vocab(model: HfConfig) -> int:
+    """vLLM pads the vocabulary to a multiple of 64, then cuts it."""
+    return -(-model.vocab_size // 64) * 64
+
+
+def _mlp_widths(model: HfConfig, experts_shared_out: bool) -> list[int]:
+    """Sizes of MLPs that vLLM cuts."""
     everywhere = all(map(model.has_experts, range(model.num_layers)))
-    of_experts = [model.experts.intermediate_size] + [model.experts.shared_size] * (model.experts.shared_size > 0) if model.experts else []
-    return ([] if everywhere else [model.intermediate_size]) + of_experts
+    dense = [] if everywhere else [model.intermediate_size]
+    if model.experts is None:
+        return dense
+    cut = [] if experts_shared_out else [model.experts.intermediate_size]
+    return dense + cut + [model.experts.shared_size] * (model.experts.shared_size > 0)
 
 
 def too_big(config: RunConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float) -> str:

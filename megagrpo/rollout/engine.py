@@ -43,7 +43,10 @@ class WeightUpdate(Protocol):
         """What the workers of the server at this address are told."""
 
     def replies(self, server: str) -> list[dict[str, Any]]:
-        """What they have reported so far: `worker` with an `error`, or with the `version`, `bytes` and `reads`."""
+        """What they have reported so far: `worker` with an `error`, or with the `version`, `bytes`, `reads` and `checksum_seconds`."""
+
+    def standing(self, server: str) -> dict[str, str]:
+        """Worker -> where it stands, of those that have not reported yet; as far as that is known."""
 
 
 class Engine(Protocol):
@@ -70,13 +73,14 @@ class Engine(Protocol):
     def workers(self) -> dict[str, int]:
         """The address of each server that answers, and how many workers it has."""
 
-    def load_weights(self, update: WeightUpdate) -> list[dict[str, Any]]:
-        """Take in the weights of `update` and stay paused; what each worker reports about it, with `server` and `worker` added."""
+    def load_weights(self, update: WeightUpdate, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Take in the weights of `update` and stay paused; what each worker reports about it, with `server` and `worker` added. `only`
+        names the servers that are meant; None is all."""
 
-    def resume(self, version: int) -> None:
+    def resume(self, version: int, only: Sequence[str] | None = None) -> None:
         """Serve again, with weights that the trainer has verified to be `version`."""
 
-    def load_adapter(self, folder: Path, version: int) -> list[dict[str, Any]]:
+    def load_adapter(self, folder: Path, version: int, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Take in the adapter in `folder`; per worker `server`, `worker` and the checksums (`sums`) of what it holds."""
 
     def use_adapter(self, version: int) -> None:

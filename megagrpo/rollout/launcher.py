@@ -41,6 +41,7 @@ class ServerOptions:
     tp: int = 1
     max_num_seqs: int = 256
     kv_cache_gb: float = 2.0  # on a machine without a GPU
+    expert_parallel: bool = False  # share out whole experts over the tp workers
     gpu_memory_utilization: float = 0.4
     enforce_eager: bool = False
     deterministic: bool = False  # a request's numbers must not depend on those that it is decoded with; needs a GPU
@@ -64,6 +65,16 @@ class Server:
     def alive(self) -> bool:
         """Whether its process has not ended."""
         return self.supervisor.poll() is None
+
+    def end(self) -> None:
+        """End it with all its processes: SIGTERM, then SIGKILL. Does nothing to one that has ended."""
+        if self.alive:
+            self.supervisor.send_signal(signal.SIGTERM)
+        try:
+            self.supervisor.wait(GRACE_SECONDS + 5)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.supervisor.pid, signal.SIGKILL)
+            self.supervisor.wait()
 
     def log_tail(self, lines: int = LOG_LINES) -> str:
         """The last lines of its log."""
@@ -144,7 +155,7 @@ class Launcher:
                     self._give_up(server, f"ended with exit code {server.supervisor.returncode} after {seconds:.0f} s")
                 if seconds > self.startup_timeout:
                     self._give_up(server, f"did not answer within {self.startup_timeout:.0f} s (rollout.startup_timeout)")
-            waiting = [server for server in waiting if not _healthy(server.url)]
+            waiting = [server for server in waiting if not healthy(server.url)]
             if waiting and seconds - told >= 5:
                 told = seconds
                 progress(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {seconds:.0f} s, log {waiting[0].log}")
@@ -159,18 +170,20 @@ class Launcher:
             if server.alive:
                 server.supervisor.send_signal(signal.SIGTERM)
         for server in self.servers:
-            try:
-                server.supervisor.wait(GRACE_SECONDS + 5)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.supervisor.pid, signal.SIGKILL)
-                server.supervisor.wait()
+            server.end()
         self.servers.clear()
         atexit.unregister(self.stop)
 
-    def _launch(self, index: int, port: int) -> Server:
+    def start_again(self, index: int) -> None:
+        """Start a server that has ended, at its address and with its log going on, without waiting for it."""
+        server = self.servers[index]
+        assert not server.alive
+        self.servers[index] = self._launch(index, int(server.url.rpartition(":")[2]), how="ab")
+
+    def _launch(self, index: int, port: int, how: str = "wb") -> Server:
         log = self.log_dir / f"vllm_{index}.log"
         supervise = [sys.executable, "-I", "-S", str(HERE / "supervisor.py"), str(os.getpid()), str(GRACE_SECONDS)]
-        with log.open("wb") as out:
+        with log.open(how) as out:
             supervisor = subprocess.Popen(
                 supervise + self._command(port),
                 env=self._environment(index),
@@ -195,10 +208,10 @@ class Launcher:
             "--tensor-parallel-size": o.tp,
             "--logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
             "--uvicorn-log-level": "warning",
+            "--worker-extension-cls": "megagrpo.rollout.vllm_worker.WorkerVerbs",
         }
         if o.lora_rank:
             flags |= {"--max-loras": 1, "--max-cpu-loras": 1, "--max-lora-rank": next(rank for rank in LORA_RANKS if rank >= o.lora_rank)}
-            flags["--worker-extension-cls"] = "megagrpo.rollout.vllm_lora.AdapterReports"
         else:
             flags["--weight-transfer-config"] = json.dumps({"backend": "megagrpo"})
         switches = ["--enable-scale-out", "--no-enable-log-requests"]
@@ -208,6 +221,7 @@ class Launcher:
             flags |= {"--tool-call-parser": o.tool_parser, "--tokenizer": o.tokenizer or o.model}
             switches.append("--enable-auto-tool-choice")
         switches += ["--enable-lora"] * bool(o.lora_rank) + ["--enable-sleep-mode"] * o.sleep_mode
+        switches += ["--enable-expert-parallel"] * o.expert_parallel
         if self.devices is not None:
             flags["--gpu-memory-utilization"] = o.gpu_memory_utilization
         else:
@@ -252,7 +266,8 @@ class Launcher:
         raise EngineStartError(f"vLLM server {server.url} {what}. The end of its log {server.log}:\n{tail}")
 
 
-def _healthy(url: str) -> bool:
+def healthy(url: str) -> bool:
+    """Whether the server at `url` says that it is well."""
     try:
         return httpx.get(f"{url}/health", timeout=5).status_code == 200
     except httpx.HTTPError:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import httpx
 
 BACKEND = """--weight-transfer-config '{"backend": "megagrpo"}'"""
-NEEDED = f"{BACKEND}, with megagrpo installed where it runs and VLLM_SERVER_DEV_MODE=1 in its environment"
+VERBS = "--worker-extension-cls megagrpo.rollout.vllm_worker.WorkerVerbs"
+NEEDED = f"{BACKEND} {VERBS}, with megagrpo installed where it runs and VLLM_SERVER_DEV_MODE=1 in its environment"
 
 
 def check_plugin(urls: Sequence[str]) -> None:

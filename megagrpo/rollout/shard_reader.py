@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -98,11 +98,11 @@ class ShardReader:
 
     `wanted` collects the boxes that loaders announced, `fetched` how often each was fetched, `reads` the slices of them with their
     checksums, `arrivals` how many elements each destination was given. With `blank` set, zeros are handed out instead: what ends an update
-    that cannot be completed.
+    that cannot be completed. `note` hears of every fetch before it begins.
     """
 
-    def __init__(self, manifest: Manifest, source: BlockSource):
-        self.manifest, self.source = manifest, source
+    def __init__(self, manifest: Manifest, source: BlockSource, note: Callable[[str], None] = lambda place: None):
+        self.manifest, self.source, self.note = manifest, source, note
         self.dtype = DTYPES[manifest.dtype]
         self.blank = False
         self.seconds = self.checksum_seconds = 0.0  # that copying took, and the checksums of it
@@ -132,6 +132,7 @@ class ShardReader:
         """The elements of `view`, straight from the source when one part holds them all."""
         if not view.numel():
             return torch.zeros(view.shape, dtype=view.dtype)
+        self.note(f"the load of {name}")
         box, strides = self._box_of(name, view)
         self.fetched[name, box] += 1
         if self.blank:
@@ -167,6 +168,7 @@ class ShardReader:
         box, strides = self._box_of(name, view) if view.numel() else (None, None)
         plain = destination.is_contiguous() and destination.dtype == self.dtype and destination.device.type == "cpu"
         if plain and not self.blank and not self._in_addends(name) and _in_order(view, strides):
+            self.note(f"the load of {name}")
             self.fetched[name, box] += 1
             target = destination.view(extent(box))
             for index, part in self._parts(name, box):

@@ -7,7 +7,9 @@ completeness before the update is finished, and leaves a report for the trainer,
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -21,17 +23,21 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from megagrpo.rollout.cpu_experts import heed_expert_map
 from megagrpo.rollout.cuda_ipc import DeviceMaps
 from megagrpo.rollout.exchange import Deadline, let_go
 from megagrpo.rollout.receiver import Boxes, Receiver
 from megagrpo.rollout.shard_reader import Announced, BlockSource, MappedBlocks, ShardReader
-from megagrpo.rollout.shared_weights import Manifest, SharedFiles, WeightSyncError
+from megagrpo.rollout.shared_weights import Bookmark, Manifest, SharedFiles, WeightSyncError
 
 BACKEND = "megagrpo"
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Make the backend known to this process; vLLM calls it in every process, sometimes more than once."""
+    if current_platform.is_cpu():
+        heed_expert_map()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ShardEngine")
 
@@ -44,19 +50,20 @@ class InitInfo(WeightTransferInitInfo):
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     """Which version it must be, and where the weights are: in memory that `manifest` describes, on GPUs when there are `handles` (memory ->
-    one for each worker), with a folder for this server's reports; or `direct` from the trainer's ranks. Or just `abort`."""
+    one for each worker), with a folder for this server's reports; or `direct` from the trainer's ranks."""
 
     version: int = -1
     manifest: str = ""
     replies: str = ""
     handles: dict[str, list[dict[str, Any]]] | None = None
     direct: dict[str, Any] | None = None
-    abort: bool = False
 
 
 class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """One per worker. An update that fails is rolled forward to zeros, so that the next one starts clean; the trainer keeps the
-    engine paused until one succeeds."""
+    engine paused until one succeeds. What fails is reported, never raised: of several workers that raise, vLLM (seen in 0.32) reads the
+    first one's answer and takes the others' for those of its next call.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -67,9 +74,11 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.expected = {name for name, _ in self.model.named_parameters()}
         self.files = SharedFiles()
         self.receiver = Receiver(self.device)
-        self.reloading = False
+        self.open = self.reloading = False  # in vLLM's eyes; parameters are aside
         self.reader: ShardReader | None = None
         self.info = UpdateInfo()
+        self.bookmark: Bookmark | None = None
+        self.error = ""  # of the update under way
 
     @property
     def worker(self) -> int:
@@ -95,24 +104,24 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._abort()
         self.reader = None
         self.started = time.perf_counter()
-        self.reloading = True
+        self.open = self.reloading = True
+        self.error = ""
+        self._begin("start")
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load everything the manifest lists. The base class would synchronize an accelerator, which fails where there is none."""
         self.info = self.parse_update_info(update_info)
+        self._begin("update")
         try:
-            if self.info.abort:
-                raise WeightSyncError("weight update given up on the trainer's request")
             self.receive_weights(self.info)
         except Exception as error:
             self._fail(error)
-            raise
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Run the model's own loaders over lazy tensors; WeightSyncError unless every parameter will be filled."""
         manifest, source = self._open(update_info)
-        self.reader = ShardReader(manifest, source)
+        self.reader = ShardReader(manifest, source, *([self.bookmark.note] if self.bookmark else []))
         # What vLLM computes from other parameters, as the products of latent attention, is gone during a reload and made anew after it.
         loadable = self.expected & {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         destinations = {name: _destination(self.model, name) for name in loadable}
@@ -143,10 +152,14 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return reader.fetched
 
     def finish_weight_update(self) -> None:
-        """Put the new parameters in place and report."""
+        """Put the new parameters in place and report; end an update that has failed, or that no weights came for."""
+        if self.reader is None or not self.reloading:
+            self._abort()
+            self.open = False
+            return
+        self._begin("finish")
+        self.open = False
         try:
-            if self.reader is None:
-                raise WeightSyncError("weight update finished before any weights came")
             finalize_layerwise_reload(self.model, self.model_config)
             if unread := self.reader.unread():
                 raise WeightSyncError(f"{_some(unread)} announced by the loaders but never copied")
@@ -154,7 +167,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 refresh_packed_copies(self.model)
         except Exception as error:
             self._fail(error)
-            raise
+            return
         self.reloading = False
         reads = [[name, index, part, total] for (name, index, part), total in self.reader.reads.items()]
         seconds = {
@@ -181,7 +194,8 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receiver.close_group()  # first: ranks that send learn it at once
         if self.reader is not None:
             self.reader.source.release()
-        self._reply(error=f"{type(error).__name__}: {error}")
+        self.error = f"{type(error).__name__}: {error}"
+        self._reply(error=self.error)
         self._abort()
 
     def _abort(self) -> None:
@@ -193,15 +207,29 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         self.reloading = False
 
-    def _reply(self, **report: Any) -> None:
-        if self.info.direct is not None:
-            self.receiver.report(self.info.direct, self.worker, {"worker": self.worker, **report})
+    def _begin(self, phase: str) -> None:
+        """Note the phase where the trainer looks when this worker comes no further. Before the first update that place is not known."""
         if not self.info.replies:
             return
-        path = Path(self.info.replies) / f"worker{self.worker}.json"
-        draft = path.with_suffix(".part")
-        draft.write_text(json.dumps({"worker": self.worker, **report}))
-        os.replace(draft, path)
+        path = Path(self.info.replies) / f"worker{self.worker}.at"
+        with contextlib.suppress(OSError):  # the trainer is gone with its folder
+            if not path.exists():  # it is cleared before each update
+                self.bookmark = Bookmark(path)
+            self.bookmark.note(phase)
+
+    def _reply(self, **report: Any) -> None:
+        """Tell the trainer; if it is gone, nobody has to know."""
+        told = {"worker": self.worker, **report}
+        try:
+            if self.info.direct is not None:
+                self.receiver.report(self.info.direct, self.worker, told)
+            if self.info.replies:
+                path = Path(self.info.replies) / f"worker{self.worker}.json"
+                draft = path.with_suffix(".part")
+                draft.write_text(json.dumps(told))
+                os.replace(draft, path)
+        except (OSError, RuntimeError) as error:
+            logger.warning("no report on weight version %s reaches the trainer: %s", self.info.version, error)
 
 
 def refresh_packed_copies(model: nn.Module) -> None:

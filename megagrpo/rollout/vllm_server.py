@@ -1,25 +1,25 @@
-"""The client of one or several vLLM servers: token ids in, token ids and log-probs out, and the verbs of a weight update."""
+"""The client of one or several vLLM servers: token ids in, token ids and log-probs out."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from megagrpo.rollout.engine import EngineDeadError, EngineError, EngineInterrupted, OnGroup, WeightUpdate, derive_seed
-from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.rollout.engine import EngineError, EngineInterrupted, OnGroup, derive_seed
 from megagrpo.rollout.tool_parsing import ToolCalls, read_tool_calls
+from megagrpo.rollout.vllm_http import answers, error_text
+from megagrpo.rollout.vllm_updates import Updates, adapter_name
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS = 3  # of one request on servers that answer their health check
-INITIAL_VERSION = "default"  # what vLLM calls the weights it started with
-CERTIFICATES = httpx.create_ssl_context(trust_env=False)  # every client would read them anew, which takes longer than a request
+LOOK_SECONDS = 0.5  # between two looks at servers that do not answer
 
 
 @dataclass
@@ -32,13 +32,13 @@ class _Job:
     failures: int = 0
 
 
-class VllmEngine:
+class VllmEngine(Updates):
     """Rollouts from vLLM servers that hold the same weights.
 
-    `urls` are the servers, `logs` their log files for messages, `decode` turns response ids into text. Each server works on up to
-    `max_num_seqs` sequences; a free one takes the next prompt. When a server stops answering, its prompts go to the others. With `lora`
-    a weight version is an adapter, and the weights under it stay those that the servers started with. `model` asks for what the servers
-    call so, such as an adapter that they started with; with `any_version` they may have been given weights by others.
+    `decode` turns response ids into text. Each server works on up to `max_num_seqs` sequences; a free one takes the next prompt. When a
+    server stops answering, its prompts go to the others, and it is asked again once it holds the current weights. `model` asks for what
+    the servers call so, such as an adapter that they started with; with `any_version` they may have been given weights by others. The
+    other options are those of `Updates`.
     """
 
     def __init__(
@@ -47,26 +47,14 @@ class VllmEngine:
         decode: Callable[[Sequence[int]], str],
         *,
         max_num_seqs: int = 256,
-        request_timeout: float = 1800.0,
-        logs: Sequence[Path] = (),
-        lora: bool = False,
         model: str | None = None,
         any_version: bool = False,
-        sleeps: bool = False,
+        **options: Any,
     ):
-        if not urls:
-            raise ValueError("rollout.urls: no vLLM server is named and none was started")
-        self.urls, self.decode, self.max_num_seqs, self.timeout = list(urls), decode, max_num_seqs, request_timeout
-        self.logs = dict(zip(urls, logs, strict=False))
-        self.lora, self.model, self.any_version, self.sleeps = lora, model, any_version, sleeps
-        self.asleep = False
-        self.weight_version = 0
-        self.dead: set[str] = set()
+        super().__init__(urls, **options)
+        self.decode, self.max_num_seqs, self.model, self.any_version = decode, max_num_seqs, model, any_version
         self._interrupted = False
         self._under_way: tuple[asyncio.AbstractEventLoop, asyncio.Task] | None = None  # what `interrupt` ends
-
-    def close(self) -> None:
-        """Connections live no longer than one call: nothing to let go of."""
 
     # -- generation
 
@@ -127,8 +115,8 @@ class VllmEngine:
 
         async def serve(client: httpx.AsyncClient, url: str) -> None:
             nonlocal left
-            while url not in self.dead and left:
-                if not jobs:  # another server may still give its prompts back
+            while left and (self.patience or url not in self.dead):
+                if not jobs or url in self.dead:  # another server may still give its prompts back, and this one come back
                     await asyncio.sleep(0.02)
                     continue
                 job = jobs.popleft()
@@ -141,10 +129,23 @@ class VllmEngine:
                     on_group(job.place, groups[job.place])
                 left -= 1
 
+        async def await_servers(client: httpx.AsyncClient) -> None:
+            silent_since = time.monotonic()
+            while left:
+                for url in [*self.dead]:
+                    if await self._ready(client, url):
+                        self.dead.discard(url)
+                if self._living():
+                    silent_since = time.monotonic()
+                elif time.monotonic() - silent_since >= self.patience:
+                    self._alive()  # raises
+                await asyncio.sleep(LOOK_SECONDS)
+
         slots = max(1, math.ceil(self.max_num_seqs / n))
         async with self._client() as client:
-            alive = self._alive()
-            await _all([serve(client, url) for _ in range(min(slots, len(jobs))) for url in alive])  # servers take turns
+            urls = self.urls if self.patience else self._alive()
+            work = [serve(client, url) for _ in range(min(slots, len(jobs))) for url in urls]  # servers take turns
+            await _all([*work, await_servers(client)] if self.patience else work)
         if left:
             self._alive()  # raises
 
@@ -157,17 +158,23 @@ class VllmEngine:
         except httpx.TransportError as error:
             return await self._failed(client, url, job, repr(error))
         if answer.status_code >= 500:
-            return await self._failed(client, url, job, _error_text(answer))
+            return await self._failed(client, url, job, error_text(answer))
         if answer.status_code != 200:
-            raise EngineError(f"{self._name(url)} refused prompt {job.prompt.prompt_id}: {_error_text(answer)}")
-        return answer.json()["choices"]
+            raise EngineError(f"{self._name(url)} refused prompt {job.prompt.prompt_id}: {error_text(answer)}")
+        choices = answer.json()["choices"]
+        if self.patience and any(self._other_versions(choice) for choice in choices):  # it was started again and waits for its weights
+            self.dead.add(url)
+            return None
+        return choices
 
     async def _failed(self, client: httpx.AsyncClient, url: str, job: _Job, reason: str) -> None:
         job.failures += 1
-        if not await _answers(client, url):
+        if not await answers(client, url):
             self.dead.add(url)
         elif job.failures >= ATTEMPTS:
             raise EngineError(f"{self._name(url)} failed {ATTEMPTS} times on prompt {job.prompt.prompt_id}: {reason}")
+        else:
+            await asyncio.sleep(LOOK_SECONDS)
 
     def _rollout(self, url: str, job: _Job, choice: dict[str, Any]) -> Rollout:
         prompt, limit = job.prompt, job.body["sampling_params"]["max_tokens"]
@@ -189,181 +196,21 @@ class VllmEngine:
         return Rollout(prompt, ids, logprobs, choice["finish_reason"], version, self.decode(ids))
 
     def _version(self, url: str, choice: dict[str, Any]) -> int:
-        """The weights that sampled `choice`; EngineError unless they are those of the last sync, e.g. after a server was restarted."""
-        versions = {span["version"] for span in choice.get("weight_versions") or ()}
-        expected = str(self.weight_version) if self.weight_version and not self.lora else INITIAL_VERSION
-        if versions - {expected} and not self.any_version:
-            raise EngineError(f"{self._name(url)} sampled with weight version {sorted(versions)}; the last sync was {expected}")
+        """The weights that sampled `choice`; EngineError unless they are those of the last sync, e.g. after somebody restarted a server."""
+        if (others := self._other_versions(choice)) and not self.any_version:
+            expected = self._served_version()
+            raise EngineError(f"{self._name(url)} sampled with weight version {sorted(others)}; the last sync was {expected}")
         return self.weight_version
 
-    # -- weights
-
-    def workers(self) -> dict[str, int]:
-        """The address of each server that answers, and how many workers it has. WeightSyncError when one does not say."""
-        return dict(zip(self._alive(), asyncio.run(self._each(self._world_size)), strict=True))
-
-    async def _world_size(self, client: httpx.AsyncClient, url: str) -> int:
-        return (await self._get(client, url, "/get_world_size"))["world_size"]
-
-    def load_weights(self, update: WeightUpdate) -> list[dict[str, Any]]:
-        """Have every worker of every server take in the weights of `update`; the engine is paused afterwards.
-
-        Returns one report per worker, with `server` and `worker` added. WeightSyncError when a worker fails or does not report.
-        """
-        self._wake("weights")
-        return [report for reports in asyncio.run(self._each(self._load_weights, update)) for report in reports]
-
-    def sleep(self) -> None:
-        """Have servers that can (`sleeps`) give their GPU memory back, until weights come again. Weights that adapters act on are kept in
-        the host's memory."""
-
-        async def verbs(client: httpx.AsyncClient, url: str) -> None:
-            await self._post(client, url, f"/sleep?level={1 if self.lora else 2}")
-
-        if self.sleeps and not self.asleep:
-            asyncio.run(self._each(verbs))
-            self.asleep = True
-
-    def _wake(self, what: str) -> None:
-        if self.asleep:
-            asyncio.run(self._each(lambda client, url: self._post(client, url, f"/wake_up?tags={what}")))
-
-    def resume(self, version: int) -> None:
-        """Forget cached prefixes, which belong to older weights, and serve again."""
-
-        async def verbs(client: httpx.AsyncClient, url: str) -> None:
-            await self._post(client, url, "/reset_prefix_cache")
-            await self._post(client, url, "/resume")
-
-        self._wake("kv_cache")
-        self.asleep = False
-        asyncio.run(self._each(verbs))
-        self.weight_version = version
-
-    def load_adapter(self, folder: Path, version: int) -> list[dict[str, Any]]:
-        """Have every server load the adapter in `folder` under the name of its version; what each of its workers then holds.
-
-        WeightSyncError when a server refuses it.
-        """
-
-        async def verbs(client: httpx.AsyncClient, url: str) -> list[dict[str, Any]]:
-            await self._forget_adapter(client, url, version)  # what an earlier attempt, or another run, has left
-            # Not with load_inplace: vLLM would read the folder again for every request.
-            await self._post(client, url, "/v1/load_lora_adapter", {"lora_name": adapter_name(version), "lora_path": str(folder)})
-            workers = (await self._post(client, url, "/collective_rpc", {"method": "adapter_checksums"}))["results"]
-            return [{"server": url, "worker": i, "sums": sums} for i, sums in enumerate(workers)]
-
-        for what in ("weights", "kv_cache"):
-            self._wake(what)
-        self.asleep = False
-        return [report for reports in asyncio.run(self._each(verbs)) for report in reports]
-
-    def use_adapter(self, version: int) -> None:
-        """Name the adapter of `version` in requests from here on; the servers forget the one before."""
-
-        if self.weight_version not in (0, version):
-            asyncio.run(self._each(self._forget_adapter, self.weight_version))
-        self.weight_version = version
-
-    async def _forget_adapter(self, client: httpx.AsyncClient, url: str, version: int) -> None:
-        try:
-            await self._post(client, url, "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
-        except WeightSyncError:  # it has none of that name
-            pass
+    def _other_versions(self, choice: dict[str, Any]) -> set[str]:
+        """Weight versions that had a part in `choice`, less the current one."""
+        return {span["version"] for span in choice.get("weight_versions") or ()} - {self._served_version()}
 
     def _model(self) -> dict[str, str]:
         """What a request says about whose weights it wants: nothing before the first adapter came."""
         if self.model is not None:
             return {"model": self.model}
         return {"model": adapter_name(self.weight_version)} if self.lora and self.weight_version else {}
-
-    async def _load_weights(self, client: httpx.AsyncClient, url: str, update: WeightUpdate) -> list[dict]:
-        version = update.manifest.version
-        info = update.request(url)
-        try:
-            # Requests that are under way would go on with old keys and values, and vLLM must not run while parameters are aside.
-            await self._post(client, url, "/pause?mode=wait")
-            await self._start_update(client, url)
-            await self._post(client, url, "/update_weights", {"update_info": info})
-            await self._post(client, url, "/finish_weight_update", {"weight_version": str(version)})
-            world = await self._world_size(client, url)
-        except WeightSyncError as error:
-            await self._give_up(client, url)
-            raise WeightSyncError("; ".join(_worker_errors(update.replies(url))) or str(error)) from error
-        reports = update.replies(url)
-        if len(reports) != world:
-            raise WeightSyncError(f"{self._name(url)}: {len(reports)} of {world} workers reported on weight version {version}")
-        return [report | {"server": url} for report in reports]
-
-    async def _start_update(self, client: httpx.AsyncClient, url: str) -> None:
-        try:
-            await self._post(client, url, "/start_weight_update")
-        except WeightSyncError:  # an update whose end this client never saw may still be open
-            await self._give_up(client, url)
-            await self._post(client, url, "/start_weight_update")
-
-    async def _give_up(self, client: httpx.AsyncClient, url: str) -> None:
-        """Bring every worker out of an update that failed, so that the next one can start. Those that are out already say so: ignored."""
-        try:
-            await self._post(client, url, "/update_weights", {"update_info": {"abort": True}})
-        except WeightSyncError:
-            pass
-
-    async def _post(self, client: httpx.AsyncClient, url: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        return await self._control(client.post(f"{url}{path}", json=body), url, path)
-
-    async def _get(self, client: httpx.AsyncClient, url: str, path: str) -> Any:
-        return await self._control(client.get(f"{url}{path}"), url, path)
-
-    async def _control(self, request: Coroutine[Any, Any, httpx.Response], url: str, path: str) -> Any:
-        try:
-            answer = await request
-        except httpx.TransportError as error:
-            raise WeightSyncError(f"{self._name(url)} did not answer {path}: {error!r}") from error
-        if answer.status_code != 200:
-            raise WeightSyncError(f"{self._name(url)} answered {answer.status_code} to {path}: {_error_text(answer)}")
-        return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
-
-    # -- servers
-
-    async def _each(self, verb: Callable[..., Coroutine], *args: Any) -> list[Any]:
-        """`verb` on every server at once. All of them come to an end before the first error is raised."""
-        async with self._client() as client:
-            results = await asyncio.gather(*(verb(client, url, *args) for url in self._alive()), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
-
-    def _client(self) -> httpx.AsyncClient:
-        # vLLM closes a connection after an error: a request that reuses it at that moment would be lost.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=10), limits=limits, trust_env=False, verify=CERTIFICATES)
-
-    def _alive(self) -> list[str]:
-        alive = [url for url in self.urls if url not in self.dead]
-        if not alive:
-            raise EngineDeadError("no vLLM server answers any more: " + ", ".join(map(self._name, self.urls)))
-        return alive
-
-    def _name(self, url: str) -> str:
-        return f"vLLM server {url}" + (f" (log {self.logs[url]})" if url in self.logs else "")
-
-
-def check_urls(urls: Sequence[str]) -> None:
-    """ValueError that names the servers of `rollout.urls` that do not answer their health check."""
-
-    async def check() -> list[bool]:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            return await asyncio.gather(*(_answers(client, url) for url in urls))
-
-    if silent := [url for url, answers in zip(urls, asyncio.run(check()), strict=True) if not answers]:
-        raise ValueError(f"rollout.urls: {', '.join(silent)} does not answer; start it, or leave rollout.urls empty to have one started")
-
-
-def adapter_name(version: int) -> str:
-    """What servers call the adapter of a weight version. vLLM keeps cached prefixes apart by this name."""
-    return f"policy-{version}"
 
 
 def _request(prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> dict[str, Any]:
@@ -396,21 +243,3 @@ async def _all(coroutines: Sequence[Coroutine]) -> list[Any]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-async def _answers(client: httpx.AsyncClient, url: str) -> bool:
-    try:
-        return (await client.get(f"{url}/health", timeout=5)).status_code == 200
-    except (httpx.TransportError, httpx.InvalidURL):
-        return False
-
-
-def _error_text(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return answer.text[:500] or f"status {answer.status_code}"
-
-
-def _worker_errors(reports: list[dict[str, Any]]) -> list[str]:
-    return [f"worker {report['worker']}: {report['error']}" for report in reports if "error" in report]

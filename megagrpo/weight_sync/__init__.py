@@ -8,6 +8,7 @@ checksums of what arrived equal those of what was given, and the version is the 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from megagrpo.rollout.shared_weights import DTYPES, WeightSyncError, addends, in
 from megagrpo.weight_sync.cuda_ipc import CudaIpc
 from megagrpo.weight_sync.point_to_point import PointToPoint
 from megagrpo.weight_sync.shared_memory import SharedMemory
-from megagrpo.weight_sync.transport import Given, Ranks, Transport, Update
+from megagrpo.weight_sync.transport import Given, Ranks, Sums, Transport, Update
 from megagrpo.weight_sync.transport import Weights as Weights
 from megagrpo.weight_sync.verification import verify
 
@@ -41,6 +42,16 @@ class SyncReport:
     bytes_read: int
     read_seconds: float = 0.0
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """As `metrics.jsonl` has them."""
+        return {
+            "weight_sync/publish_seconds": self.publish_seconds,
+            "weight_sync/load_seconds": self.load_seconds,
+            "weight_sync/checksum_seconds": self.checksum_seconds,
+            "weight_sync/gigabytes": self.bytes_published / 1e9,
+        }
+
 
 class WeightSync:
     """Pushes weights from all ranks to the engine. Every rank makes one and calls `push`; only rank 0's `engine` is used.
@@ -55,6 +66,8 @@ class WeightSync:
         assert engine is not None or ranks.world_rank > 0, "rank 0 drives the engine"
         self.engine, self.ranks, self.dtype = engine, ranks, dtype
         self.transport = transport or SharedMemory(ranks, dtype)
+        self._delivered: tuple[Update, list[Sums]] | None = None
+        self._driving = threading.Lock()  # the engine, which `push` and `refill` do from two threads
 
     def __enter__(self) -> WeightSync:
         return self
@@ -76,7 +89,9 @@ class WeightSync:
         started = time.perf_counter()
         update = self.transport.prepare([self._as_sent(*held) for held in found], weight_version, self.engine)
         prepared = time.perf_counter()
-        outcome = self.ranks.all_gather_objects(self._deliver(update))[0]
+        with self._driving:
+            outcome = self._deliver(update)
+        outcome = self.ranks.all_gather_objects(outcome)[0]
         update.done()
         if isinstance(outcome, str):
             raise WeightSyncError(outcome)
@@ -89,6 +104,19 @@ class WeightSync:
             return name, param, blocks
         sent = addends(param.detach().float())
         return name, sent, [with_last_dim(block, sent.shape[-1]) for block in blocks]
+
+    def refill(self, url: str) -> bool:
+        """Give the server at `url`, which was started again, the weights of the last `push`; False when it takes all ranks to give them and
+        it must wait for the next. On rank 0 alone, from any thread. WeightSyncError when that fails; the server stays paused."""
+        with self._driving:
+            if self._delivered is None:
+                return True
+            update, sums = self._delivered
+            if not update.lasts:
+                return False
+            verify(update.manifest, sums, self.engine.load_weights(update, only=[url]))
+            self.engine.resume(update.manifest.version, only=[url])
+        return True
 
     def _deliver(self, update: Update) -> tuple[float, int, int, float] | str | None:
         """Have every rank send, and the engine take it in: on rank 0 the last fields of a `SyncReport`, or what went wrong. It does not
@@ -107,8 +135,9 @@ class WeightSync:
         try:
             if problems:
                 raise WeightSyncError("; ".join(problems + [_text(loading.exception())] * (loading.exception() is not None)))
+            self._delivered = update, [given.sums for _, given in told]  # also for servers that died just now
             reports = loading.result()
-            verify(update.manifest, [given.sums for _, given in told], reports)
+            verify(update.manifest, self._delivered[1], reports)
             num_bytes = sum(given.num_bytes for _, given in told), sum(report["bytes"] for report in reports)
             update.verify_bytes(*num_bytes)
             self.engine.resume(version)
@@ -133,7 +162,7 @@ def make_transport(name: str, ranks: Ranks, dtype: str, device: torch.device, *,
     """The transport of that name: shared_memory, p2p or cuda_ipc. Collective. `seconds` and `megabytes` as in `PointToPoint`."""
     if name == "p2p":
         return PointToPoint(ranks, dtype, device, seconds=seconds, megabytes=megabytes)
-    return CudaIpc(ranks, dtype, device) if name == "cuda_ipc" else SharedMemory(ranks, dtype)
+    return CudaIpc(ranks, dtype, device, seconds=seconds) if name == "cuda_ipc" else SharedMemory(ranks, dtype, seconds=seconds)
 
 
 def _text(error: BaseException) -> str:

@@ -25,8 +25,8 @@ class CudaIpc(SharedMemory):
     """The transport of a run whose servers share the trainer's GPUs. `device` is this rank's. The manifest and the workers' reports still
     go through files."""
 
-    def __init__(self, ranks: Ranks, dtype: str, device: torch.device, folder: Path = SHARED_MEMORY):
-        super().__init__(ranks, dtype, folder)
+    def __init__(self, ranks: Ranks, dtype: str, device: torch.device, folder: Path = SHARED_MEMORY, seconds: float | None = None):
+        super().__init__(ranks, dtype, folder, seconds)
         self.device = device
 
     def prepare(self, found: list[tuple[str, Tensor, Sequence[Block]]], version: int, engine: Engine | None) -> HandleUpdate:
@@ -74,6 +74,7 @@ class HandleUpdate(FileUpdate):
     servers: dict[str, int] = field(default_factory=dict)
     handles: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # buffer -> a handle for each worker of all servers
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    lasts: bool = False
 
     def request(self, server: str) -> dict[str, Any]:
         """What the workers of `server` are told, with a handle for each of them."""

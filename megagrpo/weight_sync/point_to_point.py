@@ -126,6 +126,7 @@ class DirectUpdate:
     group: str | None  # that all ranks are in
     deadline: Deadline
     needed_bytes: int = 0
+    lasts: bool = False
     checksum_seconds: float = 0.0
 
     @property
@@ -149,6 +150,10 @@ class DirectUpdate:
             "seconds": self.deadline.left().total_seconds(),
         }
         return {"version": self.manifest.version, "direct": direct}
+
+    def standing(self, server: str) -> dict[str, str]:
+        """Workers that hang are named by the ranks that send to them."""
+        return {}
 
     def replies(self, server: str) -> list[dict[str, Any]]:
         """What the workers of `server` have reported so far."""

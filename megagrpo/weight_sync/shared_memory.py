@@ -28,7 +28,7 @@ from megagrpo.bridge.transfers import layer_of
 from megagrpo.families.blocks import Block
 from megagrpo.rollout.copies import NotFinite, copy_checked
 from megagrpo.rollout.engine import Engine
-from megagrpo.rollout.shared_weights import ALIGNMENT, DTYPES, Manifest, SharedBlock, SharedTensor, WeightSyncError
+from megagrpo.rollout.shared_weights import ALIGNMENT, DTYPES, Bookmark, Manifest, SharedBlock, SharedTensor, WeightSyncError
 from megagrpo.weight_sync.transport import Given, Ranks, key_of
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -37,10 +37,13 @@ NUM_SLOTS = 2
 
 
 class SharedMemory:
-    """The transport of a run whose ranks and servers share one host. Making one is collective; `close` removes its files."""
+    """The transport of a run whose ranks and servers share one host. Making one is collective; `close` removes its files.
 
-    def __init__(self, ranks: Ranks, dtype: str, folder: Path = SHARED_MEMORY):
-        self.ranks, self.dtype = ranks, dtype
+    With `seconds`, ranks that have not written their weights so long after another are an error that names them and the tensor.
+    """
+
+    def __init__(self, ranks: Ranks, dtype: str, folder: Path = SHARED_MEMORY, seconds: float | None = None):
+        self.ranks, self.dtype, self.seconds = ranks, dtype, seconds
         self._published: Slots | None = None
         remove_stale(folder)
         own = str(folder / f"{PREFIX}{_identity(os.getpid())}-{secrets.token_hex(4)}")
@@ -70,7 +73,7 @@ class SharedMemory:
             blocks = self._published.write(found, version)
         except (OSError, WeightSyncError) as error:
             problem = f"rank {self.ranks.world_rank}: {error}"
-        told = self.ranks.all_gather_objects((problem, blocks))
+        told = self._all_gather((problem, blocks))
         if problems := [problem for problem, _ in told if problem]:
             raise WeightSyncError("; ".join(problems))
         parts: dict[str, tuple[tuple[int, ...], list[SharedBlock]]] = {}
@@ -79,6 +82,16 @@ class SharedMemory:
                 parts.setdefault(name, (shape, []))[1].append(block)
         tensors = {name: SharedTensor(parts[name][0], tuple(parts[name][1])) for name in sorted(parts, key=_by_layer)}
         return FileUpdate(Manifest(version, self.dtype, tensors), self.folder, self.ranks.world_rank, self._published.checksum_seconds)
+
+    def _all_gather(self, written: Any) -> list[Any]:
+        if self.seconds is None:
+            return self.ranks.all_gather_objects(written)
+        try:
+            return self.ranks.all_gather_objects(written, self.seconds)
+        except TimeoutError as error:
+            late = {rank: self.folder / f"rank{rank}.at" for rank in getattr(error, "ranks", [])}
+            places = "".join(f"; rank {rank} stands at {Bookmark.read(path)}" for rank, path in late.items() if path.exists())
+            raise WeightSyncError(f"phase publish: {error} (rollout.weight_sync_timeout){places}") from error
 
     def _slots(self, found: list) -> Slots:
         return Slots(found, self.ranks, self.dtype, self.folder)
@@ -93,6 +106,7 @@ class FileUpdate:
     rank: int
     checksum_seconds: float = 0.0  # that this rank has spent
     saved: bool = False
+    lasts: bool = True
 
     @property
     def path(self) -> Path:
@@ -112,6 +126,11 @@ class FileUpdate:
     def replies(self, server: str) -> list[dict[str, Any]]:
         """What the workers of `server` have reported so far."""
         return [json.loads(path.read_text()) for path in sorted(self._replies(server).glob("worker*.json"))]
+
+    def standing(self, server: str) -> dict[str, str]:
+        """Worker -> where it stands, of those that have not reported yet; nothing of those that never saw an update."""
+        found = {path.stem.removeprefix("worker"): Bookmark.read(path) for path in sorted(self._replies(server).glob("worker*.at"))}
+        return {worker: place for worker, place in found.items() if not (self._replies(server) / f"worker{worker}.json").exists()}
 
     def send(self) -> Given:
         """Everything lies in shared memory already."""
@@ -153,6 +172,7 @@ class Slots:
                 self.size += -(-count * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self.buffers: dict[str, Tensor] = {}  # what blocks call their memory -> its bytes
         self.checksum_seconds = 0.0  # of the last `write`
+        self.bookmark: Bookmark | None = None
 
     def buffer(self, slot: int) -> tuple[str, Tensor]:
         """What blocks call this slot's memory, and its bytes."""
@@ -167,8 +187,11 @@ class Slots:
         if not self.offsets:
             return []
         memory, buffer = self.buffer(weight_version % NUM_SLOTS)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.bookmark = self.bookmark or Bookmark(self.folder / f"rank{self.rank}.at")
         written = {}
         for name, param, blocks in found:
+            self.bookmark.note(f"parameter {name}")
             mine = [block for block in blocks if key_of(block) in self.offsets and key_of(block) not in written]
             values_here = param.detach() if mine else None  # which may have to be computed
             for block in mine:

@@ -24,7 +24,7 @@ class Ranks(Protocol):
 
     world_rank: int
 
-    def all_gather_objects(self, obj: Any) -> list[Any]: ...
+    def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Update(WeightUpdate, Protocol):
     """One update on its way. `manifest` says what it holds."""
 
     manifest: Manifest
+    lasts: bool  # until the next but one is prepared: servers that come later can take it in too
 
     def send(self) -> Given:
         """Give this rank's part, while the engine takes it in. Raises when that fails; every rank calls it."""

@@ -27,7 +27,7 @@ from megagrpo.weight_sync.shared_memory import FileUpdate, SharedMemory
 class OneReader:
     """An engine of one worker that reads every tensor whole and keeps it."""
 
-    def load_weights(self, update: FileUpdate) -> list[dict]:
+    def load_weights(self, update: FileUpdate, only: None = None) -> list[dict]:
         found = Manifest.load(update.request("here")["manifest"])
         reader = ShardReader(found, MappedBlocks(found, 0, SharedFiles()))
         self.tensors = {name: reader.fetch(name, lazy).clone() for name, lazy in reader.tensors()}
@@ -36,9 +36,9 @@ class OneReader:
             for block in tensor.blocks:
                 self.sent[block.rank] += size(block.box)
         reads = [(name, index, part, total) for (name, index, part), total in reader.reads.items()]
-        return [{"server": "here", "worker": 0, "version": found.version, "bytes": reader.bytes, "reads": reads}]
+        return [{"server": "here", "worker": 0, "version": found.version, "bytes": reader.bytes, "checksum_seconds": 0.0, "reads": reads}]
 
-    def resume(self, version: int) -> None:
+    def resume(self, version: int, only: None = None) -> None:
         self.version = version
 
 

@@ -7,29 +7,8 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from megagrpo.bridge.export import save_hf
-from megagrpo.bridge.families import blocks
-from megagrpo.bridge.load import load_hf
-from megagrpo.config import ParallelSection
-from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.build import build_model
-from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.types import SamplingParams
-from megagrpo.weight_sync import WeightSync
-from tests.e2e.tiny_servers import PROMPTS, connect, launch, model_folder, naive_logprobs, tied_llamas, weights
-
-
-def push_from_megatron(parallel: dict, engine, folder: Path, out: Path, version: int) -> int:
-    """Load `folder` into Megatron shards, export them to `out`, and push them to `engine`; bytes the server read."""
-    layout = init_layout(ParallelSection(**parallel))
-    hf_config = load_hf_config(folder)
-    chunks = build_model(hf_config, layout, dtype=torch.float32)
-    load_hf(chunks, hf_config, folder, layout)
-    save_hf(chunks, hf_config, layout, out, folder)
-    with WeightSync(engine if layout.world_rank == 0 else None, layout, "float32") as sync:
-        report = sync.push(blocks(chunks, hf_config, layout), version)
-    layout.close()
-    return report.bytes_read
+from tests.e2e.tiny_servers import PROMPTS, connect, launch, model_folder, naive_logprobs, push_from_megatron, tied_llamas, weights
 
 
 @pytest.mark.parametrize(

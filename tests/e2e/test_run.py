@@ -19,6 +19,7 @@ METRICS = {
     *("completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio"),
     *("packing/micro_batch_imbalance", "packing/rank_imbalance"),
     *("time/step", "time/generate", "time/reward", "time/logprobs", "time/train", "time/sync"),
+    *(f"weight_sync/{what}" for what in ("publish_seconds", "load_seconds", "checksum_seconds", "gigabytes")),
 }
 
 

@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import torch
 from safetensors.torch import load_file
 from transformers import (
@@ -23,10 +24,20 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from megagrpo.bridge.export import save_hf
+from megagrpo.bridge.families import blocks
+from megagrpo.bridge.load import load_hf
+from megagrpo.config import ParallelSection
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.build import build_model
+from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.rollout.launcher import Launcher, ServerOptions
 from megagrpo.rollout.vllm_server import VllmEngine
-from megagrpo.types import Prompt
+from megagrpo.types import Prompt, SamplingParams
+from megagrpo.weight_sync import WeightSync
 
+# Where servers, those that are started again too, find halting.py.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 SIZES = dict(
     vocab_size=1000,  # vLLM pads it, so a part of the embedding arrives only when an update is finished
     hidden_size=128,
@@ -102,17 +113,31 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def launch(folder: Path, log_name: str, **options) -> Launcher:
-    """A server on `folder` that is starting."""
+    """A server on `folder` that is starting; its workers can be halted (`halt`)."""
+    if not options.get("lora_rank"):
+        options["extra_args"] = ("--worker-extension-cls", "halting.Halting")
     settings = ServerOptions(str(folder), "float32", 128, **{"max_num_seqs": 64, "kv_cache_gb": 1, "omp_threads": 1} | options)
     launcher = Launcher(settings, scratch() / log_name)
     launcher.start()
     return launcher
 
 
-def connect(launcher: Launcher, folder: Path) -> Running:
+def connect(launcher: Launcher, folder: Path, **options) -> Running:
     """The client of a server, once it answers."""
     launcher.wait()
-    return Running(folder, launcher, VllmEngine(launcher.urls, lambda ids: " ".join(map(str, ids)), max_num_seqs=64, logs=launcher.logs))
+    decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
+    return Running(folder, launcher, VllmEngine(launcher.urls, decode, max_num_seqs=64, logs=launcher.logs, **options))
+
+
+def halt(url: str, worker: int, moment: str, passes: int = 0) -> int:
+    """Have a worker stop at a moment of the next weight update, as `halting.Halting.halt`; its process id."""
+    body = {"method": "halt", "args": [worker, moment, passes]}
+    return int(httpx.post(f"{url}/collective_rpc", json=body, timeout=10).json()["results"][worker])
+
+
+def is_halted(pid: int) -> bool:
+    """Whether the process is stopped by a signal."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @functools.cache
@@ -121,6 +146,25 @@ def tied_llamas() -> tuple[Running, Running]:
     folders = model_folder("llama", 0), model_folder("llama", 1)
     launchers = [launch(folder, folder.name) for folder in folders]
     return tuple(connect(launcher, folder) for launcher, folder in zip(launchers, folders, strict=True))
+
+
+def push_from_megatron(parallel: dict, engine, folder: Path, out: Path, version: int) -> int:
+    """Load `folder` into Megatron shards, export them to `out`, and push them to `engine`; bytes the server read."""
+    layout = init_layout(ParallelSection(**parallel))
+    hf_config = load_hf_config(folder)
+    chunks = build_model(hf_config, layout, dtype=torch.float32)
+    load_hf(chunks, hf_config, folder, layout)
+    save_hf(chunks, hf_config, layout, out, folder)
+    with WeightSync(engine if layout.world_rank == 0 else None, layout, "float32") as sync:
+        report = sync.push(blocks(chunks, hf_config, layout), version)
+    layout.close()
+    return report.bytes_read
+
+
+def greedy(engine: VllmEngine, max_tokens: int = 24) -> list[tuple]:
+    """Tokens and log-probs of its greedy responses to PROMPTS."""
+    groups = engine.generate(PROMPTS, 1, SamplingParams(0.0, max_tokens), seed=0)
+    return [(group[0].response_ids, group[0].rollout_logprobs) for group in groups]
 
 
 @functools.cache

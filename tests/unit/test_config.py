@@ -175,6 +175,13 @@ def test_help_prints_every_key_with_its_type_default_and_docstring():
     assert "  data.eval.source" in text and "  evaluation.num_generations" in text
 
 
+def test_experts_cannot_be_shared_out_over_one_worker(tmp_path):
+    path = write(tmp_path, SMALLEST)
+    _, found = problems(path, "rollout.enable_expert_parallel=true")
+    assert found == "rollout.enable_expert_parallel: rollout.tp 1 is one worker, which has all experts; set it to false or raise tp"
+    assert load_config(path, ["rollout.enable_expert_parallel=true", "rollout.tp=2"]).rollout.enable_expert_parallel
+
+
 MULTI_TURN = {
     "multi_turn.max_turns=3": "multi_turn.max_turns: nobody answers the policy; name a scheduler, tools or an environment",
     "multi_turn={tools: [calculator], scheduler_args: {attempts: 3}}": "multi_turn.scheduler_args: there is no scheduler to pass them to",

@@ -42,6 +42,7 @@ STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/
     completions/mean_terminated_length rewards/exact_number/mean rewards/exact_number/std rewards/exact_number/timeouts
     rewards/exact_number/exceptions rewards/exact_number/unscorable rewards/exact_number/seconds
     time/generate time/reward time/logprobs time/train time/sync time/step
+    weight_sync/publish_seconds weight_sync/load_seconds weight_sync/checksum_seconds weight_sync/gigabytes
     dynamic_sample/rounds dynamic_sample/groups_drawn dynamic_sample/groups_kept dynamic_sample/reward_drawn
     curriculum/resting curriculum/pass_rate
     multi_turn/mean_turns multi_turn/failures tools/call_frequency tools/failure_frequency

@@ -185,7 +185,9 @@ def test_what_does_not_fit_the_experts_is_told_with_what_does(folder):
         "algorithm.router_aux_loss_coef: 0.01, but llama has no experts; set it to 0"
     ]
     (narrow,) = problems(MIXED | {"moe_intermediate_size": 193}, 1, "rollout.tp=3")
-    assert narrow.startswith("rollout.tp: vLLM cannot split 9 heads, 3 KV heads and intermediate_size=193 over tp=3; valid tp: 1")
+    assert narrow.startswith(
+        "rollout.tp: vLLM cannot split 9 heads, 3 KV heads, vocabulary 49152 and intermediate_size=193 over tp=3; valid tp: 1"
+    )
 
 
 def test_the_plan_says_where_the_experts_are():
@@ -246,7 +248,7 @@ def test_logits_cost_a_chunk_and_exact_kl_the_hidden_states_of_the_reference(fol
         (
             1,
             ["rollout.tp=2"],
-            ["rollout.tp: vLLM cannot split 9 heads, 3 KV heads and intermediate_size=1536 over tp=2; valid tp: 1, 3"],
+            ["rollout.tp: vLLM cannot split 9 heads, 3 KV heads, vocabulary 49152 and intermediate_size=1536 over tp=2; valid tp: 1, 3"],
         ),
         (
             4,
@@ -330,8 +332,13 @@ def test_unknown_tools_and_schedulers_are_reported_with_the_key(folder):
 
 
 def test_vllm_copies_kv_heads_when_there_are_fewer_than_devices():
-    model = parse_hf_config(LLAMA | {"intermediate_size": 1152})
+    model = parse_hf_config(LLAMA | {"intermediate_size": 1152, "vocab_size": 36864})
     assert [tp for tp in range(1, 10) if vllm_can_split(model, tp)] == [1, 3, 9]
+
+
+def test_vllm_cuts_a_vocabulary_that_it_has_padded_to_64():
+    model = parse_hf_config(LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 768, "vocab_size": 65})
+    assert [tp for tp in range(1, 13) if vllm_can_split(model, tp)] == [1, 2, 4]  # 128 rows, which 3, 6 and 12 do not divide
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():

@@ -143,6 +143,11 @@ def test_a_deterministic_server_on_a_gpu_computes_requests_apart_from_each_other
     assert "VLLM_BATCH_INVARIANT" not in Launcher(asked, tmp_path)._environment(0)  # vLLM for CPU has no such kernels
 
 
+def test_experts_are_shared_out_whole_when_that_is_asked_for(tmp_path):
+    commands = [Launcher(ServerOptions(str(tmp_path), "float32", 64, tp=2, expert_parallel=e), tmp_path)._command(1) for e in (False, True)]
+    assert ["--enable-expert-parallel" in command for command in commands] == [False, True]
+
+
 def test_a_server_does_not_inherit_the_ranks_of_its_launcher(options, tmp_path, monkeypatch):
     for key in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(key, "3")

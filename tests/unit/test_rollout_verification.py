@@ -79,7 +79,7 @@ def whole_block(name, shape):
 class ReadingEngine:
     """Reads the manifest as a worker would and reports it; keeps what it read."""
 
-    def load_weights(self, update):
+    def load_weights(self, update, only=None):
         loaded = Manifest.load(update.request("s")["manifest"])
         self.seen, reads = {}, []
         for name, tensor in loaded.tensors.items():
@@ -87,9 +87,9 @@ class ReadingEngine:
                 data = Path(block.file).read_bytes()[block.offset :]
                 self.seen[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)[: whole(tensor.shape)[1][0]]
                 reads.append([name, index, block.box, block.checksum])
-        return [{"server": "s", "worker": 0, "version": loaded.version, "bytes": 1, "reads": reads}]
+        return [{"server": "s", "worker": 0, "version": loaded.version, "bytes": 1, "checksum_seconds": 0.0, "reads": reads}]
 
-    def resume(self, version):
+    def resume(self, version, only=None):
         self.version = version
 
 

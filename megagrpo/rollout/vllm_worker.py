@@ -1,4 +1,4 @@
-"""What a vLLM worker says about the adapter that it was given: mixed into vLLM's worker class by `--worker-extension-cls`."""
+"""What the trainer asks of every vLLM worker over `/collective_rpc`: mixed into vLLM's worker class by `--worker-extension-cls`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,25 @@ from torch import Tensor
 from megagrpo.rollout.copies import checksum
 
 
-class AdapterReports:
-    """One method, which the trainer calls on every worker over `/collective_rpc`."""
+class WorkerVerbs:
+    """None of them raises, see `vllm_plugin.ShardEngine`."""
+
+    def end_weight_update(self) -> None:
+        """Leave a weight update that a trainer has begun and not finished, if there is one."""
+        if self.weight_transfer_engine.open:
+            self.finish_weight_update()
+
+    def weight_update_error(self) -> str:
+        """What went wrong here in the last weight update, for a trainer that has got no report; "" when nothing did."""
+        return self.weight_transfer_engine.error
 
     def adapter_checksums(self) -> dict[str, list[str]]:
         """Of the adapter that came last: projection, as in layers.0.self_attn.q_proj -> checksums of A and of B times the scale, whole, in
         the dtype that vLLM computes adapters in. As text: JSON's other readers have no 64-bit integers."""
         manager = self.model_runner.lora_manager._adapter_manager
         found = manager.list_adapters()
+        if not found:
+            return {}
         told: dict[str, list[str]] = {}
         for name, weights in found[max(found)].loras.items():
             packed = isinstance(weights.lora_a, list)

@@ -1,0 +1,107 @@
+"""Starts vLLM servers again that have died, and lets nobody ask them before they hold the current weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from megagrpo.rollout.launcher import Launcher, Server, healthy
+from megagrpo.rollout.vllm_updates import Updates
+
+LOOK_SECONDS = 0.3
+SILENT_SECONDS = 30.0  # a process that is there and says nothing for so long is ended
+
+
+class Keeper:
+    """A thread beside the trainer's rank 0. A context manager; leave it before the launcher is stopped.
+
+    A server that ends is started again at the same address, up to `max_restarts` times each, and `refill(address)` gives it the current
+    weights; until then it counts as dead in `engine`. Where `refill` says False, it has to wait for the next sync. When no more is to come,
+    `engine` gives up waiting. `say` gets a line for each turn.
+    """
+
+    def __init__(
+        self, launcher: Launcher, engine: Updates, refill: Callable[[str], bool], max_restarts: int, say: Callable[[str], None] = print
+    ):
+        self.launcher, self.engine, self.refill, self.max_restarts, self.say = launcher, engine, refill, max_restarts, say
+        self.restarts: Counter[str] = Counter()
+        self._silent_since: dict[str, float] = {}
+        self._starting: set[str] = set()
+        self._given_up: set[str] = set()
+        self._end, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+
+    def __enter__(self) -> Keeper:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        """No server is started from here on. One that is being filled is left to that: whoever stops it ends the wait."""
+        with self._lock:
+            self._end.set()
+        self._thread.join(timeout=LOOK_SECONDS + 1)
+
+    def _run(self) -> None:
+        while not self._end.wait(LOOK_SECONDS):
+            for place, server in enumerate(self.launcher.servers):
+                if server.url not in self._given_up:
+                    self._look(place, server)
+
+    def _look(self, place: int, server: Server) -> None:
+        url = server.url
+        if not server.alive:
+            self.engine.dead.add(url)
+            self.engine.waiting.discard(url)
+            self._start_again(place, server)
+        elif url in self.engine.dead and url not in self.engine.waiting:
+            if healthy(url):
+                self._fill(server)
+            else:
+                limit = self.launcher.startup_timeout if url in self._starting else SILENT_SECONDS
+                if time.monotonic() - self._silent_since.setdefault(url, time.monotonic()) > limit:
+                    self.say(f"warning: vLLM server {url} has said nothing for {limit:g} s; ending it")
+                    server.end()
+        else:
+            self._silent_since.pop(url, None)
+
+    def _start_again(self, place: int, server: Server) -> None:
+        url, code = server.url, server.supervisor.returncode
+        self._silent_since.pop(url, None)
+        if self.restarts[url] >= self.max_restarts:
+            self._given_up.add(url)
+            if len(self._given_up) == len(self.launcher.servers):
+                self.engine.patience = 0.0
+            self.say(
+                f"warning: vLLM server {url} ended with exit code {code} and stays so after {self.restarts[url]} restarts "
+                f"(rollout.max_restarts); its log: {server.log}"
+            )
+            return
+        with self._lock:
+            if self._end.is_set():
+                return
+            self.restarts[url] += 1
+            self._starting.add(url)
+            self.say(
+                f"warning: vLLM server {url} ended with exit code {code}; starting it again, "
+                f"{self.restarts[url]} of {self.max_restarts} times (rollout.max_restarts); its log: {server.log}"
+            )
+            self.launcher.start_again(place)
+
+    def _fill(self, server: Server) -> None:
+        try:
+            filled = self.refill(server.url)
+        except Exception as error:
+            if not self._end.is_set():
+                self.say(f"warning: vLLM server {server.url} did not take the current weights, ending it: {error}")
+                server.end()
+            return
+        self._starting.discard(server.url)
+        self._silent_since.pop(server.url, None)
+        if not filled:
+            self.engine.waiting.add(server.url)
+            self.say(f"vLLM server {server.url} is back and waits for the next weight sync")
+            return
+        self.engine.dead.discard(server.url)
+        self.say(f"vLLM server {server.url} is back, with weight version {self.engine.weight_version}")

@@ -1,0 +1,127 @@
+"""The keeper around ordinary processes that answer a health check: how often it starts them again, and what makes it give one up."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+import megagrpo.rollout.keeper as keeper_module
+from megagrpo.rollout.engine import EngineDeadError
+from megagrpo.rollout.keeper import Keeper
+from megagrpo.rollout.launcher import Launcher, ServerOptions
+from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.types import Prompt, SamplingParams
+
+WELL = """
+import http.server, sys
+class Well(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b'{"world_size": 2}'
+        self.send_response(200)
+        self.send_header("content-type", "application/json"); self.send_header("content-length", str(len(body))); self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Well).serve_forever()
+"""
+
+
+class Stand(Launcher):
+    """Servers that are well and nothing else; with a file `broken` in the log folder they end at once."""
+
+    def _command(self, port):
+        code = f"import os, sys; os.path.exists({str(self.log_dir / 'broken')!r}) and sys.exit(3)\n{WELL}"
+        return [sys.executable, "-I", "-S", "-c", code, str(port)]
+
+
+def wait_until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def stand(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper_module, "LOOK_SECONDS", 0.05)
+    (tmp_path / "config.json").write_text("{}")
+    with Stand(ServerOptions(str(tmp_path), "float32", 64), tmp_path) as launcher:
+        launcher.start()
+        launcher.wait()
+        yield launcher
+
+
+def kill(server):
+    os.killpg(server.supervisor.pid, signal.SIGKILL)
+    server.supervisor.wait()
+
+
+def test_a_server_is_started_again_at_its_address_filled_and_then_alive(stand):
+    engine, filled, said = VllmEngine(stand.urls, str, patience=5.0), [], []
+
+    def refill(url):
+        assert url in engine.dead
+        filled.append(url)
+        return True
+
+    with Keeper(stand, engine, refill, 2, said.append):
+        for time_ in (1, 2):
+            kill(stand.servers[0])
+            wait_until(lambda: len(said) == 2 * time_)  # noqa: B023
+            assert filled == stand.urls * time_ and engine.dead == set()
+    assert "ended with exit code -9; starting it again, 1 of 2 times (rollout.max_restarts); its log: " in said[0]
+    assert said[1].endswith("is back, with weight version 0")
+
+
+def test_a_server_that_ends_again_and_again_is_given_up_and_the_engine_waits_no_longer(stand, tmp_path):
+    engine, said = VllmEngine(stand.urls, str, patience=60.0), []
+    (tmp_path / "broken").touch()
+    with Keeper(stand, engine, lambda url: True, 2, said.append):
+        kill(stand.servers[0])
+        with pytest.raises(EngineDeadError, match="no vLLM server answers any more"):
+            engine.generate([Prompt(0, (5, 6), "")], 1, SamplingParams(0.0, 4), seed=0)
+    assert len(said) == 3 and "exit code 3 and stays so after 2 restarts (rollout.max_restarts)" in said[2]
+
+
+def test_a_server_that_does_not_take_the_weights_is_ended(stand):
+    engine, said = VllmEngine(stand.urls, str, patience=5.0), []
+
+    def refill(url):
+        raise WeightSyncError("phase update: worker 0: no")
+
+    with Keeper(stand, engine, refill, 1, said.append):
+        kill(stand.servers[0])
+        wait_until(lambda: len(said) == 3)
+    assert "did not take the current weights, ending it: phase update: worker 0: no" in said[1] and "after 1 restarts" in said[2]
+    assert engine.dead == set(stand.urls)
+
+
+def test_a_server_that_cannot_be_filled_now_stays_out_until_the_next_sync(stand):
+    engine, said = VllmEngine(stand.urls, str, patience=5.0), []
+    with Keeper(stand, engine, lambda url: False, 1, said.append):
+        kill(stand.servers[0])
+        wait_until(lambda: len(said) == 2)
+        assert said[1].endswith("is back and waits for the next weight sync") and engine.dead == engine.waiting == set(stand.urls)
+        assert engine.workers() == {stand.urls[0]: 2}  # it takes part
+    assert engine.dead == engine.waiting == set()
+
+
+def test_a_server_that_is_there_and_says_nothing_is_ended_and_started_again(stand, monkeypatch):
+    monkeypatch.setattr(keeper_module, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(keeper_module, "healthy", lambda url: len(said) > 1)
+    engine, said = VllmEngine(stand.urls, str, patience=5.0), []
+    engine.dead.add(stand.urls[0])  # a request had found no answer
+    with Keeper(stand, engine, lambda url: True, 1, said.append):
+        wait_until(lambda: len(said) == 3)
+    assert "has said nothing for 0.2 s; ending it" in said[0] and "starting it again" in said[1] and "is back" in said[2]
+
+
+def test_nothing_is_started_once_the_keeper_is_left(stand):
+    engine = VllmEngine(stand.urls, str, patience=5.0)
+    with Keeper(stand, engine, lambda url: True, 3, lambda line: None) as keeper:
+        pass
+    kill(stand.servers[0])
+    time.sleep(0.3)
+    assert not stand.servers[0].alive and not keeper.restarts
