@@ -57,7 +57,7 @@ def hang_in_the_middle(sync, chunks, hf_config, layout, hang, version) -> tuple[
     """Push, and have rank 1 stop these processes before its second round; what every rank is told, and after how long."""
     send, sent = Exchange.send, []
     if sync.engine is not None:
-        sync.engine.timeout = 6.0
+        sync.engine.timeout = sync.engine.sync_timeout = 6.0  # of every request
 
     def disturbed(self, parcels):
         sent.append(1)
