@@ -50,6 +50,17 @@ def test_the_rows_of_a_small_run(folder):
     assert told["seconds"].startswith("0.00") and told["seconds"].endswith("is the busiest")
 
 
+def test_experts_that_workers_share_out_are_planned_whole(folder):
+    experts = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=64)
+    (folder / "config.json").write_text(json.dumps(LLAMA | experts | dict(num_key_value_heads=9, num_attention_heads=18, vocab_size=1024)))
+    for shared_out in ("false", "true"):
+        told = run_ranks(rows_in_a_rank, 1, folder, "rollout.tp=2", f"rollout.enable_expert_parallel={shared_out}", 1)[0]
+        assert told["sync"].endswith("tp 2 x ep 2" if shared_out == "true" else "tp 2")
+        slices = int(told["messages"].rpartition("from ")[2].split()[0].replace(",", ""))
+        experts_sent = 30 * 8 * 3 * (1 if shared_out == "true" else 2)
+        assert experts_sent < slices < experts_sent + 30 * 20
+
+
 def rows_in_a_rank(folder, *arguments):
     *overrides, world_size = arguments
     return rows(f"model.path={folder}", *overrides, world_size=world_size)
@@ -66,7 +77,7 @@ def test_the_command_prints_the_rows_and_refuses_what_vllm_cannot_cut(folder, ca
     assert "\nsync      1 rank(s) -> 1 server(s) of 1 worker(s), tp 1\n" in out and "at 25 GB/s a link" in out
     (folder / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 1000}))
     assert run_ranks(run_main, 1, *command, "rollout.tp=3")[0] == 2
-    assert "rollout.tp: model.embed_tokens.weight has 1024 rows with vLLM's padding, which tp=3 does not divide" in capfd.readouterr().err
+    assert "rollout.tp: vLLM cannot split 9 heads" in capfd.readouterr().err
 
 
 def test_the_speed_of_links_needs_a_plan_that_reads_it(capsys):
