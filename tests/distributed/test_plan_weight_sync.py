@@ -14,6 +14,7 @@ from megagrpo.config import ParallelSection, load_config
 from megagrpo.plan.shapes import model_shape, num_parameters
 from megagrpo.plan.weight_sync import plan_sync, rows_of
 from megagrpo.policy.hf_config import parse_hf_config
+from megagrpo.rollout import cuts
 from megagrpo.rollout.cuts import EngineLayout
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -78,6 +79,16 @@ def test_the_command_prints_the_rows_and_refuses_what_vllm_cannot_cut(folder, ca
     (folder / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 1000}))
     assert run_ranks(run_main, 1, *command, "rollout.tp=3")[0] == 2
     assert "rollout.tp: vLLM cannot split 9 heads" in capfd.readouterr().err
+
+
+def run_main_without_rules(*arguments):
+    cuts.BY_ROWS.clear()
+    return main(list(arguments))
+
+
+def test_a_tensor_that_nobody_knows_how_vllm_cuts_is_named(folder, capfd):
+    assert run_ranks(run_main_without_rules, 1, "plan", str(QUICKSTART), f"model.path={folder}", "--weight-sync")[0] == 2
+    assert "self_attn.q_proj.weight: how vLLM cuts tensors of this kind is not known here" in capfd.readouterr().err
 
 
 def test_the_speed_of_links_needs_a_plan_that_reads_it(capsys):
