@@ -43,14 +43,27 @@ def _centred_rms_norm(self: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float, softcap: float | None = None, **_: object
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """softmax(scaling q k^T + mask) v, scores x with a softcap made softcap tanh(x / softcap): query [1, h, L, d], key and value
-    [1, g, L, d] -> [1, L, h, d], as transformers calls it. The mask says what a token sees, windows included."""
+    [1, g, L, d] -> [1, L, h, d], as transformers calls it. The mask says what a token sees, windows included. `s_aux` [h] are scores of
+    sinks, which take their share of the weights and give nothing."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     scores = scaling * query @ key.transpose(2, 3)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    return ((scores + mask).softmax(-1) @ value).transpose(1, 2), None
+    scores = scores + mask
+    if s_aux is not None:
+        scores = torch.cat((scores, s_aux.view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)), dim=-1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2), None
 
 
 def log_softmax(model: nn.Module, token_ids: Tensor, rollout: RolloutSection) -> Tensor:
