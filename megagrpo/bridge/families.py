@@ -24,8 +24,8 @@ PEFT = "base_model.model."
 ADAPTED = {p: ATTENTION for p in ("q_proj", "k_proj", "v_proj", "o_proj")} | {p: MLP for p in ("gate_proj", "up_proj", "down_proj")}
 
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# Each expert a module of its own, or Transformer Engine's grouped linear with one weight per expert.
-_EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)")
+# Each expert a module of its own, or Transformer Engine's grouped linear with one weight and bias per expert.
+_EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)")
 _ADAPTER = re.compile(r".+\.adapter\.(\w+)\.(lora_[AB])")
 
 

@@ -26,6 +26,7 @@ class Experts:
     groups: int = 1
     groups_per_token: int = 1
     shared_size: int = 0  # width of an MLP beside the experts that every token goes through
+    clamp: float | None = None  # an expert computes (up + 1) gate sigmoid(1.702 gate), both clamped to this; None: silu(gate) up
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class HfConfig:
     partial_rotary_factor: float = 1.0  # share of each head's dimensions, the first ones, that positions turn
     rotary_interleaved: bool = False  # positions turn neighbouring dimensions against each other, not the two halves
     qkv_bias: bool = False
+    linear_bias: bool = False  # of every other linear of a block, experts and routers included
+    sinks: bool = False  # each head has a learned logit that takes a share of the attention and gives nothing
     qk_norm: bool = False  # each head's queries and keys are normalised before they are rotated
     experts: Experts | None = None
     windows: tuple[int | None, ...] = ()  # of each block: the tokens that one sees, itself included, or None for all; () when all do

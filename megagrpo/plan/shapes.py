@@ -49,7 +49,7 @@ def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     norms = (4 if model.post_norms else 2) * model.hidden_size
     if model.has_experts(layer):
         shared = 3 * model.hidden_size * model.experts.shared_size
-        return (attention + shared) // tp + whole + norms + model.experts.count * model.hidden_size
+        return (attention + shared) // tp + whole + norms + model.experts.count * (model.hidden_size + model.linear_bias)
     mlp = 3 * model.hidden_size * model.intermediate_size
     return (attention + mlp) // tp + whole + norms
 
@@ -60,7 +60,8 @@ def attention_parameters(model: HfConfig) -> tuple[int, int]:
     if mla is None:
         projections = model.hidden_size * model.head_dim * (2 * heads + 2 * model.num_kv_heads)
         biases = model.head_dim * (heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
-        return projections + biases, 2 * model.head_dim if model.qk_norm else 0
+        whole = (2 * model.head_dim if model.qk_norm else 0) + (model.hidden_size if model.linear_bias else 0)
+        return projections + biases + (heads if model.sinks else 0), whole
     of_keys_and_values = mla.kv_rank * (mla.nope_dim + mla.value_dim)
     of_queries = model.head_dim * (mla.query_rank or model.hidden_size)
     to_latents = model.hidden_size * ((mla.query_rank or 0) + mla.kv_rank + mla.rope_dim)
@@ -71,7 +72,8 @@ def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
     """Parameters of experts on one rank of each pipeline stage."""
     if model.experts is None:
         return [0] * parallel.pp
-    one = 3 * model.hidden_size * model.experts.intermediate_size // parallel.expert_tp
+    width = model.experts.intermediate_size // parallel.expert_tp
+    one = 3 * model.hidden_size * width + (2 * width + model.hidden_size if model.linear_bias else 0)
     return [one * model.experts.count // parallel.ep * sum(map(model.has_experts, layers)) for layers in layers_of_ranks(model, parallel)]
 
 

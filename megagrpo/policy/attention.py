@@ -15,7 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megagrpo.policy.causal import causal_attention
@@ -129,7 +129,8 @@ class TorchAttention(MegatronModule):
     """Causal self-attention as a megatron-core `core_attention` module: packed (thd) or plain (sbhd), no dropout.
 
     It rotates queries and keys by `rotary`, which whoever builds the model sets, as `softcap`; Megatron's own rotation, much slower on
-    packs, is off. The window is that of Megatron's configuration.
+    packs, is off. The window is that of Megatron's configuration. `softmax_offset` are the sinks of this rank's heads, None without; name
+    and checkpoint key are those of Megatron's own attention.
     """
 
     rotary: Rotary | None = None
@@ -148,12 +149,23 @@ class TorchAttention(MegatronModule):
         **sizes: int,
     ):
         super().__init__(config=config)
-        assert attn_mask_type == AttnMaskType.causal and config.softmax_type == "vanilla"
+        assert attn_mask_type == AttnMaskType.causal and config.softmax_type in ("vanilla", "learnable")
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "no tensor-parallel dropout generator"
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None  # Megatron's does not count the token itself
         self.cp_group = pg_collection.cp if pg_collection is not None and pg_collection.cp.size() > 1 else None
+        self.tp_group = pg_collection.tp if pg_collection is not None else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device()))
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """The sinks, cut over tensor-parallel ranks."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
+        return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
     def forward(
         self,
@@ -168,22 +180,23 @@ class TorchAttention(MegatronModule):
         """Packed: query [T, h, d], key [T, g, d], value [T, g, v] -> [T, h * v]. Plain: [L, S, h, d] -> [L, S, h * v]; `attention_mask` is
         ignored, the mask is causal. T is T/cp when the ranks of a context-parallel group share the pack."""
         assert attention_bias is None
+        masking = self.window, self.softcap, self.softmax_offset
         if packed_seq_params is None:
             if self.rotary is not None:
                 cos, sin = self.rotary.at(torch.arange(len(query), device=query.device)[:, None, None], query.dtype)
                 query, key = self.rotary.turned(query, key, cos, sin)
             q, k, v = (t.transpose(0, 1) for t in (query, key, value))
-            return causal_attention(q, k, v, self.scale, self.window, self.softcap).transpose(0, 1)
+            return causal_attention(q, k, v, self.scale, *masking).transpose(0, 1)
         if self.cp_group is not None:
             query, key = self._rotated(query, key, packed_seq_params)
-            return context_attention(query, key, value, packed_seq_params, self.cp_group, self.scale, self.window, self.softcap)
+            return context_attention(query, key, value, packed_seq_params, self.cp_group, self.scale, *masking)
         batches = _batches_of(packed_seq_params)
         assert batches.back.numel() == query.shape[0], f"cu_seqlens end at {batches.back.numel()}, the pack has {query.shape[0]} tokens"
         query, key = self._rotated(query, key, packed_seq_params)
         outputs = []
         for rows in batches.rows:
             q, k, v = (t.index_select(0, rows.flatten()).view(*rows.shape, *t.shape[1:]) for t in (query, key, value))
-            outputs.append(causal_attention(q, k, v, self.scale, self.window, self.softcap).flatten(0, 1))
+            outputs.append(causal_attention(q, k, v, self.scale, *masking).flatten(0, 1))
         return torch.cat(outputs).index_select(0, batches.back)
 
     def _rotated(self, query: Tensor, key: Tensor, packed: PackedSeqParams) -> tuple[Tensor, Tensor]:

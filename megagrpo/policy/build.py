@@ -18,18 +18,18 @@ from megagrpo.families.family import FULL, rope
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.attention import Rotary, TorchAttention
-from megagrpo.policy.balance import BalancedRouter
-from megagrpo.policy.expert_groups import BestGroups
+from megagrpo.policy.experts import prepare_experts
 from megagrpo.policy.hf_config import HfConfig, model_problems, stage_layers
 from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_engine_spec
 
+from megatron.core.fusions.fused_bias_geglu import quick_gelu  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding  # isort: skip
-from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip
 from megatron.core.tensor_parallel import ColumnParallelLinear  # isort: skip
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # isort: skip
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # isort: skip
-from megatron.core.transformer.transformer_layer import MoETransformerLayer  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 
 RECOMPUTE = {
@@ -77,9 +77,9 @@ def build_model(
 
 def _own_attention(hf_config: HfConfig, layout: Layout) -> bool:
     """Whether attention is `TorchAttention`: where there is no Transformer Engine, and for what its attention cannot do, capped scores, and
-    a window when keys and values go round context-parallel ranks."""
-    windows_in_ring = layout.cp_size > 1 and any(hf_config.windows)
-    return not device.has_transformer_engine() or hf_config.score_cap is not None or windows_in_ring
+    windows and sinks when keys and values go round context-parallel ranks."""
+    beyond_a_ring = layout.cp_size > 1 and (any(hf_config.windows) or hf_config.sinks)
+    return not device.has_transformer_engine() or hf_config.score_cap is not None or beyond_a_ring
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def transformer_config(
     kind, latent = (MLATransformerConfig, _latent_config(hf_config)) if hf_config.mla else (TransformerConfig, {})
     # Its own default of cuda_graph_modules makes it warn on every construction.
     warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron")
-    return kind(
+    config = kind(
         num_layers=hf_config.num_layers * BLOCK,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_heads,
@@ -126,7 +126,6 @@ def transformer_config(
         layernorm_zero_centered_gamma=hf_config.centred_norms,
         layernorm_epsilon=hf_config.norm_eps,
         gated_linear_unit=True,
-        activation_func={"silu": F.silu, "gelu": F.gelu}[hf_config.activation],
         add_bias_linear=False,
         add_qkv_bias=hf_config.qkv_bias,
         qk_layernorm=hf_config.qk_norm,
@@ -144,6 +143,7 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp_size,
         cp_comm_type="p2p",  # of Transformer Engine: keys and values go round the ranks in a ring
+        softmax_type="learnable" if hf_config.sinks else "vanilla",
         sequence_parallel=sequence_parallel,
         # Micro-batches differ in length. Megatron insists on this dispatcher then, even without experts.
         variable_seq_lengths=True,
@@ -153,20 +153,23 @@ def transformer_config(
         # Unbatched and unoverlapped, two stages that exchange the lengths of their micro-batches wait for each other for ever.
         overlap_p2p_comm=layout.vpp > 1,
         calculate_per_token_loss=True,
-        use_te_activation_func=not fused,  # any activation module; without Transformer Engine it is specs.GatedActivation
         # Fused kernels exist on GPUs only. The fused rotation cannot apply an attention factor.
         apply_rope_fusion=fused and hf_config.rope_type not in ("yarn", "longrope") and not hf_config.mla,
         rotary_interleaved=hf_config.rotary_interleaved,
         bias_activation_fusion=fused,  # as which gelu is its tanh approximation
-        bias_dropout_fusion=fused,
+        bias_dropout_fusion=fused and not hf_config.linear_bias,  # its grouped experts refuse both
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
         **RECOMPUTE[recompute],
         **_windows_config(hf_config),
+        **_activation(hf_config, fused),
         **_experts_config(hf_config, layout),
         **latent,
     )
+    # Set late: with biases megatron-core 0.19 refuses experts cut by tensor parallelism, whose biases `prepare_experts` sees to.
+    config.add_bias_linear = hf_config.linear_bias
+    return config
 
 
 def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
@@ -182,6 +185,14 @@ def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
         rotary_scaling_factor=rotary.get("factor", 1.0),
         mscale_all_dim=rotary.get("mscale_all_dim", 0.0),
     )
+
+
+def _activation(hf_config: HfConfig, fused: bool) -> dict[str, Any]:
+    """The part of Megatron's configuration that says what an MLP does between its two products."""
+    if hf_config.experts is not None and hf_config.experts.clamp is not None:
+        return dict(activation_func=quick_gelu, activation_func_clamp_value=hf_config.experts.clamp, glu_linear_offset=1.0)
+    # Any activation module; without Transformer Engine it is specs.GatedActivation.
+    return dict(activation_func={"silu": F.silu, "gelu": F.gelu}[hf_config.activation], use_te_activation_func=not fused)
 
 
 def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
@@ -238,7 +249,8 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
         pg_collection=layout.process_groups,
         vp_stage=chunk if layout.vpp > 1 else None,
     )
-    _prepare_experts(model, hf_config)
+    prepare_experts(model, hf_config)
+    _mark_sinks(model)
     if model.pre_process and hf_config.embedding_scale != 1:
         model.embedding.__class__, model.embedding.scale = ScaledEmbedding, hf_config.embedding_scale
     if model.post_process:
@@ -247,18 +259,11 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
     return model if isinstance(next(model.parameters()), FakeTensor) else model.to(device.device())
 
 
-def _prepare_experts(model: HybridModel, hf_config: HfConfig) -> None:
-    """Routers that can balance and that keep the bias they choose by; and experts with gradient buffers and an optimizer of their own in
-    every layout, so that all write the same checkpoint. Megatron gives them that only where their groups differ from those of other
-    parameters."""
-    for layer in model.decoder.layers:
-        if isinstance(layer, MoETransformerLayer):
-            router, experts = layer.mlp.router, hf_config.experts
-            router.__class__, router.frozen_expert_bias = BalancedRouter, True
-            if experts.groups > 1:
-                router.router_replay = BestGroups(experts.groups, experts.groups_per_token, best=2 if experts.bias else 1)
-            for parameter in layer.mlp.experts.parameters():
-                parameter.allreduce = False
+def _mark_sinks(model: HybridModel) -> None:
+    """Tell the norm of gradients, and whoever cuts tensors, that each tensor-parallel rank has the sinks of its own heads."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(".softmax_offset"):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
 
 def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int | None) -> None:

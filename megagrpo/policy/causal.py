@@ -1,4 +1,4 @@
-"""Causal attention over batches of sequences in plain torch: grouped heads, windows, capped scores.
+"""Causal attention over batches of sequences in plain torch: grouped heads, windows, capped scores, sinks.
 
 Of the ways to compute it the cheapest one that can is taken: batched matrix products for short sequences, the flash kernel for long ones,
 and blocks of queries, each with the keys that it may see, where that kernel knows no mask of the kind.
@@ -15,23 +15,30 @@ from torch.utils.checkpoint import checkpoint
 
 # Up to this length batched matrix products beat the CPU's flash kernel (the scores [L, L] are then small enough to keep).
 MAX_GROUPED_LENGTH = 128
-# Queries of one block: its mask, and with a cap its scores, are as large as that times the keys that it sees.
+# Queries of one block: its mask, and with a cap or sinks its scores, are as large as that times the keys that it sees.
 BLOCK_QUERIES = 256
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None, softcap: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale q k^T + causal) v with grouped heads: query [S, L, h, d], key [S, L, g, d], value [S, L, g, v], g dividing h ->
     [S, L, h * v].
 
     With `window` a token sees itself and the window - 1 tokens before it. With `softcap` scores x become softcap tanh(x / softcap).
+    `sinks` [h] are scores of one more key, which all queries of a head see and whose value is 0 (GPT-OSS, arXiv 2508.10925).
     """
     length = query.shape[1]
     window = None if window is None or window >= length else window
     if length <= MAX_GROUPED_LENGTH:
-        return _grouped_products(query, key, value, _short_bias(length, window, query.dtype, query.device), scale, softcap)
-    if window is None and softcap is None:
+        return _grouped_products(query, key, value, _short_bias(length, window, query.dtype, query.device), scale, softcap, sinks)
+    if window is None and softcap is None and sinks is None:
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2).flatten(2)
@@ -40,15 +47,24 @@ def causal_attention(
         stop = min(start + BLOCK_QUERIES, length)
         first = 0 if window is None else max(0, start - window + 1)
         mask = causal_bias(torch.arange(start - first, stop - first, device=query.device), stop - first, window, query.dtype)
-        outputs.append(masked_attention(query[:, start:stop], key[:, first:stop], value[:, first:stop], mask[None], scale, softcap))
+        outputs.append(masked_attention(query[:, start:stop], key[:, first:stop], value[:, first:stop], mask[None], scale, softcap, sinks))
     return torch.cat(outputs, dim=1)
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """softmax(scale q k^T + mask) v: query [S, Lq, h, d], key [S, Lk, g, d], value [S, Lk, g, v], mask [S or 1, Lq, Lk] ->
-    [S, Lq, h * v]. A capped score is one of `causal_attention`; those are computed again in the backward pass, not kept."""
-    if softcap is not None:
-        return checkpoint(_grouped_products, query, key, value, mask, scale, softcap, use_reentrant=False, preserve_rng_state=False)
+    [S, Lq, h * v]. Cap and sinks are those of `causal_attention`; scores with either are computed again in the backward pass, not kept."""
+    if softcap is not None or sinks is not None:
+        inputs = query, key, value, mask, scale, softcap, sinks
+        return checkpoint(_grouped_products, *inputs, use_reentrant=False, preserve_rng_state=False)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(2)
@@ -68,7 +84,9 @@ def _short_bias(length: int, window: int | None, dtype: torch.dtype, device: tor
     return causal_bias(torch.arange(length, device=device), length, window, dtype)[None]
 
 
-def _grouped_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _grouped_products(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """All scores at once, the r = h / g query heads of a group side by side in one product with their key head: no copy of keys and
     values. `bias` [S or 1, Lq, Lk]."""
     s, queries, h, d = query.shape
@@ -83,5 +101,8 @@ def _grouped_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, s
         scores = torch.baddbmm(bias, q, k, alpha=scale)
     else:
         scores = torch.bmm(q, k).mul(scale / softcap).tanh().mul(softcap) + bias
-    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        column = sinks.to(q.dtype).view(g, r, 1).expand(s, g, r, queries).reshape(s * g, r * queries, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :keys]
     return (weights @ v).view(s, g, r, queries, -1).permute(0, 3, 1, 2, 4).reshape(s, queries, -1)

@@ -62,6 +62,7 @@ def context_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`causal_attention` of this rank's slice: query [T/cp, h, d], key [T/cp, g, d], value [T/cp, g, v] -> [T/cp, h * v].
     Collective."""
@@ -73,7 +74,7 @@ def context_attention(
         q = query.index_select(0, batch.queries.flatten()).view(*batch.queries.shape, *query.shape[1:])
         kv = gathered.index_select(0, batch.keys.flatten()).view(*batch.keys.shape, *gathered.shape[1:])
         k, v = kv.split([key.shape[-1], value.shape[-1]], dim=-1)
-        outputs.append(masked_attention(q, k, v, mask, scale, softcap).flatten(0, 1))
+        outputs.append(masked_attention(q, k, v, mask, scale, softcap, sinks).flatten(0, 1))
     return torch.cat(outputs).index_select(0, back)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,6 +21,9 @@ class Source(Protocol):
     def announce(self, name: str, view: Tensor, destination: Tensor) -> None:
         """A loader copies `view`, a meta tensor inside tensor `name`, to `destination`, which may be a meta tensor too."""
 
+    def arrive(self, destination: Tensor) -> None:
+        """A loader fills `destination` with something else in place of what is there."""
+
     def fetch(self, name: str, view: Tensor) -> Tensor:
         """The elements of the meta tensor `view`, in its shape."""
 
@@ -28,7 +32,8 @@ class Source(Protocol):
 
 
 class LazyTensor(Tensor):
-    """A Hugging Face tensor without data. Views move a meta tensor, `copy_` takes just that view, anything else fetches and computes."""
+    """A Hugging Face tensor without data. Views move a meta tensor, `copy_` takes just that view, anything else fetches and computes.
+    NotImplementedError for what would change the tensor: nobody would hear of it."""
 
     @staticmethod
     def __new__(cls, view: Tensor, name: str, source: Source) -> LazyTensor:
@@ -56,6 +61,12 @@ class LazyTensor(Tensor):
                 return first.copy_(lazy.view_)
             lazy.source.fill(lazy.name_, lazy.view_, first)
             return first
+        if isinstance(first, LazyTensor) and func._schema.is_mutable:
+            raise NotImplementedError(f"{first.name_}: a weight loader changes the tensor that it is given ({func})")
+        if isinstance(first, LazyTensor) and func is aten.clone.default:  # also what makes it contiguous
+            return LazyTensor(first.view_, first.name_, first.source)
+        if isinstance(first, LazyTensor) and func is aten.zeros_like.default:
+            return LazyTensor(first.view_, first.name_, _Zeros(first.source))
         if isinstance(first, LazyTensor) and (func.is_view or func is aten.detach.default):
             moved = func(first.view_, *args[1:], **kwargs)
             wrap = lambda view: LazyTensor(view, first.name_, first.source)  # noqa: E731
@@ -66,6 +77,22 @@ class LazyTensor(Tensor):
     def fetch(self) -> Tensor:
         """The elements themselves."""
         return self.source.fetch(self.name_, self.view_)
+
+
+@dataclass(frozen=True)
+class _Zeros:
+    """The source of a tensor that a loader fills with zeros: what goes to another worker in its place."""
+
+    source: Source
+
+    def announce(self, name: str, view: Tensor, destination: Tensor) -> None:
+        self.source.arrive(destination)
+
+    def fetch(self, name: str, view: Tensor) -> Tensor:
+        return torch.zeros(view.shape, dtype=view.dtype)
+
+    def fill(self, name: str, view: Tensor, destination: Tensor) -> None:
+        destination.zero_()
 
 
 def box_of(view: Tensor, shape: Sequence[int]) -> tuple[Box, list[int] | None]:

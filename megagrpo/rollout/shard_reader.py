@@ -97,8 +97,8 @@ class ShardReader:
     """Source of lazy tensors for one weight update.
 
     `wanted` collects the boxes that loaders announced, `fetched` how often each was fetched, `reads` the slices of them with their
-    checksums, `arrivals` how many elements each destination was given. With `blank` set, zeros are handed out instead: what ends an update
-    that cannot be completed. `note` hears of every fetch before it begins.
+    checksums, `arrivals` how many elements each destination was given, `copies` what it was given last. With `blank` set, zeros are handed
+    out instead: what ends an update that cannot be completed. `note` hears of every fetch before it begins.
     """
 
     def __init__(self, manifest: Manifest, source: BlockSource, note: Callable[[str], None] = lambda place: None):
@@ -110,6 +110,7 @@ class ShardReader:
         self.fetched: Counter[tuple[str, Box]] = Counter()
         self.reads: dict[tuple[str, int, Box], int] = {}  # (tensor, block index, part) -> checksum
         self.arrivals: dict[int, dict[tuple, int]] = {}  # storage -> {place in it: elements}
+        self.copies: dict[int, LazyTensor] = {}  # storage -> the last part of a tensor that was copied to it
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, lazy tensor) of every tensor in the manifest, in its order."""
@@ -121,12 +122,17 @@ class ShardReader:
         """Note that a loader copies `view` to `destination`; WeightSyncError when nobody published part of it."""
         if not view.numel():
             return
-        place = (destination.storage_offset(), destination.size(), destination.stride())
-        self.arrivals.setdefault(destination.untyped_storage()._cdata, {})[place] = destination.numel()
+        self.arrive(destination)
+        self.copies[destination.untyped_storage()._cdata] = LazyTensor(view, name, self)
         box, _ = self._box_of(name, view)
         if (name, box) not in self.wanted:
             self._parts(name, box)
             self.wanted.add((name, box))
+
+    def arrive(self, destination: Tensor) -> None:
+        """Note that a loader fills `destination`."""
+        place = (destination.storage_offset(), destination.size(), destination.stride())
+        self.arrivals.setdefault(destination.untyped_storage()._cdata, {})[place] = destination.numel()
 
     def fetch(self, name: str, view: Tensor) -> Tensor:
         """The elements of `view`, straight from the source when one part holds them all."""

@@ -29,6 +29,7 @@ from megagrpo.rollout.exchange import Deadline, let_go
 from megagrpo.rollout.receiver import Boxes, Receiver
 from megagrpo.rollout.shard_reader import Announced, BlockSource, MappedBlocks, ShardReader
 from megagrpo.rollout.shared_weights import Bookmark, Manifest, SharedFiles, WeightSyncError
+from megagrpo.rollout.vllm_loading import load_weights
 
 BACKEND = "megagrpo"
 logger = logging.getLogger(__name__)
@@ -125,9 +126,9 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # What vLLM computes from other parameters, as the products of latent attention, is gone during a reload and made anew after it.
         loadable = self.expected & {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         destinations = {name: _destination(self.model, name) for name in loadable}
-        loaded = self.model.load_weights(self.reader.tensors())
+        loaded = load_weights(self.model, self.reader)
         source.drain()
-        self._check_complete(set(loaded), destinations)
+        self._check_complete(loaded, destinations)
 
     def _open(self, info: UpdateInfo) -> tuple[Manifest, BlockSource]:
         if info.direct is not None:
@@ -146,7 +147,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Which boxes this worker's loaders fetch, and how often: they load zeros, and the reload starts over."""
         reader = ShardReader(manifest, Announced(manifest))
         reader.blank = True
-        self.model.load_weights(reader.tensors())
+        load_weights(self.model, reader)
         finalize_layerwise_reload(self.model, self.model_config)
         initialize_layerwise_reload(self.model)
         return reader.fetched

@@ -154,6 +154,9 @@ def whole(per_rank, tp: int, pack: int) -> torch.Tensor:
         ("deepseek_v2 lite", dict(tp=2), True),
         ("deepseek_v3", dict(tp=2, ep=2), True),
         ("deepseek_v3", dict(pp=2, vpp=2), False),
+        ("gpt_oss", dict(tp=2, ep=2), True),
+        pytest.param("gpt_oss", dict(tp=2, ep=2, etp=1), True, marks=pytest.mark.full),
+        ("gpt_oss", dict(pp=2, vpp=2, ep=2), False),
     ],
     ids=str,
 )

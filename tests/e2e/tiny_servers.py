@@ -19,6 +19,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     Qwen2Config,
     Qwen3MoeConfig,
@@ -61,6 +62,17 @@ V2 = LATENT | dict(q_lora_rank=None, topk_method="group_limited_greedy")
 V3 = LATENT | dict(q_lora_rank=48, scoring_func="sigmoid", topk_method="noaux_tc")
 GEMMA = dict(head_dim=32, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
 CAPS = dict(attn_logit_softcapping=5.0, final_logit_softcapping=4.0)
+GPT_OSS = dict(
+    tie_word_embeddings=False,
+    head_dim=32,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=8,
+    initializer_range=0.3,  # some activations are clamped
+    rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, truncate=False
+    ),
+)
 CONFIGS = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
@@ -69,6 +81,7 @@ CONFIGS = {
     "deepseek_v3": lambda **sizes: DeepseekV3Config(**sizes | V3),
     "gemma2": functools.partial(Gemma2Config, **GEMMA, **CAPS),
     "gemma3": functools.partial(Gemma3TextConfig, **GEMMA),
+    "gpt_oss": lambda **sizes: GptOssConfig(**sizes | GPT_OSS),
 }
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 997 + 3 for k in range(4 + i)), "") for i in range(5)]
 
@@ -100,7 +113,7 @@ def model_folder(kind: str, seed: int = 0) -> Path:
         for name, param in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name:
                 param.copy_(1 + 0.1 * torch.randn_like(param))
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 param.copy_(0.2 * torch.randn_like(param))
     model.save_pretrained(folder)
     return folder

@@ -13,15 +13,20 @@ from megagrpo.policy.causal import BLOCK_QUERIES, MAX_GROUPED_LENGTH, causal_att
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 
 
-def attention(window: int | None = None, softcap: float | None = None) -> TorchAttention:
+def attention(window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None) -> TorchAttention:
     size = None if window is None else (window - 1, 0)
     sizes = dict(kv_channels=16, window_size=size, window_attn_skip_freq=[0, 1])
-    made = TorchAttention(SimpleNamespace(**sizes, softmax_type="vanilla", attention_dropout=0.0), 2, AttnMaskType.causal, "self")
+    if sinks is not None:
+        sizes |= dict(num_attention_heads=2 * len(sinks), tensor_model_parallel_size=2, params_dtype=torch.float32)
+    kind = "vanilla" if sinks is None else "learnable"
+    made = TorchAttention(SimpleNamespace(**sizes, softmax_type=kind, attention_dropout=0.0), 2, AttnMaskType.causal, "self")
     made.softcap = softcap
+    if sinks is not None:
+        made.softmax_offset.data.copy_(sinks)
     return made
 
 
-def naive(query, key, value, borders, scale, window=None, softcap=None):
+def naive(query, key, value, borders, scale, window=None, softcap=None, sinks=None):
     """The formula, one sequence and one head at a time."""
     out = torch.zeros(query.shape[0], query.shape[1], value.shape[2])
     share = query.shape[1] // key.shape[1]
@@ -32,7 +37,9 @@ def naive(query, key, value, borders, scale, window=None, softcap=None):
             scores = scores.masked_fill(torch.ones(b - a, b - a).triu(1).bool(), float("-inf"))
             if window is not None:
                 scores = scores.masked_fill(torch.ones(b - a, b - a).tril(-window).bool(), float("-inf"))
-            out[a:b, head] = scores.softmax(-1) @ value[a:b, head // share]
+            weights = scores.exp()
+            total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks[head].exp())
+            out[a:b, head] = weights / total @ value[a:b, head // share]
     return out.flatten(1)
 
 
@@ -67,6 +74,23 @@ def test_windows_and_caps_give_values_and_gradients_of_the_formula(lengths, wind
     grads, expected = (torch.autograd.grad((out * weight).sum(), leaves) for out in (packed, alone))
     for grad, reference in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad, reference, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [[5, 40, 1, 39, 8], [2 * BLOCK_QUERIES + 44, 9]], ids=str)
+@pytest.mark.parametrize("window", [None, 8])
+def test_sinks_take_their_share_and_get_their_gradient(lengths, window):
+    torch.manual_seed(0)
+    borders, sinks = torch.tensor([0, *lengths]).cumsum(0).int(), torch.randn(4, requires_grad=True)
+    leaves = [torch.randn(sum(lengths), heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    weight = torch.randn(sum(lengths), 64)
+    made = attention(window, sinks=sinks)
+    packed = made(*leaves, packed_seq_params=pack_params(borders))
+    alone = naive(*leaves, borders.tolist(), 0.25, window, sinks=sinks)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+    grads = torch.autograd.grad((packed * weight).sum(), (*leaves, made.softmax_offset))
+    expected = torch.autograd.grad((alone * weight).sum(), (*leaves, sinks))
+    for grad, reference in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, reference, atol=1e-4, rtol=1e-4)
 
 
 def test_a_layer_that_megatron_leaves_out_has_no_window():

@@ -16,6 +16,8 @@ LATENT = dict(num_key_value_heads=4, q_lora_rank=6, kv_lora_rank=5, qk_nope_head
 LATENT |= dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=5, n_shared_experts=1, first_k_dense_replace=2)
 LATENT |= dict(n_group=1, topk_group=1)
 
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=32.0, original_max_position_embeddings=4096)
+
 
 @dataclass(frozen=True)
 class SecondOfTwo:
@@ -84,6 +86,7 @@ def test_a_parameter_without_a_rule_is_named():
         {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
         LATENT | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
         LATENT | {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 2, "rope_parameters": YARN},
     ],
     ids=lambda raw: raw["model_type"],
 )

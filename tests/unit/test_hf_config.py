@@ -44,6 +44,8 @@ DEEPSEEK_V3 = {
     "first_k_dense_replace": 3,
 }
 DEEPSEEK_V2 = DEEPSEEK_V3 | {"model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "group_limited_greedy"}
+GPT_OSS = {"model_type": "gpt_oss", "tie_word_embeddings": False, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
+GPT_OSS |= {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -141,6 +143,14 @@ def test_an_unknown_architecture_names_the_supported_ones():
         (DEEPSEEK_V2 | {"topk_method": "noaux_tc"}, "topk_method"),
         (DEEPSEEK_V2 | {"topk_method": "greedy"}, "n_group=4"),
         (DEEPSEEK_V2 | {"scoring_func": "sigmoid"}, "scoring_func"),
+        (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "Mxfp4Config(dequantize=True)"),
+        (GPT_OSS | {"attention_bias": False}, "attention_bias"),
+        (GPT_OSS | {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        (GPT_OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha"),
+        (GPT_OSS | {"swiglu_limit": 6.0}, "swiglu_limit"),
+        (GPT_OSS | {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+        (GPT_OSS | {"rope_scaling": None}, "rope_type 'default' is not supported for gpt_oss; supported: yarn"),
+        (GPT_OSS | {"layer_types": ["full_attention", "sliding_attention"] * 15}, "vLLM takes for granted"),
     ],
 )
 def test_what_the_model_code_cannot_do_is_refused(change, word):
@@ -155,6 +165,7 @@ MIXED_TYPES = ["sliding_attention", "full_attention"] * 15
     ("change", "windows"),
     [
         ({"model_type": "mistral"}, [4096] * 30),
+        (GPT_OSS | {"sliding_window": 9}, [9, None] * 15),
         ({"model_type": "mistral", "sliding_window": 7}, [7] * 30),
         ({"model_type": "mistral", "sliding_window": None}, []),
         (MIXTRAL, []),

@@ -43,6 +43,8 @@ LLAMA = {
     "tie_word_embeddings": True,
 }
 MIXED = LLAMA | {"model_type": "qwen3_moe", "head_dim": 64, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 192}
+GPT_OSS = LLAMA | {"model_type": "gpt_oss", "head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+GPT_OSS |= {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}}
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 DEEPSEEK_V3 = LLAMA | {  # the sizes of the release, but for fewer layers
     "model_type": "deepseek_v3",
@@ -104,6 +106,7 @@ def test_committed_configs_have_a_plan_without_problems(name):
         DEEPSEEK_V3 | {"model_type": "deepseek_v2", "q_lora_rank": None, "scoring_func": None, "topk_method": "group_limited_greedy"},
         LLAMA | {"model_type": "gemma2", "head_dim": 32},
         LLAMA | {"model_type": "gemma3_text", "head_dim": 32},
+        GPT_OSS,
     ],
 )
 def test_parameters_are_counted_as_transformers_does(raw):

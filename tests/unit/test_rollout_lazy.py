@@ -19,6 +19,7 @@ LOADERS = {
     "steps": lambda t: t[1::3, ::2],
     "transposed": lambda t: t.t(),
     "transposed part": lambda t: t[4:8].t()[2:6],
+    "transposed, made contiguous": lambda t: t[4:8].t().contiguous(),
     "heads": lambda t: t.view(4, 3, 8)[1:3],
     "heads, middle": lambda t: t.view(4, 3, 8)[:, 1],
     "split columns": lambda t: t.view(12, 2, 4)[:, 1],
@@ -73,6 +74,11 @@ def test_arithmetic_on_a_lazy_tensor_computes_with_its_elements():
     assert torch.equal(lazy.to(torch.bfloat16), real.to(torch.bfloat16))
 
 
+def test_what_would_change_a_lazy_tensor_is_refused():
+    with pytest.raises(NotImplementedError, match="w: a weight loader changes the tensor that it is given"):
+        LazyTensor.of("w", (4, 4), torch.float32, Recorder(torch.ones(4, 4))).zero_()
+
+
 def test_a_meta_destination_needs_no_elements():
     source = Recorder(torch.zeros(4, 4))
     torch.empty(4, 4, device="meta").copy_(LazyTensor.of("w", (4, 4), torch.float32, source))
@@ -110,6 +116,14 @@ def test_a_box_that_was_announced_and_never_copied_is_told(published):
     reader = reader_of(published[0])
     torch.empty(2, 4, device="meta").copy_(next(reader.tensors())[1][:2])
     assert reader.unread() == ["w[0:2, 0:4]"]
+
+
+def test_zeros_in_place_of_a_tensor_arrive_and_are_not_read(published):
+    reader = reader_of(published[0])
+    arrived = torch.ones(2, 4)
+    arrived.copy_(torch.zeros_like(next(reader.tensors())[1][:2]))
+    assert not arrived.any() and reader.bytes == 0 and not reader.unread()
+    assert [sum(places.values()) for places in reader.arrivals.values()] == [8]
 
 
 def test_a_block_that_is_not_published_is_named(published):

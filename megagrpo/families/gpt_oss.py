@@ -1,0 +1,99 @@
+"""GPT-OSS: a bias in every linear and router, a learned share of attention that goes nowhere (the sinks), and experts with a clamped gate,
+of which files hold all of a block in one tensor, transposed, with the columns of gate and up projection in turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megagrpo.boxes import Box
+from megagrpo.families.architecture import Experts
+from megagrpo.families.blocks import Block, Local, Rule, same
+from megagrpo.families.dense import ATTENTION, DENSE, MLP, QKV_BIAS
+from megagrpo.families.family import FIXED, FULL, SLIDING, Family, Raw, expert_problems, windows
+
+
+def _of_expert(local: Local, *dims: tuple[int, int, int]) -> tuple[tuple[int, ...], Box]:
+    """Shape of a tensor of all experts, and the box of this one, whose other dimensions are `dims`: (length, start, stop) each."""
+    lengths, starts, stops = zip(*dims, strict=True)
+    return (local.hf.experts.count, *lengths), ((local.expert, *starts), (local.expert + 1, *stops))
+
+
+def _gate_up(name: str) -> Rule:
+    """Of each expert [H, 2 I], or the bias [2 I]: even columns are the gate's, odd ones the up projection's. Megatron keeps this rank's
+    rows of the gate above those of the up projection."""
+
+    def blocks(local: Local) -> list[Block]:
+        rows, rest = local.param.shape[0] // 2, tuple(local.param.shape[1:])
+        columns = (2 * rows * local.tp_size, 2 * rows * local.tp_rank, 2 * rows * (local.tp_rank + 1))
+        shape, box = _of_expert(local, *((n, 0, n) for n in rest), columns)
+        return [Block(name, shape, box, grid=(2, rows, *rest), axis=0, at=0, count=2, order=(2, 1, 0) if rest else (1, 0))]
+
+    return Rule((name,), blocks)
+
+
+def _down(name: str) -> Rule:
+    """Of each expert [I, H], of which Megatron keeps columns of the transpose; or the bias [H], which every rank holds whole."""
+
+    def blocks(local: Local) -> list[Block]:
+        width, *rows = local.param.shape
+        own = ((n * local.tp_size, n * local.tp_rank, n * (local.tp_rank + 1)) for n in rows)
+        shape, box = _of_expert(local, *own, (width, 0, width))
+        return [Block(name, shape, box, grid=(width, *rows), axis=0, at=0, count=width, order=(1, 0) if rows else None)]
+
+    return Rule((name,), blocks)
+
+
+_TABLE = {key: rule for key, rule in (DENSE | QKV_BIAS).items() if not key.startswith("mlp.")}
+_TABLE |= {
+    "self_attention.linear_proj.bias": same(ATTENTION + "o_proj.bias"),
+    "self_attention.core_attention.softmax_offset": same(ATTENTION + "sinks"),
+    "mlp.router.weight": same(MLP + "router.weight"),
+    "mlp.router.bias": same(MLP + "router.bias"),
+    "mlp.experts.linear_fc1.weight": _gate_up(MLP + "experts.gate_up_proj"),
+    "mlp.experts.linear_fc1.bias": _gate_up(MLP + "experts.gate_up_proj_bias"),
+    "mlp.experts.linear_fc2.weight": _down(MLP + "experts.down_proj"),
+    "mlp.experts.linear_fc2.bias": _down(MLP + "experts.down_proj_bias"),
+}
+MXFP4 = (
+    "MXFP4 weights cannot be trained. Write them in bfloat16: AutoModelForCausalLM.from_pretrained(THIS, dtype='bfloat16', "
+    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW, save_original_format=False); add the tokenizer's files"
+)
+_FIXED = FIXED | {
+    "quantization_config": (None, MXFP4),
+    "attention_bias": (True, "attention without biases is not supported"),
+    "tie_word_embeddings": (False, "vLLM's model has a head of its own"),
+    "swiglu_alpha": (1.702, "vLLM's model has 1.702"),
+    "swiglu_limit": (7.0, "vLLM's model has 7"),
+    "rms_norm_eps": (1e-5, "vLLM's model has 1e-5"),
+}
+
+
+def _read(raw: Raw) -> dict[str, Any]:
+    mixture = Experts(
+        count=raw.get("num_experts") or raw["num_local_experts"],
+        per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["intermediate_size"],
+        normalized=True,
+        blocks=frozenset(range(raw["num_hidden_layers"])),
+        clamp=7.0,
+    )
+    turns = windows(raw, raw.get("sliding_window", 128), lambda block: block % 2 == 0)
+    return dict(qkv_bias=True, linear_bias=True, sinks=True, experts=mixture, windows=turns, norm_eps=1e-5)
+
+
+def _problems(raw: Raw) -> list[str]:
+    problems = expert_problems(raw)
+    if (types := raw.get("layer_types")) and types != ([SLIDING, FULL] * len(types))[: len(types)]:
+        problems.append(f"model: layer_types is not {SLIDING}, {FULL} in turns, which vLLM takes for granted")
+    return problems
+
+
+FAMILY = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    table=lambda hf: _TABLE,
+    read=_read,
+    problems=_problems,
+    fixed=_FIXED,
+    rope_types=("yarn",),  # vLLM's model knows no other
+)

@@ -1,0 +1,78 @@
+"""GPT-OSS in layouts: biases that each rank of an expert or of a projection holds whole, and sinks that belong to heads."""
+
+import functools
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_policy import Case
+
+from megagrpo.config import ParallelSection
+from megagrpo.policy.hf_config import HfConfig
+from megagrpo.verify.compare import compare, silent_tensors
+from megagrpo.verify.shrink import random_samples, random_tensor, shrink_model
+from megagrpo.verify.step import Outcome, take_step
+
+# config.json of gpt-oss-20b as far as it matters.
+RAW = dict(
+    model_type="gpt_oss",
+    num_hidden_layers=24,
+    hidden_size=2880,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    intermediate_size=2880,
+    num_local_experts=32,
+    num_experts_per_tok=4,
+    vocab_size=201088,
+    tie_word_embeddings=False,
+    rms_norm_eps=1e-5,
+    sliding_window=128,
+    layer_types=["sliding_attention", "full_attention"] * 12,
+    rope_theta=150000,
+    rope_scaling=dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096),
+    swiglu_limit=7.0,
+    attention_bias=True,
+)
+TP2 = dict(tp=2, sequence_parallel=True)
+LAYOUTS = [
+    Case("tp2_ep2_etp1", 2, TP2 | dict(ep=2, etp=1)),
+    Case("tp2_cp2_etp2_shared", 4, TP2 | dict(cp=2), dict(share_prompts=True)),
+]
+MORE = [
+    Case("tp2_etp2", 2, TP2),
+    Case("tp2_ep2_etp2_sharded", 4, TP2 | dict(ep=2, etp=2), dict(distributed_optimizer=True)),
+    Case("etp2", 2, dict(etp=2)),
+    Case("ep2", 2, dict(ep=2)),
+    Case("pp2", 2, dict(pp=2)),
+    Case("cp2", 2, dict(cp=2)),
+]
+
+
+def model() -> HfConfig:
+    return shrink_model(RAW, ParallelSection(tp=2, pp=2, ep=2, etp=2))
+
+
+def wide(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Random weights with which some activations of the experts are clamped."""
+    return random_tensor(name, shape) * (10 if name.endswith("gate_up_proj") else 1)
+
+
+def step(case: Case) -> Outcome:
+    return run_ranks(take_step, case.ranks, case.config(), model(), random_samples(), wide)[0]
+
+
+@functools.cache
+def one_process() -> Outcome:
+    return step(Case("one process", 1, {}))
+
+
+def test_every_bias_and_every_sink_has_a_gradient():
+    assert silent_tensors(one_process()) == []
+    kinds = {name.split(".", 3)[3] for name in one_process().gradients if name.startswith("model.layers.")}
+    assert {"self_attn.sinks", "self_attn.o_proj.bias", "mlp.router.bias", "mlp.experts.down_proj_bias"} < kinds
+
+
+@pytest.mark.parametrize("case", [*LAYOUTS, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=str)
+def test_every_layout_takes_the_step_of_one_process(case):
+    assert [d for d in compare(step(case), one_process()) if not d.passed] == []
