@@ -35,7 +35,7 @@ def merge(adapter: Path, out: Path, model: str | None, layout: Layout) -> None:
     source = resolve_model(model or base_of(adapter))
     hf_config = load_hf_config(source)
     chunks = build_model(hf_config, layout, dtype=weights_dtype(hf_config), init_weights=False, own_linears=True)
-    attach_adapters(chunks, lora, recompute="none")
+    attach_adapters(chunks, hf_config, lora, recompute="none")
     load_hf(chunks, hf_config, source, layout)
     load_adapter(chunks, hf_config, layout, adapter, lora)
     save_hf(chunks, hf_config, layout, out, source)

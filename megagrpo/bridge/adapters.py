@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megagrpo.bridge.export import Held, Source, Stream, save_folder
-from megagrpo.bridge.families import adapter_blocks
+from megagrpo.bridge.families import adapter_blocks, fill
 from megagrpo.bridge.hf_files import File, Files, Writer
 from megagrpo.bridge.tensor_files import TensorFile, first_bad, make_header
 from megagrpo.config import LoraSection
@@ -31,8 +31,8 @@ def fill_adapters(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, 
     if lora.adapter_path is not None:
         load_adapter(chunks, hf_config, layout, Path(lora.adapter_path).expanduser(), lora)
         return
-    for _, param, (block,) in adapter_blocks(chunks, hf_config, layout):
-        param.copy_(fresh_matrix(block.name, block.shape, seed)[block.slices])
+    for _, param, found in adapter_blocks(chunks, hf_config, layout):
+        fill(param, found, lambda block: fresh_matrix(block.name, block.shape, seed)[block.slices])
 
 
 def fresh_matrix(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -54,19 +54,20 @@ def load_adapter(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, f
     for key in ("rank", "alpha", "use_rslora"):
         if getattr(lora, key) != getattr(saved, key):
             raise ValueError(f"lora.{key}: {getattr(lora, key)}, and the adapter in {folder} was made with {getattr(saved, key)}; use that")
-    wanted = [(param, block) for _, param, (block,) in adapter_blocks(chunks, hf_config, layout)]
-    names = {name for names in layout.all_gather_objects([block.name for _, block in wanted]) for name in names}
+    wanted = [(param, found) for _, param, found in adapter_blocks(chunks, hf_config, layout)]
+    names = {name for names in layout.all_gather_objects([found[0].name for _, found in wanted]) for name in names}
     file = TensorFile(folder / WEIGHTS)
     if odd := sorted(names ^ set(file.entries)):
         where = "the model" if odd[0] in names else folder
         raise ValueError(f"lora.target_modules: {odd[0]} is only in {where} ({len(odd)} such tensors); name the projections of the adapter")
-    for param, block in wanted:
-        stored = file.tensor(block.name)
-        if tuple(stored.shape) != block.shape:
-            raise ValueError(f"lora.adapter_path: {block.name} in {folder} has shape {list(stored.shape)}; the model needs {block.shape}")
+    for param, found in wanted:
+        name, shape = found[0].name, found[0].shape
+        stored = file.tensor(name)
+        if tuple(stored.shape) != shape:
+            raise ValueError(f"lora.adapter_path: {name} in {folder} has shape {list(stored.shape)}; the model needs {shape}")
         if bad := first_bad(stored):
-            raise ValueError(f"lora.adapter_path: {block.name} in {folder} holds {bad}; the adapter is broken: use another")
-        param.copy_(stored[block.slices])
+            raise ValueError(f"lora.adapter_path: {name} in {folder} holds {bad}; the adapter is broken: use another")
+        fill(param, found, lambda block, stored=stored: stored[block.slices])
 
 
 def read_lora(folder: Path) -> LoraSection:

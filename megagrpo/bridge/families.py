@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from megagrpo.families import FAMILIES
 from megagrpo.families.blocks import Block, Local, in_layer, named, same
-from megagrpo.families.dense import ATTENTION, EMBEDDING, HEAD, MLP
+from megagrpo.families.dense import EMBEDDING, HEAD
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.lora import is_adapter
@@ -21,12 +22,11 @@ from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.par
 
 # Adapters as PEFT names them, below the name of the model that they are wrapped around.
 PEFT = "base_model.model."
-ADAPTED = {p: ATTENTION for p in ("q_proj", "k_proj", "v_proj", "o_proj")} | {p: MLP for p in ("gate_proj", "up_proj", "down_proj")}
 
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Each expert a module of its own, or Transformer Engine's grouped linear with one weight and bias per expert.
 _EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)")
-_ADAPTER = re.compile(r".+\.adapter\.(\w+)\.(lora_[AB])")
+_ADAPTER = re.compile(r"(.+)\.adapter\.(\w+)\.(lora_[AB])")
 
 
 def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor, list[Block]]]:
@@ -71,17 +71,23 @@ def fill(param: Tensor, found: list[Block], value_of: Callable[[Block], Tensor])
 
 
 def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor, list[Block]]]:
-    """As `blocks`, of the adapters alone: one block each, in a tensor with the name that PEFT gives it in a file."""
+    """As `blocks`, of the adapters alone, in tensors with the names that PEFT gives them in a file."""
+    table = FAMILIES[hf_config.family].table(hf_config)
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
         for name, param in model.named_parameters():
             if not is_adapter(name):
                 continue
             place = _IN_LAYER.fullmatch(name)
-            projection, matrix = _ADAPTER.fullmatch(place[2]).groups()
-            rule = same(f"{PEFT}{ADAPTED[projection]}{projection}.{matrix}.weight")
-            (block,) = rule.blocks(Local(param, layout.tp_size, layout.tp_rank, hf_config))
-            yield f"chunk{i}.{name}" if i else name, param, [in_layer(block, _block_number(model, int(place[1])))]
+            linear, projection, matrix = _ADAPTER.fullmatch(place[2]).groups()
+            rule = table[f"{linear}.weight"]
+            weight = next(name for name in rule.names if name.split(".")[-2] == projection)
+            if matrix == "lora_A" or len(rule.names) > 1:  # B of a fused projection lies as its weight does
+                rule = same(weight)
+            found = rule.blocks(Local(param, layout.tp_size, layout.tp_rank, hf_config))
+            found = [in_layer(block, _block_number(model, int(place[1]))) for block in found]
+            name_in_file = f"{PEFT}{found[0].name.removesuffix('weight')}{matrix}.weight"
+            yield f"chunk{i}.{name}" if i else name, param, [dataclasses.replace(block, name=name_in_file) for block in found]
 
 
 def trained_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> list[tuple[str, Tensor, list[Block]]]:

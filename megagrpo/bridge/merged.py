@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,8 +38,15 @@ class Merged:
         merged = self.weight.detach().to(torch.float32, copy=True)
         for block, low_rank in self.parts:
             place = block.view(merged)
-            place.add_((low_rank.lora_B.float() @ low_rank.lora_A.float()).view(place.shape), alpha=self.scale)
+            place.add_((_rows(low_rank.lora_B, block).float() @ low_rank.lora_A.float()).view(place.shape), alpha=self.scale)
         return merged
+
+
+def _rows(b: Tensor, block: Block) -> Tensor:
+    """The rows of B [out, rank] that belong to the block's rows of the weight: of a fused projection's, which lie as the weight, a part."""
+    if len(b) == block.block_shape[0]:
+        return b
+    return dataclasses.replace(block, grid=(*block.grid[:-1], b.shape[1])).view(b).reshape(-1, b.shape[1])
 
 
 def merged_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor | Merged, list[Block]]]:

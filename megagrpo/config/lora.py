@@ -12,7 +12,8 @@ from megagrpo.config.section import NonNegativeInt, PositiveFloat, Section
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Of a model either the three of queries, keys and values or qkv_proj, and either gate_proj and up_proj or gate_up_proj.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 LARGEST_IN_VLLM = 512
 ALL_LINEAR = "all-linear"
 
@@ -27,8 +28,8 @@ class LoraSection(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapters' inputs that is set to 0 in training; log-probs of the reference and of the old policy are computed without."""
     target_modules: list[str] | str = ALL_LINEAR
-    """Projections with an adapter: `all-linear`, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj. Experts have
-    none."""
+    """Projections with an adapter: `all-linear`, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; where a model
+    has several in one weight, qkv_proj and gate_up_proj. Experts have none."""
     adapter_path: str | None = None
     """Adapter to continue from, a folder as PEFT saves it; it is also the reference. Empty: a fresh one, and the model is the reference."""
     sync: Literal["merged", "adapter"] = "merged"

@@ -26,6 +26,8 @@ DENSE: Table = {
     "mlp.linear_fc1.weight": gated(MLP + "gate_proj.weight", MLP + "up_proj.weight"),
     "mlp.linear_fc2.weight": same(MLP + "down_proj.weight"),
 }
+FUSED = MLP + "gate_up_proj.weight"
+GATE_UP: Table = {"mlp.linear_fc1.weight": gated(FUSED, FUSED)}
 QKV_BIAS: Table = {"self_attention.linear_qkv.bias": qkv(ATTENTION + "{p}_proj.bias")}
 QK_NORM: Table = {
     "self_attention.q_layernorm.weight": same(ATTENTION + "q_norm.weight"),

@@ -33,8 +33,8 @@ class Family:
     `table` maps names of HybridModel's parameters, without "decoder.layers.N.", to rules. `read` gives the fields of HfConfig in which
     config.json says something of its own, `problems` why such a model cannot be trained. `fixed` are keys with the one value that is
     supported. `dropped` gives regular expressions of tensors that files of this family may hold and that are left out with a message.
-    Positions turn all of each head, or where `partial_rotary_factor` is given, the share that config.json names, this one where it names
-    none.
+    `rope_types` are the kinds of rotary scaling that are supported. Positions turn all of each head, or where `partial_rotary_factor` is
+    given, the share that config.json names, this one where it names none.
     """
 
     model_type: str

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from megagrpo.families.blocks import gated, qkv
-from megagrpo.families.dense import ATTENTION, DENSE, MLP
-from megagrpo.families.family import FIXED, Family, Raw, rope, rotated_share, windows
+from megagrpo.families.blocks import qkv
+from megagrpo.families.dense import ATTENTION, DENSE, GATE_UP
+from megagrpo.families.family import FIXED, REQUIRED, Family, Raw, rope, rotated_share, windows
 
-GATE_UP = gated(MLP + "gate_up_proj.weight", MLP + "gate_up_proj.weight")
-_TABLE = DENSE | {"self_attention.linear_qkv.weight": qkv(ATTENTION + "qkv_proj.weight"), "mlp.linear_fc1.weight": GATE_UP}
+_TABLE = DENSE | GATE_UP | {"self_attention.linear_qkv.weight": qkv(ATTENTION + "qkv_proj.weight")}
 _DROPOUT = (0, "dropout is not supported; set it to 0")
 
 
@@ -34,6 +33,7 @@ FAMILY = Family(
     table=lambda hf: _TABLE,
     read=lambda raw: dict(windows=windows(raw, raw.get("sliding_window"))),
     problems=_problems,
+    required=(*REQUIRED, "rms_norm_eps"),  # transformers has another default for it than for other families
     fixed=FIXED | {"resid_pdrop": _DROPOUT, "embd_pdrop": _DROPOUT},
     rope_types=("default", "longrope"),
     partial_rotary_factor=1.0,

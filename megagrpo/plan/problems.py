@@ -7,7 +7,7 @@ from math import ceil
 from megagrpo.config import MultiTurnSection, RunConfig, evaluation_sets
 from megagrpo.multi_turn.registry import targets
 from megagrpo.plan.memory import GIB, kv_bytes_per_token
-from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.hf_config import HfConfig, projections
 from megagrpo.rewards import registry
 
 
@@ -58,10 +58,19 @@ def expert_problems(config: RunConfig, model: HfConfig) -> list[str]:
 def adapter_problems(config: RunConfig, model: HfConfig) -> list[str]:
     """Projections that are named although experts have them."""
     named = [] if config.lora.target_modules == "all-linear" else config.lora.projections
-    inside = [name for name in named if name in ("gate_proj", "up_proj", "down_proj")]
+    inside = [name for name in named if name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
     problems = []
     if config.lora.enabled and model.mla:
         return [f"lora.rank: {config.lora.rank}, and no projection of {model.family}'s latent attention can have an adapter; set it to 0"]
+    own = [name for names in projections(model).values() for name in names]
+    if odd := [name for name in named if name not in own and name not in inside * bool(model.experts)]:
+        problems.append(f"lora.target_modules: {model.family} has no {', '.join(odd)}; name some of {', '.join(own)}, or choose all-linear")
+    fused = {"gate_up_proj"} & set(own) & set(config.lora.projections)
+    if config.lora.syncs_adapters and fused and "qkv_proj" not in own:  # of GLM vLLM expects gate_proj and up_proj apart
+        problems.append(
+            f"lora.sync: vLLM takes no adapter of the gate_up_proj of {model.family}; choose merged, or name other projections in "
+            "lora.target_modules"
+        )
     if config.model.base_storage != "none":
         problems += storage_problems(config, model)
     if config.lora.enabled and model.experts and inside:

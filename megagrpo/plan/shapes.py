@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import LoraSection, ParallelSection
-from megagrpo.policy.hf_config import HfConfig, read_raw_config, stage_layers
+from megagrpo.policy.hf_config import HfConfig, projections, read_raw_config, stage_layers
 
 KNOWN_SHAPES = Path(__file__).parents[2] / "configs" / "models"  # OWNER/NAME/config.json, for machines that cannot reach the hub
 
@@ -104,12 +104,18 @@ def stage_adapters(model: HfConfig, parallel: ParallelSection, lora: LoraSection
 def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> int:
     """Of A and B the one on the side where a projection is cut is cut as well. Experts have none."""
     hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    by_output = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    by_output = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "qkv_proj": queries + 2 * keys}
     by_input = {"o_proj": queries}
     if not model.has_experts(layer):
-        by_output |= dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size)
+        by_output |= dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size) | {"gate_up_proj": 2 * model.intermediate_size}
         by_input["down_proj"] = model.intermediate_size
-    return lora.rank * sum(hidden + size // tp for name, size in (by_output | by_input).items() if name in lora.projections)
+    adapted = adapted_projections(model, lora)
+    return lora.rank * sum(hidden + size // tp for name, size in (by_output | by_input).items() if name in adapted)
+
+
+def adapted_projections(model: HfConfig, lora: LoraSection) -> list[str]:
+    """The model's projections with an adapter, in the order of the forward pass."""
+    return [name for names in projections(model).values() for name in names if name in lora.projections]
 
 
 def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:

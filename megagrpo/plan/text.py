@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from megagrpo.config import LoraSection, ParallelSection, RunConfig, weight_path
-from megagrpo.plan.shapes import num_active_parameters, num_parameters, stage_adapters
+from megagrpo.plan.shapes import adapted_projections, num_active_parameters, num_parameters, stage_adapters
 from megagrpo.policy.hf_config import HfConfig
 
 
@@ -30,7 +30,7 @@ def experts_text(config: RunConfig, model: HfConfig, world_size: int) -> str:
 def lora_text(lora: LoraSection, model: HfConfig) -> str:
     trained = sum(stage_adapters(model, ParallelSection(), lora))
     share = trained / num_parameters(model)
-    where = ", ".join(lora.projections)
+    where = ", ".join(adapted_projections(model, lora))
     return f"rank {lora.rank}, scale {lora.scale:g}, on {where}: {trained:,} trained parameters, {share:.2%} of the model's"
 
 

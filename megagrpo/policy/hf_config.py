@@ -156,6 +156,14 @@ def _expert_problems(family: str, experts: Experts | None, parallel: Sizes) -> l
     return problems
 
 
+def projections(hf_config: HfConfig) -> dict[str, tuple[str, ...]]:
+    """Megatron's linears outside of experts, and the projections, as in q_proj, that Hugging Face keeps the weights of each in."""
+    table = FAMILIES[hf_config.family].table(hf_config)
+    linears = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    rules = {linear: table[f"{linear}.weight"] for linear in linears if f"{linear}.weight" in table}
+    return {linear: tuple(name.split(".")[-2] for name in rule.names) for linear, rule in rules.items()}
+
+
 def architecture_differences(one: HfConfig, other: HfConfig) -> list[str]:
     """What keeps two models from being the same function of their weights, as `key: value of one, value of other`. The length they were
     trained for and the dtype on disk may differ."""

@@ -1,8 +1,9 @@
 """Low-rank adapters on Megatron's parallel linears (LoRA, Hu et al. 2021, arXiv 2106.09685): y = W x + scale B A x with W frozen.
 
-Every Hugging Face projection has an A [rank, in] and a B [out, rank] of its own, also where Megatron keeps several in one linear. Where a
-linear is cut by its output (q, k, v, gate, up), B is cut like it and every rank holds A; where it is cut by its input (o, down), A is cut
-and every rank holds B. What crosses ranks between the two has `rank` columns instead of the model's width.
+Every Hugging Face projection has an A [rank, in] and a B [out, rank] of its own, also where Megatron keeps several in one linear; a fused
+one (qkv, gate_up) has one A and one B, whose rows lie as those of Megatron's linear. Where a linear is cut by its output (q, k, v, gate,
+up), B is cut like it and every rank holds A; where it is cut by its input (o, down), A is cut and every rank holds B. What crosses ranks
+between the two has `rank` columns instead of the model's width.
 """
 
 from __future__ import annotations
@@ -17,29 +18,33 @@ from torch import Tensor, nn
 
 import megagrpo.parallel.device  # noqa: F401  (prepares the platform before megatron is imported)
 from megagrpo.config import LoraSection
+from megagrpo.policy.hf_config import HfConfig, projections
 
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, get_cuda_rng_tracker  # isort: skip
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, reduce_from_tensor_model_parallel_region  # isort: skip
 from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region  # isort: skip
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # isort: skip
 from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name  # isort: skip
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 
+Names = dict[str, tuple[str, ...]]  # linear -> the projections in it
 ADAPTER = "adapter"  # the module below a linear that holds its adapters; no other parameter has this in its name
 
 
-def attach_adapters(chunks: Sequence[nn.Module], lora: LoraSection, recompute: str) -> None:
+def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: LoraSection, recompute: str) -> None:
     """Freeze the bare chunks and give the projections that `lora` names adapters in the weights' dtype, uninitialised.
 
     Experts get none: each expert of a block would need its own, and a mixture's blocks then only have those of the attention.
     """
+    names = projections(hf_config)
     for chunk in chunks:
         chunk.requires_grad_(False)
         for layer in chunk.decoder.layers:
             attention, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
-            for linear, parts, groups in (*_of_attention(attention), *_of_mlp(mlp)):
+            for linear, parts, groups in (*_of_attention(attention, names), *_of_mlp(mlp, names)):
                 if wanted := [name for name in parts if name in lora.projections]:
                     column = linear.weight.partition_dim == 0
                     _attach(linear, (ColumnAdapter if column else RowAdapter)(linear, parts, groups, wanted, lora))
@@ -48,23 +53,30 @@ def attach_adapters(chunks: Sequence[nn.Module], lora: LoraSection, recompute: s
             chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled()))
 
 
-def _of_attention(attention: nn.Module | None) -> list[tuple[nn.Module, dict[str, int], int]]:
+def _of_attention(attention: nn.Module | None, names: Names) -> list[tuple[nn.Module, dict[str, int], int]]:
     """(linear, rows of each projection in one group of its output, groups on this rank) of every linear."""
     if not hasattr(attention, "linear_qkv"):
         return []
     config: TransformerConfig = attention.config
     head, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
     groups = config.num_query_groups // config.tensor_model_parallel_size
-    fused = {"q_proj": queries * head, "k_proj": head, "v_proj": head}
-    return [(attention.linear_qkv, fused, groups), (attention.linear_proj, {"o_proj": config.hidden_size}, 1)]
+    inputs = _rows(names["self_attention.linear_qkv"], (queries * head, head, head))
+    outputs = _rows(names["self_attention.linear_proj"], (config.hidden_size,))
+    return [(attention.linear_qkv, inputs, groups), (attention.linear_proj, outputs, 1)]
 
 
-def _of_mlp(mlp: nn.Module | None) -> list[tuple[nn.Module, dict[str, int], int]]:
+def _of_mlp(mlp: nn.Module | None, names: Names) -> list[tuple[nn.Module, dict[str, int], int]]:
     if not hasattr(mlp, "linear_fc1"):
         return []
     config: TransformerConfig = mlp.config
     width = config.ffn_hidden_size // config.tensor_model_parallel_size
-    return [(mlp.linear_fc1, {"gate_proj": width, "up_proj": width}, 1), (mlp.linear_fc2, {"down_proj": config.hidden_size}, 1)]
+    inputs, outputs = _rows(names["mlp.linear_fc1"], (width, width)), _rows(names["mlp.linear_fc2"], (config.hidden_size,))
+    return [(mlp.linear_fc1, inputs, 1), (mlp.linear_fc2, outputs, 1)]
+
+
+def _rows(names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:
+    """Rows of each projection; all of them are those of the one that holds everything."""
+    return dict(zip(names, rows, strict=True)) if len(names) == len(rows) else {names[0]: sum(rows)}
 
 
 def _attach(linear: nn.Module, adapter: nn.Module) -> None:
@@ -89,7 +101,10 @@ class Adapted:
         axes = {name: value.partition_dim for name, value in own.items() if value.tensor_model_parallel}
         options = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
         whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return whole | make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **options)
+        made = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **options)
+        if (key := f"{prefix}{ADAPTER}.gate_up_proj.lora_B") in made:  # a rank's rows of the gate above its rows of the up projection
+            made[key] = apply_swiglu_sharded_factory(made[key], sharded_offsets)
+        return whole | made
 
 
 class LowRank(nn.Module):

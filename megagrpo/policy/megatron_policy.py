@@ -50,7 +50,7 @@ class MegatronPolicy:
             longest_sequence=config.longest_sequence,
         )
         if config.lora.enabled:
-            attach_adapters(self.chunks, config.lora, config.model.recompute)
+            attach_adapters(self.chunks, hf_config, config.lora, config.model.recompute)
         if config.model.base_storage != "none":
             store_weights(self.chunks, config.model.base_storage)
         self.model = wrap_data_parallel(self.chunks, config.train, layout.dp_cp_size)

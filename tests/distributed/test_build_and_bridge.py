@@ -133,6 +133,8 @@ def whole(per_rank, tp: int, pack: int) -> torch.Tensor:
         ("qwen2", dict(pp=4), False),
         ("qwen3", dict(tp=2, pp=2), False),
         ("qwen3", dict(tp=2), True),
+        ("glm4", dict(tp=2, pp=2), False),
+        ("glm4 tied, without biases, yarn", dict(tp=2), True),
         ("phi3", dict(tp=2), False),
         ("phi3 tied, part of the head, longrope", dict(tp=2, pp=2), True),
         ("qwen3_moe", dict(tp=2), True),

@@ -6,6 +6,7 @@ import pytest
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
+from megagrpo.policy.hf_config import projections
 from megagrpo.verify.compare import compare, silent_tensors
 from megagrpo.verify.shrink import plainly, random_samples
 from megagrpo.verify.step import Outcome, take_step
@@ -17,6 +18,7 @@ CASES = [
     (Case("tp2_sp_cp2", 4, dict(tp=2, cp=2, sequence_parallel=True), SHARDED), "qwen2_untied", ALL),
     (Case("pp2_vpp2", 2, dict(pp=2, vpp=2)), "llama_tied", ALL),
     (Case("pp2_dp2", 4, dict(pp=2), SHARDED), "qwen3_tied", dict(rank=2, target_modules=["q_proj", "v_proj"], use_rslora=True)),
+    (Case("tp2_sp_pp2", 4, dict(tp=2, pp=2, sequence_parallel=True)), "phi3", ALL),
     (
         Case("tp2_sp", 2, dict(tp=2, sequence_parallel=True)),
         "qwen3_untied",
@@ -45,8 +47,8 @@ def test_a_step_of_adapters_equals_that_of_one_process(case, model, lora, recomp
     found = run_ranks(take_step, case.ranks, config(case.parallel, lora, recompute, case.train), tiny_model(model), random_samples())[0]
     assert [d for d in compare(found, expected) if not d.passed] == []
     assert found.disagreement == 0
-    names = lora.get("target_modules", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
-    assert {name.split(".")[-3] for name in found.gradients} == set(names)
+    names = [name for of_linear in projections(tiny_model(model)).values() for name in of_linear]
+    assert {name.split(".")[-3] for name in found.gradients} == set(lora.get("target_modules", names))
 
 
 def test_a_recomputed_step_of_adapters_on_the_first_stage_equals_it_too():

@@ -14,13 +14,14 @@ from megagrpo.bridge.adapters import fill_adapters, fresh_matrix, load_adapter, 
 from megagrpo.bridge.export import iter_full
 from megagrpo.bridge.families import adapter_blocks
 from megagrpo.bridge.load import load_hf
+from megagrpo.checkpoint import Checkpointer
 from megagrpo.config import LoraSection
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
-from megagrpo.types import TrainSample
+from megagrpo.types import TrainSample, TrainState
 from megagrpo.verify.step import relative_error, whole_tensors
 
 from tiny_policy import tiny_run  # isort: skip
@@ -42,15 +43,15 @@ def samples() -> list[TrainSample]:
     return made
 
 
-def make_with_peft(root):
+def make_with_peft(root, kind="Qwen2"):
     """A model and an adapter as transformers and PEFT save them; the gradients of the loss that `dapo` is on policy, the mean over
     response tokens of -A log-prob; merged weights; logits."""
     import transformers
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(**TINY, initializer_range=0.1)
-    model = transformers.Qwen2ForCausalLM(config)
+    config = getattr(transformers, f"{kind}Config")(**TINY, initializer_range=0.1, pad_token_id=None)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     model.save_pretrained(root / "model")
     lora = LoraConfig(r=4, lora_alpha=10, use_rslora=True, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = get_peft_model(model, lora)
@@ -102,8 +103,25 @@ def made(tmp_path_factory):
     return root, *run_ranks(make_with_peft, 1, root)[0]
 
 
+@pytest.fixture(scope="module")
+def made_fused(tmp_path_factory):
+    """Of a model with one weight for queries, keys and values, and one for gate and up projection: so are the adapters."""
+    root = tmp_path_factory.mktemp("peft_fused")
+    return root, *run_ranks(make_with_peft, 1, root, "Phi3")[0]
+
+
 @pytest.mark.parametrize("parallel", [{}, dict(tp=2, sequence_parallel=True), dict(pp=2, vpp=2)], ids=str)
 def test_gradients_merged_weights_and_files_are_those_of_peft(parallel, made, tmp_path):
+    assert_as_peft(parallel, made, tmp_path)
+
+
+@pytest.mark.parametrize("parallel", [dict(tp=2, sequence_parallel=True), pytest.param(dict(pp=2), marks=pytest.mark.full)], ids=str)
+def test_so_are_those_of_fused_projections(parallel, made_fused, tmp_path):
+    assert {name.split(".")[-3] for name in made_fused[1]} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    assert_as_peft(parallel, made_fused, tmp_path)
+
+
+def assert_as_peft(parallel, made, tmp_path):
     root, gradients, merged, _ = made
     ranks = parallel.get("tp", 1) * parallel.get("pp", 1)
     found = run_ranks(_step, ranks, root, parallel, tmp_path / "out")
@@ -116,6 +134,24 @@ def test_gradients_merged_weights_and_files_are_those_of_peft(parallel, made, tm
     # No gradient, no buffer and no optimizer state of what is frozen.
     for _, _, clean, held, buffers in found:
         assert clean and held <= buffers < 2 * held
+
+
+def _checkpoint(root, parallel, folder, load):
+    config, layout, hf_config, policy, batch = prepare(root, parallel, adapter_path=str(root / "adapter"))
+    checkpointer = Checkpointer(folder, layout, policy, 1, root / "model")
+    if load:
+        checkpointer.load(checkpointer.latest())
+    else:
+        policy.train_step(batch, make_loss(config), batch.num_tokens)
+        checkpointer.save(TrainState(step=1, weight_version=1, cursor=1))
+    policy.train_step(batch, make_loss(config), batch.num_tokens)
+    return whole_tensors(policy, hf_config, layout, lambda p: p.data)[0]
+
+
+def test_a_run_with_fused_adapters_continues_in_another_layout(made_fused, tmp_path):
+    unbroken = run_ranks(_checkpoint, 2, made_fused[0], dict(tp=2), tmp_path, False)[0]
+    (resumed,) = run_ranks(_checkpoint, 1, made_fused[0], {}, tmp_path, True)
+    assert unbroken.keys() == resumed.keys() and max(relative_error(resumed[name], tensor) for name, tensor in unbroken.items()) < 1e-6
 
 
 def _read_with_peft(root, adapter):

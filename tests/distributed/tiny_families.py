@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", dict(**EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], tie_word_embeddings=True)),
     "qwen3_moe, weights not scaled": ("Qwen3Moe", dict(**EXPERTS, norm_topk_prob=False, decoder_sparse_step=2)),
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "glm4": ("Glm4", dict(head_dim=16, pad_token_id=0)),
+    "glm4 tied, without biases, yarn": (
+        "Glm4",
+        dict(head_dim=16, pad_token_id=0, tie_word_embeddings=True, attention_bias=False, rope_parameters=YARN_ROPE),
+    ),
     "phi3": ("Phi3", dict(tie_word_embeddings=False, pad_token_id=0, sliding_window=9)),
     "phi3 tied, part of the head, longrope": (
         "Phi3",
@@ -88,7 +94,8 @@ def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
     """Random weights, the same on every call."""
     torch.manual_seed(0)
     # Only the eager attention of transformers caps scores.
-    config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**TINY | extra, attn_implementation="eager")
+    # Configurations write into the rotary parameters that they are given.
+    config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**copy.deepcopy(TINY | extra), attn_implementation="eager")
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         # Norms and biases start as ones and zeros, which would hide a swap. Buffers: the biases that experts are chosen by.

@@ -27,9 +27,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     | dict(model_type="mixtral", num_hidden_layers=32, hidden_size=4096, tie_word_embeddings=False)
     | dict(num_local_experts=8, num_experts_per_tok=2),
 }
-# Other families, Phi-4-mini and Gemma 2 and 3 so far, which meet the layouts in `test_family_gradients.py` only.
+# Other families, which meet the layouts in `test_family_gradients.py` only.
 LONGROPE = dict(type="longrope", short_factor=[1 + i / 40 for i in range(48)], long_factor=[1 + i for i in range(48)])
 MORE_SHAPES: dict[str, dict[str, Any]] = {
+    "glm4": _COMMON
+    | dict(model_type="glm4", num_hidden_layers=40, hidden_size=4096, num_key_value_heads=6, head_dim=128, tie_word_embeddings=False),
     "phi3": _COMMON
     | dict(model_type="phi3", num_hidden_layers=32, hidden_size=1536, num_key_value_heads=6, tie_word_embeddings=True)
     | dict(max_position_embeddings=2**17, original_max_position_embeddings=4096, partial_rotary_factor=0.75, rope_scaling=LONGROPE),

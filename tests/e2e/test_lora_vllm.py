@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from megagrpo.adapter_sync import AdapterSync, verify_adapter
 from megagrpo.bridge.export import save_hf
-from megagrpo.bridge.families import adapter_blocks
+from megagrpo.bridge.families import adapter_blocks, fill
 from megagrpo.bridge.load import load_hf
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.parallel.layout import init_layout
@@ -47,11 +47,11 @@ def push(parallel: dict, engine, salt: str, out: Path, version: int, lora: LoraS
     folder = world.folder() / "model"
     hf_config = load_hf_config(folder)
     chunks = build_model(hf_config, layout, dtype=torch.float32, own_linears=True)
-    attach_adapters(chunks, lora, recompute="none")
+    attach_adapters(chunks, hf_config, lora, recompute="none")
     load_hf(chunks, hf_config, folder, layout)
     with torch.no_grad():
-        for _, param, (block,) in adapter_blocks(chunks, hf_config, layout):
-            param.copy_(random_tensor(salt + block.name, block.shape)[block.slices] + spoil)
+        for _, param, found in adapter_blocks(chunks, hf_config, layout):
+            fill(param, found, lambda block: random_tensor(salt + block.name, block.shape)[block.slices] + spoil)
     if not spoil:
         save_hf(chunks, hf_config, layout, out, folder)
     with AdapterSync(engine if layout.world_rank == 0 else None, layout, "float32", lora, str(folder)) as sync:

@@ -24,7 +24,7 @@ def test_what_adapters_cannot_do_is_refused(tmp_path, override, message):
 
 def test_the_scale_of_adapters_is_that_of_peft(tmp_path):
     loaded = load_config(write(tmp_path, SMALLEST), ["lora.rank=16", "lora.alpha=8"]).lora
-    assert loaded.scale == 0.5 and loaded.model_copy(update=dict(use_rslora=True)).scale == 2.0 and len(loaded.projections) == 7
+    assert loaded.scale == 0.5 and loaded.model_copy(update=dict(use_rslora=True)).scale == 2.0 and len(loaded.projections) == 9
 
 
 @pytest.mark.parametrize(

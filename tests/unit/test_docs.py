@@ -2,7 +2,9 @@
 
 import ast
 import contextlib
+import dataclasses
 import importlib.util
+import inspect
 import io
 import re
 import shlex
@@ -16,6 +18,9 @@ from megagrpo.__main__ import main
 from megagrpo.config import RunConfig, load_config, render_help
 from megagrpo.config_io import fields, section_of
 from megagrpo.data.sources import load_rows
+from megagrpo.families import FAMILIES
+from megagrpo.families import blocks as rules
+from megagrpo.families.family import Family
 from megagrpo.plan import plan
 from megagrpo.plan.shapes import model_shape
 from megagrpo.rewards.scorer import RewardScorer
@@ -171,6 +176,27 @@ def test_no_metric_is_documented_that_does_not_exist():
 
 
 MESSAGES = re.findall(r"^- \*\*`(.+?)`\*\*", (REPOSITORY / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+
+
+def first_column(page: str) -> list[str]:
+    """What the rows of the tables of a page begin with, where it is one name."""
+    return re.findall(r"^\| `(\w+)` \|", (REPOSITORY / "docs" / page).read_text(), re.MULTILINE)
+
+
+def test_every_family_has_its_row_and_is_one_short_file():
+    assert sorted(first_column("models.md")) == sorted(FAMILIES)
+    rows = (REPOSITORY / "docs" / "models.md").read_text()
+    assert all(f"| `{name}` | `{family.architecture}` |" in rows for name, family in FAMILIES.items())
+    files = [path for path in (REPOSITORY / "megagrpo" / "families").glob("*.py") if "\nFAMILY = " in path.read_text()]
+    assert len(files) == len(FAMILIES) and all(len(path.read_text().splitlines()) < 100 for path in files)
+
+
+def test_the_page_on_adding_a_model_shows_a_real_file_and_every_field_and_rule():
+    page = REPOSITORY / "docs" / "add_a_model.md"
+    assert blocks(page, "python") == [(REPOSITORY / "megagrpo" / "families" / "glm4.py").read_text()]
+    functions = [value for value in vars(rules).values() if inspect.isfunction(value)]
+    made = [function.__name__ for function in functions if function.__annotations__.get("return") == "Rule"]
+    assert sorted(first_column(page.name)) == sorted([field.name for field in dataclasses.fields(Family)] + made)
 
 
 @pytest.fixture(scope="module")

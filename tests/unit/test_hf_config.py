@@ -24,6 +24,7 @@ SMOLLM2 = {
     "tie_word_embeddings": True,
 }
 PHI3 = {"model_type": "phi3", "hidden_size": 576, "num_attention_heads": 9, "partial_rotary_factor": 0.75, "max_position_embeddings": 8192}
+PHI3 |= {"rms_norm_eps": 1e-5}
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 24, "long_factor": [2.0] * 24}
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",

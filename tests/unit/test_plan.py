@@ -100,6 +100,8 @@ def test_committed_configs_have_a_plan_without_problems(name):
         LLAMA | {"tie_word_embeddings": False, "vocab_size": 101},
         LLAMA | {"model_type": "qwen2", "num_hidden_layers": 4},
         LLAMA | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": False},
+        LLAMA | {"model_type": "phi3", "rms_norm_eps": 1e-5, "pad_token_id": 0},
+        LLAMA | {"model_type": "glm4", "head_dim": 32, "rms_norm_eps": 1e-5, "pad_token_id": 0},
         MIXED | {"mlp_only_layers": [3, 7]},
         MIXTRAL | {"tie_word_embeddings": False},
         DEEPSEEK_V3,
@@ -411,6 +413,25 @@ def test_adapters_in_experts_are_refused_and_all_linear_leaves_them_out(folder):
     assert problem.startswith("lora.target_modules: up_proj of qwen3_moe are in its experts, which have no adapters; leave them out")
     made = dict(plan(config(folder, "lora.rank=4"), 1).rows)["LoRA"]
     assert f"{4 * 30 * (4 * 576 + 2 * 576 + 2 * 192):,} trained" in made
+
+
+def test_adapters_go_on_the_projections_that_a_model_has(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "phi3", "rms_norm_eps": 1e-5}))
+    made = dict(plan(config(folder, "lora.rank=4"), 1).rows)["LoRA"]
+    assert "on qkv_proj, o_proj, gate_up_proj, down_proj: " in made
+    assert f"{4 * 30 * (2 * 576 + 2 * 192 + 2 * 576 + 3 * 1536 + 2 * 576):,} trained" in made
+    (problem,) = plan(config(folder, "lora.rank=4", "lora.target_modules=[q_proj, down_proj]"), 1).problems
+    assert problem == (
+        "lora.target_modules: phi3 has no q_proj; name some of qkv_proj, o_proj, gate_up_proj, down_proj, or choose all-linear"
+    )
+
+
+def test_an_adapter_that_vllm_does_not_take_is_refused(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "glm4", "head_dim": 32, "rms_norm_eps": 1e-5}))
+    alone = ("lora.rank=4", "lora.sync=adapter")
+    (problem,) = plan(config(folder, *alone), 1).problems
+    assert problem.startswith("lora.sync: vLLM takes no adapter of the gate_up_proj of glm4; choose merged")
+    assert plan(config(folder, *alone, "lora.target_modules=[q_proj, o_proj]"), 1).problems == []
 
 
 def test_weights_in_fewer_bits_take_less_room_and_must_be_cut_into_blocks(folder):

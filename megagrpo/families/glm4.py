@@ -1,0 +1,32 @@
+"""GLM-4-0414: gate and up projection in one weight, biases on queries, keys and values, positions that turn neighbours in a part of each
+head, and a norm of what attention and MLP give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megagrpo.families.blocks import same
+from megagrpo.families.dense import DENSE, GATE_UP, LAYER, QKV_BIAS
+from megagrpo.families.family import FIXED, REQUIRED, Family, Raw, Table
+
+_TABLE: Table = DENSE | GATE_UP
+_TABLE |= {
+    "self_attention.post_norm.weight": same(LAYER + "post_self_attn_layernorm.weight"),
+    "mlp.post_norm.weight": same(LAYER + "post_mlp_layernorm.weight"),
+}
+
+
+def _read(raw: Raw) -> dict[str, Any]:
+    return dict(qkv_bias=raw.get("attention_bias", True), rotary_interleaved=True, post_norms=True)
+
+
+FAMILY = Family(
+    "glm4",
+    "Glm4ForCausalLM",
+    table=lambda hf: _TABLE | (QKV_BIAS if hf.qkv_bias else {}),
+    read=_read,
+    required=(*REQUIRED, "num_key_value_heads", "head_dim", "rms_norm_eps"),
+    fixed={key: rule for key, rule in FIXED.items() if key != "attention_bias"},  # the output projection never has one
+    rope_types=("default", "yarn"),
+    partial_rotary_factor=0.5,
+)

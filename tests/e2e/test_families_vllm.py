@@ -1,0 +1,157 @@
+"""Every family in a real vLLM: weights that lie in Megatron's shards reach it exactly, and both compute the same log-probs from them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_families import MODELS, TINY, tiny_model
+
+from megagrpo.adapter_sync import AdapterSync
+from megagrpo.bridge.export import save_hf
+from megagrpo.bridge.families import adapter_blocks, blocks, fill
+from megagrpo.bridge.load import load_hf
+from megagrpo.config import LoraSection, ParallelSection
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.attention import pack_params
+from megagrpo.policy.build import build_model
+from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.policy.lora import attach_adapters
+from megagrpo.rollout.engine import EngineStartError
+from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.types import Prompt, SamplingParams
+from megagrpo.verify.shrink import random_tensor
+from megagrpo.weight_sync import WeightSync
+from tests.e2e.tiny_servers import connect, launch, naive_logprobs, scratch, weights
+
+PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % TINY["vocab_size"] for k in range(4 + i)), "") for i in range(5)]
+GREEDY = SamplingParams(0.0, 24)
+LAYOUT = dict(tp=2, pp=2, sequence_parallel=True)
+LORA = LoraSection(rank=4, alpha=6.0)
+LONGEST = 128  # tokens, of tiny_servers
+# vLLM's attention on CPUs wants heads of 32 dimensions or more.
+WIDE = dict(hidden_size=192)
+CHANGES: dict[str, dict[str, Any]] = {"phi3 tied, part of the head, longrope": dict(partial_rotary_factor=0.1875)}
+# Its latent attention on CPUs has one size of latents.
+LATENT = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
+CHANGES |= {name: LATENT for name in MODELS if name.startswith("deepseek")}
+# Of what vLLM cannot run on a CPU, what it says.
+REFUSED: dict[str, str] = {}
+
+
+def folder_of(name: str, spoiled: bool = False) -> Path:
+    """The tiny model as a folder; a spoiled one has other weights."""
+    kind, extra = MODELS[name]
+    heads = dict(head_dim=32) if "head_dim" in extra else {}
+    folder = scratch() / f"{re.sub(r'[^a-z0-9]+', '_', name)}{'_spoiled' * spoiled}"
+    model = tiny_model(kind, extra | WIDE | heads | CHANGES.get(name, {}))
+    with torch.no_grad():
+        for parameter in model.parameters() if spoiled else ():
+            parameter.mul_(0.9)
+    model.save_pretrained(folder)
+    return folder
+
+
+def push(engine, folder: Path, version: int, sizes: dict) -> int:
+    """Load `folder` into Megatron's shards and push them; bytes that the server has read."""
+    layout, hf_config = init_layout(ParallelSection(**sizes)), load_hf_config(folder)
+    chunks = build_model(
+        hf_config, layout, dtype=torch.float32, init_weights=False, sequence_parallel=sizes.get("sequence_parallel", False)
+    )
+    load_hf(chunks, hf_config, folder, layout)
+    with WeightSync(engine if layout.world_rank == 0 else None, layout, "float32") as sync:
+        read = sync.push(blocks(chunks, hf_config, layout), version).bytes_read
+    layout.close()
+    return read
+
+
+def megatron_logprobs(folder: Path, samples: list[tuple]) -> list[list[float]]:
+    """Log-probs of each response after its prompt."""
+    layout, hf_config = init_layout(ParallelSection()), load_hf_config(folder)
+    (chunk,) = build_model(hf_config, layout, dtype=torch.float32, init_weights=False, longest_sequence=LONGEST)
+    load_hf([chunk], hf_config, folder, layout)
+    found = []
+    for prompt, response in samples:
+        ids = torch.tensor([prompt + response])
+        packed = pack_params(torch.tensor([0, ids.numel()]).int())
+        with torch.no_grad():
+            logits = chunk(ids, torch.arange(ids.numel())[None], None, packed_seq_params=packed)
+        logits = logits[0, len(prompt) - 1 : -1, : TINY["vocab_size"]]
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist())
+    layout.close()
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
+def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
+    folder = folder_of(name)
+    running = connect(launch(folder, folder.name), folder)
+    engine = running.engine
+
+    def answers() -> list[tuple]:
+        return [(group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)]
+
+    def pushed(source: Path, ranks: int, sizes: dict) -> int:
+        read = run_ranks(push, ranks, engine, source, engine.weight_version + 1, sizes)[0]
+        engine.weight_version += 1  # the ranks are forks: their client is not this one
+        return read
+
+    try:
+        fresh = answers()  # of the weights that vLLM has read from the folder by itself
+        pushed(folder_of(name, spoiled=True), 1, {})
+        assert answers() != fresh
+        read = pushed(folder, 4, LAYOUT)
+        assert answers() == fresh and read == sum(tensor.nbytes for tensor in weights(folder).values())
+    finally:
+        running.launcher.stop()
+    samples = [(prompt.token_ids, ids) for prompt, (ids, _) in zip(PROMPTS, fresh, strict=True)]
+    (expected,) = run_ranks(megatron_logprobs, 1, folder, samples)
+    for (_, logprobs), reference in zip(fresh, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(reference), atol=1e-4, rtol=0)
+
+
+def push_adapter(engine, folder: Path, merged: Path) -> None:
+    """Give a fused model adapters over ranks, write what they make of it to `merged`, and push them alone."""
+    layout, hf_config = init_layout(ParallelSection(**LAYOUT)), load_hf_config(folder)
+    chunks = build_model(hf_config, layout, dtype=torch.float32, sequence_parallel=True, own_linears=True)
+    attach_adapters(chunks, hf_config, LORA, recompute="none")
+    load_hf(chunks, hf_config, folder, layout)
+    for _, parameter, found in adapter_blocks(chunks, hf_config, layout):
+        fill(parameter, found, lambda block: 0.3 * random_tensor(block.name, block.shape)[block.slices])
+    save_hf(chunks, hf_config, layout, merged, folder)
+    with AdapterSync(engine if layout.world_rank == 0 else None, layout, "float32", LORA, str(folder)) as sync:
+        sync.push(adapter_blocks(chunks, hf_config, layout), 2)
+    layout.close()
+
+
+@pytest.mark.full
+def test_adapters_of_fused_projections_reach_vllm(tmp_path):
+    folder = folder_of("phi3")
+    launcher = launch(folder, "phi3_adapters", lora_rank=LORA.rank)
+    try:
+        launcher.wait()
+        engine = VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, lora=True)
+        run_ranks(push_adapter, 4, engine, folder, tmp_path / "merged")
+        engine.weight_version = 2  # the ranks are forks: their client is not this one
+        answers = [(group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)]
+    finally:
+        launcher.stop()
+    for prompt, (ids, logprobs) in zip(PROMPTS, answers, strict=True):
+        torch.testing.assert_close(torch.tensor(logprobs), naive_logprobs(tmp_path / "merged", prompt, ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_vllm_refuses_on_a_cpu_still_is(name):
+    folder = folder_of(name)
+    launcher = launch(folder, folder.name)
+    try:
+        with pytest.raises(EngineStartError, match=REFUSED[name]):
+            launcher.wait()
+    finally:
+        launcher.stop()
