@@ -112,20 +112,24 @@ ONE, DP2, TP2, PP2, VPP = ({}, 1), ({}, 2), (dict(tp=2), 2), (dict(pp=2), 2), (d
 CP2, CP2_DP2, UNEVEN = (dict(cp=2), 2), (dict(cp=2), 4), (dict(pp=2, pipeline_layers=[1, 3]), 2)
 
 
+def _full(*case):
+    return pytest.param(*case, marks=pytest.mark.full)
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
         (PP2, PP2),
-        (PP2, ONE),
+        _full(PP2, ONE),
         (VPP, TP2),
-        (DP2, ONE),
-        (TP2, PP2),
+        _full(DP2, ONE),
+        _full(TP2, PP2),
         (ONE, DP2),
-        ((dict(pp=2), 4), PP2),
+        _full((dict(pp=2), 4), PP2),
         (CP2_DP2, TP2),
-        (DP2, CP2),
+        _full(DP2, CP2),
         (UNEVEN, ONE),
-        (VPP, UNEVEN),
+        _full(VPP, UNEVEN),
     ],
     ids=str,
 )
@@ -158,7 +162,7 @@ def test_experts_go_between_all_ways_of_cutting_them(saved, loaded, model_with_e
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(EP2, ONE), (ONE, TP2_EP2), (PP2_EP2, TP2_ETP1), (TP2_EP2, PP2_EP2), (VPP_EP2, ETP2)], ids=str
+    ("saved", "loaded"), [_full(EP2, ONE), _full(ONE, TP2_EP2), (PP2_EP2, TP2_ETP1), _full(TP2_EP2, PP2_EP2), (VPP_EP2, ETP2)], ids=str
 )
 def test_experts_go_from_any_number_of_expert_parallel_ranks_to_any_other(saved, loaded, model_with_experts, tmp_path):
     assert_continues(saved, loaded, model_with_experts, tmp_path)

@@ -17,6 +17,8 @@ from megagrpo.audit.checks import check_step
 from megagrpo.audit.saved import load_step
 from megagrpo.parallel.layout import init_layout
 
+pytestmark = pytest.mark.full  # test_dump_layouts.py and tests/e2e/test_audit.py audit some of them on every run of the tests
+
 ADVANTAGES = {
     "rloo": dict(advantage_estimator="rloo"),
     "rloo unscaled": dict(advantage_estimator="rloo", scale_rewards="none"),

@@ -125,6 +125,7 @@ def test_ctrl_c_ends_it(run, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_under_torchrun_the_ranks_that_are_there_are_used(run):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megagrpo", "verify", run]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

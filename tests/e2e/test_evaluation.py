@@ -32,7 +32,9 @@ def test_sets_are_evaluated_with_their_own_sampling_before_between_and_after(tmp
     assert [line.split("  reward")[0] for line in shown] == ["evaluation after step 2" + of for of in ("", " of easy", " of hard")]
 
 
-@pytest.mark.parametrize("metric", ["hard/reward", "easy/completions/max_length"])  # one that rises, one that is the same every time
+@pytest.mark.parametrize(
+    "metric", [pytest.param("hard/reward", marks=pytest.mark.full), "easy/completions/max_length"]
+)  # one that rises, one that is the same every time
 def test_the_best_checkpoint_stays_beside_the_newest_and_a_resumed_run_knows_it(metric, tmp_path):
     options = [sets(metric), "evaluation.steps=1", "run.save_total_limit=1", "train.learning_rate=3e-3"]
     values = {}

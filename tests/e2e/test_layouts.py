@@ -31,6 +31,7 @@ def same_first_step(run, expected):
     assert code == 0, said
 
 
+@pytest.mark.full
 def test_two_tensor_parallel_ranks(one_rank, tmp_path):
     same_first_step(world.finish(world.start(tmp_path, "parallel.tp=2", "debug.dump_steps=[2]"), tmp_path), one_rank)
 

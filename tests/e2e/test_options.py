@@ -67,6 +67,7 @@ def test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine(plain, tm
     assert kept == {torch.float32}
 
 
+@pytest.mark.full
 def test_without_shuffling_prompts_come_in_the_order_of_the_data_set(tmp_path):
     run = succeeded(world.train(tmp_path, "data.shuffle=false", "rollout.prompts_per_step=20", "rollout.num_generations=2"))
     drawn = [row["prompt_id"] for row in run.completions][::2]
@@ -91,6 +92,7 @@ def test_the_kl_to_the_reference_is_zero_until_the_policy_moves(estimator, plain
     assert "kl" not in plain.metrics[0] and "  kl " in run.out and "  kl " not in plain.out
 
 
+@pytest.mark.full
 def test_evaluation_comes_first_last_and_every_so_many_steps(tmp_path):
     held_out = [f"data.eval.source={world.folder()}/eval.jsonl", "evaluation.steps=2", "run.max_steps=3"]
     run = succeeded(world.train(tmp_path, *held_out, "evaluation.temperature=1", "evaluation.num_generations=2"))
@@ -137,6 +139,7 @@ def test_the_learning_rate_follows_its_schedule(shape, tmp_path):
     assert [line["learning_rate"] for line in run.metrics] == pytest.approx(expected)
 
 
+@pytest.mark.full
 def test_loggers_and_samples_can_be_turned_off_and_on(plain, tmp_path):
     assert not (plain.folder / "tensorboard").exists() and not (plain.folder / "wandb").exists()
     assert "response" not in plain.out

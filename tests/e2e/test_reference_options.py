@@ -98,6 +98,7 @@ def whole(tmp_path_factory):
     return succeeded(world.train(tmp_path_factory.mktemp("whole"), *MOVING, "run.max_steps=5"))
 
 
+@pytest.mark.full
 def test_a_moved_reference_survives_a_resume(whole, tmp_path):
     succeeded(world.train(tmp_path, *MOVING, "run.max_steps=3"))
     resumed = succeeded(world.train(tmp_path, *MOVING, "run.max_steps=5", "--resume"))

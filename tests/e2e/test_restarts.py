@@ -216,5 +216,5 @@ def test_twenty_syncs_leave_no_memory_behind_on_either_side(fresh):
 
         measure(4)  # both slots are mapped, and allocators have what they need
         first, later = measure(2), measure(20)
-    model = 1.3  # MiB; a copy left behind at every sync would be 26
-    assert later[0] - first[0] < 4 * model and later[1] - first[1] < 4 * model and later[2] == first[2], (first, later)
+    model = 1.3  # MiB; a copy left behind at every sync would be 26. The servers' heap grows in pages of 2, until it has what it needs.
+    assert later[0] - first[0] < 4 * model and later[1] - first[1] < 10 * model and later[2] == first[2], (first, later)

@@ -57,6 +57,7 @@ def test_dynamic_sampling_fills_every_step_with_groups_that_teach(dynamic):
     assert code == 0, said
 
 
+@pytest.mark.full
 def test_a_resumed_run_in_another_layout_draws_the_same(dynamic, tmp_path):
     succeeded(world.train(tmp_path, seldom(), *DYNAMIC))
     codes = run_ranks(main, 2, ["train", *world.arguments(tmp_path, seldom(), *DYNAMIC, "run.max_steps=4", "--resume")])

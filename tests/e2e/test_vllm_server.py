@@ -155,6 +155,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.full
 def test_no_server_process_outlives_a_trainer_that_is_killed(tmp_path):
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER, model_folder("llama"), tmp_path], stdout=subprocess.PIPE, text=True)
     try:
