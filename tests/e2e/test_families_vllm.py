@@ -106,7 +106,9 @@ def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
         pushed(folder_of(name, spoiled=True), 1, {})
         assert answers() != fresh
         read = pushed(folder, 4, LAYOUT)
-        assert answers() == fresh and read == sum(tensor.nbytes for tensor in weights(folder).values())
+        # vLLM's reload loads the bias of a linear when it comes, and again with the rest of its linear.
+        total = sum(tensor.nbytes * (2 if key.endswith(".bias") else 1) for key, tensor in weights(folder).items())
+        assert answers() == fresh and read == total
     finally:
         running.launcher.stop()
     samples = [(prompt.token_ids, ids) for prompt, (ids, _) in zip(PROMPTS, fresh, strict=True)]

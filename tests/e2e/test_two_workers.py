@@ -94,7 +94,7 @@ def with_adapters(parallel: dict, salt: str, engine: VllmEngine, folder: Path, o
     layout = init_layout(ParallelSection(**parallel))
     hf_config = load_hf_config(folder)
     chunks = build_model(hf_config, layout, dtype=torch.float32, own_linears=True)
-    attach_adapters(chunks, LORA, recompute="none")
+    attach_adapters(chunks, hf_config, LORA, recompute="none")
     load_hf(chunks, hf_config, folder, layout)
     with torch.no_grad():
         for _, param, (block,) in adapter_blocks(chunks, hf_config, layout):
