@@ -90,6 +90,11 @@ def kv_heads(raw: Raw) -> int:
     return raw.get("num_key_value_heads") or raw["num_attention_heads"]
 
 
+def num_experts(raw: Raw) -> int:
+    """Experts of a mixture, by either of the two names that families give it."""
+    return raw.get("num_experts") or raw["num_local_experts"]
+
+
 def windows(raw: Raw, size: int | None, slides: Callable[[int], bool] | None = None) -> tuple[int | None, ...]:
     """`HfConfig.windows`: `size` in every block; given `slides`, where `layer_types` says so, or without that key where `slides(block)`."""
     blocks = range(raw["num_hidden_layers"])
@@ -118,7 +123,6 @@ def expert_problems(raw: Raw, *required: tuple[str, ...]) -> list[str]:
     problems = [f"model: config.json lacks {' or '.join(keys)}" for keys in required if not any(raw.get(key) for key in keys)]
     if problems:
         return problems
-    count = raw.get("num_experts") or raw["num_local_experts"]
-    if raw["num_experts_per_tok"] > count:
+    if raw["num_experts_per_tok"] > (count := num_experts(raw)):
         problems.append(f"model: num_experts_per_tok={raw['num_experts_per_tok']} is more than the {count} experts")
     return problems

@@ -9,7 +9,7 @@ from megagrpo.boxes import Box
 from megagrpo.families.architecture import Experts
 from megagrpo.families.blocks import Block, Local, Rule, same
 from megagrpo.families.dense import ATTENTION, DENSE, MLP, QKV_BIAS
-from megagrpo.families.family import FIXED, FULL, SLIDING, Family, Raw, expert_problems, windows
+from megagrpo.families.family import FIXED, FULL, SLIDING, Family, Raw, expert_problems, num_experts, windows
 
 
 def _of_expert(local: Local, *dims: tuple[int, int, int]) -> tuple[tuple[int, ...], Box]:
@@ -70,7 +70,7 @@ _FIXED = FIXED | {
 
 def _read(raw: Raw) -> dict[str, Any]:
     mixture = Experts(
-        count=raw.get("num_experts") or raw["num_local_experts"],
+        count=num_experts(raw),
         per_token=raw["num_experts_per_tok"],
         intermediate_size=raw["intermediate_size"],
         normalized=True,

@@ -6,14 +6,14 @@ from typing import Any
 
 from megagrpo.families.architecture import Experts
 from megagrpo.families.dense import DENSE, experts
-from megagrpo.families.family import Family, Raw, expert_problems, windows
+from megagrpo.families.family import Family, Raw, expert_problems, num_experts, windows
 
 _TABLE = DENSE | experts("block_sparse_moe", "w1", "w3", "w2")
 
 
 def _read(raw: Raw) -> dict[str, Any]:
     mixture = Experts(
-        count=raw.get("num_experts") or raw["num_local_experts"],
+        count=num_experts(raw),
         per_token=raw["num_experts_per_tok"],
         intermediate_size=raw["intermediate_size"],
         normalized=True,

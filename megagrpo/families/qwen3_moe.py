@@ -6,7 +6,7 @@ from typing import Any
 
 from megagrpo.families.architecture import Experts
 from megagrpo.families.dense import DENSE, QK_NORM, experts
-from megagrpo.families.family import Family, Raw, expert_problems, windows
+from megagrpo.families.family import Family, Raw, expert_problems, num_experts, windows
 from megagrpo.families.qwen2 import window
 
 _TABLE = DENSE | QK_NORM | experts("mlp", "gate_proj", "up_proj", "down_proj")
@@ -19,7 +19,7 @@ def _blocks(raw: Raw) -> frozenset[int]:
 
 def _read(raw: Raw) -> dict[str, Any]:
     mixture = Experts(
-        count=raw.get("num_experts") or raw["num_local_experts"],
+        count=num_experts(raw),
         per_token=raw["num_experts_per_tok"],
         intermediate_size=raw["moe_intermediate_size"],
         normalized=raw.get("norm_topk_prob", False),
