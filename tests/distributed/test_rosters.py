@@ -7,9 +7,8 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-import transformers
 from ranks import run_ranks
-from tiny_families import CONFIGS, MODELS, TINY
+from tiny_families import MODELS, tiny_config
 from tiny_policy import SHAPES
 
 from megagrpo.boxes import intersect, missing, size, whole
@@ -72,10 +71,9 @@ def random_case(name, rng):
     )
     if "layer_types" in extra:
         del sizes["num_hidden_layers"]
-    config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))
-    raw = config(**TINY | sizes | extra).to_dict()
+    raw = tiny_config(kind, sizes | extra).to_dict()
     if model_problems(raw, ParallelSection()):  # what `extra` has fits only the sizes that it was made for
-        raw = config(**TINY | extra).to_dict()
+        raw = tiny_config(kind, extra).to_dict()
     layers = raw["num_hidden_layers"]
     assert not model_problems(raw, ParallelSection()), name
     while True:

@@ -90,12 +90,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def tiny_config(kind: str, extra: dict[str, Any]) -> transformers.PretrainedConfig:
+    """The configuration of a tiny model; `extra` is left as it is, which transformers alone would write rotary parameters into."""
+    # Only the eager attention of transformers caps scores.
+    return getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**copy.deepcopy(TINY | extra), attn_implementation="eager")
+
+
 def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
     """Random weights, the same on every call."""
     torch.manual_seed(0)
-    # Only the eager attention of transformers caps scores.
-    # Configurations write into the rotary parameters that they are given.
-    config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**copy.deepcopy(TINY | extra), attn_implementation="eager")
+    config = tiny_config(kind, extra)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         # Norms and biases start as ones and zeros, which would hide a swap. Buffers: the biases that experts are chosen by.
