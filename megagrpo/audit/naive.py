@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from megagrpo.config import AlgorithmSection, RolloutSection
 
 
-def load_model(folder: Path, dtype: str) -> nn.Module:
-    """The weights in `folder`, rounded to `dtype` as the trainer holds them, in a float64 model."""
+def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Module:
+    """The weights in `folder`, rounded to `dtype` as the trainer holds them, in a float64 model. Under longrope the `longest` sequence of
+    the run decides by which angles positions turn, as it does in vLLM; left to itself transformers decides for each sequence."""
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM  # slow to import
     from transformers.masking_utils import eager_mask
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     AttentionInterface.register("naive", _attention)
     AttentionMaskInterface.register("naive", eager_mask)
@@ -30,6 +32,8 @@ def load_model(folder: Path, dtype: str) -> nn.Module:
             module.forward = MethodType(_rms_norm, module)
         elif type(module).__name__.startswith("Gemma") and type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(_centred_rms_norm, module)
+        elif longest and getattr(module, "rope_type", None) == "longrope":
+            module.original_inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, seq_len=longest)  # what it has for short sequences
     model.get_input_embeddings().padding_idx = None  # torch gives that token no gradient, and chat models pad with one that ends turns
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +31,20 @@ class Recomputed:
 
 def recompute(step: Step, advantages: list[float]) -> Iterator[Recomputed]:
     """Every optimizer step of `step`, with `advantages` of its samples. Two models of float64 are in memory at most, and one gradient."""
-    reference = naive.load_model(step.reference, step.dtype).requires_grad_(False) if step.config.algorithm.beta else None
+    reference = _model(step, step.reference).requires_grad_(False) if step.config.algorithm.beta else None
     old = _old_logprobs(step) if len(step.updates) > 1 else None
     for update in step.updates:
-        yield _recompute_update(step, update, advantages, naive.load_model(update.weights, step.dtype), reference, old)
+        yield _recompute_update(step, update, advantages, _model(step, update.weights), reference, old)
+
+
+def _model(step: Step, folder: Path) -> nn.Module:
+    return naive.load_model(folder, step.dtype, step.config.longest_sequence)
 
 
 @torch.no_grad()
 def _old_logprobs(step: Step) -> list[Tensor]:
     """[Lr] of each sample, by the weights that generated it: those before the first optimizer step."""
-    model = naive.load_model(step.updates[0].weights, step.dtype)
+    model = _model(step, step.updates[0].weights)
     return [_picked(naive.log_softmax(model, s.token_ids, step.config.rollout)[s.places - 1], s) for s in step.samples]
 
 

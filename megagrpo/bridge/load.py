@@ -14,6 +14,7 @@ from megagrpo.boxes import brackets
 from megagrpo.bridge.families import blocks, fill, tensor_names
 from megagrpo.bridge.sources import INDEX, SINGLE
 from megagrpo.bridge.tensor_files import Entry, TensorFile, first_bad
+from megagrpo.bridge.transfers import layer_of
 from megagrpo.families import FAMILIES
 from megagrpo.families.blocks import Block
 from megagrpo.parallel.layout import Layout
@@ -93,7 +94,7 @@ class Checkpoint:
     def say_left_out(self, hf_config: HfConfig) -> None:
         """Name on stderr what is not trained."""
         if names := [name for name in self.left_out(hf_config) if not name.endswith(INV_FREQ)]:
-            print(f"model: {len(names)} tensors of {self.folder} are not trained and left out: {_list(names)}", file=sys.stderr)
+            print(f"model: not trained and left out, of {self.folder}: {counted(names)}", file=sys.stderr)
 
     def entry(self, name: str) -> Entry:
         """Dtype and shape of a tensor."""
@@ -137,6 +138,13 @@ def _weight_map(folder: Path, index: bytes) -> dict[str, str]:
     if absent:
         raise ValueError(f"model: {folder} lacks {_list(absent)}, named in {INDEX}; download the missing files")
     return files
+
+
+def counted(names: list[str]) -> str:
+    """How many tensors these are, of which layers, and the first few by name."""
+    layers = sorted({layer_of(name) for name in names} - {-1})
+    of_layers = f" of layer{'s' * (len(layers) > 1)} {_list([*map(str, layers)])}" if layers else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)}{of_layers}: {_list(names)}"
 
 
 def _list(names: list[str]) -> str:

@@ -23,6 +23,9 @@ FIXED: dict[str, tuple[Any, str]] = {
     "quantization_config": (None, "quantized weights cannot be trained; use the original weights"),
     "attention_dropout": (0, "dropout is not supported; set it to 0"),
     "router_jitter_noise": (0, "noise in the router is not supported; set it to 0"),
+    "no_rope_layers": (None, "blocks that positions do not turn, as in SmolLM3, are not supported"),
+    "residual_multiplier": (1, "a scaled residual, as in Granite, is not supported"),
+    "attention_multiplier": (None, "a scale of attention of its own, as in Granite, is not supported"),
 }
 
 

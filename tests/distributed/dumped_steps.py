@@ -6,8 +6,6 @@ import math
 import random
 from pathlib import Path
 
-from tiny_policy import tiny_model
-
 from megagrpo.algorithms.advantages import advantages_of, to_samples
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.losses import make_loss
@@ -18,7 +16,7 @@ from megagrpo.data.packing import pack, packing_rules, prompt_length
 from megagrpo.dump import StepDumps
 from megagrpo.look_ahead import look_ahead
 from megagrpo.parallel.layout import Layout
-from megagrpo.policy.hf_config import load_hf_config
+from megagrpo.policy.hf_config import HfConfig, load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, TrainState
@@ -27,15 +25,16 @@ from megagrpo.verify.shrink import random_samples
 FUNCTIONS = [dict(function="nowhere:chance"), dict(function="nowhere:coin", weight=0.5)]
 
 
-def make_model(folder: Path, shape: str) -> None:
+def make_model(folder: Path, hf_config: HfConfig) -> None:
     """A model of this shape as Hugging Face saves it."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**tiny_model(shape).raw))
-    for parameter in model.parameters():
-        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf_config.raw | dict(pad_token_id=None)))
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("bias")]  # that experts are chosen by
+    for tensor in (*model.parameters(), *biases):
+        tensor.data.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(folder)
 
 

@@ -178,11 +178,18 @@ def test_a_tied_head_with_a_tensor_of_its_own_comes_back(models, tmp_path):
     assert_same_files(source, tmp_path / "hf")
 
 
-def test_what_the_model_has_no_place_for_is_left_out_and_the_rest_comes_back(models, tmp_path):
-    source = add_tensor(models / "llama tied", tmp_path / "model", **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(8)})
+def test_what_the_model_has_no_place_for_is_left_out_and_counted_and_the_rest_comes_back(models, tmp_path, capfd):
+    """Rotary frequencies, and a layer behind the last that predicts further tokens."""
+    beyond = {f"model.layers.4.{name}": torch.rand(6, 4) for name in ("eh_proj.weight", "mlp.experts.7.up_proj.weight")}
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(4)} | beyond
+    source = add_tensor(models / "deepseek_v3", tmp_path / "model", **extra)
     assert run_ranks(run_tool, 1, "check_roundtrip.py", source, "--manifest", tmp_path / "m.json", "--scratch", tmp_path) == [0]
     manifest = json.loads((tmp_path / "m.json").read_text())
-    assert manifest["identical"] and manifest["left_out"] == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
+    assert not manifest["identical"] and not manifest["differences"] and set(manifest["left_out"]) == extra.keys()
+    said, all_of_it = capfd.readouterr(), len(load_file(source / "model.safetensors"))
+    assert f"model: not trained and left out, of {source}: 2 tensors of layer 4: model.layers.4.eh_proj.weight, " in said.err
+    assert "left out, because the model has no place for it: 3 tensors of layers 0, 4: " in said.out
+    assert f"{all_of_it} tensors, 0.001 GB, 1 files: {all_of_it - 3} of them back without a changed byte" in said.out
     run_ranks(there, 1, source, tmp_path / "megatron", {})
     run_ranks(back, 1, tmp_path / "megatron", tmp_path / "hf", {})
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")

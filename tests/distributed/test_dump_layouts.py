@@ -3,7 +3,7 @@
 import pytest
 from dumped_steps import FUNCTIONS, dump_step, make_model
 from ranks import run_ranks
-from tiny_policy import tiny_run
+from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.__main__ import main
 from megagrpo.parallel.layout import init_layout
@@ -28,7 +28,7 @@ def models(tmp_path_factory):
 
 def _make_models(root):
     for shape in {shape for _, shape, *_ in LAYOUTS.values()}:
-        make_model(root / shape, shape)
+        make_model(root / shape, tiny_model(shape))
 
 
 def _dump_two_steps(name, model, run):
@@ -38,7 +38,7 @@ def _dump_two_steps(name, model, run):
     return dump_step(config, init_layout(config.parallel), model, run, (1, 2))
 
 
-def _audit(run, step):
+def audit(run, step):
     return main(["audit", str(run), "--step", str(step)])
 
 
@@ -48,5 +48,5 @@ def test_the_steps_of_this_layout_agree_with_float64(name, models, tmp_path, cap
     said = run_ranks(_dump_two_steps, ranks, name, models / shape, tmp_path)
     assert said[0] == [f"dump {tmp_path / 'dumps' / f'step_00000{step}'}" for step in (1, 2)]
     for step in (1, 2):
-        assert run_ranks(_audit, 1, tmp_path, step) == [0], capfd.readouterr().out
+        assert run_ranks(audit, 1, tmp_path, step) == [0], capfd.readouterr().out
     assert (tmp_path / "dumps" / "step_000002" / "weights_1" / "model.safetensors").exists()

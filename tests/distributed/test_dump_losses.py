@@ -11,7 +11,7 @@ import pytest
 from dumped_steps import FUNCTIONS, dump_step, make_model
 from ranks import run_ranks
 from test_loss_layouts import LOSSES
-from tiny_policy import tiny_run
+from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.audit.checks import check_step
 from megagrpo.audit.saved import load_step
@@ -60,7 +60,7 @@ def _audit_all(root):
 def audits():
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        run_ranks(make_model, 1, root / "model", "llama_tied")
+        run_ranks(make_model, 1, root / "model", tiny_model("llama_tied"))
         run_ranks(_dump_all, 2, root)
         return run_ranks(_audit_all, 1, root)[0]
 

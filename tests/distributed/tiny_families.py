@@ -60,6 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", dict(**EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], tie_word_embeddings=True)),
     "qwen3_moe, weights not scaled": ("Qwen3Moe", dict(**EXPERTS, norm_topk_prob=False, decoder_sparse_step=2)),
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "glm": ("Glm", dict(head_dim=16, pad_token_id=0, attention_bias=True)),
     "glm4": ("Glm4", dict(head_dim=16, pad_token_id=0)),
     "glm4 tied, without biases, yarn": (
         "Glm4",

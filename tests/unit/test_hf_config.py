@@ -128,6 +128,9 @@ def test_an_unknown_architecture_names_the_supported_ones():
             "'linear' in blocks with a window",
         ),
         (MIXTRAL | {"router_jitter_noise": 0.01}, "router_jitter_noise"),
+        ({"no_rope_layers": [1, 1, 1, 0]}, "no_rope_layers"),
+        ({"residual_multiplier": 0.22}, "residual_multiplier"),
+        ({"attention_multiplier": 0.0078125}, "attention_multiplier"),
         (DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8"}}, "fp8_cast_bf16.py"),
         (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func"),
         (DEEPSEEK_V3 | {"norm_topk_prob": False}, "norm_topk_prob"),
@@ -188,7 +191,14 @@ def test_the_windows_are_those_of_transformers(change, windows):
 
 @pytest.mark.parametrize(
     ("called", "nearest"),
-    [("qwen3_next", "qwen3_moe"), ("llama4_text", "llama"), ("ministral", "mistral"), ("MixtralForCausalLM", "mixtral")],
+    [
+        ("qwen3_next", "qwen3_moe"),
+        ("smollm3", "llama"),
+        ("chatglm", "glm"),
+        ("llama4_text", "llama"),
+        ("ministral", "mistral"),
+        ("MixtralForCausalLM", "mixtral"),
+    ],
 )
 def test_an_unknown_architecture_names_the_nearest_one(called, nearest):
     raw = {"architectures": [called]} if called[0].isupper() else {"model_type": called}

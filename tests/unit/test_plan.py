@@ -101,6 +101,7 @@ def test_committed_configs_have_a_plan_without_problems(name):
         LLAMA | {"model_type": "qwen2", "num_hidden_layers": 4},
         LLAMA | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": False},
         LLAMA | {"model_type": "phi3", "rms_norm_eps": 1e-5, "pad_token_id": 0},
+        LLAMA | {"model_type": "glm", "head_dim": 32, "rms_norm_eps": 1e-5, "pad_token_id": 0},
         LLAMA | {"model_type": "glm4", "head_dim": 32, "rms_norm_eps": 1e-5, "pad_token_id": 0},
         MIXED | {"mlp_only_layers": [3, 7]},
         MIXTRAL | {"tie_word_embeddings": False},

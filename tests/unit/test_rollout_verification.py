@@ -51,6 +51,29 @@ def test_what_was_not_read_or_not_as_written_is_named(reports, message):
         verify(MANIFEST, WRITTEN, reports)
 
 
+def rows(lo, hi):
+    """A part of the first block."""
+    return cut((4, 6), 0, lo, hi)
+
+
+def columns(lo, hi):
+    return cut((4, 6), 1, lo, hi)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({rows(0, 2): 2**64 - 1, rows(2, 4): 3}, {columns(0, 3): 1, columns(3, 6): 1}),  # checksums are sums modulo 2^64
+        ({rows(0, 3): 70, rows(1, 4): 80}, {columns(0, 3): 1, columns(3, 6): 2}),
+        ({rows(0, 2): 3, rows(2, 4): 7}, {columns(0, 4): 1, columns(2, 6): 2}),
+    ],
+    ids=["tiles", "overlapping where written", "overlapping where read"],
+)
+def test_other_slices_of_a_block_pass_with_the_same_sum_or_where_they_overlap(given, read):
+    reads = [["w", 0, box, total] for box, total in read.items()] + [["w", 1, BLOCKS[1].box, 11]]
+    verify(MANIFEST, [{("w", 0): given}, WRITTEN[1]], [report(reads)])
+
+
 def test_copies_that_differ_are_named_with_their_ranks():
     box = cut((8, 6), 0, 0, 4)
     with pytest.raises(WeightSyncError, match=r"ranks 0 and 2 hold copies of w\[0:4, 0:6\] that differ"):

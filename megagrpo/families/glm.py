@@ -1,0 +1,16 @@
+"""GLM-4-9B of 2024 and GLM-Edge: a GLM-4-0414 that does not normalise what attention and MLP give."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megagrpo.families import glm4
+from megagrpo.families.dense import DENSE, GATE_UP, QKV_BIAS
+
+FAMILY = dataclasses.replace(
+    glm4.FAMILY,
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    table=lambda hf: DENSE | GATE_UP | (QKV_BIAS if hf.qkv_bias else {}),
+    read=lambda raw: glm4.FAMILY.read(raw) | dict(post_norms=False),
+)

@@ -1,0 +1,44 @@
+"""Steps of families whose model code is unlike a Llama's, dumped from ranks and audited: transformers in float64 agrees with their
+log-probs, entropy, loss and gradient norm."""
+
+import pytest
+from dumped_steps import FUNCTIONS, dump_step, make_model
+from ranks import run_ranks
+from test_dump_layouts import audit
+from test_gpt_oss import RAW as GPT_OSS
+from test_latent_parity import V2_LITE, V3
+from tiny_policy import MORE_SHAPES, tiny_run
+
+from megagrpo.config import ParallelSection
+from megagrpo.parallel.layout import init_layout
+from megagrpo.verify.shrink import shrink_model
+
+pytestmark = pytest.mark.full
+TP2 = dict(tp=2, sequence_parallel=True)
+FAMILIES = {
+    "deepseek_v3": (V3, TP2 | dict(ep=2, etp=1)),
+    "deepseek_v2": (V2_LITE, dict(pp=2)),
+    "gpt_oss": (GPT_OSS, TP2 | dict(ep=2, etp=1)),
+    # The longest sequences of the run are beyond the length of pretraining, most of them are not.
+    "phi3": (MORE_SHAPES["phi3"] | dict(original_max_position_embeddings=20), TP2),
+    "glm4": (MORE_SHAPES["glm4"], dict(cp=2)),
+}
+
+
+def dump(raw, parallel, root):
+    config = tiny_run(
+        parallel,
+        algorithm=dict(beta=0.5, entropy_coef=0.1, num_iterations=2),
+        debug=dict(dump_steps=[1]),
+        rewards=dict(functions=FUNCTIONS),
+        model=dict(tokenizer="/nowhere"),
+    )
+    return dump_step(config, init_layout(config.parallel), root / "model", root)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_of_this_family_agrees_with_float64(name, tmp_path, capfd):
+    raw, parallel = FAMILIES[name]
+    run_ranks(make_model, 1, tmp_path / "model", shrink_model(raw, ParallelSection(tp=2, pp=2, ep=2, etp=2)))
+    run_ranks(dump, 2, raw, parallel, tmp_path)
+    assert run_ranks(audit, 1, tmp_path, 1) == [0], capfd.readouterr().out
