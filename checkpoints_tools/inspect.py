@@ -32,6 +32,7 @@ from megagrpo.bridge.megatron_io import HF_FILES, check_is_checkpoint
 from megagrpo.bridge.tensor_files import TensorFile
 from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.checkpoint import STATE_FILE
+from megagrpo.policy.hf_config import read_raw_config
 
 STATE = "optimizer."  # how keys of the optimizer's state start
 
@@ -105,7 +106,7 @@ def _name(dtype) -> str:
 
 
 def _facts_of_model(folder: Path) -> dict[str, str]:
-    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+    config = read_raw_config(folder) if (folder / "config.json").is_file() else {}
     keys = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
     return {key: str(config[key]) for key in keys if key in config}
 

@@ -22,7 +22,7 @@ from megagrpo.adapter_sync import AdapterSync
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.bridge.adapters import fill_adapters
 from megagrpo.bridge.families import adapter_blocks
-from megagrpo.bridge.load import load_hf
+from megagrpo.bridge.load import Checkpoint, load_hf
 from megagrpo.bridge.merged import merged_blocks
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.checkpoint import Checkpointer, CheckpointError, newest_checkpoint
@@ -93,8 +93,9 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     with _problems_of_the_config():
         together(layout, lambda: _check_servers(config), here=first)
         model_folder = resolve_model(config.model.path)
-        resume_from = together(layout, lambda: prepare_run_folder(config, run_folder), here=first)[0]
         hf_config = load_hf_config(model_folder)
+        together(layout, lambda: Checkpoint(model_folder).check([], hf_config), here=first)  # before anything is moved or started
+        resume_from = together(layout, lambda: prepare_run_folder(config, run_folder), here=first)[0]
         tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
         reference_folder = _reference_folder(config, hf_config, tokenizer)
         dialogues = own_part(layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader)
@@ -127,12 +128,11 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     torch.manual_seed(config.run.seed)
     with _problems_of_the_config():
         policy = MegatronPolicy(config, layout, hf_config)
-    reference = None
-    if reference_folder is not None:
-        load_hf(policy.chunks, hf_config, reference_folder, layout)
-        reference = Reference(policy)
-    load_hf(policy.chunks, hf_config, model_folder, layout)
-    with _problems_of_the_config():
+        reference = None
+        if reference_folder is not None:
+            own_part(layout, lambda: load_hf(policy.chunks, hf_config, reference_folder, layout))
+            reference = Reference(policy)
+        own_part(layout, lambda: load_hf(policy.chunks, hf_config, model_folder, layout))
         fill_adapters(policy.chunks, hf_config, layout, config.lora, config.run.seed)
     policy.weights_changed()
     if reference is None and config.algorithm.beta:

@@ -21,6 +21,7 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
 
 INV_FREQ = "rotary_emb.inv_freq"
+_OTHER = "config.json and the weights are of different models, or not whole: download the folder again"
 
 
 @torch.no_grad()
@@ -79,9 +80,10 @@ class Checkpoint:
                 "save_pretrained of transformers does"
             )
         if missing:
-            raise ValueError(f"model: {self.folder} lacks {_list(missing)}")
+            fix = "its embeddings may be tied: set tie_word_embeddings in config.json" if missing == ["lm_head.weight"] else _OTHER
+            raise ValueError(f"model: {self.folder} lacks {_list(missing)}; {fix}")
         if unused:
-            raise ValueError(f"model: {self.folder} holds {_list(unused)}, which this architecture has no place for")
+            raise ValueError(f"model: {self.folder} holds {_list(unused)}, which this architecture has no place for; {_OTHER}")
         for block in wanted:
             self._check_tensor(block)
 
@@ -132,7 +134,7 @@ class Checkpoint:
 def _weight_map(folder: Path, index: bytes) -> dict[str, str]:
     try:
         files = json.loads(index)["weight_map"]
-        absent = sorted(name for name in set(files.values()) if not (folder / name).exists())
+        absent = sorted(name for name in set(files.values()) if not (folder / name).is_file())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"model: {folder / INDEX} is corrupt: {error!r}; download it again") from None
     if absent:

@@ -16,6 +16,8 @@ from megagrpo.families import FAMILIES
 from megagrpo.families.architecture import Experts, HfConfig
 from megagrpo.families.family import common_fields, layer_type_problems, rope, rotated_share
 
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
 
 class Sizes(Protocol):
     """The part of the `parallel` section that the model must agree with."""
@@ -40,8 +42,10 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"model: {folder} holds no config.json; name a folder in Hugging Face format") from None
-    except json.JSONDecodeError as e:
-        raise ValueError(f"model: {path} is not valid JSON: {e}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"model: {path} is not valid JSON: {e}; download it again") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"model: {path} holds no object of keys and values; download it again")
     return raw
 
 
@@ -59,6 +63,8 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
     family = FAMILIES.get(raw.get("model_type"))
     if family is None:
         return [_unknown(raw)]
+    if odd := _no_numbers(raw, family.required):
+        return odd
     missing = [f"model: config.json lacks {key}" for key in family.required if key not in raw]
     wrong = [f"model: {key} is {raw[key]!r}; {fix}" for key, (value, fix) in family.fixed.items() if raw.get(key) not in (None, value)]
     rotary = rope(raw)
@@ -69,6 +75,21 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
     if family.partial_rotary_factor is None and rotated_share(raw, default=1.0) != 1.0:
         wrong.append(f"model: partial_rotary_factor is not 1; the attention of {family.model_type} turns all of each head")
     return missing + wrong + layer_type_problems(raw) + family.problems(raw)
+
+
+def _no_numbers(raw: dict[str, Any], required: Sequence[str]) -> list[str]:
+    """Sizes that are none, and a dtype that torch does not know."""
+    sizes = {key: raw[key] for key in required if key in raw and key != "rms_norm_eps"}
+    sizes |= {key: raw[key] for key in ("num_key_value_heads", "head_dim") if raw.get(key) is not None}
+    odd = [
+        f"model: {key} is {size!r} in config.json; it must be a positive whole number"
+        for key, size in sizes.items()
+        if type(size) is not int or size < 1
+    ]
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    if dtype not in (None, *_DTYPES):
+        odd.append(f"model: dtype is {dtype!r} in config.json; it must be one of {', '.join(_DTYPES)}")
+    return odd
 
 
 def _unknown(raw: dict[str, Any]) -> str:

@@ -1,10 +1,12 @@
 """What a person gets for a mistake: exit code 2, one readable message that names the key, and nothing left running."""
 
 import json
+import os
 import shutil
 import socket
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.e2e import world
 
@@ -63,6 +65,30 @@ def test_a_reward_function_of_ones_own_that_does_not_fit(name, words, tmp_path):
 def test_a_model_folder_without_weights_is_refused(tmp_path):
     shutil.copytree(world.folder() / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     refused(world.train(tmp_path, f"model.path={tmp_path}/model"), "model.path", "model.safetensors")
+
+
+def cut(file):
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def with_nan(file):
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut, ["model.safetensors is truncated inside model.norm.weight", "download or copy the file again"]),
+        (with_nan, ["model.norm.weight in ", "model.safetensors holds nan at [3]", "use another checkpoint"]),
+    ],
+    ids=["truncated", "nan"],
+)
+def test_damaged_weights_are_named_before_a_run_replaces_another(damage, words, tmp_path):
+    shutil.copytree(world.folder() / "model", tmp_path / "model")
+    damage(tmp_path / "model" / "model.safetensors")
+    refused(world.train(tmp_path, f"model.path={tmp_path}/model"), *words)
 
 
 def test_a_model_of_an_unknown_architecture_is_refused(tmp_path):

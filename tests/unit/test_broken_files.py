@@ -125,6 +125,12 @@ def test_a_missing_file_is_named(folder):
     refused(folder, f"{folder} lacks b.safetensors, named in {INDEX}", "download the missing files")
 
 
+def test_a_folder_in_place_of_a_file_is_none(folder):
+    (folder / "b.safetensors").unlink()
+    (folder / "b.safetensors").mkdir()
+    refused(folder, f"{folder} lacks b.safetensors, named in {INDEX}")
+
+
 def test_an_index_that_names_a_tensor_which_its_file_lacks_is_wrong(folder):
     change(folder, "a.safetensors", **{Q: None})
     refused(folder, f"says that {Q} is in a.safetensors, which does not hold it")
@@ -156,6 +162,13 @@ def test_weights_of_another_shape_than_config_json_implies_are_refused(folder):
     refused(folder, f"{EMBEDDING} in {folder / 'b.safetensors'} has shape (12, 8); config.json implies (11, 8)")
 
 
+def test_a_head_that_is_not_there_may_be_tied(folder):
+    change(folder, "b.safetensors", **{"lm_head.weight": None})
+    write_index(folder, {name: file for name, file in weight_map(folder).items() if name != "lm_head.weight"})
+    with pytest.raises(ValueError, match=r"lacks lm_head\.weight; its embeddings may be tied: set tie_word_embeddings in config\.json"):
+        Checkpoint(folder).check([block("lm_head.weight", 11, 8)], CONFIG)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8])
 def test_quantized_weights_are_refused(folder, dtype):
     change(folder, "a.safetensors", **{Q: torch.ones(8, 8).to(dtype)})
@@ -170,6 +183,6 @@ def test_tensors_that_the_model_lacks_or_does_not_know_are_named(folder):
     shutil.rmtree(folder)
     folder.mkdir()
     save_file({EMBEDDING: torch.rand(11, 8)}, folder / SINGLE)
-    refused(folder, f"lacks {Q}")
+    refused(folder, f"lacks {Q}; config.json and the weights are of different models, or not whole: download the folder again")
     (folder / SINGLE).unlink()
     refused(folder, f"holds neither {SINGLE} nor {INDEX}")

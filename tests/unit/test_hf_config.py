@@ -128,6 +128,10 @@ def test_an_unknown_architecture_names_the_supported_ones():
             "'linear' in blocks with a window",
         ),
         (MIXTRAL | {"router_jitter_noise": 0.01}, "router_jitter_noise"),
+        ({"hidden_size": "576"}, "hidden_size is '576' in config.json; it must be a positive whole number"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"head_dim": -1}, "head_dim is -1"),
+        ({"dtype": "float7"}, "dtype is 'float7' in config.json; it must be one of bfloat16, float16"),
         ({"no_rope_layers": [1, 1, 1, 0]}, "no_rope_layers"),
         ({"residual_multiplier": 0.22}, "residual_multiplier"),
         ({"attention_multiplier": 0.0078125}, "attention_multiplier"),
@@ -244,9 +248,10 @@ def test_a_missing_size_is_named():
 def test_a_missing_or_broken_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         load_hf_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        load_hf_config(tmp_path)
+    for text, problem in ((b"{", "not valid JSON"), (b"\xff\xfe{}", "not valid JSON"), (b"[]", "no object of keys and values")):
+        (tmp_path / "config.json").write_bytes(text)
+        with pytest.raises(ValueError, match=rf"{tmp_path}/config\.json .*{problem}.*; download it again"):
+            load_hf_config(tmp_path)
 
 
 MIXED = SMOLLM2 | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
