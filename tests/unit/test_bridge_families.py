@@ -1,5 +1,6 @@
 """The tables: whose expert a parameter is, in the names of either layer spec, and every name that a model has on disk."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -8,6 +9,7 @@ import transformers
 from torch import nn
 
 from megagrpo.bridge.families import blocks, tensor_names
+from megagrpo.families import FAMILIES
 from megagrpo.policy.hf_config import parse_hf_config
 
 SIZES = dict(num_hidden_layers=3, hidden_size=8, num_attention_heads=4, num_key_value_heads=2, intermediate_size=6, vocab_size=11)
@@ -98,3 +100,11 @@ def test_the_names_of_a_model_are_those_that_transformers_writes(raw, tmp_path):
 
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert set(file.keys()) == tensor_names(parse_hf_config(raw))
+
+
+@pytest.mark.parametrize(("key", "count"), [("num_nextn_predict_layers", 2), ("num_mtp_layers", 2), ("num_nextn_predict_layers", 0)])
+def test_as_many_layers_behind_the_last_one_are_left_out_as_config_json_names_or_one(key, count):
+    raw = SIZES | LATENT | {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc", key: count}
+    patterns = FAMILIES["deepseek_v3"].dropped(parse_hf_config(raw))
+    found = [layer for layer in range(8) if any(re.fullmatch(pattern, f"model.layers.{layer}.eh_proj.weight") for pattern in patterns)]
+    assert found == [3, 4][: count or 1]
