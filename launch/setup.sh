@@ -2,6 +2,7 @@
 # launch/setup.sh [cpu|gpu]: makes or updates .venv with everything that running and testing needs. Without an argument it looks for
 # an NVIDIA driver. Safe to run again: done work is skipped.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,3s/^# //p' "$0" && exit ;; esac
 cd "$(dirname "$0")/.."
 
 fail() { printf 'setup: %s\n' "$@" >&2; exit 2; }

@@ -97,7 +97,7 @@ def _unknown(raw: dict[str, Any]) -> str:
     if isinstance(text := raw.get("text_config"), dict):
         return (
             f"model: {raw.get('model_type')} is multimodal, and only text is trained; name a folder with its text model alone"
-            f" (model_type {text.get('model_type')}), saved by that model's own class in transformers"
+            f" (model_type {text.get('model_type')}); docs/troubleshooting.md has the lines that write it"
         )
     called = str(raw.get("model_type") or (raw.get("architectures") or ["none"])[0])
     likeness = {name: max(_likeness(called, name), _likeness(called, f.architecture)) for name, f in FAMILIES.items()}

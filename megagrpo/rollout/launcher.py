@@ -10,6 +10,7 @@ import atexit
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile, groupby, takewhile
 from pathlib import Path
 
 import httpx
@@ -28,7 +30,9 @@ HERE = Path(__file__).parent
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 MAX_BATCHED_TOKENS = 4096  # of one prefill without a GPU
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
-LOG_LINES = 30  # shown when a server does not start
+LOG_LINES = 30  # shown when a server does not start and none of its processes says why
+ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")  # before each line of what one of vLLM's processes logs
+TRACEBACK = "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,24 @@ class Server:
             self.supervisor.wait()
 
     def log_tail(self, lines: int = LOG_LINES) -> str:
-        """The last lines of its log."""
+        """The last lines of its log, all of it with 0."""
         try:
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
         except OSError as error:
             return f"({self.log}: {error.strerror})"
+
+    def cause(self) -> str:
+        """The first exception that one of its processes has logged, without its stack; empty when there is none.
+
+        The end of the log has only that of the process above, which says that another one failed.
+        """
+        found = [match for line in self.log_tail(0).splitlines() if (match := ERROR.match(line))]
+        for _, record in groupby(found, key=lambda match: match[0]):
+            lines = [match.string[match.end() :] for match in record]
+            if TRACEBACK in lines:
+                said = dropwhile(lambda line: line.startswith(" "), lines[lines.index(TRACEBACK) + 1 :])
+                return " ".join(takewhile(str.strip, said))
+        return ""
 
 
 class Launcher:
@@ -143,8 +160,8 @@ class Launcher:
     def wait(self, progress: Callable[[str], None] = lambda text: None) -> list[str]:
         """Addresses of the servers once all of them answer. `progress` gets a line every few seconds.
 
-        Raises EngineStartError, with the end of the log, when one exits or does not answer within `startup_timeout` seconds; all
-        servers are stopped then.
+        Raises EngineStartError, with the reason or else the end of the log, when one exits or does not answer within `startup_timeout`
+        seconds; all servers are stopped then.
         """
         told = 0.0
         waiting = list(self.servers)
@@ -261,9 +278,10 @@ class Launcher:
         }
 
     def _give_up(self, server: Server, what: str) -> None:
-        tail = server.log_tail()
+        cause, tail = server.cause(), server.log_tail()
         self.stop()
-        raise EngineStartError(f"vLLM server {server.url} {what}. The end of its log {server.log}:\n{tail}")
+        reason = f": {cause}. Its log: {server.log}" if cause else f". The end of its log {server.log}:\n{tail}"
+        raise EngineStartError(f"vLLM server {server.url} {what}{reason}")
 
 
 def healthy(url: str) -> bool:

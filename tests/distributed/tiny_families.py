@@ -78,14 +78,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "deepseek_v2": ("DeepseekV2", LATENT | GROUPS | dict(q_lora_rank=28, n_shared_experts=2, topk_method="group_limited_greedy")),
-    "deepseek_v2 lite": ("DeepseekV2", LATENT | dict(q_lora_rank=None, topk_method="greedy", rms_norm_eps=1e-2)),
+    "deepseek_v2 lite": ("DeepseekV2", LATENT | dict(q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1, rms_norm_eps=1e-2)),
     "deepseek_v3": ("DeepseekV3", LATENT | GROUPS | BY_BIAS | dict(q_lora_rank=28, num_experts_per_tok=3)),
     "gemma2": ("Gemma2", GEMMA | dict(sliding_window=7, attn_logit_softcapping=1.5, final_logit_softcapping=2.0)),
     "gemma3": ("Gemma3", GEMMA | dict(sliding_window=7, rope_parameters=GEMMA3_ROPE, layer_types=GEMMA3_TYPES)),
     "gpt_oss": (
         "GptOss",
         dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=6, rms_norm_eps=1e-5)
-        | dict(rope_parameters=YARN_ROPE | dict(truncate=False), initializer_range=0.2),  # some activations are clamped
+        # Some activations are clamped. vLLM wants the bounds of yarn by name.
+        | dict(rope_parameters=YARN_ROPE | dict(beta_fast=32.0, beta_slow=1.0, truncate=False), initializer_range=0.2),
     ),
     "qwen3 yarn": ("Qwen3", dict(head_dim=24, rope_parameters=YARN_ROPE)),
 }

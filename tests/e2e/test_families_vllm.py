@@ -38,9 +38,11 @@ WIDE = dict(hidden_size=192)
 CHANGES: dict[str, dict[str, Any]] = {"phi3 tied, part of the head, longrope": dict(partial_rotary_factor=0.1875)}
 # Its latent attention on CPUs has one size of latents.
 LATENT = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
+# Its experts there are a multiple of 32 wide, or are padded, which its reload cannot do.
+CHANGES |= {name: dict(intermediate_size=96) for name in ("gpt_oss", "mixtral")}
 CHANGES |= {name: LATENT for name in MODELS if name.startswith("deepseek")}
-# Of what vLLM cannot run on a CPU, what it says.
-REFUSED: dict[str, str] = {}
+# Of what vLLM cannot run, what it says.
+REFUSED = {"qwen2 upper windows": r"exit code 1 .*: AssertionError: Sliding window for some but all layers is not supported.* Its log: "}
 
 
 def folder_of(name: str, spoiled: bool = False) -> Path:
@@ -108,7 +110,10 @@ def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
         read = pushed(folder, 4, LAYOUT)
         # vLLM's reload loads the bias of a linear when it comes, and again with the rest of its linear.
         total = sum(tensor.nbytes * (2 if key.endswith(".bias") else 1) for key, tensor in weights(folder).items())
-        assert answers() == fresh and read == total
+        assert read == total
+        for (ids, logprobs), (expected_ids, expected) in zip(answers(), fresh, strict=True):
+            # Its latent attention on CPUs does not give the same last bits twice.
+            assert ids == expected_ids and logprobs == pytest.approx(expected, rel=0, abs=1e-5 if name.startswith("deepseek") else 0)
     finally:
         running.launcher.stop()
     samples = [(prompt.token_ids, ids) for prompt, (ids, _) in zip(PROMPTS, fresh, strict=True)]
@@ -149,7 +154,7 @@ def test_adapters_of_fused_projections_reach_vllm(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_family_that_vllm_refuses_on_a_cpu_still_is(name):
+def test_what_vllm_refuses_is_told_in_its_words(name):
     folder = folder_of(name)
     launcher = launch(folder, folder.name)
     try:

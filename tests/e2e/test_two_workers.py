@@ -80,6 +80,12 @@ def there_and_back(running: Running, layouts: list[tuple[int, dict]], tmp_path: 
     return read
 
 
+def assert_log_probs(running: Running) -> None:
+    """The server's greedy log-probs are those of transformers on its folder."""
+    for prompt, (ids, logprobs) in zip(PROMPTS, greedy(running.engine), strict=True):
+        torch.testing.assert_close(torch.tensor(logprobs), naive_logprobs(running.folder, prompt, ids), rtol=0, atol=1e-3)
+
+
 def test_two_workers_synced_from_any_shards_are_a_fresh_engine_and_read_their_own_halves(two_workers, tmp_path):
     read = there_and_back(two_workers, [(1, {}), (4, dict(tp=2, pp=2))], tmp_path)
     total = sum(t.nbytes for t in weights(two_workers.folder).values())
@@ -195,9 +201,23 @@ def test_experts_reach_workers_that_have_whole_ones(two_workers_with_experts, tm
     tensors = weights(two_workers_with_experts.folder)
     total, experts = (sum(t.nbytes for name, t in tensors.items() if part in name) for part in ("", ".experts."))
     assert all(total < count < total + 0.1 * (total - experts) for count in read)  # no expert is read twice
-    for prompt, (ids, logprobs) in zip(PROMPTS, greedy(two_workers_with_experts.engine), strict=True):
-        expected = naive_logprobs(two_workers_with_experts.folder, prompt, ids)
-        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-3)
+    assert_log_probs(two_workers_with_experts)
+
+
+@pytest.mark.full
+def test_clamped_experts_and_sinks_reach_workers_that_have_a_part_of_each(tmp_path):
+    folder = model_folder("gpt_oss", 0)
+    running = connect(launch(folder, "gpt_oss2", tp=2), folder)
+    sizes = dict(tp=2, sequence_parallel=True)
+    try:
+        read = there_and_back(running, [(2, sizes), (4, sizes | dict(pp=2))], tmp_path)
+        assert_log_probs(running)
+    finally:
+        running.launcher.stop()
+    exported, original = weights(tmp_path / "back1"), weights(folder)
+    assert exported.keys() == original.keys() and all(torch.equal(exported[name], original[name]) for name in original)
+    total = sum(tensor.nbytes for tensor in original.values())
+    assert all(total < count < 1.01 * total for count in read)  # both read what they hold whole
 
 
 @pytest.mark.full

@@ -37,13 +37,6 @@ def test_inspect_shows_a_folder_and_an_adapter_and_names_what_is_none(tmp_path):
     assert found["totals"] == {"weights, float32": [1, 5, 20], "weights, bfloat16": [1, 6, 12], "all": [2, 11, 32]}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_tool_starts(name, tmp_path):
-    done = run(name, "--help", folder=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_tool_leaves_its_folder_before_it_imports_anything_else(name):
     """`python tool.py` puts the script's folder first in sys.path; most modules of Python's own import inspect."""

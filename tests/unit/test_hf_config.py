@@ -212,7 +212,7 @@ def test_an_unknown_architecture_names_the_nearest_one(called, nearest):
 
 def test_a_multimodal_model_is_refused_with_a_way_out():
     (problem,) = architecture_problems({"model_type": "gemma3", "text_config": SMOLLM2 | {"model_type": "gemma3_text"}})
-    assert problem.startswith("model: gemma3 is multimodal") and "model_type gemma3_text" in problem
+    assert problem.startswith("model: gemma3 is multimodal") and "(model_type gemma3_text); docs/troubleshooting.md" in problem
 
 
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")

@@ -12,7 +12,7 @@ import pytest
 
 import megagrpo.rollout.launcher as launcher_module
 from megagrpo.rollout.engine import EngineStartError, derive_seed
-from megagrpo.rollout.launcher import Launcher, ServerOptions
+from megagrpo.rollout.launcher import Launcher, Server, ServerOptions
 
 SUPERVISOR = Path(launcher_module.HERE) / "supervisor.py"
 # A server with a child that ignores SIGTERM and leaves its process group, and with a grandchild that lost its parent.
@@ -123,6 +123,30 @@ def test_a_taken_port_is_named_before_anything_starts(options, tmp_path):
 def test_a_folder_without_a_model_is_refused_at_once(tmp_path):
     with pytest.raises(EngineStartError, match=r"holds no config\.json"):
         Launcher(ServerOptions(str(tmp_path / "nowhere"), "float32", 64), tmp_path).start()
+
+
+LOG = """\
+(Worker pid=7) INFO 11-21 20:59:24 [parallel_state.py:1906] world_size=1
+(Worker pid=7) ERROR 11-21 20:59:24 [multiproc_executor.py:953] WorkerProc failed to start.
+(Worker pid=7) ERROR 11-21 20:59:24 [multiproc_executor.py:953] Traceback (most recent call last):
+(Worker pid=7) ERROR 11-21 20:59:24 [multiproc_executor.py:953]   File "qwen2.py", line 352, in __init__
+(Worker pid=7) ERROR 11-21 20:59:24 [multiproc_executor.py:953]     assert windows
+(Worker pid=7) ERROR 11-21 20:59:24 [multiproc_executor.py:953] AssertionError: windows are
+(Worker pid=7) ERROR 11-21 20:59:24 [multiproc_executor.py:953] not supported
+(EngineCore pid=6) ERROR 11-21 20:59:25 [core.py:1510] EngineCore failed to start.
+(EngineCore pid=6) ERROR 11-21 20:59:25 [core.py:1510] Traceback (most recent call last):
+(EngineCore pid=6) ERROR 11-21 20:59:25 [core.py:1510]   File "core.py", line 1482, in run_engine_core
+(EngineCore pid=6) ERROR 11-21 20:59:25 [core.py:1510] Exception: WorkerProc initialization failed. See stack trace for root cause.
+Traceback (most recent call last):
+  File "entry.py", line 95, in build
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+@pytest.mark.parametrize(("log", "cause"), [(LOG, "AssertionError: windows are not supported"), (LOG[LOG.index("\nTraceback") :], "")])
+def test_why_a_server_did_not_start_is_what_failed_first(log, cause, tmp_path):
+    (tmp_path / "log").write_text(log)
+    assert Server("http://here", tmp_path / "log", None).cause() == cause
 
 
 def test_too_few_gpus_for_the_servers_are_refused(options, tmp_path):

@@ -1,0 +1,45 @@
+"""Every command of the project, as a process of its own, says with --help what it is for."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megagrpo.__main__ import USAGE
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = sorted(set(re.findall(r"^megagrpo ([a-z]+) ", USAGE, re.MULTILINE)))
+SCRIPTS = [path for folder in ("checkpoints_tools", "benchmarks", "launch") for path in sorted((ROOT / folder).iterdir())]
+PROGRAMS = [
+    str(path.relative_to(ROOT)) for path in SCRIPTS if path.suffix == ".sh" or (path.suffix == ".py" and "__main__" in path.read_text())
+]
+# They import no torch, which takes seconds.
+FAST = ["megagrpo", "megagrpo plan", "launch/local.sh", "launch/setup.sh", "benchmarks/learning.py", "benchmarks/whole_step.py"]
+
+
+def command(name: str) -> list[str]:
+    """What to start for it."""
+    if name.startswith("megagrpo"):
+        return [sys.executable, "-m", *name.split()]
+    return ["bash" if name.endswith(".sh") else sys.executable, str(ROOT / name)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.full)
+        for name in ("megagrpo", *(f"megagrpo {verb}" for verb in COMMANDS), *PROGRAMS)
+    ],
+)
+def test_help_says_what_a_command_is_for_and_ends_well(name, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command(name), "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert Path(name.split()[-1]).stem in done.stdout and len(done.stdout.split()) > 20 and not list(tmp_path.iterdir())
+
+
+def test_all_commands_are_known():
+    assert len(COMMANDS) >= 6 and len(PROGRAMS) >= 12 and set(FAST) < {"megagrpo", *(f"megagrpo {verb}" for verb in COMMANDS), *PROGRAMS}
