@@ -281,7 +281,7 @@ def _weight_sync(
     if config.lora.syncs_adapters:
         return AdapterSync(engine, layout, dtype, config.lora, str(model_folder.resolve()))
     limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
-    return WeightSync(engine, layout, dtype, make_transport(transport, layout, dtype, device.device(), **limits))
+    return WeightSync(engine, layout, dtype, make_transport(transport, layout, dtype, device.device(), **limits), say)
 
 
 def _step_of(checkpoint: Path | None) -> int:

@@ -7,11 +7,11 @@ these methods.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megagrpo.rollout.shared_weights import Manifest
+from megagrpo.rollout.shared_weights import Manifest, WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 
@@ -31,6 +31,11 @@ class EngineInterrupted(EngineError):
     """Somebody called `interrupt` while responses were generated."""
 
 
+class ServerDied(WeightSyncError):
+    """A server died while it took in an update that all of its servers must get. Others are left or it is started again: doing it over may
+    succeed."""
+
+
 OnGroup = Callable[[int, list[Rollout]], None]
 
 
@@ -38,12 +43,14 @@ class WeightUpdate(Protocol):
     """New weights, as an engine sees them: how each of its servers gets at them, and what its workers say about them."""
 
     manifest: Manifest
+    servers: Collection[str] | None  # that it is for, all of them or none; None: whoever is there, now or until the next but one is made
 
     def request(self, server: str) -> dict[str, Any]:
         """What the workers of the server at this address are told."""
 
     def replies(self, server: str) -> list[dict[str, Any]]:
-        """What they have reported so far: `worker` with an `error`, or with the `version`, `bytes`, `reads` and `checksum_seconds`."""
+        """What they have reported so far: `worker` with an `error`, or with the `version`, `bytes`, `checksum_seconds` and what else the
+        update's own way takes as proof."""
 
     def standing(self, server: str) -> dict[str, str]:
         """Worker -> where it stands, of those that have not reported yet; as far as that is known."""
@@ -71,14 +78,14 @@ class Engine(Protocol):
         """Have the `generate` that is under way, and every later one, raise EngineInterrupted. May be called from a signal handler."""
 
     def workers(self) -> dict[str, int]:
-        """The address of each server that answers, and how many workers it has."""
+        """The address of each server that answers, and how many workers it has; waits for one that is started again where none does."""
 
     def load_weights(self, update: WeightUpdate, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Take in the weights of `update` and stay paused; what each worker reports about it, with `server` and `worker` added. `only`
-        names the servers that are meant; None is all."""
+        names the servers that are meant; None is all. ServerDied when one died that `update` is for."""
 
-    def resume(self, version: int, only: Sequence[str] | None = None) -> None:
-        """Serve again, with weights that the trainer has verified to be `version`."""
+    def resume(self, update: WeightUpdate, only: Sequence[str] | None = None) -> None:
+        """Serve again, with the weights of `update`, which the trainer has verified. Fails as `load_weights` does."""
 
     def load_adapter(self, folder: Path, version: int, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Take in the adapter in `folder`; per worker `server`, `worker` and the checksums (`sums`) of what it holds."""

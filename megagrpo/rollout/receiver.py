@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.boxes import Box, extent, size
+from megagrpo.boxes import Box, brackets, extent, size
 from megagrpo.bridge.messages import Message, Round, pieces, rounds
 from megagrpo.bridge.reshard import plan
 from megagrpo.bridge.transfers import layer_of, plan_transfers
 from megagrpo.rollout.exchange import Board, Deadline, Exchange, Parcel, Pending, wait
-from megagrpo.rollout.shared_weights import DTYPES, Manifest, SharedBlock, SharedTensor, WeightSyncError
+from megagrpo.rollout.shared_weights import DTYPES, Manifest, SharedBlock, SharedTensor, WeightSyncError, wrong_checksum
 
 IN_FLIGHT = 2  # rounds under way at once
 Boxes = Counter[tuple[str, Box]]  # (tensor, box) -> how often the loaders fetch it
@@ -153,7 +153,8 @@ class Receiver:
 
 
 class Received:
-    """Blocks whose parts arrive in messages, a few rounds ahead of the loaders that copy them; each is dropped after its last copy."""
+    """Blocks whose parts arrive in messages, with their checksums, a few rounds ahead of the loaders that copy them; each is dropped after
+    its last copy."""
 
     def __init__(
         self,
@@ -170,6 +171,7 @@ class Received:
         self.to_come = deque(planned.items())
         self.under_way: deque[tuple[Round, list[Message], list[Tensor], list[Pending]]] = deque()
         self.here: dict[tuple[str, Box], Tensor] = {}
+        self.sums: dict[tuple[str, Box], tuple[int, int]] = {}  # (tensor, part) -> who sent it, and the checksum there
         self.left: Counter[tuple[str, Box]] = Counter()  # (tensor, part) -> copies still to come
         for (name, box), times in boxes.items():
             for _, part in self.parts(name, box):
@@ -190,6 +192,23 @@ class Received:
         self.left[name, part] -= 1
         return self.here[name, part] if self.left[name, part] > 0 else self.here.pop((name, part))
 
+    def check(self, name: str, index: int, part: Box, total: int) -> None:
+        """WeightSyncError, with rank and tensor, when this part is not what its rank sent."""
+        rank, written = self.sums[name, part]
+        if total != written:
+            raise WeightSyncError(wrong_checksum(rank, name, part, total, written))
+
+    def proof(self, reads: dict[tuple[str, int, Box], int]) -> dict[str, Any]:
+        """That everything was checked, and the sum of the checksums of each layer, for comparison with workers that get the same.
+        WeightSyncError when a part came and was not read."""
+        if unread := self.sums.keys() - {(name, part) for name, _, part in reads}:
+            name, part = min(unread)
+            raise WeightSyncError(f"{name}{brackets(part)} came from rank {self.sums[name, part][0]} and was not read")
+        layers: Counter[int] = Counter()
+        for (name, _, _), total in reads.items():
+            layers[layer_of(name)] += total
+        return {"layers": {layer: total % 2**64 for layer, total in layers.items()}}
+
     def drain(self) -> None:
         """Take in everything that is still to come."""
         while self.under_way:
@@ -197,14 +216,14 @@ class Received:
 
     def release(self) -> None:
         """Let go of everything that came or was to come."""
-        for held in (self.to_come, self.under_way, self.here):
+        for held in (self.to_come, self.under_way, self.here, self.sums):
             held.clear()
 
     def _post(self) -> None:
         """Start to receive the next rounds."""
         while self.to_come and len(self.under_way) < IN_FLIGHT:
             number, messages = self.to_come.popleft()
-            buffers = [torch.empty(message.elements, dtype=self.dtype, device=self.exchange.device) for message in messages]
+            buffers = [empty_parcel(message, self.dtype, self.exchange.device) for message in messages]
             parcels = [
                 Parcel(buffer, message.source, message.tag, f"receiving {contents(message)} from trainer rank {message.source}")
                 for buffer, message in zip(buffers, messages, strict=True)
@@ -215,10 +234,28 @@ class Received:
         _, messages, buffers, pending = self.under_way.popleft()
         wait(pending, self.deadline)
         for message, buffer in zip(messages, buffers, strict=True):
-            self.bytes += buffer.nbytes
-            for item in message.slices:
-                self.here[item.tensor, item.box] = buffer[item.offset : item.offset + size(item.box)].view(extent(item.box))
+            elements, sums = opened(buffer, message, self.dtype)
+            self.bytes += elements.nbytes
+            for item, total in zip(message.slices, sums.tolist(), strict=True):
+                self.here[item.tensor, item.box] = elements[item.offset : item.offset + size(item.box)].view(extent(item.box))
+                self.sums[item.tensor, item.box] = message.source, total % 2**64
         self._post()
+
+
+def empty_parcel(message: Message, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for the elements of a message and a checksum of each of its slices, as flat bytes."""
+    return torch.empty(_size_of_elements(message, dtype) + 8 * len(message.slices), dtype=torch.uint8, device=device)
+
+
+def opened(parcel: Tensor, message: Message, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Views of a parcel: the message's elements, flat, and the checksums of its slices, 64 bits each, in order."""
+    count = _size_of_elements(message, dtype)
+    return parcel[:count].view(dtype)[: message.elements], parcel[count:].view(torch.int64)
+
+
+def _size_of_elements(message: Message, dtype: torch.dtype) -> int:
+    """In whole words of 8 bytes."""
+    return -(-message.elements * dtype.itemsize // 8) * 8
 
 
 def parts_of(box: Box, blocks: tuple[Box, ...], limit: int) -> list[tuple[int, Box]]:
@@ -229,8 +266,12 @@ def parts_of(box: Box, blocks: tuple[Box, ...], limit: int) -> list[tuple[int, B
 def contents(message: Message) -> str:
     """What a message holds, for people."""
     layer, names = layer_of(message.slices[0].tensor), list(dict.fromkeys(item.tensor for item in message.slices))
-    group = f"layer {layer}" if layer >= 0 else "tensors outside of layers"
-    return f"{group} ({names[0]}" + (f" and {len(names) - 1} more)" if len(names) > 1 else ")")
+    return f"{layer_text(layer)} ({names[0]}" + (f" and {len(names) - 1} more)" if len(names) > 1 else ")")
+
+
+def layer_text(layer: int) -> str:
+    """What `layer_of` tells, for people."""
+    return f"layer {layer}" if layer >= 0 else "tensors outside of layers"
 
 
 def digest(data: Any) -> str:

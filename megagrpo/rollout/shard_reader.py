@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ class BlockSource(Protocol):
 
     def values(self, name: str, index: int, part: Box) -> Tensor:
         """The elements of one of these parts, in its shape; any strides."""
+
+    def check(self, name: str, index: int, part: Box, total: int) -> None:
+        """WeightSyncError when the source knows the checksum of this part and it is not `total`."""
+
+    def proof(self, reads: dict[tuple[str, int, Box], int]) -> dict[str, Any]:
+        """What the trainer is told of the parts that were read, (tensor, index of the block, part) -> checksum, to verify them by."""
 
     def drain(self) -> None:
         """The loaders have seen every tensor: take in what is still on its way."""
@@ -73,6 +79,13 @@ class MappedBlocks:
         held = self.held[block.file][block.offset : block.offset + count].view(self.dtype).view(extent(block.box))
         self.bytes += size(part) * self.dtype.itemsize
         return held[window(part, block.box)]
+
+    def check(self, name: str, index: int, part: Box, total: int) -> None:
+        """The trainer does: parts of a block add up to it."""
+
+    def proof(self, reads: dict[tuple[str, int, Box], int]) -> dict[str, Any]:
+        """All of them."""
+        return {"reads": [[name, index, part, total] for (name, index, part), total in reads.items()]}
 
     def drain(self) -> None:
         """Everything lies there already."""
@@ -206,14 +219,20 @@ class ShardReader:
 
     def _sum(self, name: str, index: int, part: Box, values: Tensor) -> None:
         started = time.perf_counter()
-        self.reads[name, index, part] = checksum(values, part[0][-1] if part[0] else 0)
+        total = checksum(values, part[0][-1] if part[0] else 0)
         self.checksum_seconds += time.perf_counter() - started
+        self._note(name, index, part, total)
+
+    def _note(self, name: str, index: int, part: Box, total: int) -> None:
+        self.source.check(name, index, part, total)
+        self.reads[name, index, part] = total
 
     def _copy(self, name: str, index: int, part: Box, target: Tensor) -> None:
         values = self.source.values(name, index, part)
         if target.is_contiguous() and values.device.type == "cpu":
-            self.reads[name, index, part], seconds = copy_checked(target, values, part)
+            total, seconds = copy_checked(target, values, part)
             self.checksum_seconds += seconds
+            self._note(name, index, part, total)
         else:
             self._sum(name, index, part, values)
             target.copy_(values)

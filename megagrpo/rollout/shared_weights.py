@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.boxes import Box
+from megagrpo.boxes import Box, brackets
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # What vLLM keeps in float32 whatever it computes in. To a bfloat16 engine it travels as the numbers that add up to each element, along one
@@ -30,6 +30,11 @@ ALIGNMENT = 64  # bytes, of each block in its file
 
 class WeightSyncError(RuntimeError):
     """New weights did not reach the engine whole; names the rank and the tensor. The engine stays paused; syncing again may succeed."""
+
+
+def wrong_checksum(rank: int, name: str, box: Box, read: int, written: int) -> str:
+    """What people are told of the part `box` of a tensor that changed on its way from `rank`."""
+    return f"rank {rank}, {name}{brackets(box)}: checksum {read:016x} was read; {written:016x} was written"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Servers:
             raise WeightSyncError(f"{self._name(url)} answered {answer.status_code} to {path}: {error_text(answer)}")
         return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
 
-    async def _each(self, verb: Callable[..., Coroutine], *args: Any, only: Sequence[str] | None = None) -> list[Any]:
+    async def _each(self, verb: Callable[..., Coroutine], *args: Any, only: Collection[str] | None = None) -> list[Any]:
         """`verb` on every living server, or on those in `only`, at once. All of them come to an end before the first error is raised."""
         async with self._client() as client:
             urls = self._alive() if only is None else only

@@ -170,13 +170,13 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._fail(error)
             return
         self.reloading = False
-        reads = [[name, index, part, total] for (name, index, part), total in self.reader.reads.items()]
+        proof = self.reader.source.proof(self.reader.reads)
         seconds = {
             "seconds": time.perf_counter() - self.started,
             "read_seconds": self.reader.seconds,
             "checksum_seconds": self.reader.checksum_seconds,
         }
-        self._reply(version=self.info.version, bytes=self.reader.bytes, reads=reads, **seconds)
+        self._reply(version=self.info.version, bytes=self.reader.bytes, **proof, **seconds)
         self.reader.source.release()
 
     def _check_complete(self, loaded: set[str], destinations: dict[str, tuple[int, int, bool]]) -> None:

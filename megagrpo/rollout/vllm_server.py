@@ -15,11 +15,10 @@ import httpx
 from megagrpo.rollout.engine import EngineError, EngineInterrupted, OnGroup, derive_seed
 from megagrpo.rollout.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.rollout.vllm_http import answers, error_text
-from megagrpo.rollout.vllm_updates import Updates, adapter_name
+from megagrpo.rollout.vllm_updates import LOOK_SECONDS, Updates, adapter_name
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS = 3  # of one request on servers that answer their health check
-LOOK_SECONDS = 0.5  # between two looks at servers that do not answer
 
 
 @dataclass

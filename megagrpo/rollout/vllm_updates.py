@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from megagrpo.rollout.engine import WeightUpdate
+from megagrpo.rollout.engine import ServerDied, WeightUpdate
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_http import HEALTH_SECONDS, Servers, ServerTimeout, answers
 
 INITIAL_VERSION = "default"  # what vLLM calls the weights it started with
+LOOK_SECONDS = 0.5  # between two looks at servers that do not answer
 
 
 class Updates(Servers):
@@ -48,9 +50,20 @@ class Updates(Servers):
     # -- weights
 
     def workers(self) -> dict[str, int]:
-        """The address of each server that answers, and how many workers it has. WeightSyncError when one does not say."""
-        self._admit_waiting()
-        return dict(zip(self._alive(), asyncio.run(self._each(self._world_size)), strict=True))
+        """The address of each server that answers, and how many workers it has. Where none does, this waits for one to come back.
+        WeightSyncError when one does not say, EngineDeadError when none is left."""
+
+        async def verbs(client: httpx.AsyncClient, url: str) -> list[tuple[str, int]]:
+            return [(url, await self._world_size(client, url))]
+
+        silent_since = time.monotonic()
+        while True:
+            self._admit_waiting()
+            if found := dict(self._update(verbs)):
+                return found
+            if time.monotonic() - silent_since >= self.patience:
+                self._alive()  # raises
+            time.sleep(LOOK_SECONDS)
 
     async def _world_size(self, client: httpx.AsyncClient, url: str) -> int:
         return (await self._get(client, url, "/get_world_size", self.sync_timeout))["world_size"]
@@ -79,15 +92,16 @@ class Updates(Servers):
         """Have every worker of every server, or of those in `only`, take in the weights of `update`; they are paused afterwards.
 
         Returns one report per worker, with `server` and `worker` added; none of servers that died, and will come back. WeightSyncError
-        when a worker fails, hangs or does not report.
+        when a worker fails, hangs or does not report; ServerDied when one died that `update` is for.
         """
-        if only is None:
+        if only is None and update.servers is None:
             self._admit_waiting()
         self._wake("weights", only)
-        return self._update(self._load_weights, update, only=only)
+        return self._update(self._load_weights, update, only=only, together=update.servers)
 
-    def resume(self, version: int, only: Sequence[str] | None = None) -> None:
-        """Forget cached prefixes, which belong to older weights, and serve again."""
+    def resume(self, update: WeightUpdate, only: Sequence[str] | None = None) -> None:
+        """Forget cached prefixes, which belong to older weights, and serve again. Fails as `load_weights` does."""
+        version = update.manifest.version
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
             with _phase("resume"):
@@ -100,7 +114,7 @@ class Updates(Servers):
 
         self._wake("kv_cache", only)
         self.asleep = self.asleep and only is not None
-        self._update(verbs, only=only)
+        self._update(verbs, only=only, together=update.servers)
         self.weight_version = version
 
     async def _load_weights(self, client: httpx.AsyncClient, url: str, update: WeightUpdate) -> list[dict[str, Any]]:
@@ -178,9 +192,9 @@ class Updates(Servers):
 
     # -- servers that die and come back
 
-    def _update(self, verbs: Any, *args: Any, only: Sequence[str] | None = None) -> list[Any]:
+    def _update(self, verbs: Any, *args: Any, only: Sequence[str] | None = None, together: Collection[str] | None = None) -> list[Any]:
         """What `verbs` gives on each server, in one list. A server that is gone afterwards counts as dead, and gives nothing; it is an
-        error where it was asked for by name, or was the last one and none comes back."""
+        error where it is one of `only`, or was the last one and none comes back, and ServerDied where it is one of `together`."""
         failures: list[WeightSyncError] = []
 
         async def attempt(client: httpx.AsyncClient, url: str) -> list[Any]:
@@ -195,11 +209,19 @@ class Updates(Servers):
                 failures.append(error)
                 return []
 
-        if only is None and self.patience and not self._living():
+        if only is None and together is None and self.patience and not self._living():
             return []
-        results = [result for results in asyncio.run(self._each(attempt, only=only)) for result in results]
+        results = []
+        try:
+            results = [result for results in asyncio.run(self._each(attempt, only=only or together)) for result in results]
+        except WeightSyncError as error:
+            if together is None or not failures:
+                raise
+            failures.append(error)  # of one that the dead one has let down
         if failures and not self._living() and not self.patience:
             raise failures[0]
+        if failures and together is not None:
+            raise ServerDied("; ".join(map(str, failures)))
         return results
 
     def _admit_waiting(self) -> None:

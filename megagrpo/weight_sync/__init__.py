@@ -2,15 +2,15 @@
 
 Every trainer rank offers the blocks it holds; every worker of the engine takes just the slices its loaders copy. No tensor is gathered.
 How the slices travel is a transport's business: `shared_memory.py`, `point_to_point.py`, `cuda_ipc.py`. What is the same for all of them
-is here and in `verification.py`: an update counts only after its reports have been verified: each element of each tensor arrived, the
-checksums of what arrived equal those of what was given, and the version is the one that was sent. Until then the engine stays paused.
+is here: an update counts only after its reports have been verified: each element of each tensor arrived, the checksums of what arrived
+equal those of what was given, and the version is the one that was sent. Until then the engine stays paused.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from megagrpo.families.blocks import Block, with_last_dim
-from megagrpo.rollout.engine import Engine
+from megagrpo.rollout.engine import Engine, ServerDied
 from megagrpo.rollout.shared_weights import DTYPES, WeightSyncError, addends, in_addends
 from megagrpo.weight_sync.cuda_ipc import CudaIpc
 from megagrpo.weight_sync.point_to_point import PointToPoint
 from megagrpo.weight_sync.shared_memory import SharedMemory
-from megagrpo.weight_sync.transport import Given, Ranks, Sums, Transport, Update
+from megagrpo.weight_sync.transport import Given, Ranks, Transport, Update
 from megagrpo.weight_sync.transport import Weights as Weights
-from megagrpo.weight_sync.verification import verify
 
 
 @dataclass(frozen=True)
@@ -56,17 +55,24 @@ class SyncReport:
 class WeightSync:
     """Pushes weights from all ranks to the engine. Every rank makes one and calls `push`; only rank 0's `engine` is used.
 
-    `dtype` is the engine's, "float32" or "bfloat16": weights are cast on their way. A context manager; `close` frees what the transport
-    holds.
+    `dtype` is the engine's, "float32" or "bfloat16": weights are cast on their way. `say` gets a line when a push begins anew. A context
+    manager; `close` frees what the transport holds.
     """
 
-    def __init__(self, engine: Engine | None, ranks: Ranks, dtype: str, transport: Transport | None = None):
+    def __init__(
+        self,
+        engine: Engine | None,
+        ranks: Ranks,
+        dtype: str,
+        transport: Transport | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ):
         if dtype not in DTYPES:
             raise ValueError(f"weight sync: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         assert engine is not None or ranks.world_rank > 0, "rank 0 drives the engine"
-        self.engine, self.ranks, self.dtype = engine, ranks, dtype
+        self.engine, self.ranks, self.dtype, self.say = engine, ranks, dtype, say
         self.transport = transport or SharedMemory(ranks, dtype)
-        self._delivered: tuple[Update, list[Sums]] | None = None
+        self._delivered: Update | None = None
         self._driving = threading.Lock()  # the engine, which `push` and `refill` do from two threads
 
     def __enter__(self) -> WeightSync:
@@ -84,19 +90,25 @@ class WeightSync:
         """Give the engine the parameters as they are now, as `weight_version`. Collective.
 
         `found` is what `megagrpo.bridge.families.blocks` yields: (parameter name, parameter, its blocks); the same parameters on every
-        call. Raises WeightSyncError on every rank when any part fails: the engine is paused then, and `push` may be called again.
+        call. Raises WeightSyncError on every rank when any part fails: the engine is paused then, and `push` may be called again. Where a
+        server dies that had to take part, this begins anew with those that are left, or with the same one when it is back.
         """
         started = time.perf_counter()
-        update = self.transport.prepare([self._as_sent(*held) for held in found], weight_version, self.engine)
-        prepared = time.perf_counter()
-        with self._driving:
-            outcome = self._deliver(update)
-        outcome = self.ranks.all_gather_objects(outcome)[0]
-        update.done()
-        if isinstance(outcome, str):
-            raise WeightSyncError(outcome)
-        ended = time.perf_counter()
-        return SyncReport(weight_version, prepared - started, ended - prepared, ended - started, *outcome)
+        sent = [self._as_sent(*held) for held in found]
+        while True:
+            began = time.perf_counter()
+            update = self.transport.prepare(sent, weight_version, self.engine)
+            prepared = time.perf_counter()
+            with self._driving:
+                outcome = self._deliver(update)
+            outcome = self.ranks.all_gather_objects(outcome)[0]
+            update.done()
+            if not isinstance(outcome, WeightSyncError):
+                ended = time.perf_counter()
+                return SyncReport(weight_version, prepared - began, ended - prepared, ended - started, *outcome)
+            if not isinstance(outcome, ServerDied):
+                raise outcome
+            self.say(f"warning: a vLLM server died in a weight sync, which begins anew: {outcome}")
 
     def _as_sent(self, name: str, param: Tensor, blocks: Sequence[Block]) -> tuple[str, Tensor, Sequence[Block]]:
         """What a parameter and its blocks are on their way; another one than here where an engine in bfloat16 keeps it in float32."""
@@ -111,19 +123,18 @@ class WeightSync:
         with self._driving:
             if self._delivered is None:
                 return True
-            update, sums = self._delivered
-            if not update.lasts:
+            if self._delivered.servers is not None:
                 return False
-            verify(update.manifest, sums, self.engine.load_weights(update, only=[url]))
-            self.engine.resume(update.manifest.version, only=[url])
+            self._delivered.verify(self.engine.load_weights(self._delivered, only=[url]))
+            self.engine.resume(self._delivered, only=[url])
         return True
 
-    def _deliver(self, update: Update) -> tuple[float, int, int, float] | str | None:
+    def _deliver(self, update: Update) -> tuple[float, int, int, float] | WeightSyncError | None:
         """Have every rank send, and the engine take it in: on rank 0 the last fields of a `SyncReport`, or what went wrong. It does not
         raise, for the other ranks wait."""
         with ThreadPoolExecutor(1) as side:
             loading = side.submit(self._load, update) if self.engine is not None else None
-            problem, given = None, Given(0, {})
+            problem, given = None, Given(0)
             try:
                 given = update.send()
             except Exception as error:
@@ -131,18 +142,19 @@ class WeightSync:
             told = self.ranks.all_gather_objects((problem, given))
         if loading is None:
             return None
-        version, problems = update.manifest.version, [problem for problem, _ in told if problem]
+        version, problems, failure = update.manifest.version, [problem for problem, _ in told if problem], loading.exception()
         try:
             if problems:
-                raise WeightSyncError("; ".join(problems + [_text(loading.exception())] * (loading.exception() is not None)))
-            self._delivered = update, [given.sums for _, given in told]  # also for servers that died just now
+                problems += [_text(failure)] * (failure is not None)
+                raise _kind(failure)("; ".join(problems))
+            self._delivered = update  # also for servers that died just now
             reports = loading.result()
-            verify(update.manifest, self._delivered[1], reports)
+            update.verify(reports)
             num_bytes = sum(given.num_bytes for _, given in told), sum(report["bytes"] for report in reports)
             update.verify_bytes(*num_bytes)
-            self.engine.resume(version)
+            self.engine.resume(update)
         except Exception as error:
-            return f"weight version {version} did not reach the engine, which stays paused: {_text(error)}"
+            return _kind(error)(f"weight version {version} did not reach the engine, which stays paused: {_text(error)}")
         checksums, read = (max((report.get(key, 0.0) for report in reports), default=0.0) for key in ("checksum_seconds", "read_seconds"))
         return max(given.checksum_seconds for _, given in told) + checksums, *num_bytes, read
 
@@ -163,6 +175,10 @@ def make_transport(name: str, ranks: Ranks, dtype: str, device: torch.device, *,
     if name == "p2p":
         return PointToPoint(ranks, dtype, device, seconds=seconds, megabytes=megabytes)
     return CudaIpc(ranks, dtype, device, seconds=seconds) if name == "cuda_ipc" else SharedMemory(ranks, dtype, seconds=seconds)
+
+
+def _kind(error: BaseException | None) -> type[WeightSyncError]:
+    return ServerDied if isinstance(error, ServerDied) else WeightSyncError
 
 
 def _text(error: BaseException) -> str:

@@ -45,8 +45,7 @@ class CudaIpc(SharedMemory):
             {name: [export(buffer) for _ in range(sum(servers.values()))] for name, buffer in buffers.items()}
         )
         handles = {name: own for rank in told for name, own in rank.items()}
-        made = update.manifest, update.folder, update.rank, update.checksum_seconds
-        return HandleUpdate(*made, servers=servers, handles=handles, buffers=buffers)
+        return HandleUpdate(update.manifest, update.folder, update.rank, update.checksum_seconds, servers, handles=handles, buffers=buffers)
 
     def _slots(self, found: list) -> DeviceSlots:
         return DeviceSlots(found, self.ranks, self.dtype, self.folder, self.device)
@@ -71,10 +70,8 @@ class DeviceSlots(Slots):
 class HandleUpdate(FileUpdate):
     """One update whose blocks lie on GPUs."""
 
-    servers: dict[str, int] = field(default_factory=dict)
     handles: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # buffer -> a handle for each worker of all servers
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    lasts: bool = False
 
     def request(self, server: str) -> dict[str, Any]:
         """What the workers of `server` are told, with a handle for each of them."""

@@ -14,19 +14,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.boxes import Box, intersect, size
+from megagrpo.boxes import Box, brackets, intersect, missing, size, whole
 from megagrpo.bridge.messages import Message, Round, rounds
 from megagrpo.bridge.transfers import layer_of, plan_transfers
 from megagrpo.families.blocks import Block
 from megagrpo.rollout.copies import copy_checked
 from megagrpo.rollout.engine import Engine
 from megagrpo.rollout.exchange import Board, Deadline, Exchange, Parcel, Pending, let_go, own_address, wait
-from megagrpo.rollout.receiver import IN_FLIGHT, Roster, boxes_of_json, contents, digest, wanted_by
+from megagrpo.rollout.receiver import IN_FLIGHT, Roster, boxes_of_json, contents, digest, empty_parcel, layer_text, opened, wanted_by
 from megagrpo.rollout.shared_weights import DTYPES, Manifest, WeightSyncError
-from megagrpo.weight_sync.transport import Given, Ranks, Sums
+from megagrpo.weight_sync.transport import Given, Ranks
+from megagrpo.weight_sync.verification import verify_versions
 
 Found = list[tuple[str, Tensor, Sequence[Block]]]
 
@@ -55,6 +57,7 @@ class PointToPoint:
         self.roster: Roster | None = None
         self.roster_key = ""
         self.attempts = 0
+        self.servers: dict[str, int] = {}  # that the group is formed with
         self.planned: tuple[Any, dict[Round, list[Message]], int] | None = None
 
     def close(self) -> None:
@@ -70,12 +73,12 @@ class PointToPoint:
 
     def prepare(self, found: Found, version: int, engine: Engine | None) -> DirectUpdate:
         """Check the weights and agree on who takes part. Collective."""
-        deadline, problem, invitation = Deadline(self.seconds), None, None
+        problem, invitation = None, None
         try:
             held = _Held(found)
             held.check(self.roster, self.ranks.world_rank)
             if engine is not None:
-                invitation = self._invite(engine, deadline)
+                invitation = self._invite(engine)
         except Exception as error:
             problem = f"rank {self.ranks.world_rank}: {error}"
         keys = held.keys if self.roster is None and problem is None else None
@@ -84,13 +87,16 @@ class PointToPoint:
             raise WeightSyncError("; ".join(problems))
         if self.roster is None:
             self._enroll([keys for _, _, keys, _ in told])
-        group = told[0][3] if len({name for *_, name in told}) == 1 else None
-        return DirectUpdate(self.roster.manifest(version, self.dtype), self, held, told[0][1], len(told), group, deadline)
+        invitation, group = told[0][1], told[0][3] if len({name for *_, name in told}) == 1 else None
+        if invitation.servers != self.servers:  # workers have other numbers now
+            self.leave_group()
+            self.servers, group = invitation.servers, None
+        return DirectUpdate(self.roster.manifest(version, self.dtype), self, held, invitation, len(told), group, Deadline(self.seconds))
 
-    def _invite(self, engine: Engine, deadline: Deadline) -> Invitation:
+    def _invite(self, engine: Engine) -> Invitation:
         """On rank 0: where the board is, which attempt this is, and who takes part."""
         if self.board is None:
-            self.board = Board("127.0.0.1", 0, deadline, serve=True)
+            self.board = Board("127.0.0.1", 0, Deadline(self.seconds), serve=True)
         self.attempts += 1
         return Invitation(os.environ.get("MASTER_ADDR", "127.0.0.1"), self.board.port, self.attempts, engine.workers())
 
@@ -105,13 +111,39 @@ class PointToPoint:
     def plan(self, boxes: list[str], deadline: Deadline) -> tuple[dict[Round, list[Message]], int]:
         """This rank's messages to workers that have left these notes, and the bytes that all workers need, from all ranks."""
         if self.planned is None or self.planned[0] != boxes:
-            notes = {key: boxes_of_json(self.board.take(key, "a worker's boxes", deadline)) for key in set(boxes)}
+            notes = self._notes(boxes, deadline)
+            if self.ranks.world_rank == 0:
+                self._check_coverage(boxes, notes)
             wanted = wanted_by([notes[key] for key in boxes], self.roster.tensors)
             transfers = plan_transfers(self.roster.held, wanted)
             need = sum(size(box) * len(workers) for wants in wanted.values() for box, workers in wants.items())
             mine = rounds(transfers, self.limit, source=self.ranks.world_rank)
             self.planned = boxes, mine, need * DTYPES[self.dtype].itemsize
         return self.planned[1:]
+
+    def drifted(self, layer: int, one: int, other: int, deadline: Deadline) -> str:
+        """What people are told of two workers that should have got the same of a layer and did not: who sent it to them."""
+        boxes = self.planned[0]
+        notes = self._notes(boxes, deadline)
+        transfers = plan_transfers(self.roster.held, wanted_by([notes[key] for key in boxes], self.roster.tensors))
+        of_layer = np.array([layer_of(name) == layer for name in transfers.names])[transfers.tensor]
+        senders = [set(transfers.source[of_layer & (transfers.destination == worker)].tolist()) for worker in (one, other)]
+        ranks = ", ".join(map(str, sorted(senders[0] ^ senders[1] or senders[0])))
+        return f"ranks {ranks} hold copies of {layer_text(layer)} that differ"
+
+    def _notes(self, boxes: list[str], deadline: Deadline) -> dict[str, dict[str, list[Box]]]:
+        return {key: boxes_of_json(self.board.take(key, "a worker's boxes", deadline)) for key in set(boxes)}
+
+    def _check_coverage(self, boxes: list[str], notes: dict[str, dict[str, list[Box]]]) -> None:
+        """WeightSyncError names a tensor that no worker of a server takes in whole or in part."""
+        first, known = 0, set()
+        for server, count in self.servers.items():
+            keys = tuple(boxes[first : first + count])
+            first += count
+            for name, (shape, _) in () if keys in known else self.roster.tensors.items():
+                if left := missing(whole(shape), [box for key in set(keys) for box in notes[key].get(name, ())]):
+                    raise WeightSyncError(f"{server}: nobody read {name}{brackets(left[0])}")
+            known.add(keys)
 
 
 @dataclass
@@ -126,8 +158,12 @@ class DirectUpdate:
     group: str | None  # that all ranks are in
     deadline: Deadline
     needed_bytes: int = 0
-    lasts: bool = False
     checksum_seconds: float = 0.0
+
+    @property
+    def servers(self) -> dict[str, int]:
+        """All of them, with their workers: each rank's part takes every worker."""
+        return self.invitation.servers
 
     @property
     def key(self) -> str:
@@ -181,6 +217,18 @@ class DirectUpdate:
     def done(self) -> None:
         """Buffers are gone already."""
 
+    def verify(self, reports: Sequence[dict[str, Any]]) -> None:
+        """The workers have checked each slice against the checksum that came with it. Here: that those who want the same got the same, from
+        whichever copies."""
+        verify_versions(self.manifest, reports)
+        alike: dict[str, tuple[int, dict[str, int]]] = {}  # boxes -> the first worker that wants these, and what it got
+        for report in reports:
+            worker = self._first(report["server"]) + report["worker"]
+            first, sums = alike.setdefault(self.transport.planned[0][worker], (worker, report["layers"]))
+            if differ := [int(layer) for layer, total in report["layers"].items() if sums[layer] != total]:
+                told = self.transport.drifted(differ[0], first, worker, self.deadline)
+                raise WeightSyncError(f"{told}: {self._name(first)} and {self._name(worker)} got others")
+
     def verify_bytes(self, given: int, taken: int) -> None:
         """WeightSyncError unless all ranks together sent, and all workers together got, just what the workers need."""
         if not given == taken == self.needed_bytes:
@@ -198,18 +246,18 @@ class DirectUpdate:
             t.leave_group()
             world = self.num_ranks + len(members["boxes"])
             t.exchange = Exchange(t.board, members["group"], rank, world, t.device, self.deadline)
-        given, sums = 0, {}
+        given = 0
         under_way: deque[tuple[list[Pending], list[Parcel]]] = deque()
         for (layer, _), messages in mine.items():
             if len(under_way) == IN_FLIGHT:
                 wait(under_way.popleft()[0], self.deadline)
             self.held.go_to(layer)
-            parcels = [self._parcel(message, sums) for message in messages]
+            parcels = [self._parcel(message) for message in messages]
             under_way.append((t.exchange.send(parcels), parcels))
-            given += sum(parcel.buffer.nbytes for parcel in parcels)
+            given += sum(message.elements for message in messages)
         while under_way:
             wait(under_way.popleft()[0], self.deadline)
-        return Given(given, sums, self.checksum_seconds)
+        return Given(given * DTYPES[t.dtype].itemsize, self.checksum_seconds)
 
     def _decide(self) -> None:
         """On rank 0: once every worker has said what it wants, tell everybody who takes part, and in which group."""
@@ -224,21 +272,19 @@ class DirectUpdate:
         before = f"update{self.invitation.attempt - 1}"
         board.remove([f"{before}/members", f"{before}/stop", *(f"{before}/{kind}{w}" for w in workers for kind in ("worker", "report"))])
 
-    def _parcel(self, message: Message, sums: Sums) -> Parcel:
-        """A message with its elements; the checksums of its slices go into `sums`."""
-        packed = torch.empty(message.elements, dtype=DTYPES[self.manifest.dtype], device=self.transport.device)
+    def _parcel(self, message: Message) -> Parcel:
+        """A message with its elements and the checksums of its slices."""
+        dtype = DTYPES[self.manifest.dtype]
+        packed, totals = empty_parcel(message, dtype, self.transport.device), []
+        elements, sums = opened(packed, message, dtype)
         for item in message.slices:
-            block, values = self.held.read(item.tensor, item.box)
-            place = packed[item.offset : item.offset + size(item.box)]
-            total, seconds = copy_checked(place, values, item.box)
-            sums.setdefault((item.tensor, self._index(item.tensor, block)), {})[item.box] = total
+            place = elements[item.offset : item.offset + size(item.box)]
+            total, seconds = copy_checked(place, self.held.read(item.tensor, item.box), item.box)
+            totals.append(total - 2**64 * (total >= 2**63))
             self.checksum_seconds += seconds
+        sums.copy_(torch.tensor(totals, dtype=torch.int64))
         to, what = self.num_ranks + message.destination, f"sending {contents(message)} to {self._name(message.destination)}"
         return Parcel(packed, to, message.tag, what)
-
-    def _index(self, tensor: str, box: Box) -> int:
-        """The number of the block `box` in the manifest."""
-        return next(i for i, block in enumerate(self.manifest.tensors[tensor].blocks) if block.box == box)
 
     def _first(self, server: str) -> int:
         """The number of this server's first worker among all."""
@@ -292,12 +338,12 @@ class _Held:
             self._values.clear()
             self._read.clear()
 
-    def read(self, tensor: str, part: Box) -> tuple[Box, Tensor]:
-        """The block of this rank that holds `part` of `tensor`, and the elements of the part."""
+    def read(self, tensor: str, part: Box) -> Tensor:
+        """The elements of a part of `tensor` that a block of this rank holds."""
         block, name, param = next(entry for entry in self.blocks[tensor] if intersect(entry[0].box, part) == part)
         key = tensor, block.box
         if key not in self._read:
             if name not in self._values:
                 self._values[name] = param.detach()
             self._read[key] = block.read(self._values[name])
-        return block.box, self._read[key][tuple(slice(a - o, b - o) for a, b, o in zip(*part, block.box[0], strict=True))]
+        return self._read[key][tuple(slice(a - o, b - o) for a, b, o in zip(*part, block.box[0], strict=True))]

@@ -30,6 +30,7 @@ from megagrpo.rollout.copies import NotFinite, copy_checked
 from megagrpo.rollout.engine import Engine
 from megagrpo.rollout.shared_weights import ALIGNMENT, DTYPES, Bookmark, Manifest, SharedBlock, SharedTensor, WeightSyncError
 from megagrpo.weight_sync.transport import Given, Ranks, key_of
+from megagrpo.weight_sync.verification import verify
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "megagrpo-"
@@ -105,8 +106,8 @@ class FileUpdate:
     folder: Path
     rank: int
     checksum_seconds: float = 0.0  # that this rank has spent
+    servers: dict[str, int] | None = None  # with their workers, where each has to have its own access
     saved: bool = False
-    lasts: bool = True
 
     @property
     def path(self) -> Path:
@@ -134,15 +135,8 @@ class FileUpdate:
 
     def send(self) -> Given:
         """Everything lies in shared memory already."""
-        held = [
-            (name, index, block.box, block.checksum)
-            for name, tensor in self.manifest.tensors.items()
-            for index, block in enumerate(tensor.blocks)
-            if block.rank == self.rank
-        ]
-        count = sum(size(box) for _, _, box, _ in held)
-        sums = {(name, index): {box: total} for name, index, box, total in held}
-        return Given(count * DTYPES[self.manifest.dtype].itemsize, sums, self.checksum_seconds)
+        blocks = [block for tensor in self.manifest.tensors.values() for block in tensor.blocks if block.rank == self.rank]
+        return Given(sum(size(block.box) for block in blocks) * DTYPES[self.manifest.dtype].itemsize, self.checksum_seconds)
 
     def give_up(self, why: str) -> None:
         """No rank waits for anything."""
@@ -150,8 +144,12 @@ class FileUpdate:
     def done(self) -> None:
         """Files are used again."""
 
+    def verify(self, reports: Sequence[dict[str, Any]]) -> None:
+        """By the slices that the workers report, with their checksums."""
+        verify(self.manifest, reports)
+
     def verify_bytes(self, given: int, taken: int) -> None:
-        """How much is read follows from what the workers keep; `verification.verify` holds that they read everything."""
+        """How much is read follows from what the workers keep; `verify` holds that they read everything."""
 
     def _replies(self, server: str) -> Path:
         return self.folder / "replies" / server.replace("/", "_")

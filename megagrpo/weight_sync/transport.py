@@ -8,13 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megagrpo.boxes import Box
 from megagrpo.families.blocks import Block
 from megagrpo.rollout.engine import Engine, WeightUpdate
-from megagrpo.rollout.shared_weights import Manifest
-
-Sums = dict[tuple[str, int], dict[Box, int]]  # (tensor, index of a block of it) -> checksum of each part of that block
-
 
 Weights = Iterable[tuple[str, Tensor, Sequence[Block]]]
 
@@ -29,21 +24,21 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """What one rank gave away in one update: bytes, and checksums to compare with those of the workers."""
+    """What one rank gave away in one update."""
 
     num_bytes: int
-    sums: Sums
     checksum_seconds: float = 0.0
 
 
 class Update(WeightUpdate, Protocol):
-    """One update on its way. `manifest` says what it holds."""
-
-    manifest: Manifest
-    lasts: bool  # until the next but one is prepared: servers that come later can take it in too
+    """One update on its way."""
 
     def send(self) -> Given:
         """Give this rank's part, while the engine takes it in. Raises when that fails; every rank calls it."""
+
+    def verify(self, reports: Sequence[dict[str, Any]]) -> None:
+        """Rank 0: prove by what the workers report that every server got all of it, unchanged; WeightSyncError names the rank, or the
+        worker, and the tensor otherwise."""
 
     def verify_bytes(self, given: int, taken: int) -> None:
         """WeightSyncError unless these bytes, of all ranks and of all workers, are those that had to move."""

@@ -101,8 +101,8 @@ class FileEngine:
             time.sleep(0.01)
         raise WeightSyncError(f"a worker did not answer within {self.seconds:g} s")
 
-    def resume(self, version: int) -> None:
-        self.version = version
+    def resume(self, update) -> None:
+        self.version = update.manifest.version
 
 
 def serve(worker: int, folder: Path, updates: int, device: torch.device, dies: bool = False) -> tuple[dict[str, Any], list[str]]:
@@ -137,8 +137,8 @@ def serve(worker: int, folder: Path, updates: int, device: torch.device, dies: b
             copies_of(worker, reader.tensors(), kept)
             source.drain()
             assert not source.here and not source.under_way
-            reads = [[name, index, part, total] for (name, index, part), total in reader.reads.items()]
-            receiver.report(direct, number, {"worker": number, "version": info["version"], "bytes": reader.bytes, "reads": reads})
+            told = {"worker": number, "version": info["version"], "bytes": reader.bytes}
+            receiver.report(direct, number, told | source.proof(reader.reads))
         except WeightSyncError as error:
             errors.append(str(error))
             let_go(error)

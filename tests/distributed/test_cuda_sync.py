@@ -61,8 +61,8 @@ class OneWorker:
             time.sleep(0.01)
         return [reply | {"server": SERVER} for reply in replies]
 
-    def resume(self, version):
-        self.version = version
+    def resume(self, update):
+        self.version = update.manifest.version
 
 
 def take(folder, updates: int) -> list[dict]:

@@ -115,6 +115,50 @@ def test_who_fails_in_the_middle_is_named_and_the_next_sync_forms_the_group_anew
         assert len(errors) == 1 and errors[0].startswith("receiving ")
 
 
+def push_damaged(num_ranks: int, num_workers: int, folder, how: str):
+    """Push twice, the second time well; what the first push told."""
+    rank, own = dist.get_rank(), device.device()
+    group = dist.new_group(range(num_ranks), backend="gloo")
+    if rank >= num_ranks:
+        return serve(rank - num_ranks, folder, 2, own)
+    ranks = TrainerRanks(rank, group)
+    transport = PointToPoint(ranks, "float32", own, seconds=20)
+    with WeightSync(FileEngine(folder, num_workers, 20) if rank == 0 else None, ranks, "float32", transport) as sync:
+        held, send, seen = list(held_by(rank, num_ranks, 1, own)), Exchange.send, []
+
+        def damaging(self, parcels):
+            seen.extend(parcels)
+            if how == "flipped bit" and rank == 1 and len(seen) == len(parcels):
+                parcels[0].buffer[3] ^= 16
+            return send(self, parcels)
+
+        Exchange.send = damaging
+        if how == "drifted copy" and rank == 2:
+            next(param for name, param, _ in held if name == "layers.1.up")[1, 2] += 1
+        with pytest.raises(WeightSyncError) as failed:
+            sync.push(held, 1)
+        sync.push(held_by(rank, num_ranks, 2, own), 2)
+        return str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "num_ranks", "num_workers", "message"),
+    [
+        ("flipped bit", 2, 2, r"worker \d: rank 1, (embed|layers\.0\.up)\[.*\]: checksum [0-9a-f]{16} was read; [0-9a-f]{16} was written"),
+        ("drifted copy", 4, 4, r"ranks 0, 2 hold copies of layer 1 that differ: worker 0 of http\S+ and worker 0 of http\S+ got others"),
+    ],
+    ids=["flipped bit", "drifted copy"],
+)
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 8, reason="NCCL takes a GPU for each rank and worker")
+def test_what_changed_on_the_way_and_copies_that_differ_are_named_with_rank_and_tensor(how, num_ranks, num_workers, message, tmp_path):
+    results = run_ranks(push_damaged, num_ranks + num_workers, num_ranks, num_workers, tmp_path, how)
+    assert all(re.search(message, text) for text in results[:num_ranks]), results[0]
+    for worker, (kept, _) in enumerate(results[num_ranks:]):
+        expected = {}
+        copies_of(worker, [(name, values_of(name, 2)) for name in SHAPES], expected)
+        assert all(torch.equal(torch.from_numpy(kept[name]), values) for name, values in expected.items())
+
+
 def push_to_nobody(folder):
     ranks = TrainerRanks(dist.get_rank(), dist.group.WORLD)
     engine = FileEngine(folder, PER_SERVER, 20) if ranks.world_rank == 0 else None

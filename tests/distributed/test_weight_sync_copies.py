@@ -38,8 +38,8 @@ class OneReader:
         reads = [(name, index, part, total) for (name, index, part), total in reader.reads.items()]
         return [{"server": "here", "worker": 0, "version": found.version, "bytes": reader.bytes, "checksum_seconds": 0.0, "reads": reads}]
 
-    def resume(self, version: int, only: None = None) -> None:
-        self.version = version
+    def resume(self, update, only: None = None) -> None:
+        self.version = update.manifest.version
 
 
 def push(sizes: dict, shared: Path):

@@ -136,8 +136,8 @@ class Tampered:
             self.tamper = None
         return self.engine.load_weights(update, only)
 
-    def resume(self, version, only=None):
-        self.engine.resume(version, only)
+    def resume(self, update, only=None):
+        self.engine.resume(update, only)
 
 
 def without(*names):
