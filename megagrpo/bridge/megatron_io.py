@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megagrpo.bridge.families import blocks
+from megagrpo.bridge.without_data import without_data
 from megagrpo.families.blocks import Block
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.build import build_model, weights_dtype
@@ -70,7 +70,7 @@ class Structure:
 def structure(hf_config: HfConfig, layout: Layout) -> Structure:
     """This rank's part of the model. ValueError when it cannot be cut into the layout. No communication."""
     dtype = weights_dtype(hf_config)
-    with FakeTensorMode():
+    with without_data():
         chunks = build_model(hf_config, layout, dtype=dtype, init_weights=False)
         state = model_state(chunks, layout)
         stored = {f"chunk{i}.{name}" if i else name: value for i, held in enumerate(state.values()) for name, value in held.items()}

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 
 from megagrpo.config import RunConfig
-from megagrpo.plan.memory import smallest_gpu, trainer_memory
+from megagrpo.plan.memory import engine_memory, smallest_gpu, trainer_memory
 from megagrpo.plan.problems import (
     adapter_problems,
     expert_problems,
@@ -20,7 +20,7 @@ from megagrpo.plan.problems import (
     too_big,
 )
 from megagrpo.plan.shapes import model_shape
-from megagrpo.plan.text import experts_text, lora_text, memory_table, model_text, rollout_text, step_text, weights_text
+from megagrpo.plan.text import experts_text, gpu_text, lora_text, memory_table, model_text, rollout_text, step_text, weights_text
 from megagrpo.policy.hf_config import model_problems, parse_hf_config
 
 
@@ -31,7 +31,7 @@ class Plan:
     problems: list[str]
     rows: list[tuple[str, str]]
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
-    smallest_gpu: float = 0.0  # GiB that a GPU needs to hold a trainer rank and its share of a vLLM server; 0 without a model
+    smallest_gpu: float = 0.0  # GiB that a GPU needs to hold what is placed on it, a trainer rank or vLLM or both; 0 without a model
 
     def __str__(self) -> str:
         lines = [f"{name:<10}{text}".rstrip() for name, text in self.rows]
@@ -97,9 +97,11 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
         return Plan(problems, rows)
     memory = trainer_memory(config, model, dp)
     smallest = smallest_gpu(config, model, memory)
-    rows.append(("GPU", f"each needs {smallest:.1f} GiB or more to hold a trainer rank and its share of a vLLM server; without GPUs: RAM"))
+    rows.append(("GPU", gpu_text(config, smallest)))
     if gpu_memory_gb is not None and smallest > gpu_memory_gb:
         problems.append(too_big(config, memory, smallest, gpu_memory_gb))
+    if config.rollout.placed == "colocated":  # asleep in the other phases
+        memory["generate"] = memory["generate"] | {"engine": engine_memory(config, model, gpu_memory_gb)}
     for parts in memory.values():
         parts["total"] = sum(parts.values())
     return Plan(problems, rows, memory, smallest)

@@ -11,6 +11,7 @@ from megagrpo.plan.shapes import layers_of_ranks, num_parameters, stage_adapters
 from megagrpo.policy.hf_config import HfConfig
 
 GIB = 2**30
+PREFILL_TOKENS = 8192  # of one batch of vLLM's, by its default on large GPUs
 MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}  # of both, with their share of two scales
 STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # of a weight, with its share of a scale
 
@@ -93,18 +94,35 @@ def _activation_elements(config: RunConfig, model: HfConfig) -> tuple[float, flo
     return everything, model.hidden_size / shards if config.model.recompute == "full" else everything
 
 
-def kv_bytes_per_token(model: HfConfig, tp: int) -> int:
-    """Bytes of one token in the KV cache of one vLLM device, 2 per element; heads are copied when there are fewer than devices.
-    Of latent attention each device keeps the whole latent."""
-    if model.mla:
-        return 2 * model.num_layers * (model.mla.kv_rank + model.mla.rope_dim)
-    return 2 * 2 * model.num_layers * model.head_dim * max(1, model.num_kv_heads // tp)
+def kv_bytes(model: HfConfig, tp: int, tokens: int, prefill: int | None = None) -> int:
+    """Bytes of one sequence of so many tokens in the KV cache of one of `tp` vLLM devices, 2 per element; heads are copied when there are
+    fewer than devices. Of latent attention each device keeps the whole latent.
+
+    Of a layer with a window vLLM keeps the tokens that one sees before its own, and those of the batch under way, up to `prefill` of them;
+    None: all of them, as where whole prompts are one batch.
+    """
+    element = model.mla.kv_rank + model.mla.rope_dim if model.mla else 2 * model.head_dim * max(1, model.num_kv_heads // tp)
+    windows = [model.window(layer) for layer in range(model.num_layers)]
+    kept = (tokens if window is None or prefill is None else min(tokens, window - 1 + prefill) for window in windows)
+    return 2 * element * sum(kept)
+
+
+def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) -> float:
+    """GiB of a vLLM server on each of its GPUs: all of its share of one that has `gpu` GiB, most of it for the KV cache; None: what its
+    weights and the longest sequence take."""
+    if gpu is not None:
+        return config.rollout.gpu_memory_utilization * gpu
+    tp = config.rollout.tp
+    return (2 * num_parameters(model) / tp + kv_bytes(model, tp, config.max_model_len, PREFILL_TOKENS)) / GIB
 
 
 def smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]]) -> float:
-    """GiB of a GPU where the trainer fits beside vLLM's share, and the share holds vLLM's weights and one sequence."""
-    share = config.rollout.gpu_memory_utilization
-    trainer = max(sum(parts.values()) for parts in memory.values())
-    tp = config.rollout.tp
-    engine = (2 * num_parameters(model) / tp + config.max_model_len * kv_bytes_per_token(model, tp)) / GIB
-    return max(trainer / (1 - share) if share < 1 else float("inf"), engine / share)
+    """GiB of a GPU where the trainer fits, beside vLLM's share when they share it, and the share of a server that the run starts holds
+    vLLM's weights and one sequence."""
+    rollout, trainer = config.rollout, max(sum(parts.values()) for parts in memory.values())
+    share = rollout.gpu_memory_utilization
+    if rollout.placed == "external":
+        return trainer
+    if rollout.placed == "colocated":
+        trainer = trainer / (1 - share) if share < 1 else float("inf")
+    return max(trainer, engine_memory(config, model) / share)

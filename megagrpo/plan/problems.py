@@ -6,7 +6,7 @@ from math import ceil
 
 from megagrpo.config import MultiTurnSection, RunConfig, evaluation_sets
 from megagrpo.multi_turn.registry import targets
-from megagrpo.plan.memory import GIB, kv_bytes_per_token
+from megagrpo.plan.memory import GIB, kv_bytes
 from megagrpo.policy.hf_config import HfConfig, projections
 from megagrpo.rewards import registry
 
@@ -143,7 +143,7 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> list[str]:
                 f"{held_out.max_completion_length} = {longest} tokens, but the model ends at {model.max_positions} "
                 f"(max_position_embeddings); shorten by {longest - model.max_positions}"
             )
-    needed = config.max_model_len * kv_bytes_per_token(model, r.tp) / GIB
+    needed = kv_bytes(model, r.tp, config.max_model_len) / GIB
     if not r.urls and needed > r.kv_cache_gb:
         problems.append(
             f"rollout.kv_cache_gb: {r.kv_cache_gb:g} cannot hold one sequence of {config.max_model_len} tokens; "
@@ -176,6 +176,16 @@ def _mlp_widths(model: HfConfig, experts_shared_out: bool) -> list[int]:
 def too_big(config: RunConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float) -> str:
     r = config.rollout
     trainer = max(sum(parts.values()) for parts in memory.values())
+    if r.placed != "colocated" and trainer < gpu:
+        return (
+            f"rollout.tp: vLLM's {r.gpu_memory_utilization:g} of a GPU must hold its part of the weights and the longest sequence, which "
+            f"needs {smallest:.1f} GiB, and a GPU has {gpu:g}; raise rollout.tp or rollout.gpu_memory_utilization"
+        )
+    if r.placed != "colocated":
+        return (
+            f"parallel.tp: a trainer rank needs {trainer:.1f} GiB, and a GPU has {gpu:g}; raise parallel.tp, parallel.pp or parallel.cp, "
+            "lower train.max_tokens_per_micro_batch, or set model.recompute=full"
+        )
     room = (gpu - trainer) / gpu
     if room > 0.05:
         fix = f"lower it to {int(room * 100) / 100:g} or raise rollout.tp" if room < r.gpu_memory_utilization else "raise it or rollout.tp"

@@ -70,10 +70,20 @@ def step_text(config: RunConfig, dp: int) -> str:
     )
 
 
+def gpu_text(config: RunConfig, smallest: float) -> str:
+    what = {
+        "colocated": "a trainer rank and its share of a vLLM server",
+        "dedicated": "a trainer rank or its share of a vLLM server",
+        "external": "a trainer rank",
+    }
+    return f"each needs {smallest:.1f} GiB or more to hold {what[config.rollout.placed]}; without GPUs: RAM"
+
+
 def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
-    parts = [part for part in memory["train"] if any(phase.get(part) for phase in memory.values())]
-    parts = [part for part in parts if part != "total"] + ["total"]
-    lines = ["trainer, GiB on the fullest rank", "".join([f"{'':<10}", *(f"{part:>13}" for part in parts)])]
+    known = dict.fromkeys(part for phase in reversed(memory.values()) for part, size in phase.items() if size)
+    parts = [part for part in known if part != "total"] + ["total"]
+    beside = ", and of the vLLM server on its GPU (engine)" * ("engine" in known)
+    lines = [f"trainer, GiB on the fullest rank{beside}", "".join([f"{'':<10}", *(f"{part:>13}" for part in parts)])]
     for phase, sizes in memory.items():
         lines.append("".join([f"{phase:<10}", *(f"{sizes.get(part, 0):13.2f}" for part in parts)]))
     return lines

@@ -55,12 +55,15 @@ class Kept:
     def push(self, folder):
         self.sync.push(shards(folder), self.server.engine.weight_version + 1)
 
+    def make_sync(self):
+        return WeightSync(self.server.engine, OneRank(), "float32")
+
     def refill(self, url):
         self.asked_before.append(requests_served(url))
         return self.sync.refill(url)
 
     def __enter__(self):
-        self.sync = WeightSync(self.server.engine, OneRank(), "float32")
+        self.sync = self.make_sync()
         self.keeper = Keeper(self.server.launcher, self.server.engine, self.refill, 3, self.said.append).__enter__()
         self.server.engine.patience = 200.0
         self.push(self.fresh.folder)

@@ -125,12 +125,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def launch(folder: Path, log_name: str, **options) -> Launcher:
-    """A server on `folder` that is starting; its workers can be halted (`halt`)."""
+def launch(folder: Path, log_name: str, num_servers: int = 1, **options) -> Launcher:
+    """Servers on `folder` that are starting; their workers can be halted (`halt`)."""
     if not options.get("lora_rank"):
         options["extra_args"] = ("--worker-extension-cls", "halting.Halting")
     settings = ServerOptions(str(folder), "float32", 128, **{"max_num_seqs": 64, "kv_cache_gb": 1, "omp_threads": 1} | options)
-    launcher = Launcher(settings, scratch() / log_name)
+    launcher = Launcher(settings, scratch() / log_name, num_servers=num_servers)
     launcher.start()
     return launcher
 

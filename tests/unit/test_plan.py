@@ -9,7 +9,7 @@ import transformers
 
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.plan import plan
-from megagrpo.plan.memory import kv_bytes_per_token, trainer_memory
+from megagrpo.plan.memory import PREFILL_TOKENS, engine_memory, kv_bytes, trainer_memory
 from megagrpo.plan.problems import vllm_can_split
 from megagrpo.plan.shapes import (
     layer_parameters,
@@ -90,7 +90,7 @@ def test_every_committed_config_is_planned_here():
 def test_committed_configs_have_a_plan_without_problems(name):
     ranks, gpu = CONFIGS[name]
     made = plan(load_config(REPOSITORY / "configs" / f"{name}.yaml"), ranks, gpu_memory_gb=gpu)
-    assert made.problems == [] and made.memory["train"]["total"] > made.memory["generate"]["total"] > 0
+    assert made.problems == [] and all(0 < parts["total"] < gpu for parts in made.memory.values())
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_the_ranks_share_out_heads_and_shared_experts_and_each_holds_the_latents
     held = stage_parameters(model, ParallelSection(tp=4, ep=4, etp=1))[0]
     assert 4 * held == num_parameters(model) - experts + 3 * whole
     assert num_parameters(model) - num_active_parameters(model) == experts * 248 // 256
-    assert kv_bytes_per_token(model, 1) == kv_bytes_per_token(model, 4) == 2 * 5 * 576
+    assert kv_bytes(model, 1, 7) == kv_bytes(model, 4, 7) == 7 * 2 * 5 * 576
 
 
 def test_what_latent_attention_and_shared_experts_cannot_have_is_told(folder):
@@ -356,6 +356,48 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
     assert 0 < share < 0.4 and problems(64, f"rollout.gpu_memory_utilization={share}") == []
     (problem,) = problems(40)
     assert "raise parallel.tp, parallel.pp or parallel.cp" in problem
+
+
+def test_layers_with_a_window_keep_its_tokens_and_a_batch(folder):
+    windows = dict(model_type="gemma3_text", head_dim=64, sliding_window=512, tie_word_embeddings=True)
+    windows |= dict(layer_types=["sliding_attention"] * 5 + ["full_attention"], num_hidden_layers=6, query_pre_attn_scalar=64)
+    model, whole = parse_hf_config(LLAMA | windows | dict(max_position_embeddings=65536)), parse_hf_config(LLAMA)
+    token = 2 * 2 * 3 * 64  # keys and values of three heads, in bf16
+    for tokens, prefill in ((100, 8192), (2000, 1000), (32768, 8192), (511, 1), (32768, None)):
+        naive = 0
+        for window in (512, 512, 512, 512, 512, None):
+            last = range(tokens)[-(window - 1 + prefill) :] if window and prefill else range(tokens)
+            naive += sum(token for _ in last)
+        assert kv_bytes(model, 1, tokens, prefill) == naive
+    assert kv_bytes(whole, 1, 32768, 8192) == 30 * 32768 * token and kv_bytes(whole, 3, 5) == 30 * 5 * token / 3
+    (folder / "config.json").write_text(json.dumps(model.raw))
+    sizes = ("rollout.max_prompt_length=32768", "train.max_tokens_per_micro_batch=65536", "rollout.kv_cache_gb=100")
+    long = config(folder, *sizes)
+    assert engine_memory(long, model) == (2 * num_parameters(model) + kv_bytes(model, 1, long.max_model_len, PREFILL_TOKENS)) / 2**30
+
+
+def test_a_server_counts_where_it_shares_the_gpu(folder):
+    def made(*overrides: str, gpu: float | None = None):
+        return plan(config(folder, "model.precision=bf16", *overrides), 1, gpu)
+
+    weights, longest = 2 * 134_515_008, 30 * 2 * 3 * 64 * 2
+    colocated, dedicated = made("rollout.gpu_memory_utilization=0.3"), made("rollout.placement=dedicated")
+    trainer, tokens = dedicated.memory["generate"]["total"], config(folder).max_model_len
+    engine = (weights + tokens * longest) / 2**30
+    assert colocated.memory["generate"]["engine"] == pytest.approx(engine)
+    assert colocated.memory["generate"]["total"] == pytest.approx(trainer + engine)
+    assert colocated.memory["train"] == dedicated.memory["train"] and "engine" not in dedicated.memory["generate"]
+    assert "engine" in str(colocated).partition("GiB on the fullest rank")[2]
+    assert made("rollout.gpu_memory_utilization=0.3", gpu=80.0).memory["generate"]["engine"] == pytest.approx(24.0)
+    peak = dedicated.memory["train"]["total"]
+    assert colocated.smallest_gpu == pytest.approx(peak / 0.7) and dedicated.smallest_gpu == pytest.approx(peak)
+    share = made("rollout.placement=dedicated", "rollout.gpu_memory_utilization=0.01")
+    assert share.smallest_gpu == pytest.approx(engine / 0.01) and "or its share of a vLLM server" in str(share)
+    assert made("rollout.urls=['http://a:1']").smallest_gpu == pytest.approx(peak)
+    (problem,) = made("rollout.placement=dedicated", "rollout.gpu_memory_utilization=0.01", gpu=10.0).problems
+    assert problem.startswith("rollout.tp: vLLM's 0.01 of a GPU must hold")
+    (problem,) = made("rollout.placement=dedicated", gpu=1.0).problems
+    assert problem.startswith("parallel.tp: a trainer rank needs") and "and a GPU has 1; raise parallel.tp" in problem
 
 
 @pytest.mark.parametrize(

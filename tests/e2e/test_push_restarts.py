@@ -1,0 +1,131 @@
+"""Servers that die or hang in the middle of a sync over p2p: the sync begins anew with the server that was started again, which nobody asks
+before; one that hangs is named with its phase."""
+
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync.point_to_point import PointToPoint
+from tests.e2e.test_restarts import Kept, wait_for
+from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, shards
+from tests.e2e.tiny_servers import below, connect, greedy, halt, is_halted, launch, model_folder, tied_llamas
+
+
+def over_p2p(engine, say=print, seconds=60.0):
+    """A sync of one rank. Its messages are small: a server dies between two of them."""
+    transport = PointToPoint(OneRank(), "float32", torch.device("cpu"), seconds=seconds, megabytes=0.05)
+    return WeightSync(engine, OneRank(), "float32", transport, say)
+
+
+class KeptOverP2p(Kept):
+    """As `Kept`; `synced` is what the sync said."""
+
+    def make_sync(self):
+        self.synced = []
+        return over_p2p(self.server.engine, self.synced.append)
+
+
+def push_and_kill(kept, folder, worker, read, victims):
+    """Push, and SIGKILL `victims` of the halted process when this worker has read so many slices of weights."""
+    halted = halt(kept.server.engine.urls[0], worker, "update", read)
+
+    def kill():
+        wait_for(lambda: is_halted(halted))
+        for pid in victims(halted):
+            os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    kept.push(folder)
+    killer.join()
+
+
+@pytest.mark.parametrize("read", [pytest.param(0, marks=pytest.mark.full), 10, pytest.param(19, marks=pytest.mark.full)])
+def test_a_push_whose_server_dies_is_done_over_when_it_is_back(read):
+    synced, fresh = tied_llamas()
+    with KeptOverP2p(synced, fresh) as kept:
+        began = kept.server.engine.weight_version
+        push_and_kill(kept, synced.folder, 0, read, lambda halted: below(synced.launcher.servers[0].supervisor.pid))
+        assert synced.engine.weight_version == began + 1 and kept.asked_before == [0] and not is_paused(synced.engine)
+        kept.push(fresh.folder)
+        assert sampled(synced.engine) == sampled(fresh.engine)
+    (told,) = kept.synced
+    assert re.search(r"^warning: a vLLM server died in a weight sync, which begins anew: .*phase (update|finish): vLLM server http", told)
+    assert "starting it again, 1 of 3 times" in kept.said[0] and "is back and waits for the next weight sync" in kept.said[1]
+
+
+@pytest.mark.full
+def test_a_push_one_of_whose_two_workers_dies_is_done_over_when_the_server_is_back():
+    fresh = tied_llamas()[1]
+    folder = model_folder("llama", 0)
+    two_workers = connect(launch(folder, "llama_loses_worker", tp=2), folder)
+    with KeptOverP2p(two_workers, fresh) as kept:
+        push_and_kill(kept, folder, 1, 5, lambda halted: [halted])
+        (told,) = kept.synced
+        assert "sending" in told and "to worker 1 of http" in told and "phase update: vLLM server http" in told
+        first = greedy(two_workers.engine)
+        kept.push(fresh.folder)
+        second = greedy(two_workers.engine)
+        assert second != first and [ids for ids, _ in second] == [ids for ids, _ in greedy(fresh.engine)]
+        assert kept.asked_before == [0]
+    two_workers.launcher.stop()
+
+
+@pytest.mark.full
+def test_a_push_to_two_servers_one_of_which_dies_goes_on_with_the_other():
+    fresh = tied_llamas()[1]
+    folder = model_folder("llama", 0)
+    two_servers = connect(launch(folder, "llama_of_two", num_servers=2), folder)
+    with KeptOverP2p(two_servers, fresh) as kept:
+        push_and_kill(kept, folder, 0, 5, lambda halted: below(two_servers.launcher.servers[0].supervisor.pid))
+        assert len(kept.synced) == 1 and two_servers.engine._living() == two_servers.engine.urls[1:]
+        kept.push(fresh.folder)  # to the other alone: its workers have other numbers now
+        assert greedy(two_servers.engine) == greedy(fresh.engine)
+        wait_for(lambda: two_servers.engine.waiting, 120)
+        kept.push(folder)
+        kept.push(fresh.folder)
+        assert two_servers.engine._living() == two_servers.engine.urls and kept.asked_before == [0]
+        assert sampled(two_servers.engine) == sampled(fresh.engine)
+    two_servers.launcher.stop()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/pause?mode=wait", r"rank 0: waiting for worker 0 of {url}: .*; phase pause: vLLM server {url} .*did not answer /pause"),
+        ("/update_weight_version", r"phase resume: vLLM server {url} .*did not answer /update_weight_version within 4 s"),
+    ],
+    ids=["pause", "resume"],
+)
+def test_a_server_that_hangs_before_or_after_the_weights_is_named_with_the_phase(path, told, monkeypatch):
+    synced, fresh = tied_llamas()
+    engine, version = synced.engine, synced.engine.weight_version
+    processes, post = below(synced.launcher.servers[0].supervisor.pid), engine._post
+    monkeypatch.setattr(engine, "sync_timeout", 4.0)
+
+    def stop_and_post(client, url, asked, *args, **kwargs):
+        if asked == path:
+            for pid in processes:
+                os.kill(pid, signal.SIGSTOP)
+        return post(client, url, asked, *args, **kwargs)
+
+    with over_p2p(engine, seconds=4.0) as sync:
+        sync.push(shards(synced.folder), version + 1)
+        monkeypatch.setattr(engine, "_post", stop_and_post)
+        began = time.monotonic()
+        with pytest.raises(WeightSyncError) as failed:
+            sync.push(shards(fresh.folder), version + 2)
+        assert re.search(told.format(url=engine.urls[0]), str(failed.value)) and time.monotonic() - began < 10, failed.value
+        monkeypatch.setattr(engine, "_post", post)
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+        sync.push(shards(fresh.folder), version + 3)
+        assert sampled(engine) == sampled(fresh.engine)
