@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megagrpo.config import RolloutSection
@@ -12,9 +12,10 @@ from megagrpo.metrics import PhaseTimer
 from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import together
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rollout.engine import Engine, EngineInterrupted
+from megagrpo.rollout.engine import Engine, EngineInterrupted, EngineStarved
 from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout, Truncation
 
+STARVED = "starved"  # in place of rollouts, when the engine has lost its weights
 COUNTERS = ("/timeouts", "/exceptions", "/unscorable", "/seconds")
 
 
@@ -36,6 +37,7 @@ class Collector:
     timer: PhaseTimer
     step: int = 0  # outer iterations finished, for rewards that follow the run
     stop_signal: int = 0  # the number of the signal that asked this rank to stop
+    refill: Callable[[], None] = lambda: None  # gives the engine its weights again; collective
 
     def collect(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
@@ -47,15 +49,19 @@ class Collector:
         prompts = numbered(prompts)  # before they are shared out: replicas must not sample the same group twice
         share = slice(*(len(prompts) * r // self.layout.dp_size for r in (self.layout.dp_rank, self.layout.dp_rank + 1)))
 
-        def part() -> tuple[int, list[ScoredRollout], dict[str, float]] | None:
+        def part() -> tuple[int, list[ScoredRollout], dict[str, float]] | str | None:
             self.rewards.step = self.step
             try:
                 scored = generate_and_score(self.engine, self.rewards, prompts[share], num_generations, sampling, seed, self.timer)
             except EngineInterrupted:
                 return None
+            except EngineStarved:
+                return STARVED
             return self.layout.dp_rank, scored, self.rewards.metrics()
 
-        parts = together(self.layout, part, here=self.layout.is_dp_leader)
+        while STARVED in (parts := together(self.layout, part, here=self.layout.is_dp_leader)):
+            self.stop_if_requested()
+            self.refill()  # the same seeds give the same rollouts
         self.stop_if_requested()
         parts = sorted((part for part in parts if part is not None), key=lambda part: part[0])
         return [s for _, scored, _ in parts for s in scored], summed_counters([counted for _, _, counted in parts])

@@ -140,12 +140,15 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
 
     urls = together(layout, lambda: launcher.wait(writer.message) if launcher else config.rollout.urls, here=first)[0]
     logs = launcher.logs if launcher else []
+    with _problems_of_the_config():
+        transport, why = _transport(config, layout, urls)
+    writer.message(f"weights go to vLLM by {transport}: {why}")
     engine = None
     if layout.is_dp_leader:
-        options = dict(lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), **_limits(config.rollout))
-        engine = VllmEngine(urls, tokenizer.decode, logs=logs, **options)
+        options = dict(lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), refills=transport == "shared_memory")
+        engine = VllmEngine(urls, tokenizer.decode, logs=logs, **options, **_limits(config.rollout))
     with _problems_of_the_config():
-        weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype, model_folder, urls, writer.message)
+        weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype, model_folder, transport, writer.message)
     resources.enter_context(weight_sync)
     if launcher is not None and config.rollout.max_restarts:
         resources.enter_context(Keeper(launcher, engine, weight_sync.refill, config.rollout.max_restarts, writer.message))
@@ -258,16 +261,8 @@ def _check_servers(config: RunConfig) -> None:
         check_plugin(config.rollout.urls)
 
 
-def _weight_sync(
-    config: RunConfig,
-    engine: VllmEngine | None,
-    layout: Layout,
-    dtype: str,
-    model_folder: Path,
-    urls: Sequence[str],
-    say: Callable[[str], None],
-) -> WeightSync:
-    """The sync of the run, over the transport that reaches all `urls`."""
+def _transport(config: RunConfig, layout: Layout, urls: Sequence[str]) -> tuple[str, str]:
+    """Which way weights take to all `urls`, and why."""
     hosts = layout.all_gather_objects((socket.gethostname(), all(map(is_here, urls))))
     names = sorted({name for name, _ in hosts})
     if len(names) > 1 and not config.rollout.urls:
@@ -275,9 +270,19 @@ def _weight_sync(
             f"rollout.urls: ranks are on {', '.join(names)}, and servers started by this run answer on the first rank's host only; start "
             "servers that all hosts reach, and name them"
         )
-    one_host = len(names) == 1 and all(here for _, here in hosts)
-    transport, why = weight_path(config, device.has_gpu(), one_host)
-    say(f"weights go to vLLM by {transport}: {why}")
+    return weight_path(config, device.has_gpu(), one_host=len(names) == 1 and all(here for _, here in hosts))
+
+
+def _weight_sync(
+    config: RunConfig,
+    engine: VllmEngine | None,
+    layout: Layout,
+    dtype: str,
+    model_folder: Path,
+    transport: str,
+    say: Callable[[str], None],
+) -> WeightSync:
+    """The sync of the run, over that transport."""
     if config.lora.syncs_adapters:
         return AdapterSync(engine, layout, dtype, config.lora, str(model_folder.resolve()))
     limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)

@@ -60,6 +60,9 @@ class Trainer:
     skipped_in_a_row: int = 0
     synced: dict[str, float] = field(default_factory=dict)  # what the last weight sync took
 
+    def __post_init__(self):
+        self.collector.refill = self.refill
+
     def step(self) -> dict[str, float]:
         """One outer iteration; its metrics, the same on every rank. Raises StopRequested before anything was trained."""
         config = self.config
@@ -192,6 +195,11 @@ class Trainer:
         self.state.weight_version = version
         if self.collector.engine is not None:
             self.collector.engine.weight_version = version
+
+    def refill(self) -> None:
+        """Give servers that lost the current weights, and were started again, the same ones."""
+        with self.timer("sync"):
+            self.weight_sync.push(self.weights(), self.state.weight_version)
 
     def let_engine_sleep(self) -> None:
         """Have servers that share the trainer's GPUs give their memory back until the next sync, once no rank generates any more."""

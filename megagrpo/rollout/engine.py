@@ -36,6 +36,11 @@ class ServerDied(WeightSyncError):
     succeed."""
 
 
+class EngineStarved(EngineError):
+    """No server is left that has the current weights, and one is back that can get them only when all ranks give them: they must, and then
+    it can be asked again."""
+
+
 OnGroup = Callable[[int, list[Rollout]], None]
 
 

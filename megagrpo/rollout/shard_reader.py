@@ -111,7 +111,7 @@ class ShardReader:
 
     `wanted` collects the boxes that loaders announced, `fetched` how often each was fetched, `reads` the slices of them with their
     checksums, `arrivals` how many elements each destination was given, `copies` what it was given last. With `blank` set, zeros are handed
-    out instead: what ends an update that cannot be completed. `note` hears of every fetch before it begins.
+    out instead, for a rehearsal. `note` hears of every fetch before it begins.
     """
 
     def __init__(self, manifest: Manifest, source: BlockSource, note: Callable[[str], None] = lambda place: None):

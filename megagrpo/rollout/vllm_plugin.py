@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from megagrpo.rollout.cpu_experts import heed_expert_map
@@ -61,9 +62,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One per worker. An update that fails is rolled forward to zeros, so that the next one starts clean; the trainer keeps the
-    engine paused until one succeeds. What fails is reported, never raised: of several workers that raise, vLLM (seen in 0.32) reads the
-    first one's answer and takes the others' for those of its next call.
+    """One per worker. After an update that fails every layer has either all of its old weights or all of its new ones, so that the next
+    one starts clean; the trainer keeps the engine paused until one succeeds. What fails is reported, never raised: of several workers that
+    raise, vLLM (seen in 0.32) reads the first one's answer and takes the others' for those of its next call.
     """
 
     init_info_cls = InitInfo
@@ -200,11 +201,13 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._abort()
 
     def _abort(self) -> None:
-        """Leave the reload that is under way, if any. Buffered lazy tensors hand out zeros, for their data may be what failed."""
+        """Leave the reload that is under way, if any. Layers that are not complete get back what they had."""
         if not self.reloading:
             return
-        if self.reader is not None:
-            self.reader.blank = True
+        for module in self.model.modules():
+            get_layerwise_info(
+                module
+            ).load_numel = 0  # vLLM would process one with a part of its weights, and leave one half made that failed
         finalize_layerwise_reload(self.model, self.model_config)
         self.reloading = False
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from megagrpo.rollout.engine import EngineError, EngineInterrupted, OnGroup, derive_seed
+from megagrpo.rollout.engine import EngineError, EngineInterrupted, EngineStarved, OnGroup, derive_seed
 from megagrpo.rollout.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.rollout.vllm_http import answers, error_text
 from megagrpo.rollout.vllm_updates import LOOK_SECONDS, Updates, adapter_name
@@ -64,8 +64,8 @@ class VllmEngine(Updates):
 
         `on_group` gets the place and the rollouts of each prompt as they come.
 
-        Raises EngineDeadError when no server is left, EngineInterrupted after `interrupt`, EngineError when a server refuses a request
-        or its answer does not add up.
+        Raises EngineDeadError when no server is left, EngineStarved when all that are left wait for weights, EngineInterrupted after
+        `interrupt`, EngineError when a server refuses a request or its answer does not add up.
         """
         jobs: deque[_Job] = deque()
         for place, prompt in enumerate(prompts):
@@ -136,6 +136,8 @@ class VllmEngine(Updates):
                         self.dead.discard(url)
                 if self._living():
                     silent_since = time.monotonic()
+                elif not self.refills and any([await answers(client, url) for url in self.urls]):
+                    raise EngineStarved(f"{', '.join(map(self._name, self.urls))}: none has weight version {self.weight_version}")
                 elif time.monotonic() - silent_since >= self.patience:
                     self._alive()  # raises
                 await asyncio.sleep(LOOK_SECONDS)

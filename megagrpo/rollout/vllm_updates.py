@@ -28,7 +28,8 @@ class Updates(Servers):
 
     Each phase of an update ends within `sync_timeout` seconds. With `lora` a weight version is an adapter, and the weights under it stay
     those that the servers started with. `patience` is how many seconds a server that died may take to come back; 0: none does. Servers
-    that can (`sleeps`) give their GPU memory back when they are told to.
+    that can (`sleeps`) give their GPU memory back when they are told to. Without `refills` one that comes back waits for all ranks to give
+    it weights.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class Updates(Servers):
         lora: bool = False,
         patience: float = 0.0,
         sleeps: bool = False,
+        refills: bool = True,
     ):
         super().__init__(urls, logs=logs, request_timeout=request_timeout)
         self.sync_timeout, self.lora, self.patience = sync_timeout, lora, patience
-        self.sleeps, self.asleep = sleeps, False
+        self.sleeps, self.asleep, self.refills = sleeps, False, refills
         self.weight_version = 0
 
     # -- weights
@@ -54,7 +56,8 @@ class Updates(Servers):
         WeightSyncError when one does not say, EngineDeadError when none is left."""
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[tuple[str, int]]:
-            return [(url, await self._world_size(client, url))]
+            with _phase("publish"):
+                return [(url, await self._world_size(client, url))]
 
         silent_since = time.monotonic()
         while True:
@@ -128,10 +131,10 @@ class Updates(Servers):
             await self._post(client, url, "/start_weight_update", seconds=seconds)
             phase = "update"
             await self._post(client, url, "/update_weights", {"update_info": info}, seconds)
-            _raise_worker_errors(update.replies(url))
+            _raise_worker_errors(update.replies(url), url)
             phase = "finish"
             await self._post(client, url, "/finish_weight_update", seconds=seconds)
-            _raise_worker_errors(update.replies(url))
+            _raise_worker_errors(update.replies(url), url)
             world = await self._world_size(client, url)
             reports = update.replies(url)
             if len(reports) != world:
@@ -267,9 +270,9 @@ def adapter_name(version: int) -> str:
     return f"policy-{version}"
 
 
-def _raise_worker_errors(reports: list[dict[str, Any]]) -> None:
+def _raise_worker_errors(reports: list[dict[str, Any]], server: str) -> None:
     """WeightSyncError with what workers have reported, if any could not go on. They never raise, see `_end_update`."""
-    if errors := [f"worker {report['worker']}: {report['error']}" for report in reports if "error" in report]:
+    if errors := [f"worker {report['worker']} of {server}: {report['error']}" for report in reports if "error" in report]:
         raise WeightSyncError("; ".join(errors))
 
 

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from megagrpo.rollout.exchange import Exchange
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.weight_sync import WeightSync
 from megagrpo.weight_sync.point_to_point import PointToPoint
@@ -45,6 +46,25 @@ def push_and_kill(kept, folder, worker, read, victims):
     killer.start()
     kept.push(folder)
     killer.join()
+
+
+def test_a_worker_that_gets_something_else_than_was_sent_refuses_it_and_takes_the_next_push(monkeypatch):
+    synced, fresh = tied_llamas()
+    send = Exchange.send
+
+    def damaging(self, parcels):
+        for parcel in parcels:
+            if "layer 1 (model.layers.1.mlp.down_proj" in parcel.what:  # vLLM packs it, and is in the middle of that when it fails
+                parcel.buffer[3] ^= 16
+        return send(self, parcels)
+
+    with over_p2p(synced.engine) as sync:
+        monkeypatch.setattr(Exchange, "send", damaging)
+        with pytest.raises(WeightSyncError, match=r"worker 0 of http\S+: .*rank 0, model\.layers\.1\.mlp\.down_proj\.weight\[.*: checksum"):
+            sync.push(shards(fresh.folder), synced.engine.weight_version + 1)
+        monkeypatch.setattr(Exchange, "send", send)
+        sync.push(shards(fresh.folder), synced.engine.weight_version + 2)
+    assert sampled(synced.engine) == sampled(fresh.engine)
 
 
 @pytest.mark.parametrize("read", [pytest.param(0, marks=pytest.mark.full), 10, pytest.param(19, marks=pytest.mark.full)])

@@ -5,26 +5,31 @@ import signal
 
 import pytest
 
+from megagrpo.rollout.exchange import Exchange
+from megagrpo.weight_sync.point_to_point import PointToPoint
 from tests.e2e import world
 from tests.e2e.tiny_servers import below
 
 
-def kill_server(trainer):
+def kill_server(trainer_pid):
     """SIGKILL to all processes of the run's vLLM server, not to the supervisor above them."""
-    (supervisor,) = [pid for pid in world.family(trainer.pid) if "supervisor.py" in open(f"/proc/{pid}/cmdline").read()]
+    (supervisor,) = [pid for pid in world.family(trainer_pid) if "supervisor.py" in open(f"/proc/{pid}/cmdline").read()]
     for pid in below(supervisor):
         os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.full
-def test_a_run_whose_server_is_killed_takes_the_same_steps(tmp_path):
-    plain = world.train(tmp_path / "plain", "run.max_steps=6")
-    with world.running(tmp_path / "killed", "run.max_steps=6", launched=True) as trainer:
+@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
+def test_a_run_whose_server_is_killed_takes_the_same_steps(transport, tmp_path):
+    options = ["run.max_steps=6", f"rollout.weight_sync_transport={transport}"]
+    plain = world.train(tmp_path / "plain", *options)
+    with world.running(tmp_path / "killed", *options, launched=True) as trainer:
         world.wait_for(lambda: world.steps_done(tmp_path / "killed") >= 2, "second step")
-        kill_server(trainer)
+        kill_server(trainer.pid)
         run = trainer.wait(seconds=240)
     assert run.code == 0, run.err
-    assert "starting it again, 1 of 3 times" in run.out and "is back, with weight version" in run.out
+    back = "is back, with weight version" if transport == "shared_memory" else "is back and waits for the next weight sync"
+    assert "starting it again, 1 of 3 times" in run.out and back in run.out
     assert [row["completion"] for row in run.completions] == [row["completion"] for row in plain.completions]
     assert [line["weight_version"] for line in run.metrics] == [line["weight_version"] for line in plain.metrics]
 
@@ -33,6 +38,34 @@ def test_a_run_whose_server_is_killed_takes_the_same_steps(tmp_path):
 def test_a_run_whose_server_may_not_be_started_again_ends_and_names_it(tmp_path):
     with world.running(tmp_path, "run.max_steps=1000", "rollout.max_restarts=0", launched=True) as trainer:
         world.wait_for(lambda: world.steps_done(tmp_path) >= 1, "first step")
-        kill_server(trainer)
+        kill_server(trainer.pid)
         run = trainer.wait(seconds=60)
     assert run.code == 1 and ("no vLLM server answers any more" in run.err or "did not reach the engine" in run.err), run.err
+
+
+def die_in_the_fourth_sync():
+    """Called in the trainer: its server is killed between two messages of that sync."""
+    prepare, send, pid, sent = PointToPoint.prepare, Exchange.send, os.getpid(), []
+
+    def begin(self, found, version, engine):
+        sent.append(0)
+        return prepare(self, found, version, engine)
+
+    def disturbed(self, parcels):
+        sent[-1] += 1
+        if len(sent) == 4 and sent[-1] == 2:
+            kill_server(pid)
+        return send(self, parcels)
+
+    PointToPoint.prepare, Exchange.send = begin, disturbed
+
+
+@pytest.mark.full
+def test_a_run_over_p2p_whose_server_is_killed_in_a_sync_takes_the_same_steps(tmp_path):
+    options = ["run.max_steps=5", "rollout.weight_sync_transport=p2p", "rollout.weight_sync_bucket_megabytes=0.1"]
+    plain = world.train(tmp_path / "plain", *options)
+    run = world.train(tmp_path / "killed", *options, prepare=die_in_the_fourth_sync, launched=True)
+    assert run.code == 0, run.err
+    assert "a vLLM server died in a weight sync, which begins anew" in run.out and "waits for the next weight sync" in run.out
+    assert [row["completion"] for row in run.completions] == [row["completion"] for row in plain.completions]
+    assert [line["weight_version"] for line in run.metrics] == [line["weight_version"] for line in plain.metrics]

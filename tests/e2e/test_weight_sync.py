@@ -201,10 +201,10 @@ def halves(folder):
         (without("model.embed_tokens.weight"), r"no weights came for model\.embed_tokens\.weight"),
         (without_a_block, r"model\.layers\.1\.self_attn\.o_proj\.weight: nobody holds \[0:128, 64:128\]"),
         (with_a_flipped_bit, r"rank 0, model\.layers\.1\.self_attn\.o_proj\.weight\[0:128, 64:128\]: checksum"),
-        (without_a_file, r"worker 0: .*rank 0, model\..* cannot be read: No such file"),
+        (without_a_file, r"worker 0 of http\S+: .*rank 0, model\..* cannot be read: No such file"),
         (with_a_short_file, r"rank 0, model\.layers\.1\.self_attn\.o_proj\.weight: .* holds \d+ bytes"),
         (of_another_version, r"holds weight version \d+; \d+ was announced"),
-        (with_another_shape, r"worker 0: "),
+        (with_another_shape, r"worker 0 of http\S+: "),
     ],
     ids=lambda x: getattr(x, "__name__", " "),
 )

@@ -1,0 +1,67 @@
+"""An engine that has lost its weights while it generates gets them again from all ranks, and is asked again."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from megagrpo.collect import Collector, StopRequested
+from megagrpo.metrics import PhaseTimer
+from megagrpo.rollout.engine import EngineStarved
+from megagrpo.types import Prompt, SamplingParams
+
+PROMPTS = [Prompt(i, (1, 2), "") for i in range(3)]
+
+
+class Starving:
+    """An engine that has weights only after a refill."""
+
+    def __init__(self):
+        self.filled, self.asked = False, []
+
+    def generate(self, prompts, n, sampling, seed, on_group=None):
+        self.asked.append(([prompt.prompt_id for prompt in prompts], n, seed))
+        on_group(0, [f"response {len(self.asked)}"])
+        if not self.filled:
+            raise EngineStarved("http://a: none has weight version 3")
+
+    def interrupt(self):
+        pass
+
+
+class Scoring:
+    step = 0
+
+    @contextlib.contextmanager
+    def begin(self):
+        groups = []
+        yield SimpleNamespace(add=lambda place, group: groups.extend(group), finish=lambda: groups)
+
+    def metrics(self):
+        return {}
+
+
+@pytest.fixture
+def collector():
+    alone = SimpleNamespace(world_rank=0, dp_rank=0, dp_size=1, is_dp_leader=True, all_gather_objects=lambda obj: [obj])
+    return Collector(alone, Starving(), Scoring(), PhaseTimer())
+
+
+def test_it_is_filled_and_asked_for_the_same_again(collector):
+    engine, refills = collector.engine, []
+
+    def refill():
+        refills.append(len(engine.asked))
+        engine.filled = True
+
+    collector.refill = refill
+    scored, _ = collector.collect(PROMPTS, 4, SamplingParams(1.0, 8), seed=5)
+    assert refills == [1] and engine.asked == [([0, 1, 2], 4, 5)] * 2
+    assert scored == ["response 2"]  # what came before the refill does not count
+
+
+def test_a_request_to_stop_comes_first(collector):
+    collector.stop(15)
+    with pytest.raises(StopRequested):
+        collector.collect(PROMPTS, 4, SamplingParams(1.0, 8), seed=5)
+    assert len(collector.engine.asked) == 1
