@@ -105,13 +105,15 @@ class FileEngine:
         self.version = update.manifest.version
 
 
-def serve(worker: int, folder: Path, updates: int, device: torch.device, dies: bool = False) -> tuple[dict[str, Any], list[str]]:
+def serve(
+    worker: int, folder: Path, updates: int, device: torch.device, dies: bool = False, gone: int = 0
+) -> tuple[dict[str, Any], list[str]]:
     """The life of a worker: what it holds at the end, and what went wrong on the way. One that `dies` loses its connections in the middle
-    of the first update, without a word, and is there again for the next."""
+    of the first update, without a word, and is there again for the next. After that update `gone` workers before it are no more."""
     receiver, kept, errors = Receiver(device), {}, []
     number = worker % PER_SERVER
     for update in range(updates):
-        request = folder / f"request{worker}"
+        request = folder / f"request{worker - gone * (update > 0)}"
         while not request.exists():
             time.sleep(0.005)
         info = json.loads(request.read_text())

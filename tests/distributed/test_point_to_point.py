@@ -159,6 +159,33 @@ def test_what_changed_on_the_way_and_copies_that_differ_are_named_with_rank_and_
         assert all(torch.equal(torch.from_numpy(kept[name]), values) for name, values in expected.items())
 
 
+def push_to_fewer(num_ranks: int, folder):
+    """Two servers take the first push; the second one goes to the second of them alone."""
+    rank, own = dist.get_rank(), device.device()
+    group = dist.new_group(range(num_ranks), backend="gloo")
+    if rank >= num_ranks:
+        worker = rank - num_ranks
+        return serve(worker, folder, 1 if worker < PER_SERVER else 2, own, gone=PER_SERVER)
+    ranks = TrainerRanks(rank, group)
+    transport = PointToPoint(ranks, "float32", own, seconds=20)
+    engine = FileEngine(folder, 2 * PER_SERVER, 20) if rank == 0 else None
+    with WeightSync(engine, ranks, "float32", transport) as sync:
+        sync.push(held_by(rank, num_ranks, 1, own), 1)
+        if engine is not None:
+            engine.servers.pop(next(iter(engine.servers)))
+        sync.push(held_by(rank, num_ranks, 2, own), 2)
+    return transport.exchange
+
+
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 6, reason="NCCL takes a GPU for each rank and worker")
+def test_a_server_that_is_gone_leaves_a_group_in_which_workers_have_other_numbers(tmp_path):
+    results = run_ranks(push_to_fewer, 6, 2, tmp_path)
+    for worker, (kept, errors) in enumerate(results[2:]):
+        expected, version = {}, 1 if worker < PER_SERVER else 2
+        copies_of(worker, [(name, values_of(name, version)) for name in SHAPES], expected)
+        assert not errors and all(torch.equal(torch.from_numpy(kept[name]), values) for name, values in expected.items())
+
+
 def push_to_nobody(folder):
     ranks = TrainerRanks(dist.get_rank(), dist.group.WORLD)
     engine = FileEngine(folder, PER_SERVER, 20) if ranks.world_rank == 0 else None
