@@ -9,6 +9,7 @@ import torch
 from megagrpo.rollout.exchange import Board, Deadline, is_here, own_address
 from megagrpo.rollout.receiver import Receiver, Roster
 from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.weight_sync.point_to_point import PointToPoint
 
 
 @pytest.fixture
@@ -58,6 +59,17 @@ def test_a_roster_comes_back_from_the_board_as_it_was(board):
     assert Roster.of_json(board.find("roster")).tensors == roster.tensors
     manifest = roster.manifest(7, "bfloat16")
     assert manifest.num_bytes == 50 and [block.rank for block in manifest.tensors["w"].blocks] == [0, 1]
+
+
+def test_a_tensor_that_the_workers_of_a_server_do_not_take_in_whole_is_named():
+    transport = PointToPoint(None, "float32", torch.device("cpu"))
+    transport.roster = Roster({"v": ((2,), {((0,), (2,)): [0]}), "w": ((4, 6), {((0, 0), (4, 6)): [0]})})
+    notes = {"whole": {"v": [((0,), (2,))], "w": [((0, 0), (4, 6))]}, "left": {"v": [((0,), (2,))], "w": [((0, 0), (4, 3))]}}
+    notes["right"] = {"w": [((0, 3), (4, 6))]}
+    transport.servers = {"http://a": 1, "http://b": 2, "http://c": 1}
+    transport._check_coverage(["whole", "left", "right", "whole"], notes)
+    with pytest.raises(WeightSyncError, match=r"http://c: nobody read w\[0:4, 3:6\]"):
+        transport._check_coverage(["whole", "left", "right", "left"], notes)
 
 
 def test_servers_of_this_host_are_told_from_others():
