@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megagrpo.bridge.adapters import ADAPTER_FILES, save_adapter
 from megagrpo.bridge.families import adapter_blocks
 from megagrpo.bridge.hf_files import carry, files_of
-from megagrpo.bridge.megatron_io import HF_FILES
+from megagrpo.bridge.megatron_io import HF_FILES, check_is_checkpoint
+from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.config import TrainSection
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
-from megagrpo.parallel.together import together
+from megagrpo.parallel.together import RankError, together
 from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import dense_moments
@@ -82,17 +83,17 @@ class Checkpointer:
     def load(self, path: Path) -> TrainState:
         """Restore policy, optimizer, schedule, RNG and a moved reference from `path` on every rank; returns the rest."""
         try:
-            saved = json.loads((path / STATE_FILE).read_text())
-        except (OSError, ValueError) as e:
-            raise CheckpointError(f"{path} is not a complete checkpoint: {e}") from e
-        same_layout = saved["layout"] == self._layout_of_rng()
-        with_reference = saved["reference_moved"] and self.reference is not None
+            layout, reference_moved, reached = together(self.layout, lambda: checked(path), here=self.layout.world_rank == 0)[0]
+        except RankError as e:
+            raise CheckpointError(str(e)) from e
+        same_layout = layout == self._layout_of_rng()
+        with_reference = reference_moved and self.reference is not None
         with dense_moments(self.policy.optimizer), torch.no_grad():  # float32 shards are views of leaves, which autograd would guard
             state, _ = self._sharded_state(is_loading=True, with_rng=same_layout, with_reference=with_reference)
             try:
                 loaded = dist_checkpointing.load(state, str(path))
             except (Exception, CheckpointException) as e:  # the latter is no Exception to Python
-                raise CheckpointError(f"{path} cannot be read, or does not fit this model: {e}") from e
+                raise CheckpointError(f"{path} cannot be read, or does not fit this model: {_reason(e)}") from e
             for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True):
                 chunk.load_state_dict(loaded[name], strict=not self.policy.config.lora.enabled)
             _follow_config(loaded["optimizer"], self.policy.config.train)
@@ -103,7 +104,7 @@ class Checkpointer:
         if same_layout:
             torch.set_rng_state(loaded["rng"][0]["torch"])
             get_cuda_rng_tracker().set_states(loaded["rng"][0]["tracker"])
-        return TrainState(**saved["state"])
+        return reached
 
     def _prepare(self, partial: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -181,6 +182,37 @@ class Checkpointer:
 
     def _layout_of_rng(self) -> dict[str, int]:
         return {"tp": self.layout.tp_size, "pp": self.layout.pp_size}
+
+
+def checked(path: Path) -> tuple[dict[str, int], bool, TrainState]:
+    """What `_read` gives. CheckpointError when the checkpoint is damaged, with what is left of the run without it."""
+    try:
+        return _read(path)
+    except (OSError, ValueError) as error:
+        before = ["its beginning", *(other.name for other in checkpoints(path.parent) if other.name < path.name)][-1]
+        raise CheckpointError(f"{error}. Without that folder the run goes on from {before}") from error
+
+
+def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
+    """The layout of a checkpoint's generators, whether its reference had moved, and where the run was. Checks the files: ValueError names
+    one that is damaged."""
+    try:
+        saved = json.loads((path / STATE_FILE).read_text())
+        layout, moved, state = saved["layout"], saved["reference_moved"], TrainState(**saved["state"])
+    except OSError as error:
+        raise ValueError(f"{path} is not a complete checkpoint: {error}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path / STATE_FILE} is corrupt: {error!r}; copy the checkpoint again") from None
+    check_is_checkpoint(path)
+    StoredTensors(path).check_files()
+    return layout, moved, state
+
+
+def _reason(error: BaseException) -> str:
+    """In one line what Megatron or torch says, which gives each rank's traceback as well."""
+    failures = getattr(error, "failures", {})
+    lines = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in sorted(failures.items())]
+    return (lines or [f"{error}"])[0]
 
 
 def _follow_config(saved: Any, train: TrainSection) -> None:

@@ -25,7 +25,7 @@ from megagrpo.bridge.families import adapter_blocks
 from megagrpo.bridge.load import Checkpoint, load_hf
 from megagrpo.bridge.merged import merged_blocks
 from megagrpo.bridge.sources import resolve_model
-from megagrpo.checkpoint import Checkpointer, CheckpointError, newest_checkpoint
+from megagrpo.checkpoint import Checkpointer, CheckpointError, checked, newest_checkpoint
 from megagrpo.collect import Collector, sampling_params
 from megagrpo.config import ConfigError, RolloutSection, RunConfig, save_resolved, weight_path
 from megagrpo.data.prompts import PromptSource
@@ -180,11 +180,16 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
 def prepare_run_folder(config: RunConfig, folder: Path) -> Path | None:
     """Create the run's folder and write `resolved.yaml`; the checkpoint to resume from, None for a fresh start.
 
-    ValueError when there is nothing to resume, or when a fresh start would mix with an earlier run.
+    ValueError when there is nothing to resume, or it is damaged, or when a fresh start would mix with an earlier run.
     """
     checkpoint = newest_checkpoint(folder / "checkpoints")
     if config.run.resume and checkpoint is None:
         raise ValueError(f"run.resume: {folder} holds no complete checkpoint; start it without --resume")
+    if config.run.resume:
+        try:
+            checked(checkpoint)
+        except CheckpointError as error:
+            raise ValueError(f"run.resume: {error}") from None
     if not config.run.resume and (checkpoint is not None or _has_text(folder / "metrics.jsonl")):
         if not config.run.overwrite:
             raise ValueError(

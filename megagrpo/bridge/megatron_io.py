@@ -108,7 +108,11 @@ def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> N
 
 def check_is_checkpoint(folder: Path) -> None:
     """ValueError when `folder` is no distributed checkpoint."""
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+    try:
+        found = dist_checkpointing.check_is_distributed_checkpoint(str(folder))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / 'metadata.json'} is corrupt: {error}; copy the checkpoint again") from None
+    if not found:
         raise ValueError(f"{folder} is no Megatron checkpoint: it lacks the metadata.json of dist_checkpointing")
 
 

@@ -33,6 +33,7 @@ FILE_BYTES = 4 * 2**30  # a file is closed above that
 ARCHIVE_BYTES = 2048  # at most that much of an archive is not the tensor
 _COMMIT = 2**28  # bytes that a kill may cost
 _ALIGN = 64
+_MARKS, _END = (b"PK\x03\x04", b"PK\x05\x06"), 22  # of a zip archive's first record and its last, and how long that one is
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,14 @@ class StoredTensors:
             raise ValueError(f"{folder} is no Megatron checkpoint, or its .metadata is corrupt: {error!r}") from None
         self._map = cache(self._map)
 
+    def check_files(self) -> None:
+        """ValueError unless every piece lies whole in its file, an archive from its first bytes to its last. The numbers are not read."""
+        for index, info in self.metadata.storage_data.items():
+            file = self._whole(index.fqn, info)
+            ends = file[info.offset : info.offset + 4], file[info.offset + info.length - _END : info.offset + info.length - _END + 4]
+            if ends != _MARKS:
+                raise ValueError(self._corrupt(index.fqn, info))
+
     def dtype(self, key: str) -> torch.dtype:
         return self.metadata.state_dict_metadata[key].properties.dtype
 
@@ -181,19 +190,29 @@ class StoredTensors:
 
     def _piece(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         info = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-        buffer = self._map(info.relative_path)
-        path = self.folder / info.relative_path
-        if len(buffer) < info.offset + info.length:
-            raise ValueError(
-                f"{path} is truncated: {key} ends at byte {info.offset + info.length} of {len(buffer)}; copy the checkpoint again"
-            )
+        buffer = self._whole(key, info)
         try:
-            with open(path, "rb") as file, FakeTensorMode():  # in which torch.load reads no data and says where they lie
+            with (
+                open(self.folder / info.relative_path, "rb") as file,
+                FakeTensorMode(),
+            ):  # in which torch.load reads no data and says where they lie
                 fake = torch.load(_create_file_view(file, info.offset, info.length), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise ValueError(f"{path} is corrupt at byte {info.offset}, where {key} lies ({error}); copy the checkpoint again") from None
+            raise ValueError(self._corrupt(key, info, f" ({error})")) from None
         assert fake.shape == chunk.sizes and fake.is_contiguous() and fake.storage_offset() == 0, f"{key}: {fake.shape} {fake.stride()}"
         return mapped_tensor(buffer, info.offset + fake.untyped_storage()._checkpoint_offset, fake.dtype, tuple(fake.shape))
+
+    def _whole(self, key: str, info: _StorageInfo) -> mmap.mmap:
+        """The file of a piece, when it does not end before the piece does."""
+        buffer, end = self._map(info.relative_path), info.offset + info.length
+        if len(buffer) < end:
+            path = self.folder / info.relative_path
+            raise ValueError(f"{path} is truncated: {key} ends at byte {end} of {len(buffer)}; copy the checkpoint again")
+        return buffer
+
+    def _corrupt(self, key: str, info: _StorageInfo, why: str = "") -> str:
+        path = self.folder / info.relative_path
+        return f"{path} is corrupt at byte {info.offset}, where {key} lies{why}; copy the checkpoint again"
 
     def _map(self, name: str) -> mmap.mmap:
         path = self.folder / name

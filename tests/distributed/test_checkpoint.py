@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 
@@ -132,19 +133,63 @@ def test_inspect_shows_step_weights_and_optimizer(model, tmp_path, capfd):
     assert state >= 2 * weights > 0
 
 
+def truncate(path):
+    os.truncate(path / "__1_0.distcp", (path / "__1_0.distcp").stat().st_size - 100)
+
+
+def overwrite(path):
+    with open(path / "__0_0.distcp", "r+b") as file:
+        file.write(bytes(100))
+
+
+def forget(path):
+    """The optimizer's state is of a key that the model lacks."""
+    text = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(text.replace(b"final_norm", b"first_norm"))
+
+
+DAMAGES = {
+    "no state": (lambda path: (path / "megagrpo.json").unlink(), "is not a complete checkpoint: .*megagrpo.json"),
+    "no number": (lambda path: (path / "megagrpo.json").write_text("{"), "megagrpo.json is corrupt: JSONDecodeError.*; copy the"),
+    "no key": (lambda path: (path / "megagrpo.json").write_text("{}"), "megagrpo.json is corrupt: KeyError"),
+    "no file": (lambda path: (path / "__0_0.distcp").unlink(), "lacks __0_0.distcp, which .metadata names; copy the checkpoint again"),
+    "truncated": (truncate, r"__1_0.distcp is truncated: \S+ ends at byte \d+ of \d+; copy the checkpoint again"),
+    "overwritten": (overwrite, r"__0_0.distcp is corrupt at byte 0, where \S+ lies; copy the checkpoint again"),
+    "metadata.json": (lambda path: (path / "metadata.json").write_text("{"), "metadata.json is corrupt: .*; copy the checkpoint again"),
+    ".metadata": (lambda path: (path / ".metadata").write_bytes(b"{"), "or its .metadata is corrupt"),
+    "of another model": (forget, "cannot be read, or does not fit this model: .*final_norm"),
+}
+
+
 def _load_broken(model, folder):
+    """What each rank says of each kind of damage to the second of two checkpoints."""
     _, saver = checkpointer(model, folder)
-    path = saver.save(TrainState(step=1))
-    if os.environ["RANK"] == "0":
-        (path / "__0_0.distcp").unlink()
-        shutil.copytree(path, folder / "step_000002")
-        (folder / "step_000002" / "megagrpo.json").unlink()
-    torch.distributed.barrier()
-    for broken, message in ((path, "cannot be read"), (folder / "step_000002", "is not a complete checkpoint")):
-        with pytest.raises(CheckpointError, match=message):
+    path, said = saver.save(TrainState(step=1)), {}
+    for name, (damage, _) in DAMAGES.items():
+        broken = folder / "step_000002"
+        if os.environ["RANK"] == "0":
+            shutil.rmtree(broken, ignore_errors=True)
+            shutil.copytree(path, broken)
+            damage(broken)
+        torch.distributed.barrier()
+        with pytest.raises(CheckpointError) as error:
             saver.load(broken)
-    return newest_checkpoint(folder) == path and checkpoints(folder) == [path]
+        said[name] = str(error.value)
+        torch.distributed.barrier()
+    return said, saver.load(path).step
 
 
-def test_a_folder_that_is_no_complete_checkpoint_is_refused(model, tmp_path):
-    assert run_ranks(_load_broken, 2, model, tmp_path) == [True, True]
+def test_a_damaged_checkpoint_is_named_in_one_line_on_every_rank(model, tmp_path):
+    for said, step in run_ranks(_load_broken, 2, model, tmp_path):
+        assert step == 1
+        for name, (_, message) in DAMAGES.items():
+            assert re.search(message, said[name]), said[name]
+            assert "Traceback" not in said[name] and len(said[name].splitlines()) == 1
+            assert name == "of another model" or said[name].endswith(". Without that folder the run goes on from step_000001")
+
+
+def test_a_folder_without_its_state_counts_for_none(tmp_path):
+    for step in (1, 2):
+        (tmp_path / f"step_00000{step}").mkdir()
+    (tmp_path / "step_000001" / "megagrpo.json").write_text("{}")
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_000001" and checkpoints(tmp_path) == [tmp_path / "step_000001"]

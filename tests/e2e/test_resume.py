@@ -1,5 +1,8 @@
 """A run that stops and goes on is the run that never stopped; and what happens to folders of earlier runs."""
 
+import os
+import shutil
+
 import pytest
 import torch
 
@@ -71,6 +74,17 @@ def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path):
     assert run.code == 2
     assert f"run.resume: {run.folder} holds no complete checkpoint; start it without --resume" in run.err
     assert not run.folder.exists()
+
+
+def test_a_damaged_checkpoint_is_named_with_the_one_before_it_and_nothing_is_touched(parts, tmp_path):
+    shutil.copytree(parts.folder, tmp_path / "run", symlinks=True)
+    broken = tmp_path / "run" / "checkpoints" / "step_000004"
+    os.truncate(broken / "__0_0.distcp", 1000)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    run = world.train(tmp_path, "run.max_steps=6", "--resume")
+    assert run.code == 2 and "Traceback" not in run.err and len(run.err.splitlines()) == 1, run.err
+    assert f"run.resume: {broken}/__0_0.distcp is truncated: " in run.err and "goes on from step_000002" in run.err
+    assert run.saved == parts.saved and (run.folder / "metrics.jsonl").read_text() == before
 
 
 def test_a_folder_with_an_earlier_run_is_refused_or_moved_aside(parts):

@@ -328,6 +328,13 @@ def test_older_configs_with_rope_theta_and_torch_dtype_at_the_top_are_read():
     assert (ours.rope_theta, ours.rope_type, ours.dtype) == (5e5, "linear", "bfloat16")
 
 
+@pytest.mark.parametrize("kind", ["phi3", "glm", "glm4"])
+def test_where_config_json_names_no_share_of_a_head_positions_turn_as_much_as_in_transformers(kind):
+    raw = SMOLLM2 | dict(model_type=kind, head_dim=64, rms_norm_eps=1e-5)
+    theirs = transformers.AutoConfig.for_model(**raw).rope_parameters.get("partial_rotary_factor", 1.0)
+    assert parse_hf_config(raw).partial_rotary_factor == theirs
+
+
 def test_longrope_has_the_frequencies_that_vllm_takes_for_the_longest_sequence():
     config = parse_hf_config(SMOLLM2 | PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 4096})
     (short, factor), (long, same), (unknown, _) = (rotary_frequencies(config, longest) for longest in (4096, 4097, None))

@@ -315,6 +315,15 @@ def test_uneven_stages_are_planned_with_their_own_layers(folder):
     assert activations(20, 10) == pytest.approx(activations(18, 12) * 20 / 18)  # both times the first stage's
 
 
+def test_values_of_latent_attention_count_with_a_width_of_their_own(folder):
+    def activations(**wider: int) -> float:
+        raw = DEEPSEEK_V3 | {key: DEEPSEEK_V3[key] + more for key, more in wider.items()}
+        return trainer_memory(config(folder), parse_hf_config(raw), dp=1)["train"]["activations"]
+
+    wider = activations(v_head_dim=8) - activations()
+    assert wider > 0 and wider == pytest.approx(activations(qk_nope_head_dim=8) - activations())
+
+
 def test_context_parallelism_shares_the_activations_and_the_sharded_optimizer(folder):
     def memory(*overrides: str) -> dict[str, float]:
         made = config(folder, "train.distributed_optimizer=true", *overrides)
