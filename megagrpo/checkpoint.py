@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import textwrap
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from megagrpo.config import TrainSection
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import RankError, together
+from megagrpo.policy.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import dense_moments
@@ -91,9 +94,12 @@ class Checkpointer:
         with dense_moments(self.policy.optimizer), torch.no_grad():  # float32 shards are views of leaves, which autograd would guard
             state, _ = self._sharded_state(is_loading=True, with_rng=same_layout, with_reference=with_reference)
             try:
-                loaded = dist_checkpointing.load(state, str(path))
+                with warnings.catch_warnings():  # about how Megatron calls torch
+                    warnings.simplefilter("ignore", UserWarning)
+                    loaded = dist_checkpointing.load(state, str(path))
             except (Exception, CheckpointException) as e:  # the latter is no Exception to Python
-                raise CheckpointError(f"{path} cannot be read, or does not fit this model: {_reason(e)}") from e
+                why = _other_model(path, self.policy.hf_config) or _reason(e)
+                raise CheckpointError(f"{path} cannot be read, or does not fit this model: {why}") from e
             for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True):
                 chunk.load_state_dict(loaded[name], strict=not self.policy.config.lora.enabled)
             _follow_config(loaded["optimizer"], self.policy.config.train)
@@ -208,11 +214,20 @@ def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
     return layout, moved, state
 
 
+def _other_model(path: Path, hf_config: HfConfig) -> str:
+    """In what the model of a checkpoint differs from `hf_config`; empty where it does not, or the checkpoint does not say."""
+    try:
+        different = architecture_differences(load_hf_config(path / HF_FILES), hf_config)
+    except ValueError:
+        return ""
+    return f"they differ in {'; '.join(different)}; set model.path to the model that it started from" if different else ""
+
+
 def _reason(error: BaseException) -> str:
-    """In one line what Megatron or torch says, which gives each rank's traceback as well."""
+    """In one line what Megatron or torch says, which gives each rank's traceback as well, and every key of a model."""
     failures = getattr(error, "failures", {})
     lines = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in sorted(failures.items())]
-    return (lines or [f"{error}"])[0]
+    return textwrap.shorten((lines or [str(error)])[0], 500)
 
 
 def _follow_config(saved: Any, train: TrainSection) -> None:
