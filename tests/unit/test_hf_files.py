@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megagrpo.bridge import hf_files, unfinished
+from megagrpo.bridge.convert import _unfinished
 from megagrpo.bridge.hf_files import File, Files, Writer, new_files
 from megagrpo.bridge.sources import INDEX, SINGLE
 from megagrpo.bridge.tensor_files import make_header
@@ -21,7 +22,7 @@ SHAPES = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.
 class TwoRanks:
     """A layout whose other rank always does the same."""
 
-    world_rank = 0
+    world_rank, world_size, tp_size, pp_size, vpp, pipeline_layers, ep_size, etp_size = 0, 2, 1, 1, 1, None, 1, 1
 
     def all_gather_objects(self, obj):
         return [obj, obj]
@@ -109,3 +110,31 @@ def test_what_was_left_for_another_purpose_is_cleared_and_what_all_ranks_need_mu
         third.check_space(600_000_000)
     third.publish()
     assert list(out.iterdir()) == []
+
+
+def left_behind(out, layout, source):
+    """What an interrupted attempt finds of those before it."""
+    with pytest.raises(KeyboardInterrupt), _unfinished(out, layout, source) as folder:
+        found = list(folder.journal.lines)
+        folder.journal.write(["a"])
+        raise KeyboardInterrupt
+    os.close(folder._lock)
+    return found
+
+
+def test_an_attempt_goes_on_from_the_same_files_in_the_same_layout_alone(tmp_path):
+    out, source, layout = tmp_path / "out", tmp_path / "source", TwoRanks()
+    source.mkdir()
+    (source / "model.safetensors").write_text("numbers")
+    assert left_behind(out, layout, source) == [] and left_behind(out, layout, source) == ["a"]
+    for size in ("world_size", "tp_size", "pp_size", "vpp", "pipeline_layers", "ep_size", "etp_size"):
+        setattr(layout, size, 4)
+        assert (left_behind(out, layout, source), left_behind(out, layout, source)) == ([], ["a"]), size
+    (source / "model.safetensors").write_text("other numbers")
+    assert (left_behind(out, layout, source), left_behind(out, layout, source)) == ([], ["a"])
+    stat = (source / "model.safetensors").stat()
+    os.utime(source / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert left_behind(out, layout, source) == []
+    with pytest.raises(OSError, match="broken"), _unfinished(out, layout, source):
+        raise OSError("broken")
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
