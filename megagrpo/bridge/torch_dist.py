@@ -190,12 +190,9 @@ class StoredTensors:
 
     def _piece(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         info = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-        buffer = self._whole(key, info)
+        buffer, path = self._whole(key, info), self.folder / info.relative_path
         try:
-            with (
-                open(self.folder / info.relative_path, "rb") as file,
-                FakeTensorMode(),
-            ):  # in which torch.load reads no data and says where they lie
+            with open(path, "rb") as file, FakeTensorMode():  # in which torch.load reads no data and says where they lie
                 fake = torch.load(_create_file_view(file, info.offset, info.length), map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(self._corrupt(key, info, f" ({error})")) from None
