@@ -164,7 +164,7 @@ DAMAGES = {
     "metadata.json": (lambda path: (path / "metadata.json").write_text("{"), "metadata.json is corrupt: .*; copy the checkpoint again"),
     ".metadata": (lambda path: (path / ".metadata").write_bytes(b"{"), "or its .metadata is corrupt"),
     "another key": (forget, "cannot be read, or does not fit this model: .*decoder"),
-    "of another model": (of_another_model, r"does not fit this model: they differ in num_layers: 7, 2; set model.path to the model that"),
+    "of another model": (of_another_model, r"does not fit this model: they differ in num_layers: 7, 4; set model.path to the model that"),
 }
 
 
