@@ -11,6 +11,7 @@ from ranks import run_ranks
 
 from megagrpo.parallel import device
 from megagrpo.rollout import cuda_ipc as worker
+from megagrpo.rollout.engine import ServerDied
 from megagrpo.rollout.shard_reader import MappedBlocks, ShardReader
 from megagrpo.rollout.shared_weights import Manifest
 from megagrpo.weight_sync import WeightSync
@@ -46,15 +47,18 @@ class OneRank:
 
 
 class OneWorker:
-    """A server of one worker, in another process, that is told through a file."""
+    """A server of one worker, in another process, that is told through a file. It dies in the first update before it reads."""
 
     def __init__(self, folder):
-        self.folder = folder
+        self.folder, self.died = folder, False
 
     def workers(self):
         return {SERVER: 1}
 
     def load_weights(self, update):
+        if not self.died:
+            self.died = bool(update.request(SERVER)["handles"])
+            raise ServerDied(f"{SERVER} is gone")
         (self.folder / "draft").write_text(json.dumps(update.request(SERVER)))
         (self.folder / "draft").rename(self.folder / "request")
         while not (replies := update.replies(SERVER)):
@@ -90,16 +94,19 @@ def push(folder):
     stand_in(folder)
     if dist.get_rank() == 1:
         return take(folder, 2)
-    engine = OneWorker(folder)
-    with WeightSync(engine, OneRank(), "float32", trainer.CudaIpc(OneRank(), "float32", device.device(), folder)) as sync:
+    engine, said = OneWorker(folder), []
+    transport = trainer.CudaIpc(OneRank(), "float32", device.device(), folder)
+    with WeightSync(engine, OneRank(), "float32", transport, said.append) as sync:
         for version in (1, 2):
             sync.push(held_by(0, 1, version, device.device()), version)
-    return engine.version
+        assert not sync.refill(SERVER)  # one that is back waits for the next
+    return engine.version, said
 
 
-def test_a_worker_copies_from_memory_of_another_process(tmp_path):
-    version, kept = run_ranks(push, 2, tmp_path)
-    assert version == 2 and len(kept) == PER_SERVER
+def test_a_worker_copies_from_memory_of_another_process_once_its_server_is_back(tmp_path):
+    (version, said), kept = run_ranks(push, 2, tmp_path)
+    assert version == 2 and len(said) == 1 and "begins anew: weight version 1 did not reach the engine" in said[0]
+    assert len(kept) == PER_SERVER
     for number, half in enumerate(kept):
         expected = {}
         copies_of(number, [(name, values_of(name, 2)) for name in SHAPES], expected)

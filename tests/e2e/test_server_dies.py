@@ -69,3 +69,18 @@ def test_a_run_over_p2p_whose_server_is_killed_in_a_sync_takes_the_same_steps(tm
     assert "a vLLM server died in a weight sync, which begins anew" in run.out and "waits for the next weight sync" in run.out
     assert [row["completion"] for row in run.completions] == [row["completion"] for row in plain.completions]
     assert [line["weight_version"] for line in run.metrics] == [line["weight_version"] for line in plain.metrics]
+
+
+@pytest.mark.full
+def test_two_ranks_that_ask_a_server_that_is_killed_give_it_its_weights_again_together(tmp_path):
+    options = ["run.max_steps=8", "rollout.weight_sync_transport=p2p"]
+    plain = world.finish(world.start(tmp_path / "plain", *options, NPROC="2"), tmp_path / "plain")
+    killed = world.start(tmp_path / "killed", *options, launched=True, NPROC="2")
+    for step in (2, 5):
+        world.wait_for(lambda step=step: world.steps_done(tmp_path / "killed") >= step, f"step {step}", seconds=120)
+        kill_server(killed.pid)
+    run = world.finish(killed, tmp_path / "killed", seconds=240)
+    assert run.code == 0, run.err
+    assert "starting it again, 2 of 3 times" in run.out
+    assert [row["completion"] for row in run.completions] == [row["completion"] for row in plain.completions]
+    assert [line["loss"] for line in run.metrics] == [line["loss"] for line in plain.metrics]
