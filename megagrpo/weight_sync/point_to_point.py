@@ -57,6 +57,7 @@ class PointToPoint:
         self.roster: Roster | None = None
         self.roster_key = ""
         self.attempts = 0
+        self.num_noted = 0  # workers that have left notes in the last attempt
         self.servers: dict[str, int] = {}  # that the group is formed with
         self.planned: tuple[Any, dict[Round, list[Message]], int] | None = None
 
@@ -270,7 +271,8 @@ class DirectUpdate:
         group = self.group if keep else f"group{self.invitation.attempt}"
         board.put(f"{self.key}/members", {"boxes": [note["boxes"] for note in notes], "group": group})
         before = f"update{self.invitation.attempt - 1}"
-        board.remove([f"{before}/members", f"{before}/stop", *(f"{before}/{kind}{w}" for w in workers for kind in ("worker", "report"))])
+        noted, self.transport.num_noted = range(self.transport.num_noted), len(workers)
+        board.remove([f"{before}/members", f"{before}/stop", *(f"{before}/{kind}{w}" for w in noted for kind in ("worker", "report"))])
 
     def _parcel(self, message: Message) -> Parcel:
         """A message with its elements and the checksums of its slices."""
