@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megagrpo.bridge import hf_files, unfinished
+from megagrpo.bridge import convert, hf_files, unfinished
 from megagrpo.bridge.convert import _unfinished
 from megagrpo.bridge.hf_files import File, Files, Writer, new_files
 from megagrpo.bridge.sources import INDEX, SINGLE
@@ -138,3 +138,14 @@ def test_an_attempt_goes_on_from_the_same_files_in_the_same_layout_alone(tmp_pat
     with pytest.raises(OSError, match="broken"), _unfinished(out, layout, source):
         raise OSError("broken")
     assert [file.name for file in tmp_path.iterdir()] == ["source"]
+
+
+def test_the_journal_names_only_what_the_disk_holds_for_good(monkeypatch, tmp_path):
+    done = []
+    monkeypatch.setattr(convert, "_COMMIT", 0)
+    monkeypatch.setattr(os, "fdatasync", lambda fd: done.append("disk"))
+    monkeypatch.setattr(Journal, "write", lambda self, names: done.extend(names))
+    folder = Unfinished(tmp_path / "out", TwoRanks(), {})
+    convert._write_tensors(iter(TENSORS.items()), folder, new_files(SHAPES), {}, set())
+    os.close(folder._lock)
+    assert done == ["disk", "a", "disk", "b", "disk", "c", "disk", "d", "disk"]
