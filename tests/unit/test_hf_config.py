@@ -115,8 +115,11 @@ def test_an_unknown_architecture_names_the_supported_ones():
         ({"model_type": "qwen2", "layer_types": ["full_attention"] * 29}, "layer_types has 29 entries for num_hidden_layers=30"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         (PHI3 | {"resid_pdrop": 0.1}, "resid_pdrop"),
+        (PHI3 | {"embd_pdrop": 0.1}, "embd_pdrop"),
         (PHI3 | {"rope_scaling": LONGROPE | {"type": "su"}}, "rope_type 'su' is not supported for phi3; supported: default, longrope"),
         (PHI3 | {"rope_scaling": LONGROPE | {"attention_factor": 1.2}}, "attention_factor"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"short_mscale": 1.2}}, "short_mscale"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"long_mscale": 1.2}}, "long_mscale"),
         (
             PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [2.0] * 32}},
             "long_factor has 32 numbers; a head needs 24",
@@ -243,6 +246,14 @@ def test_both_ways_to_write_gemma_3s_angles_are_read(written):
 def test_a_missing_size_is_named():
     raw = {k: v for k, v in SMOLLM2.items() if k != "hidden_size"}
     assert architecture_problems(raw) == ["model: config.json lacks hidden_size"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"), [("phi3", ["rms_norm_eps"]), ("glm4", ["num_key_value_heads", "head_dim", "rms_norm_eps"])], ids=["phi3", "glm4"]
+)
+def test_a_key_whose_default_in_transformers_is_another_is_missed(kind, keys):
+    raw = {k: v for k, v in SMOLLM2.items() if k not in keys} | {"model_type": kind}
+    assert architecture_problems(raw) == [f"model: config.json lacks {key}" for key in keys]
 
 
 def test_a_missing_or_broken_file_is_an_error_that_names_it(tmp_path):
