@@ -44,6 +44,9 @@ CHANGES |= {name: LATENT for name in MODELS if name.startswith("deepseek")}
 # Of what vLLM cannot run, what it says.
 REFUSED = {"qwen2 upper windows": r"exit code 1 .*: AssertionError: Sliding window for some but all layers is not supported.* Its log: "}
 
+# What vLLM for CPU answers otherwise with every batch, with the weights that it has read by itself too: nothing can be told from it.
+UNSTEADY = ("deepseek_v2 lite",)
+
 
 def folder_of(name: str, spoiled: bool = False) -> Path:
     """The tiny model as a folder; a spoiled one has other weights."""
@@ -89,7 +92,7 @@ def megatron_logprobs(folder: Path, samples: list[tuple]) -> list[list[float]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in (*REFUSED, *UNSTEADY)])
 def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
     folder = folder_of(name)
     running = connect(launch(folder, folder.name), folder)
