@@ -137,7 +137,7 @@ class ShardReader:
             return
         self.arrive(destination)
         self.copies[destination.untyped_storage()._cdata] = LazyTensor(view, name, self)
-        box, _ = self._box_of(name, view)
+        box, _ = self.box_of(name, view)
         if (name, box) not in self.wanted:
             self._parts(name, box)
             self.wanted.add((name, box))
@@ -152,7 +152,7 @@ class ShardReader:
         if not view.numel():
             return torch.zeros(view.shape, dtype=view.dtype)
         self.note(f"the load of {name}")
-        box, strides = self._box_of(name, view)
+        box, strides = self.box_of(name, view)
         self.fetched[name, box] += 1
         if self.blank:
             return torch.zeros(view.shape, dtype=view.dtype)
@@ -173,7 +173,7 @@ class ShardReader:
     def _in_addends(self, name: str) -> bool:
         return in_addends(name, self.manifest.dtype)
 
-    def _box_of(self, name: str, view: Tensor) -> tuple[Box, list[int] | None]:
+    def box_of(self, name: str, view: Tensor) -> tuple[Box, list[int] | None]:
         """As `box_of`, of what travels."""
         shape = self.manifest.tensors[name].shape
         if not self._in_addends(name):
@@ -184,7 +184,7 @@ class ShardReader:
     def fill(self, name: str, view: Tensor, destination: Tensor) -> None:
         """Copy the elements of `view` to `destination`; checked on the way when both have the order of the tensor."""
         started = time.perf_counter()
-        box, strides = self._box_of(name, view) if view.numel() else (None, None)
+        box, strides = self.box_of(name, view) if view.numel() else (None, None)
         plain = destination.is_contiguous() and destination.dtype == self.dtype and destination.device.type == "cpu"
         if plain and not self.blank and not self._in_addends(name) and _in_order(view, strides):
             self.note(f"the load of {name}")

@@ -19,7 +19,6 @@ from typing import Any
 from torch import nn
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
@@ -27,10 +26,10 @@ from vllm.platforms import current_platform
 from megagrpo.rollout.cpu_experts import heed_expert_map
 from megagrpo.rollout.cuda_ipc import DeviceMaps
 from megagrpo.rollout.exchange import Deadline, let_go
-from megagrpo.rollout.receiver import Boxes, Receiver
-from megagrpo.rollout.shard_reader import Announced, BlockSource, MappedBlocks, ShardReader
+from megagrpo.rollout.receiver import Receiver
+from megagrpo.rollout.shard_reader import BlockSource, MappedBlocks, ShardReader
 from megagrpo.rollout.shared_weights import Bookmark, Manifest, SharedFiles, WeightSyncError
-from megagrpo.rollout.vllm_loading import load_weights
+from megagrpo.rollout.vllm_loading import Loading, some
 
 BACKEND = "megagrpo"
 logger = logging.getLogger(__name__)
@@ -72,8 +71,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # A tied head shares its parameter with the embedding and appears once here; during a reload it would appear twice.
-        self.expected = {name for name, _ in self.model.named_parameters()}
+        self.loading = Loading(self.model, self.model_config)
         self.files = SharedFiles()
         self.receiver = Receiver(self.device)
         self.open = self.reloading = False  # in vLLM's eyes; parameters are aside
@@ -121,21 +119,17 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._fail(error)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Run the model's own loaders over lazy tensors; WeightSyncError unless every parameter will be filled."""
+        """Fill the model's parameters; WeightSyncError unless every one is."""
         manifest, source = self._open(update_info)
         self.reader = ShardReader(manifest, source, *([self.bookmark.note] if self.bookmark else []))
-        # What vLLM computes from other parameters, as the products of latent attention, is gone during a reload and made anew after it.
-        loadable = self.expected & {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        destinations = {name: _destination(self.model, name) for name in loadable}
-        loaded = load_weights(self.model, self.reader)
+        self.loading.load(self.reader)
         source.drain()
-        self._check_complete(loaded, destinations)
 
     def _open(self, info: UpdateInfo) -> tuple[Manifest, BlockSource]:
         if info.direct is not None:
             deadline = Deadline(info.direct["seconds"])
             manifest = self.receiver.join(info.direct, info.version, deadline)
-            return manifest, self.receiver.connect(info.direct, self.worker, lambda: self._rehearse(manifest), deadline)
+            return manifest, self.receiver.connect(info.direct, self.worker, lambda: self.loading.rehearse(manifest), deadline)
         manifest = Manifest.load(info.manifest)
         if manifest.version != info.version:
             raise WeightSyncError(f"{info.manifest} holds weight version {manifest.version}; {info.version} was announced")
@@ -143,15 +137,6 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if info.handles is not None:
             maps = DeviceMaps({name: handles[self.worker] for name, handles in info.handles.items()}, self.device)
         return manifest, MappedBlocks(manifest, self.worker, maps)
-
-    def _rehearse(self, manifest: Manifest) -> Boxes:
-        """Which boxes this worker's loaders fetch, and how often: they load zeros, and the reload starts over."""
-        reader = ShardReader(manifest, Announced(manifest))
-        reader.blank = True
-        load_weights(self.model, reader)
-        finalize_layerwise_reload(self.model, self.model_config)
-        initialize_layerwise_reload(self.model)
-        return reader.fetched
 
     def finish_weight_update(self) -> None:
         """Put the new parameters in place and report; end an update that has failed, or that no weights came for."""
@@ -164,7 +149,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             finalize_layerwise_reload(self.model, self.model_config)
             if unread := self.reader.unread():
-                raise WeightSyncError(f"{_some(unread)} announced by the loaders but never copied")
+                raise WeightSyncError(f"{some(unread)} announced by the loaders but never copied")
             if current_platform.is_cpu():
                 refresh_packed_copies(self.model)
         except Exception as error:
@@ -179,17 +164,6 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         }
         self._reply(version=self.info.version, bytes=self.reader.bytes, **proof, **seconds)
         self.reader.source.release()
-
-    def _check_complete(self, loaded: set[str], destinations: dict[str, tuple[int, int, bool]]) -> None:
-        if absent := sorted(destinations.keys() - loaded):
-            raise WeightSyncError(f"no weights came for {_some(absent)}")
-        partial = []
-        for name, (storage, numel, padded) in destinations.items():
-            arrived = sum(self.reader.arrivals.get(storage, {}).values())
-            if arrived < numel and not (padded and arrived):
-                partial.append(f"{name} ({arrived} of {numel} elements)")
-        if partial:
-            raise WeightSyncError(f"only part of the weights came for {_some(sorted(partial))}")
 
     def _fail(self, error: Exception) -> None:
         let_go(error)
@@ -243,7 +217,7 @@ def refresh_packed_copies(model: nn.Module) -> None:
     packed copy of the shared weight stays old. Each part can go when a reload in vLLM for CPU gives the log-probs of a fresh engine
     without it, which the tests of weight sync tell.
     """
-    seen: set[int] = set()
+    seen: dict[int, nn.Module] = {}
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None and hasattr(module, "w13_weight"):
@@ -251,17 +225,6 @@ def refresh_packed_copies(model: nn.Module) -> None:
         weight = module._parameters.get("weight")
         if weight is None or not weight.numel():
             continue
-        if id(weight) in seen and hasattr(module, "quant_method"):
-            module.quant_method.process_weights_after_loading(module)
-        seen.add(id(weight))
-
-
-def _destination(model: nn.Module, name: str) -> tuple[int, int, bool]:
-    """(storage, elements, whether rows may be left as padding) of the parameter that loaders fill during a reload."""
-    module = model.get_submodule(name.rpartition(".")[0])
-    param = model.get_parameter(name)
-    return param.untyped_storage()._cdata, param.numel(), isinstance(module, VocabParallelEmbedding)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        first = seen.setdefault(id(weight), module)
+        if first is not module and hasattr(first, "cpu_linear"):
+            module.cpu_linear = first.cpu_linear
