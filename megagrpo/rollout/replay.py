@@ -67,7 +67,9 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, home: tuple[nn.Module, str, Tensor], target: Tensor, rest: tuple) -> None:
         module, name, whole = home
-        place, value = (tuple(target.shape), target.stride(), target.storage_offset()), rest[0] if rest else None
+        place, value = _place(target), rest[0] if rest else None
+        if isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.data_ptr() == target.data_ptr() != 0:
+            return  # what the reload never moves aside is copied to itself
         if func is aten.copy_.default and isinstance(value, LazyTensor) and isinstance(value.source, ShardReader):
             cut = Cut(name, place, value.name_, value.view_)
         elif func is aten.zero_.default or (func is aten.copy_.default and isinstance(value, LazyTensor)):
@@ -148,4 +150,8 @@ def _process(layer: nn.Module) -> None:
 
 
 def _seen(view: Tensor | None) -> tuple:
-    return () if view is None else (tuple(view.shape), view.stride(), view.storage_offset())
+    return () if view is None else _place(view)
+
+
+def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()

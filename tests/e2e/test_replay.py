@@ -1,0 +1,179 @@
+"""Updates after the first copy what the loaders copied, without the loaders, through vLLM's own reload of a small model."""
+
+import pytest
+import torch
+from torch import nn
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, record_metadata_for_reloading
+from vllm.model_executor.model_loader.weight_utils import composed_weight_loader, default_weight_loader
+
+from megagrpo.boxes import extent, whole
+from megagrpo.rollout import vllm_loading
+from megagrpo.rollout.shard_reader import ShardReader
+from megagrpo.rollout.shared_weights import Manifest, SharedBlock, SharedTensor
+from megagrpo.rollout.vllm_loading import Loading
+
+
+class Memory:
+    """Tensors of this process as blocks of one rank."""
+
+    def __init__(self, tensors):
+        self.tensors, self.bytes = tensors, 0
+
+    def parts(self, name, box):
+        return [(0, box)]
+
+    def values(self, name, index, part):
+        self.bytes += 4 * extent(part)[0]
+        return self.tensors[name][tuple(slice(a, b) for a, b in zip(*part, strict=True))]
+
+
+class Gated(nn.Module):
+    """Two projections in one parameter, as the merged linears of vLLM, columns of a third, and a bias, which no reload moves aside. Loaders call
+    what they fill `param`, by which vLLM finds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.down = nn.Parameter(torch.zeros(8, 6)), nn.Parameter(torch.zeros(6, 4))
+        self.bias = nn.Parameter(torch.zeros(8))
+        self.weight.weight_loader = self.load_part
+        self.down.weight_loader = lambda param, loaded: param.data.copy_(loaded.narrow(1, 4, 4))
+        self.bias.weight_loader = default_weight_loader
+
+    def load_part(self, param, loaded, part):
+        param.data.narrow(0, 4 * part, 4).copy_(loaded)
+
+
+class Padded(nn.Module):
+    """An embedding with rows that no token has."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 6))
+        self.weight.weight_loader = self.load
+
+    def load(self, param, loaded):
+        param[:5].data.copy_(loaded)
+        param[5:].data.fill_(0)
+
+
+class Model(nn.Module):
+    def __init__(self, norm_loader=default_weight_loader):
+        super().__init__()
+        self.embed, self.mlp, self.norm = Padded(), Gated(), nn.LayerNorm(6, bias=False)
+        self.norm.weight.weight_loader = norm_loader
+        self.runs = 0
+
+    def load_weights(self, weights):
+        self.runs += 1
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name in ("gate", "up"):
+                self.mlp.weight.weight_loader(self.mlp.weight, tensor, ("gate", "up").index(name))
+                yield "mlp.weight"
+            else:
+                parameters[name].weight_loader(parameters[name], tensor)
+                yield name
+
+
+SHAPES = {"embed.weight": (5, 6), "gate": (4, 6), "up": (4, 6), "mlp.down": (6, 8), "mlp.bias": (8,), "norm.weight": (6,)}
+
+
+def tensors(seed, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def manifest(given, version):
+    listed = {name: SharedTensor(tuple(t.shape), (SharedBlock(0, "", 0, whole(tuple(t.shape)), 0),)) for name, t in given.items()}
+    return Manifest(version, "float32", listed)
+
+
+def update(loading, given, version):
+    """One update as a worker takes it in; what read it."""
+    reader = ShardReader(manifest(given, version), Memory(given))
+    initialize_layerwise_reload(loading.model)
+    loading.load(reader)
+    finalize_layerwise_reload(loading.model, None)
+    return reader
+
+
+@pytest.fixture(autouse=True)
+def padded_rows_are_allowed(monkeypatch):
+    monkeypatch.setattr(vllm_loading, "VocabParallelEmbedding", Padded)
+
+
+def loading_of(model):
+    with torch.device("cpu"):
+        record_metadata_for_reloading(model)
+    return Loading(model, None)
+
+
+def parameters(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def expected(given):
+    return {
+        "embed.weight": torch.cat([given["embed.weight"], torch.zeros(3, 6)]),
+        "mlp.weight": torch.cat([given["gate"], given["up"]]),
+        "mlp.down": given["mlp.down"][:, 4:],
+        "mlp.bias": given["mlp.bias"],
+        "norm.weight": given["norm.weight"],
+    }
+
+
+def test_later_updates_copy_what_the_loaders_copied_without_running_them():
+    model = Model()
+    loading, places = loading_of(model), {name: p.data_ptr() for name, p in model.named_parameters()}
+    readers = [update(loading, tensors(version), version) for version in (1, 2, 3)]
+    assert model.runs == 1
+    torch.testing.assert_close(parameters(model), expected(tensors(3)), rtol=0, atol=0)
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == places  # graphs that were captured hold these addresses
+    assert {key[0] for key in readers[1].reads} == set(SHAPES) and readers[1].reads.keys() == readers[0].reads.keys()
+
+
+def test_a_rehearsal_says_how_often_a_replay_fetches_each_box():
+    model = Model()
+    loading, given = loading_of(model), tensors(1)
+    initialize_layerwise_reload(model)
+    told = loading.rehearse(manifest(given, 1))
+    finalize_layerwise_reload(model, None)
+    assert update(loading, given, 1).fetched == told and model.runs == 1
+    torch.testing.assert_close(parameters(model), expected(given), rtol=0, atol=0)
+
+
+def test_a_loader_that_computes_runs_at_every_update(caplog):
+    model = Model(norm_loader=composed_weight_loader(default_weight_loader, lambda values: -values.exp()))
+    loading = loading_of(model)
+    with caplog.at_level("INFO"):
+        for version in (1, 2):
+            update(loading, tensors(version), version)
+    assert model.runs == 2 and caplog.text.count("LayerNorm.weight is changed by aten.copy_.default") == 1
+    wanted = expected(tensors(2))
+    torch.testing.assert_close(parameters(model), wanted | {"norm.weight": -wanted["norm.weight"].exp()}, rtol=0, atol=0)
+
+
+def test_other_tensors_are_recorded_anew():
+    model = Model()
+    loading = loading_of(model)
+    update(loading, tensors(1), 1)
+    wider = tensors(2, SHAPES | {"mlp.down": (6, 9)})
+    update(loading, wider, 2)
+    assert model.runs == 2
+    torch.testing.assert_close(parameters(model)["mlp.down"], wider["mlp.down"][:, 4:8], rtol=0, atol=0)
+
+
+def test_an_update_that_breaks_off_leaves_the_model_ready_for_the_next():
+    model = Model()
+    loading = loading_of(model)
+    update(loading, tensors(1), 1)
+    given = tensors(2)
+    listed = manifest(given, 2)
+    del given["norm.weight"]
+    reader = ShardReader(listed, Memory(given))
+    initialize_layerwise_reload(model)
+    with pytest.raises(KeyError, match="norm"):
+        loading.load(reader)
+    finalize_layerwise_reload(model, None)
+    update(loading, tensors(3), 3)
+    torch.testing.assert_close(parameters(model), expected(tensors(3)), rtol=0, atol=0)
