@@ -26,10 +26,13 @@ class Memory:
         self.bytes += 4 * extent(part)[0]
         return self.tensors[name][tuple(slice(a, b) for a, b in zip(*part, strict=True))]
 
+    def check(self, name, index, part, total):
+        pass
+
 
 class Gated(nn.Module):
-    """Two projections in one parameter, as the merged linears of vLLM, columns of a third, and a bias, which no reload moves aside. Loaders call
-    what they fill `param`, by which vLLM finds it."""
+    """Two projections in one parameter, as the merged linears of vLLM, columns of a third, and a bias, which no reload moves aside.
+    Loaders call what they fill `param`, by which vLLM finds it."""
 
     def __init__(self):
         super().__init__()
