@@ -1,9 +1,10 @@
 # make quickstart: set everything up and watch a small model learn.   make test: set everything up and run the tests.
 # make test-full: all tests and the large matrix of layouts, in which any three options meet.
+# make test-slurm: jobs on a real Slurm with pretend nodes; installs Debian's slurm-wlm and munge where they are missing, and needs root.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: quickstart test test-full setup
+.PHONY: quickstart test test-full test-slurm setup
 .DEFAULT_GOAL := quickstart
 
 setup:
@@ -16,4 +17,8 @@ test: setup
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q $(ARGS)
 
 test-full: setup
-	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m "full or not full" $(ARGS)
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m "not slurm" $(ARGS)
+
+test-slurm: setup
+	@command -v slurmctld >/dev/null || apt-get install -y --no-install-recommends slurm-wlm munge
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m slurm $(ARGS) tests/slurm

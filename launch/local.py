@@ -7,14 +7,21 @@ for a config that is wrong, 128 + the signal's number when Ctrl-C or SIGTERM end
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import uuid
+from typing import TYPE_CHECKING
 
 from megagrpo.__main__ import parse
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.plan import plan
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import LogsSpecs
+
 SHUTDOWN_SECONDS = 180  # what the ranks have, after a signal, to finish their step and write a checkpoint
+TO_BE_CONTINUED = 85  # exit code of a trainer that has saved and that its scheduler is to start again
 
 
 def num_gpus() -> int:
@@ -56,20 +63,31 @@ def set_thread_environment(ranks: int) -> None:
 
 
 def torchrun(ranks: int, trainer: list[str]) -> int:
-    """Runs the ranks under torchrun's agent, in this process, so that a signal reaches it and it forwards it to the ranks."""
+    """Runs the ranks of a run that has no other machine."""
+    own = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
+    return run_ranks(ranks, own, trainer)
+
+
+def run_ranks(ranks: int, where: list[str], trainer: list[str], logs: LogsSpecs | None = None) -> int:
+    """Runs this machine's ranks under torchrun's agent, in this process, so that a signal reaches it and it forwards it to the ranks.
+    `where` are torchrun's options for the meeting point, `logs` says where the ranks print."""
     os.environ.setdefault("LOGLEVEL", "ERROR")
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
+    from torch.distributed.run import config_from_args, elastic_launch, parse_args
 
-    options = ["--standalone", f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
+    options = [*where, f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
+    config, program, words = config_from_args(parse_args([*options, "-m", *trainer]))
+    if logs is not None:
+        config.logs_specs, config.role, config.log_line_prefix_template = logs, "", "${role_name}"  # no prefix: one rank is printed
     try:
-        main([*options, "-m", *trainer])
+        elastic_launch(config, program)(*words)
     except SignalException as stopped:
-        return 128 + int(stopped.sigval)
+        return TO_BE_CONTINUED if stopped.sigval == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ else 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        print(f"rank {rank} failed first, with exit code {failure.exitcode}; its own message is above", file=sys.stderr)
+        if failure.exitcode != TO_BE_CONTINUED:
+            print(f"rank {rank} failed first, with exit code {failure.exitcode}; its own message is above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
 
@@ -77,6 +95,10 @@ def torchrun(ranks: int, trainer: list[str]) -> int:
 def main(arguments: list[str]) -> int:
     try:
         command = parse(["train", *arguments])
+        if command.config.run.nodes > 1:
+            raise ConfigError(
+                f"run.nodes: {command.config.run.nodes} nodes, and this script starts one; use launch/submit.py, or set run.nodes=1"
+            )
         ranks = num_ranks(command.config)
         if problems := plan(command.config, ranks).problems:
             raise ConfigError("\n".join(problems))

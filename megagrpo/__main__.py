@@ -16,6 +16,7 @@ megagrpo train CONFIG [key=value ...] [--resume]    run GRPO as one rank; launch
 megagrpo plan  CONFIG [key=value ...] [world_size=N] [gpu_memory_gb=G]    check a run and show what each rank holds; needs no GPU
 megagrpo plan  CONFIG [key=value ...] --weight-sync [link_gb_per_s=50]    also what a weight sync moves between which ranks
 megagrpo verify CONFIG [key=value ...] [--layout tp=2,pp=2,dp=2 ...] [--ranks N] [--json] [--full]    prove layouts against one process
+megagrpo serve CONFIG [key=value ...] --urls FOLDER [--reach HOST] ...    vLLM servers for a trainer elsewhere: docs/slurm.md
 megagrpo eval  CONFIG [key=value ...] [--checkpoint latest|best|PATH] [--adapter FOLDER] [--output FILE]    evaluate held-out sets with vLLM
 megagrpo generate CONFIG_OR_MODEL [PROMPT | -] [--checkpoint ...] [--adapter FOLDER] ...    ask a model, or talk to it; --help says more
 megagrpo audit RUN --step N [--json] [--model FOLDER]    recompute a step that a run has dumped; needs no GPU
@@ -29,6 +30,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "train": {"resume": _FLAG},
     "plan": {"weight_sync": _FLAG},
     "eval": {"checkpoint": {}, "adapter": {}, "output": {}},
+    "serve": {"reach": {}, "urls": dict(type=Path), "logs": dict(type=Path), "first_gpu": dict(type=int)},
     "verify": {"layout": dict(action="append"), "ranks": dict(type=int), "json": _FLAG, "full": _FLAG},
 }
 
@@ -120,6 +122,10 @@ def main(arguments: list[str] | None = None) -> int:
             from megagrpo.verify import command as verify
 
             return verify.main(command.config_path, command.overrides, **command.options)
+        if command.name == "serve":
+            from megagrpo import serve
+
+            return serve.main(command.config, **command.options)
         if command.name == "eval":
             from megagrpo.evaluation import command as evaluation
 

@@ -74,8 +74,12 @@ class Collector:
 
     def stop_if_requested(self) -> None:
         """Raise StopRequested on every rank when any of them was told to stop."""
-        if number := max(self.layout.all_gather_objects(self.stop_signal)):
+        if number := self.stop_requested():
             raise StopRequested(number)
+
+    def stop_requested(self) -> int:
+        """The number of the signal that any rank was told to stop by, 0 when none was. Collective."""
+        return max(self.layout.all_gather_objects(self.stop_signal))
 
 
 def sampling_params(rollout: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:

@@ -21,7 +21,7 @@ from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.parallel import device, quiet
 from megagrpo.parallel.ranks import RankFailed, run_ranks
 from megagrpo.rollout.engine import EngineError, EngineStartError
-from megagrpo.rollout.launcher import LORA_RANKS, Launcher, ServerOptions
+from megagrpo.rollout.launcher import HOST, LORA_RANKS, Launcher, ServerOptions
 from megagrpo.rollout.vllm_http import check_urls
 from megagrpo.rollout.vllm_server import VllmEngine
 
@@ -42,10 +42,12 @@ def make_launcher(
     adapter: Path | None = None,
     max_model_len: int | None = None,
     num_ranks: int = 0,
+    host: str = HOST,
 ) -> Launcher:
     """The servers that `rollout` describes, on `model_folder`, not yet started; they log into `log_folder`. With the PEFT folder `adapter`
     they also serve the model ADAPTER. `max_model_len` None: what the run and its evaluation need. `num_ranks` trainer ranks on this host
-    have the first GPUs; dedicated servers get the others. ValueError when `adapter` is none, or there are too few GPUs."""
+    have the first GPUs; dedicated servers get the others. `host` is the address that they listen on. ValueError when `adapter` is none, or
+    there are too few GPUs."""
     r = config.rollout
     gpus = device.visible_gpus()
     if gpus is not None and r.placed == "dedicated":
@@ -67,7 +69,7 @@ def make_launcher(
         tokenizer=config.model.tokenizer,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
-    return Launcher(options, log_folder, num_servers=r.servers, port=r.port, devices=gpus, startup_timeout=r.startup_timeout)
+    return Launcher(options, log_folder, num_servers=r.servers, port=r.port, devices=gpus, startup_timeout=r.startup_timeout, host=host)
 
 
 def servers_sleep(config: RunConfig) -> bool:

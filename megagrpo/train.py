@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -50,15 +51,20 @@ from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_http import check_urls
 from megagrpo.rollout.vllm_server import VllmEngine
 from megagrpo.serving import make_launcher, name_of, servers_sleep
+from megagrpo.time_limit import OUT_OF_TIME, end_of_run
 from megagrpo.trainer import BrokenTraining, Trainer
 from megagrpo.weight_sync import WeightSync, make_transport
 
+TO_BE_CONTINUED = 85  # exit code that asks the scheduler to start the run again
+
 
 def main(config: RunConfig, config_path: Path) -> int:
-    """The exit code of a run: 0 at its end, 128 + the signal's number when it was asked to stop, 1 for what fails on the way.
+    """The exit code of a run: 0 at its end, 85 when it has saved and is to be continued, 128 + the signal's number when it was asked to
+    stop for good, 1 for what fails on the way.
 
     ConfigError (exit code 2) for what the person who wrote the config can mend.
     """
+    ends = end_of_run(config.run.time_limit, time.time())
     quiet()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     layout = None
@@ -71,9 +77,12 @@ def main(config: RunConfig, config_path: Path) -> int:
         with ExitStack() as resources:
             trainer = build(config, config_path.parent, layout, resources)
             _stop_on_signals(trainer.collector)
+            if layout.world_rank == 0:
+                trainer.time_limit.ends = ends
             stopped_by = trainer.run()
+        layout.barrier()  # servers are gone, logs complete: a launcher may end the other ranks when the first has ended
         layout.close()
-        return 128 + stopped_by if stopped_by else 0
+        return _exit_code(stopped_by)
     except ConfigError:
         raise
     except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining) as error:
@@ -95,7 +104,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         model_folder = resolve_model(config.model.path)
         hf_config = load_hf_config(model_folder)
         together(layout, lambda: Checkpoint(model_folder).check([], hf_config), here=first)  # before anything is moved or started
-        resume_from = together(layout, lambda: prepare_run_folder(config, run_folder), here=first)[0]
+        resume_from = together(layout, lambda: prepare_run_folder(config, run_folder, os.environ.get("MEGAGRPO_JOB")), here=first)[0]
         tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
         reference_folder = _reference_folder(config, hf_config, tokenizer)
         dialogues = own_part(layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader)
@@ -177,21 +186,32 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     return trainer
 
 
-def prepare_run_folder(config: RunConfig, folder: Path) -> Path | None:
+def _exit_code(stopped_by: int) -> int:
+    """SIGTERM to a job that its scheduler will start again is no end, and neither is a time limit."""
+    if stopped_by == OUT_OF_TIME or (stopped_by == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ):
+        return TO_BE_CONTINUED
+    return 128 + stopped_by if stopped_by else 0
+
+
+def prepare_run_folder(config: RunConfig, folder: Path, job: str | None = None) -> Path | None:
     """Create the run's folder and write `resolved.yaml`; the checkpoint to resume from, None for a fresh start.
 
-    ValueError when there is nothing to resume, or it is damaged, or when a fresh start would mix with an earlier run.
+    A run that the same `job` has begun is continued, from the beginning when it has saved nothing yet. ValueError when there is nothing to
+    resume, or it is damaged, or when a fresh start would mix with an earlier run.
     """
     checkpoint = newest_checkpoint(folder / "checkpoints")
-    if config.run.resume and checkpoint is None:
+    begun_by = folder / "job"
+    ours = job is not None and begun_by.exists() and begun_by.read_text() == job
+    resume = checkpoint is not None if ours else config.run.resume
+    if resume and checkpoint is None:
         raise ValueError(f"run.resume: {folder} holds no complete checkpoint; start it without --resume")
-    if config.run.resume:
+    if resume:
         try:
             checked(checkpoint)
         except CheckpointError as error:
             raise ValueError(f"run.resume: {error}") from None
-    if not config.run.resume and (checkpoint is not None or _has_text(folder / "metrics.jsonl")):
-        if not config.run.overwrite:
+    if not resume and (checkpoint is not None or _has_text(folder / "metrics.jsonl")):
+        if not config.run.overwrite and not ours:
             raise ValueError(
                 f"run.name: {folder} holds an earlier run; continue it with --resume, pick another name, or set run.overwrite=true"
             )
@@ -199,7 +219,9 @@ def prepare_run_folder(config: RunConfig, folder: Path) -> Path | None:
         shutil.move(folder, aside)
     folder.mkdir(parents=True, exist_ok=True)
     save_resolved(config, folder)
-    return checkpoint if config.run.resume else None
+    if job is not None:
+        begun_by.write_text(job)
+    return checkpoint if resume else None
 
 
 def _has_text(file: Path) -> bool:

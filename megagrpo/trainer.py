@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference, kl_by_sample
 from megagrpo.rollout.engine import derive_seed
+from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.time_limit import OUT_OF_TIME, TimeLimit
 from megagrpo.types import LossFn, SamplingParams, ScoredRollout, TrainBatch, TrainSample, TrainState
 from megagrpo.weight_sync import Weights, WeightSync
 
@@ -59,6 +62,10 @@ class Trainer:
     failed_saves: int = 0
     skipped_in_a_row: int = 0
     synced: dict[str, float] = field(default_factory=dict)  # what the last weight sync took
+    time_limit: TimeLimit = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.time_limit = TimeLimit(None, self.collector.stop)
 
     def __post_init__(self):
         self.collector.refill = self.refill
@@ -94,6 +101,7 @@ class Trainer:
                 self.evaluate()
             while self.state.step < run.max_steps:
                 self.timer.collect()
+                self.time_limit.step_begins()
                 metrics = self.step()
                 self.state.step, self.state.cursor = self.state.step + 1, self.prompts.cursor
                 self.collector.step = self.state.step
@@ -107,9 +115,12 @@ class Trainer:
                     self.save(must_succeed=last)
             self.writer.message(f"finished {run.max_steps} steps")
         except StopRequested as stop:
-            self.writer.message(f"stop requested ({signal.Signals(stop.number).name}) after step {self.state.step}")
+            why = "the time limit is near" if stop.number == OUT_OF_TIME else f"stop requested ({signal.Signals(stop.number).name})"
+            self.writer.message(f"{why} after step {self.state.step}")
             self.save(must_succeed=True)
             return stop.number
+        finally:
+            self.time_limit.close()
         return 0
 
     def batches(self, samples: Sequence[TrainSample]) -> list[TrainBatch]:
@@ -191,7 +202,13 @@ class Trainer:
         """Give the engine the policy's weights; they are verified there before this returns."""
         version = self.state.weight_version + 1
         with self.timer("sync"):
-            self.synced = self.weight_sync.push(self.weights(), version).metrics
+            try:
+                self.synced = self.weight_sync.push(self.weights(), version).metrics
+            except WeightSyncError as error:
+                if not self.collector.stop_requested():
+                    raise
+                self.writer.message(f"no weights were sent: servers were ended with the run. {error}")
+                return
         self.state.weight_version = version
         if self.collector.engine is not None:
             self.collector.engine.weight_version = version
@@ -204,7 +221,7 @@ class Trainer:
     def let_engine_sleep(self) -> None:
         """Have servers that share the trainer's GPUs give their memory back until the next sync, once no rank generates any more."""
         if self.engine_sleeps:
-            self.layout.barrier()
+            self.collector.stop_if_requested()  # this waits for all ranks, too
             own_part(self.layout, lambda: self.weight_sync.engine.sleep(), here=self.layout.world_rank == 0)
 
     def move_reference(self) -> None:
@@ -243,8 +260,9 @@ class Trainer:
         if self.state.step == self.saved_step:
             return
         try:
-            state = replace(self.state, pass_rates=self.prompts.curriculum.history)
+            state, began = replace(self.state, pass_rates=self.prompts.curriculum.history), time.monotonic()
             self.writer.message(f"checkpoint {self.checkpointer.save(state)}")
+            self.time_limit.saved(time.monotonic() - began)
             self.saved_step = self.state.step
         except CheckpointError as error:
             if must_succeed:

@@ -43,6 +43,11 @@ def placement_problems(config: RunConfig) -> list[str]:
             f"rollout.placement: {r.placement} servers are started here, and rollout.urls names others; leave rollout.urls empty, or "
             "choose external"
         )
+    if config.run.nodes > 1 and r.placed == "colocated":
+        problems.append(
+            f"rollout.placement: {r.placed} servers share the GPUs of one node, and run.nodes is {config.run.nodes}; choose dedicated, "
+            "or external with rollout.urls"
+        )
     if r.weight_sync_transport == "cuda_ipc" and r.placed != "colocated":
         problems.append(
             f"rollout.weight_sync_transport: cuda_ipc reaches only servers on the trainer's own GPUs, and rollout.placement is {r.placed}; "

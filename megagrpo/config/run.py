@@ -25,6 +25,11 @@ class RunSection(Section):
     """Write a checkpoint every so many steps; 0 writes one at the end only."""
     save_total_limit: PositiveInt = 2
     """How many checkpoints to keep; the oldest are deleted after a newer one is complete."""
+    nodes: PositiveInt = 1
+    """Machines of the job that `launch/submit.py` asks for (docs/slurm.md)."""
+    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+:[0-5]\d:[0-5]\d$")] | None = None
+    """How long a run may take at one go, as `[days-]hours:minutes:seconds`: before that it saves, after a step, and ends with exit code 85.
+    Where Slurm sets a limit, that one counts, and `launch/submit.py` asks for this one."""
     resume: bool = False
     """Continue from the newest complete checkpoint of this run (also `--resume`); an error when there is none."""
     overwrite: bool = False

@@ -105,8 +105,8 @@ class Launcher:
     """`num_servers` servers on this host: `start`, then `wait`, then `stop`. A context manager that stops on the way out.
 
     `start` returns at once, so the trainer can build its model while vLLM starts. `port` is that of the first server, the next ones
-    follow; 0 picks free ones. `devices` are the ids of the GPUs to share out, `options.tp` to each server; None runs vLLM for CPU.
-    Each server logs to `log_dir/vllm_N.log`.
+    follow; 0 picks free ones. `host` is the address of this machine that they listen on. `devices` are the ids of the GPUs to share out,
+    `options.tp` to each server; None runs vLLM for CPU. Each server logs to `log_dir/vllm_N.log`.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class Launcher:
         port: int = 0,
         devices: Sequence[str] | None = None,
         startup_timeout: float = 600.0,
+        host: str = HOST,
     ):
         if devices is not None and len(devices) < num_servers * options.tp:
             raise ValueError(
@@ -125,7 +126,7 @@ class Launcher:
                 "lower one of them"
             )
         self.options, self.log_dir, self.num_servers, self.port = options, Path(log_dir), num_servers, port
-        self.devices, self.startup_timeout = devices, startup_timeout
+        self.devices, self.startup_timeout, self.host = devices, startup_timeout, host
         self.servers: list[Server] = []
 
     def __enter__(self) -> Launcher:
@@ -149,9 +150,9 @@ class Launcher:
         if Path(self.options.model).is_absolute() and not Path(self.options.model, "config.json").exists():
             raise EngineStartError(f"model.path: {self.options.model} holds no config.json; vLLM needs a Hugging Face folder")
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        ports = [self.port + i for i in range(self.num_servers)] if self.port else _free_ports(self.num_servers)
+        ports = [self.port + i for i in range(self.num_servers)] if self.port else _free_ports(self.host, self.num_servers)
         for port in ports:
-            _check_port(port)
+            _check_port(self.host, port)
         atexit.register(self.stop)
         self._started, self._pid = time.monotonic(), os.getpid()
         for index, port in enumerate(ports):
@@ -209,7 +210,7 @@ class Launcher:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return Server(f"http://{HOST}:{port}", log, supervisor)
+        return Server(f"http://{self.host}:{port}", log, supervisor)
 
     def _command(self, port: int) -> list[str]:
         o = self.options
@@ -217,7 +218,7 @@ class Launcher:
         flags = {
             "--model": o.model,
             "--served-model-name": "policy",
-            "--host": HOST,
+            "--host": self.host,
             "--port": port,
             "--dtype": o.dtype,
             "--max-model-len": o.max_model_len,
@@ -292,23 +293,23 @@ def healthy(url: str) -> bool:
         return False
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(host: str, count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
     try:
         for s in sockets:
-            s.bind((HOST, 0))
+            s.bind((host, 0))
         return [s.getsockname()[1] for s in sockets]
     finally:
         for s in sockets:
             s.close()
 
 
-def _check_port(port: int) -> None:
+def _check_port(host: str, port: int) -> None:
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            s.bind((HOST, port))
+            s.bind((host, port))
         except OSError as error:
             raise EngineStartError(
-                f"rollout.port: {port} cannot be used on {HOST} ({error.strerror}); name another, or 0 to pick a free one"
+                f"rollout.port: {port} cannot be used on {host} ({error.strerror}); name another, or 0 to pick a free one"
             ) from error

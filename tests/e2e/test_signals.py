@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from megagrpo import time_limit
 from megagrpo.rollout.engine import EngineInterrupted
 from megagrpo.rollout.vllm_server import VllmEngine
 from megagrpo.types import Prompt, SamplingParams
@@ -59,6 +60,33 @@ def test_a_signal_does_not_wait_for_a_long_generation(tmp_path):
     assert run.code == 143 and "after step 0" in run.out and run.saved == [] and run.completions == []
     assert seconds < 3
     assert world.train(tmp_path, "run.max_steps=1", "run.overwrite=true").code == 0  # the server is as good as before
+
+
+def test_a_run_saves_before_its_time_is_over(tmp_path):
+    def prepare():
+        os.environ.pop("SLURM_JOB_END_TIME", None)
+        time_limit.FIRST_SAVE_SECONDS, time_limit.SPARE_SECONDS = 0.5, 0.5
+
+    began = time.monotonic()
+    run = world.train(tmp_path, "run.time_limit=0:00:06", "run.max_steps=10000", prepare=prepare)
+    assert time.monotonic() - began < 8
+    assert run.code == 85, run.err
+    step = len(run.metrics)
+    assert f"the time limit is near after step {step}" in run.out and run.saved == [f"step_{step:06d}"] and step > 0
+
+
+def test_a_run_that_its_scheduler_ends_is_continued_by_the_same_job_and_by_no_other(tmp_path):
+    job = lambda: os.environ.update(MEGAGRPO_JOB="slurm-1")  # noqa: E731
+    with world.running(tmp_path, *LONG, prepare=job) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 1, "first step")
+        os.kill(trainer.pid, signal.SIGTERM)
+        run = trainer.wait()
+    assert run.code == 85, run.err
+    step = len(run.metrics)
+    other = world.train(tmp_path, f"run.max_steps={step + 1}", prepare=lambda: os.environ.update(MEGAGRPO_JOB="slurm-2"))
+    assert other.code == 2 and "holds an earlier run" in other.err
+    run = world.train(tmp_path, f"run.max_steps={step + 1}", prepare=job)
+    assert run.code == 0 and f"after step {step}" in run.out and len(run.metrics) == step + 1
 
 
 def test_an_engine_that_was_interrupted_generates_no_more():

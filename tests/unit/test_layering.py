@@ -12,9 +12,9 @@ LEVELS = [
     {"config", "config_io", "types", "boxes"},
     {"algorithms", "rewards", "data", "parallel", "families"},
     {"policy", "bridge", "rollout", "console"},
-    {"weight_sync", "checkpoint", "metrics", "dump", "multi_turn", "look_ahead"},
+    {"weight_sync", "checkpoint", "metrics", "dump", "multi_turn", "look_ahead", "time_limit"},
     {"collect", "serving", "adapter_sync"},
-    {"draw", "evaluation", "generate"},
+    {"draw", "evaluation", "generate", "serve"},
     {"trainer", "plan", "verify", "report", "audit"},
     {"train", "__main__"},
 ]

@@ -1,0 +1,105 @@
+"""A run as a Kubernetes JobSet: an indexed Job for the trainer's nodes, another for the servers'. No shell reads any value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch.job import Cluster, Placement
+from megagrpo.config import ConfigError, RunConfig
+
+PORT, SERVER_PORT = 29400, 8000
+GRACE_SECONDS_SPARE = 60  # beyond the cluster's lead: servers and logs
+
+
+def manifest(config: RunConfig, config_path: Path, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
+    """The manifest as YAML. ConfigError for a cluster or a run that Kubernetes cannot take.
+
+    Pods mount the claim `storage_claim` and the secret NAME-token. Servers listen on fixed ports, so that their addresses are known: those
+    of the pods' names in the JobSet's own domain.
+    """
+    if cluster.container is None or cluster.storage_claim is None:
+        raise ConfigError("container, storage_claim: Kubernetes needs an image and a volume that all pods share; name both")
+    if placement.server_nodes and placement.first_server_gpu:
+        raise ConfigError("rollout.servers: on Kubernetes servers have nodes of their own; let them fill whole nodes")
+    name = re.sub(r"[^a-z0-9-]+", "-", config.run.name.lower()).strip("-")[:40]
+    urls = [
+        f"http://{name}-servers-0-{node}.{name}:{SERVER_PORT + server}"
+        for node in range(placement.server_nodes)
+        for server in range(placement.servers_per_node)
+    ]
+    run = [_literal(word) for word in (str(config_path.resolve()), *overrides)]
+    trainer = ["launch/node.py", "--nodes", str(placement.trainer_nodes), "--ranks", str(placement.ranks_per_node)]
+    trainer += [
+        "--master",
+        f"{name}-trainer-0-0.{name}:{PORT}",
+        "--logs",
+        _literal(f"{config.run.output_dir}/{config.run.name}.logs"),
+        *run,
+    ]
+    if urls:
+        trainer += [
+            "rollout.placement=external",
+            f"rollout.urls=[{','.join(urls)}]",
+            "--wait-seconds",
+            f"{config.rollout.startup_timeout:g}",
+        ]
+        trainer += ["--wait-for", ",".join(urls)]
+    jobs = [_job("trainer", placement.trainer_nodes, trainer, name, cluster)]
+    if placement.server_nodes:
+        serve = ["-m", "megagrpo", "serve", *run, f"rollout.servers={placement.servers_per_node}", f"rollout.port={SERVER_PORT}"]
+        jobs.append(_job("servers", placement.server_nodes, [*serve, "--reach", "$(POD_IP)"], name, cluster))
+    jobset = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["trainer"]},
+            "failurePolicy": {"maxRestarts": cluster.restarts},
+            "replicatedJobs": jobs,
+        },
+    }
+    return yaml.safe_dump(jobset, sort_keys=False)
+
+
+def _literal(word: str) -> str:
+    """A word of a command in which Kubernetes replaces nothing."""
+    return word.replace("$", "$$")
+
+
+def _job(role: str, nodes: int, command: list[str], name: str, cluster: Cluster) -> dict[str, Any]:
+    """One pod on each of `nodes`. A pod that fails fails its Job, and with it the JobSet, which starts all pods again."""
+    gpus = {"nvidia.com/gpu": cluster.gpus_per_node} if cluster.gpus_per_node else {}
+    env = {"PYTHONPATH": ".", "PYTHONUNBUFFERED": "1", "MEGAGRPO_JOB": f"kubernetes-{name}", "MEGAGRPO_TOKEN_FILE": "/secret/token"}
+    env |= {key: _literal(value) for key, value in cluster.env.items()}
+    if cluster.interface:
+        env |= {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface}
+    address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    mounts = [("shared", cluster.storage_path), ("secret", "/secret"), ("memory", "/dev/shm")]
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": cluster.lead_seconds + GRACE_SECONDS_SPARE,
+        "containers": [
+            {
+                "name": role,
+                "image": cluster.container.image,
+                "workingDir": str(Path(__file__).resolve().parents[1]),
+                "command": [cluster.python, *command],
+                "env": [address, *({"name": key, "value": value} for key, value in env.items())],
+                "resources": {"limits": gpus},
+                "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in mounts],
+            }
+        ],
+        "volumes": [
+            {"name": "shared", "persistentVolumeClaim": {"claimName": cluster.storage_claim}},
+            {"name": "secret", "secret": {"secretName": f"{name}-token", "defaultMode": 0o400}},
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    spec = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, "backoffLimit": 0, "template": {"spec": pod}}
+    return {"name": role, "replicas": 1, "template": {"spec": spec}}

@@ -1,0 +1,85 @@
+"""Starts the trainer's ranks of one node, as torchrun does with a static rendezvous. Run once on every node:
+
+    python launch/node.py --nodes 2 --ranks 8 --master 10.0.0.1:29400 [--logs FOLDER] CONFIG [key=value ...]
+
+The node's number is that of its Slurm task, or of its pod in an indexed Kubernetes job. Each rank logs to `FOLDER/rank_00003.log`; what
+rank 0 says is also printed. Exit code: 85 when the trainer has saved and is to be continued, else that of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from local import run_ranks, set_thread_environment
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+NUMBERS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # of this node among those of the step or the job
+
+
+class RankLogs(LogsSpecs):
+    """One file for each rank, named by its number in the world; `main` is printed as well."""
+
+    def __init__(self, folder: Path, main: int = 0):
+        super().__init__(str(folder))
+        self.main = main
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder of the files."""
+        return self._root_log_dir
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Local rank -> its file, for output and errors alike."""
+        folder = Path(self._root_log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {local: str(folder / f"rank_{int(env['RANK']):05d}.log") for local, env in envs.items()}
+        printed = {local: files[local] for local, env in envs.items() if int(env["RANK"]) == self.main}
+        errors = {local: str(folder / f".error_{env['RANK']}.json") for local, env in envs.items()}
+        for local, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = errors[local]
+        return LogsDest(files, files, printed, {}, errors, os.devnull, os.devnull)
+
+
+def silent_servers(urls: list[str], seconds: float) -> list[str]:
+    """Those servers that have not said within so many seconds that they are well."""
+    deadline = time.monotonic() + seconds
+    while urls and time.monotonic() < deadline:
+        urls = [url for url in urls if not _answers(url)]
+        time.sleep(1 if urls else 0)
+    return urls
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True, help="on each node")
+    parser.add_argument("--master", required=True, help="address:port of the first node")
+    parser.add_argument("--logs", type=Path)
+    parser.add_argument("--wait-for", default="", help="addresses of servers, separated by commas, that must answer first")
+    parser.add_argument("--wait-seconds", type=float, default=600.0)
+    given, trainer = parser.parse_known_args(arguments)
+    if silent := silent_servers([url for url in given.wait_for.split(",") if url], given.wait_seconds):
+        print(f"{', '.join(silent)} did not answer within {given.wait_seconds:g} s", file=sys.stderr)
+        return 1
+    address, _, port = given.master.rpartition(":")
+    number = next((os.environ[name] for name in NUMBERS if name in os.environ), "0")
+    set_thread_environment(given.ranks)
+    where = [f"--nnodes={given.nodes}", f"--node-rank={number}", f"--master-addr={address}", f"--master-port={port}"]
+    return run_ranks(given.ranks, where, ["megagrpo", "train", *trainer], RankLogs(given.logs) if given.logs else None)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

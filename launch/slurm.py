@@ -1,0 +1,87 @@
+"""A run as an sbatch script: `train.sbatch` with its settings replaced. Every value is quoted; none can become a command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.job import Cluster, Placement
+from megagrpo.config import ConfigError, RunConfig
+
+TEMPLATE = Path(__file__).with_name("train.sbatch")
+BEGIN, END = "# " + "-" * 115 + " settings\n", "# " + "-" * 108 + " end of settings\n"
+SBATCH_NAME, SBATCH_VALUE = re.compile(r"[a-z][a-z-]*"), re.compile(r"[\w.,:/@%+=*()\[\]&|!-]+")
+OURS = ("nodes", "ntasks-per-node", "gpus-per-node", "job-name", "signal", "requeue", "open-mode")  # options of sbatch that are set here
+
+
+def sbatch_script(config: RunConfig, config_path: Path, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
+    """The whole script. ConfigError when a value cannot stand in it."""
+    top, _, rest = TEMPLATE.read_text().partition(BEGIN)
+    _, _, body = rest.partition(END)
+    shebang = top.partition("\n")[0]
+    header = "\n".join(f"#SBATCH --{option}" for option in _header(config, cluster, placement))
+    settings = _settings(config, config_path, overrides, cluster, placement)
+    return f"{shebang}\n# {config.run.name}: written by launch/submit.py\n{header}\n\n{BEGIN}{settings}\n{END}{body}"
+
+
+def _header(config: RunConfig, cluster: Cluster, placement: Placement) -> list[str]:
+    options = {"job-name": config.run.name, "nodes": placement.nodes, "ntasks-per-node": 1}
+    if cluster.gpus_per_node:
+        options["gpus-per-node"] = cluster.gpus_per_node
+    options |= {"signal": f"B:USR1@{cluster.lead_seconds}", "requeue": True, "open-mode": "append"}
+    if config.run.time_limit is not None:
+        options["time"] = config.run.time_limit
+    return [_option(name, value) for name, value in (checked(cluster.sbatch) | options).items()]
+
+
+def checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of sbatch from a cluster's file, with defaults. ConfigError for one that is set elsewhere or cannot stand in a script."""
+    for name, value in options.items():
+        if not SBATCH_NAME.fullmatch(str(name)) or name in OURS:
+            raise ConfigError(f"sbatch.{name}: is set by launch/submit.py, or no option of sbatch; leave it out")
+        if value is not True and not SBATCH_VALUE.fullmatch(str(value)):
+            raise ConfigError(f"sbatch.{name}: {value!r} cannot stand in a script: no spaces, quotes or line ends")
+    return {"output": "%x-%j.out"} | dict(options)
+
+
+def _option(name: str, value: Any) -> str:
+    return name if value is True else f"{name}={value}"
+
+
+def _settings(config: RunConfig, config_path: Path, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
+    container, q = cluster.container, shlex.quote
+    root = Path(__file__).resolve().parents[1]
+    array = lambda words: f"({' '.join(map(q, words))})"  # noqa: E731
+    srun, inside = [], []
+    if container is not None and container.runtime == "pyxis":
+        mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+        srun = [f"--container-image={container.image}", *mounts, f"--container-workdir={root}"]
+    elif container is not None:
+        inside = ["apptainer", "exec", *["--nv"] * bool(cluster.gpus_per_node), "--pwd", str(root)]
+        inside += [word for mount in container.mounts for word in ("--bind", mount)] + [container.image]
+    preflight = ["--gpus", str(cluster.gpus_per_node)] + (["--interface", cluster.interface] if cluster.interface else [])
+    names = {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface} if cluster.interface else {}
+    exports = [f"export {name}={q(value)}" for name, value in {**names, **cluster.env}.items()]
+    values = {
+        "REPOSITORY": q(str(root)),
+        "CONFIG": q(str(config_path.resolve())),
+        "OVERRIDES": array(overrides),
+        "RUN_FOLDER": q(str(Path(config.run.output_dir) / config.run.name)),
+        "PYTHON": q(cluster.python),
+        "TRAINER_NODES": placement.trainer_nodes,
+        "RANKS_PER_NODE": placement.ranks_per_node,
+        "SERVER_NODES": placement.server_nodes,
+        "SERVERS_PER_NODE": placement.servers_per_node,
+        "FIRST_SERVER_GPU": placement.first_server_gpu,
+        "PLAN": array([f"gpu_memory_gb={cluster.gpu_memory_gb:g}"] if cluster.gpu_memory_gb and cluster.gpus_per_node else []),
+        "PREFLIGHT": array(preflight),
+        "SRUN_OPTIONS": array(srun),
+        "INSIDE": array(inside),
+        "MAX_RESTARTS": cluster.restarts,
+        "SERVER_SECONDS": int(config.rollout.startup_timeout),
+    }
+    lines = [f"{name}={value}" for name, value in values.items()]
+    return "\n".join([*lines, "setup() {", *(f"  {line}" for line in [*cluster.setup, *exports] or [":"]), "}"])

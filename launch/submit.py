@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Writes the job of a config for a cluster, and sends it.
+
+    launch/submit.py CONFIG [key=value ...] --cluster launch/clusters/x.yaml [--resume] [--sbatch option=value ...]
+                     [--submit | --kubernetes]
+
+Prints an sbatch script, or with --kubernetes the manifest of a JobSet; --submit gives the script to sbatch instead. Needs pydantic and
+PyYAML, and neither torch nor a GPU. Exit code 2: config, cluster or command line is wrong, and nothing was sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from launch.job import load_cluster, place
+from launch.kubernetes import manifest
+from launch.slurm import sbatch_script
+from megagrpo.config import ConfigError, load_config
+from megagrpo.plan import plan
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--cluster", required=True)
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    parser.add_argument("--sbatch", action="append", default=[], metavar="option=value", help="as in --sbatch dependency=singleton")
+    to = parser.add_mutually_exclusive_group()
+    to.add_argument("--submit", action="store_true", help="give the script to sbatch")
+    to.add_argument("--kubernetes", action="store_true", help="print the manifest of a JobSet")
+    given = parser.parse_intermixed_args(arguments)
+    overrides = [*given.overrides, *["run.resume=true"] * given.resume]
+    try:
+        cluster = load_cluster(given.cluster)
+        cluster.sbatch.update({name: value or True for name, _, value in (option.partition("=") for option in given.sbatch)})
+        config = load_config(given.config, overrides)
+        placement = place(config, cluster)
+        check_plan(config, placement.world_size, cluster.gpu_memory_gb if cluster.gpus_per_node else None)
+        render = manifest if given.kubernetes else sbatch_script
+        text = render(config, given.config, overrides, cluster, placement)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not given.submit:
+        print(text, end="")
+        return 0
+    try:
+        return subprocess.run(["sbatch"], input=text, text=True).returncode
+    except FileNotFoundError:
+        print("sbatch: not found; --submit works where Slurm's commands are", file=sys.stderr)
+        return 2
+
+
+def check_plan(config, world_size: int, gpu_memory_gb: float | None) -> None:
+    """ConfigError when the run cannot start. A model that cannot be seen from here is left to the job's preflight."""
+    problems = plan(config, world_size, gpu_memory_gb).problems
+    unseen = [problem for problem in problems if problem.startswith("model.path:")]
+    for problem in unseen:
+        print(f"not checked here: {problem}", file=sys.stderr)
+    if problems != unseen:
+        raise ConfigError("\n".join(problem for problem in problems if problem not in unseen))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,80 @@
+"""`megagrpo serve`: the servers of a config on this machine, for a trainer that runs on others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+from megagrpo.bridge.sources import resolve_model
+from megagrpo.config import ConfigError, RunConfig
+from megagrpo.parallel import device, quiet
+from megagrpo.rollout.engine import EngineStartError
+from megagrpo.rollout.exchange import own_address
+from megagrpo.rollout.launcher import HOST, Launcher
+from megagrpo.serving import make_launcher, name_of
+
+LOOK_SECONDS = 0.5
+
+
+def main(config: RunConfig, urls: Path | None = None, logs: Path | None = None, reach: str = HOST, first_gpu: int = 0) -> int:
+    """Starts `rollout.servers` servers on the GPUs from `first_gpu` on and keeps them until SIGTERM or Ctrl-C; the exit code is 0 then,
+    and 1 when all of them have died.
+
+    They listen on the address that this machine has on the way to `reach`. Once all of them answer, the file NODE.url in the folder `urls`
+    holds a line for each. They log into the folder `logs`, else the current one, in a folder of this machine's name. ConfigError when one
+    does not start.
+    """
+    quiet()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    try:
+        with _launcher(config, (logs or Path()) / node, reach, first_gpu) as launcher:
+            launcher.start()
+            found = launcher.wait(partial(_progress, node, stop))
+            print(f"{node}: {', '.join(found)}", flush=True)
+            if urls is not None:
+                write_urls(urls, node, found)
+            return 0 if _watch(launcher, stop) else 1
+    except (ValueError, OSError, EngineStartError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _progress(node: str, stop: threading.Event, text: str) -> None:
+    if stop.is_set():
+        raise SystemExit(0)
+    print(f"{node}: {text}", flush=True)
+
+
+def write_urls(folder: Path, node: str, found: list[str]) -> None:
+    """A file that is complete or absent."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f".{node}"
+    unfinished.write_text("".join(f"{url}\n" for url in found))
+    unfinished.rename(folder / f"{node}.url")
+
+
+def _launcher(config: RunConfig, logs: Path, reach: str, first_gpu: int) -> Launcher:
+    model = resolve_model(config.model.path)
+    dtype = name_of(device.engine_precision(device.resolve_precision(config.model.precision)))
+    return make_launcher(config, model, logs, dtype, num_ranks=first_gpu, host=own_address(f"http://{reach}"))
+
+
+def _watch(launcher: Launcher, stop: threading.Event) -> bool:
+    """True when asked to stop, False when the last server has died."""
+    told: set[str] = set()
+    while not stop.wait(LOOK_SECONDS):
+        for server in launcher.servers:
+            if not server.alive and server.url not in told:
+                told.add(server.url)
+                code = server.supervisor.returncode
+                print(f"vLLM server {server.url} ended with exit code {code}; its log: {server.log}", file=sys.stderr, flush=True)
+        if len(told) == len(launcher.servers):
+            return False
+    return True

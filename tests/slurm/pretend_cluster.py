@@ -1,0 +1,125 @@
+"""A real Slurm on this machine, with pretend nodes: several slurmd, each a node of its own name. Needs root and Debian's packages
+slurm-wlm and munge.
+
+Nothing outside one folder is touched: it has its own munge key and socket, and ports of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+CONFIG = """\
+ClusterName=pretend
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.sock
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=3,sched_interval=3,batch_sched_delay=0
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+JobRequeue=1
+KillWait=20
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 CoresPerSocket=64 RealMemory=20000 State=UNKNOWN\n"
+
+
+def missing() -> str:
+    """Why there can be no Slurm here; "" when there can."""
+    needed = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
+    if needed:
+        return f"{', '.join(needed)} not found: apt-get install --no-install-recommends slurm-wlm munge"
+    return "" if os.geteuid() == 0 else "needs root"
+
+
+@contextlib.contextmanager
+def slurm(folder: Path, nodes: int = 2) -> Iterator[None]:
+    """Slurm's commands work inside, through SLURM_CONF. All daemons are gone afterwards."""
+    names = [f"n{number + 1}" for number in range(nodes)]
+    for path in [folder / "state", *(folder / f"spool.{name}" for name in names)]:
+        path.mkdir(parents=True)
+    folder.chmod(0o711)
+    key = folder / "munge.key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o400)
+    ports = free_ports(nodes + 1)
+    host = socket.gethostname().partition(".")[0]
+    described = "".join(NODE.format(name=name, host=host, port=port) for name, port in zip(names, ports[1:], strict=True))
+    (folder / "slurm.conf").write_text(CONFIG.format(host=host, port=ports[0], folder=folder) + described)
+    (folder / "cgroup.conf").touch()  # empty: without one slurmd does not start
+    before = os.environ.get("SLURM_CONF")
+    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+    files = {name: folder / f"munge.{name}" for name in ("pid", "log", "seed")}
+    try:
+        munge = [f"--socket={folder}/munge.sock", f"--key-file={key}", *(f"--{name}-file={path}" for name, path in files.items())]
+        for command in (["munged", "--force", *munge], ["slurmctld"], *(["slurmd", "-N", name] for name in names)):
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 30
+        while command_output("sinfo", "--noheader", "--Node", "--states=idle").count("\n") < nodes:
+            assert time.monotonic() < deadline, (folder / "slurmctld.log").read_text()
+            time.sleep(0.2)
+        yield
+    finally:
+        command_output("scancel", "--user=root")
+        for file in [*(folder / f"slurmd.{name}.pid" for name in names), folder / "slurmctld.pid", files["pid"]]:
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(int(file.read_text()), signal.SIGTERM)
+        del os.environ["SLURM_CONF"]
+        if before is not None:
+            os.environ["SLURM_CONF"] = before
+
+
+def command_output(*command: str) -> str:
+    """What one of Slurm's commands prints; "" when it fails."""
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def processes_of(job: str) -> list[int]:
+    """Living processes that Slurm has started for a job, and what these have started."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+            if f"SLURM_JOB_ID={job}".encode() in words and f"SLURM_CONF={os.environ['SLURM_CONF']}".encode() in words:
+                found.append(int(entry))
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

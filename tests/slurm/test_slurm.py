@@ -1,0 +1,120 @@
+"""launch/submit.py on a real Slurm with two pretend nodes: a rank on each, a vLLM server on the second, weights from rank to worker over
+gloo. `make test-slurm` runs it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.e2e import world
+from tests.slurm import pretend_cluster
+from tests.slurm.pretend_cluster import command_output, processes_of
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+STEPS = 60
+PARTS = ["run.nodes=2", "rollout.placement=dedicated", "rollout.weight_sync_transport=p2p", "run.save_steps=20"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(tmp_path_factory):
+    if reason := pretend_cluster.missing():
+        pytest.skip(reason)
+    with pretend_cluster.slurm(tmp_path_factory.mktemp("slurm")):
+        yield
+
+
+def submit(output: Path, name: str, *overrides: str, **cluster) -> str:
+    """The number of a job that runs the world's config into `output`/`name` and prints into `output`/`name`.out."""
+    described = yaml.safe_load((world.REPOSITORY / "launch" / "clusters" / "local_pretend.yaml").read_text())
+    output.mkdir(exist_ok=True)
+    (output / f"{name}.cluster").write_text(yaml.safe_dump(described | {"python": sys.executable} | cluster))
+    words = [str(world.folder() / "config.yaml"), f"run.output_dir={output}", f"run.name={name}", *PARTS, *overrides]
+    words += ["--cluster", str(output / f"{name}.cluster"), "--sbatch", f"output={output}/{name}.out", "--submit"]
+    sent = subprocess.run([sys.executable, str(world.REPOSITORY / "launch" / "submit.py"), *words], capture_output=True, text=True)
+    assert sent.returncode == 0, sent.stderr
+    return sent.stdout.split()[-1]
+
+
+def told(job: str, key: str) -> str:
+    """What Slurm says of a job, as JobState or Restarts."""
+    words = command_output("scontrol", "show", "job", "--oneliner", job).split()
+    return next((word.partition("=")[2] for word in words if word.startswith(f"{key}=")), "")
+
+
+def steps_of(folder: Path) -> int:
+    """Steps in the metrics of a run."""
+    file = folder / "metrics.jsonl"
+    return file.read_text().count('"reward":') if file.exists() else 0
+
+
+def wait(happened, output: Path, name: str, what: str, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        printed = (output / f"{name}.out").read_text() if (output / f"{name}.out").exists() else ""
+        assert time.monotonic() < deadline, f"no {what}\n{printed}"
+        time.sleep(0.05)
+
+
+def start_now(job: str) -> None:
+    """Skip the two minutes for which Slurm holds back a job that was put back into the queue."""
+    command_output("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_one_that_is_not(tmp_path):
+    whole = submit(tmp_path, "whole", f"run.max_steps={STEPS}")
+    wait(lambda: told(whole, "JobState") == "COMPLETED", tmp_path, "whole", "end of the undisturbed job")
+    folder = tmp_path / "parts"
+    job = submit(tmp_path, "parts", f"run.max_steps={STEPS}")
+    wait(lambda: steps_of(folder) >= 3, tmp_path, "parts", "third step")
+    command_output("scancel", "--batch", "--signal=USR1", job)  # as when the time limit is near: the trainer saves, the script requeues
+    wait(lambda: told(job, "JobState") == "PENDING", tmp_path, "parts", "requeue by the script")
+    wait(lambda: not processes_of(job), tmp_path, "parts", "end of the first attempt", 30)
+    saved = [path.name for path in (folder / "checkpoints").glob("step_*")]
+    assert len(saved) == 1 and 3 <= int(saved[0].removeprefix("step_")) < STEPS
+    first = int(saved[0].removeprefix("step_"))
+    start_now(job)
+    wait(lambda: steps_of(folder) >= first + 3, tmp_path, "parts", "step of the second attempt")
+    command_output("scontrol", "requeue", job)  # as when the job is preempted: SIGTERM to everything at once
+    wait(lambda: told(job, "JobState") == "PENDING", tmp_path, "parts", "requeue by Slurm")
+    wait(lambda: not processes_of(job), tmp_path, "parts", "end of the second attempt", 60)
+    second = max(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*"))
+    assert first < second < STEPS  # it has saved on SIGTERM
+    start_now(job)
+    wait(lambda: told(job, "JobState") == "COMPLETED", tmp_path, "parts", "end of the job")
+    assert told(job, "Restarts") == "2"
+    printed = (tmp_path / "parts.out").read_text()
+    assert "goes back into the queue" in printed and printed.count("resumed from") == 2
+    attempts = sorted((tmp_path / "parts.jobs" / job).glob("attempt_*"))
+    assert [path.name for path in attempts] == ["attempt_0", "attempt_1", "attempt_2"]
+    assert all((path / f"rank_{rank:05d}.log").exists() and (path / "n2" / "vllm_0.log").exists() for path in attempts for rank in (0, 1))
+    expected, found = (world.plain_tensors(tmp_path / name / "checkpoints" / f"step_{STEPS:06d}") for name in ("whole", "parts"))
+    assert len(expected) > 30 and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert not processes_of(job) and not processes_of(whole)
+
+
+def test_a_cancelled_job_leaves_nothing_and_stays_cancelled(tmp_path):
+    job = submit(tmp_path, "cancelled", "run.max_steps=10000")
+    wait(lambda: steps_of(tmp_path / "cancelled") >= 3, tmp_path, "cancelled", "third step")
+    family = processes_of(job)
+    assert len(family) > 8  # the script, two launchers, two ranks, the server with its engine and worker, and what is above them
+    before = world.shared_memory(family)
+    command_output("scancel", job)
+    wait(lambda: told(job, "JobState") == "CANCELLED" and not processes_of(job), tmp_path, "cancelled", "end of all processes", 60)
+    assert not any(path.exists() for path in before if "megagrpo" in path.name or path.name.startswith(("psm_", "vllm_")))
+    assert not (tmp_path / "cancelled.jobs" / job / "token").exists()
+    time.sleep(1)
+    assert told(job, "JobState") == "CANCELLED" and "goes back into the queue" not in (tmp_path / "cancelled.out").read_text()
+
+
+def test_a_node_that_is_not_as_it_must_be_ends_the_job_before_the_trainer(tmp_path):
+    job = submit(tmp_path, "unfit", interface="nosuch0", env={})
+    wait(lambda: told(job, "JobState") == "FAILED", tmp_path, "unfit", "failure", 60)
+    assert told(job, "ExitCode") == "2:0"
+    printed = (tmp_path / "unfit.out").read_text()
+    assert all(f"preflight: {node}: interface: nosuch0 does not exist here" in printed for node in ("n1", "n2"))
+    assert "nothing was started" in printed and not (tmp_path / "unfit" / "resolved.yaml").exists()

@@ -1,0 +1,77 @@
+"""launch/preflight.py: what it finds on a node, and that nodes differ."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import preflight
+
+SCRIPT = Path(preflight.__file__)
+
+
+def check(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
+    where = ["--folder", str(folder / "run"), "--report", str(folder / "nodes"), "--master", "127.0.0.1:0"]
+    command = [sys.executable, str(SCRIPT), *where, *words]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+
+
+def test_a_node_that_is_as_it_must_be_passes(tmp_path):
+    ended = check(tmp_path, "--interface", "lo", SLURMD_NODENAME="n1")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert json.loads((tmp_path / "nodes" / "n1.json").read_text())["torch"].startswith("2.")
+    assert not any((tmp_path / "run").iterdir())
+
+
+def test_every_problem_of_a_node_is_told_at_once(tmp_path):
+    (tmp_path / "run").touch()
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        words = ["--gpus", "8", "--interface", "lo,nosuch0", "--master", f"127.0.0.1:{busy.getsockname()[1]}"]
+        ended = check(tmp_path, *words, CUDA_VISIBLE_DEVICES="", PYTORCH_ALLOC_CONF="expandable_segments:True", SLURMD_NODENAME="n1")
+    assert ended.returncode == 1
+    for problem in (
+        "preflight: n1: GPUs: 0 are visible and the job uses 8; look at gpus_per_node",
+        "preflight: n1: interface: nosuch0 does not exist here",
+        "preflight: n1: PYTORCH_ALLOC_CONF: vLLM's sleep mode only knows PYTORCH_CUDA_ALLOC_CONF",
+        "preflight: n1: run.output_dir:",
+        "cannot be opened on",
+    ):
+        assert problem in ended.stderr, problem
+
+
+def test_a_python_without_the_packages_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "NEEDED", ("json", "no_such_package", "no_such_package.core"))
+    found = preflight.problems(tmp_path, 0, [], {})
+    assert [problem.partition(":")[0] for problem in found] == ["no_such_package", "no_such_package.core"]
+
+
+def test_a_full_disk_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "FREE_GIB", 1e9)
+    assert "GiB are free in" in preflight.problems(tmp_path, 0, [], {})[0]
+
+
+def test_nodes_with_other_packages_are_named():
+    same = preflight.facts()
+    reports = {"n1": same, "n2": same | {"torch": "1.0"}, "n3": same}
+    (found,) = preflight.differences(reports)
+    assert found == f"torch: {same['torch']} on n1 n3, 1.0 on n2; use one environment on all nodes"
+    assert preflight.differences({"n1": same, "n2": dict(same)}) == []
+
+
+def test_nodes_that_do_not_share_the_folder_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "WAIT_SECONDS", 0.1)
+    (tmp_path / "n1.json").write_text(json.dumps(preflight.facts()))
+    (found,) = preflight._compared(tmp_path, 2)
+    assert "of 2 nodes only n1 can be seen in" in found
+
+
+@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("0", 1), ("", 0)])
+def test_gpus_are_those_that_are_visible(visible, count, monkeypatch):
+    monkeypatch.setattr(preflight, "_nvidia_smi", lambda *words: ["GPU 0: X (UUID: a)", "GPU 1: X (UUID: b)"])
+    assert len(preflight._gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})) == count
