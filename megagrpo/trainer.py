@@ -64,11 +64,9 @@ class Trainer:
     synced: dict[str, float] = field(default_factory=dict)  # what the last weight sync took
     time_limit: TimeLimit = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.time_limit = TimeLimit(None, self.collector.stop)
-
     def __post_init__(self):
         self.collector.refill = self.refill
+        self.time_limit = TimeLimit(None, self.collector.stop)
 
     def step(self) -> dict[str, float]:
         """One outer iteration; its metrics, the same on every rank. Raises StopRequested before anything was trained."""
