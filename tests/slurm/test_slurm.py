@@ -51,12 +51,12 @@ def steps_of(folder: Path) -> int:
     return file.read_text().count('"reward":') if file.exists() else 0
 
 
-def wait(happened, output: Path, name: str, what: str, seconds: float = 300) -> None:
+def wait(happened, job: str, output: Path, what: str, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
-        printed = (output / f"{name}.out").read_text() if (output / f"{name}.out").exists() else ""
-        assert time.monotonic() < deadline, f"no {what}\n{printed}"
-        time.sleep(0.05)
+        failed = told(job, "JobState") in ("FAILED", "NODE_FAIL", "TIMEOUT")
+        assert time.monotonic() < deadline and not failed, f"no {what}\n{output.read_text() if output.exists() else ''}"
+        time.sleep(0.1)
 
 
 def start_now(job: str) -> None:
@@ -66,25 +66,25 @@ def start_now(job: str) -> None:
 
 def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_one_that_is_not(tmp_path):
     whole = submit(tmp_path, "whole", f"run.max_steps={STEPS}")
-    wait(lambda: told(whole, "JobState") == "COMPLETED", tmp_path, "whole", "end of the undisturbed job")
+    wait(lambda: told(whole, "JobState") == "COMPLETED", whole, tmp_path / "whole.out", "end of the undisturbed job")
     folder = tmp_path / "parts"
     job = submit(tmp_path, "parts", f"run.max_steps={STEPS}")
-    wait(lambda: steps_of(folder) >= 3, tmp_path, "parts", "third step")
+    wait(lambda: steps_of(folder) >= 3, job, tmp_path / "parts.out", "third step")
     command_output("scancel", "--batch", "--signal=USR1", job)  # as when the time limit is near: the trainer saves, the script requeues
-    wait(lambda: told(job, "JobState") == "PENDING", tmp_path, "parts", "requeue by the script")
-    wait(lambda: not processes_of(job), tmp_path, "parts", "end of the first attempt", 30)
+    wait(lambda: told(job, "JobState") == "PENDING", job, tmp_path / "parts.out", "requeue by the script")
+    wait(lambda: not processes_of(job), job, tmp_path / "parts.out", "end of the first attempt", 30)
     saved = [path.name for path in (folder / "checkpoints").glob("step_*")]
     assert len(saved) == 1 and 3 <= int(saved[0].removeprefix("step_")) < STEPS
     first = int(saved[0].removeprefix("step_"))
     start_now(job)
-    wait(lambda: steps_of(folder) >= first + 3, tmp_path, "parts", "step of the second attempt")
+    wait(lambda: steps_of(folder) >= first + 3, job, tmp_path / "parts.out", "step of the second attempt")
     command_output("scontrol", "requeue", job)  # as when the job is preempted: SIGTERM to everything at once
-    wait(lambda: told(job, "JobState") == "PENDING", tmp_path, "parts", "requeue by Slurm")
-    wait(lambda: not processes_of(job), tmp_path, "parts", "end of the second attempt", 60)
+    wait(lambda: told(job, "JobState") == "PENDING", job, tmp_path / "parts.out", "requeue by Slurm")
+    wait(lambda: not processes_of(job), job, tmp_path / "parts.out", "end of the second attempt", 60)
     second = max(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*"))
     assert first < second < STEPS  # it has saved on SIGTERM
     start_now(job)
-    wait(lambda: told(job, "JobState") == "COMPLETED", tmp_path, "parts", "end of the job")
+    wait(lambda: told(job, "JobState") == "COMPLETED", job, tmp_path / "parts.out", "end of the job")
     assert told(job, "Restarts") == "2"
     printed = (tmp_path / "parts.out").read_text()
     assert "goes back into the queue" in printed and printed.count("resumed from") == 2
@@ -99,12 +99,14 @@ def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_one_that_is_not(tm
 
 def test_a_cancelled_job_leaves_nothing_and_stays_cancelled(tmp_path):
     job = submit(tmp_path, "cancelled", "run.max_steps=10000")
-    wait(lambda: steps_of(tmp_path / "cancelled") >= 3, tmp_path, "cancelled", "third step")
+    wait(lambda: steps_of(tmp_path / "cancelled") >= 3, job, tmp_path / "cancelled.out", "third step")
     family = processes_of(job)
     assert len(family) > 8  # the script, two launchers, two ranks, the server with its engine and worker, and what is above them
     before = world.shared_memory(family)
     command_output("scancel", job)
-    wait(lambda: told(job, "JobState") == "CANCELLED" and not processes_of(job), tmp_path, "cancelled", "end of all processes", 60)
+    wait(
+        lambda: told(job, "JobState") == "CANCELLED" and not processes_of(job), job, tmp_path / "cancelled.out", "end of all processes", 60
+    )
     assert not any(path.exists() for path in before if "megagrpo" in path.name or path.name.startswith(("psm_", "vllm_")))
     assert not (tmp_path / "cancelled.jobs" / job / "token").exists()
     time.sleep(1)
@@ -113,7 +115,7 @@ def test_a_cancelled_job_leaves_nothing_and_stays_cancelled(tmp_path):
 
 def test_a_node_that_is_not_as_it_must_be_ends_the_job_before_the_trainer(tmp_path):
     job = submit(tmp_path, "unfit", interface="nosuch0", env={})
-    wait(lambda: told(job, "JobState") == "FAILED", tmp_path, "unfit", "failure", 60)
+    world.wait_for(lambda: told(job, "JobState") == "FAILED", "failure", 60)
     assert told(job, "ExitCode") == "2:0"
     printed = (tmp_path / "unfit.out").read_text()
     assert all(f"preflight: {node}: interface: nosuch0 does not exist here" in printed for node in ("n1", "n2"))
