@@ -107,14 +107,13 @@ class TwoRanks:
 
 
 def test_ranks_on_several_hosts_need_servers_that_all_of_them_reach(tmp_path):
-    ranks, said = TwoRanks("elsewhere"), []
+    ranks = TwoRanks("elsewhere")
     with pytest.raises(ValueError, match=r"rollout\.urls: ranks are on elsewhere, .* answer on the first rank's host only"):
-        train._weight_sync(config(), None, ranks, "float32", tmp_path, ["http://127.0.0.1:8000"], said.append)
-    sync = train._weight_sync(config(URLS), None, ranks, "float32", tmp_path, ["http://10.0.0.7:8000"], said.append)
-    assert isinstance(sync.transport, PointToPoint) and said == ["weights go to vLLM by p2p: several hosts"]
+        train._transport(config(), ranks, ["http://127.0.0.1:8000"])
+    assert train._transport(config(URLS), ranks, ["http://10.0.0.7:8000"]) == ("p2p", "several hosts")
+    sync = train._weight_sync(config(URLS), None, ranks, "float32", tmp_path, "p2p", print)
+    assert isinstance(sync.transport, PointToPoint)
 
 
-def test_a_server_on_another_host_is_sent_to(tmp_path):
-    said = []
-    sync = train._weight_sync(config(URLS), None, TwoRanks(socket.gethostname()), "float32", tmp_path, ["http://192.0.2.1:80"], said.append)
-    assert isinstance(sync.transport, PointToPoint) and said == ["weights go to vLLM by p2p: several hosts"]
+def test_a_server_on_another_host_is_sent_to():
+    assert train._transport(config(URLS), TwoRanks(socket.gethostname()), ["http://192.0.2.1:80"]) == ("p2p", "several hosts")
