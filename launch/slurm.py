@@ -10,10 +10,12 @@ from typing import Any
 
 from launch.job import Cluster, Placement
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.time_limit import seconds_of
 
 TEMPLATE = Path(__file__).with_name("train.sbatch")
 BEGIN, END = "# " + "-" * 115 + " settings\n", "# " + "-" * 108 + " end of settings\n"
 SBATCH_NAME, SBATCH_VALUE = re.compile(r"[a-z][a-z-]*"), re.compile(r"[\w.,:/@%+=*()\[\]&|!-]+")
+HOURS = re.compile(r"(\d+-)?\d+:\d+:\d+")
 OURS = ("nodes", "ntasks-per-node", "gpus-per-node", "job-name", "signal", "requeue", "open-mode")  # options of sbatch that are set here
 
 
@@ -34,7 +36,14 @@ def _header(config: RunConfig, cluster: Cluster, placement: Placement) -> list[s
     options |= {"signal": f"B:USR1@{cluster.lead_seconds}", "requeue": True, "open-mode": "append"}
     if config.run.time_limit is not None:
         options["time"] = config.run.time_limit
-    return [_option(name, value) for name, value in (checked(cluster.sbatch) | options).items()]
+    options = checked(cluster.sbatch) | options
+    limit = str(options.get("time", ""))
+    if HOURS.fullmatch(limit) and seconds_of(limit) <= cluster.lead_seconds:
+        raise ConfigError(
+            f"lead_seconds: {cluster.lead_seconds} seconds before its end a job of {limit} would be told to stop before it begins; "
+            "lower it, or raise the time limit"
+        )
+    return [_option(name, value) for name, value in options.items()]
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,17 @@ def reported(folder):
     return any(folder.glob("replies/*/worker*.json"))
 
 
+@pytest.mark.full
+def test_a_signal_to_servers_and_trainer_at_once_saves_after_the_last_finished_step(tmp_path):
+    with world.running(tmp_path, "run.max_steps=1000", launched=True) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 3, "third step")
+        for pid in world.family(trainer.pid):
+            os.kill(pid, signal.SIGTERM)
+        run = trainer.wait()
+    assert run.code == 143, run.err
+    assert run.saved == [f"step_{len(run.metrics):06d}"]
+
+
 def test_a_signal_does_not_wait_for_a_long_generation(tmp_path):
     slow = ["rollout.max_num_seqs=1", "rollout.prompts_per_step=2400", "rollout.num_generations=16", "run.max_steps=5"]
     with world.running(tmp_path, *slow) as trainer:
