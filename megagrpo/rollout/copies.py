@@ -18,6 +18,7 @@ CHUNK = 2**18  # bytes: a quarter of a core's second-level cache
 _UNSIGNED = {2: np.uint16, 4: np.uint32}
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}  # as bits; larger ones are NaN
+_TOO_LARGE = 0x7F7F8000  # as bits in float32: bfloat16 rounds this and what is larger to infinity
 
 
 class NotFinite(ValueError):
@@ -50,18 +51,16 @@ def checksum(values: Tensor, column: int = 0) -> int:
     return sum(int(integers[..., lane::lanes].sum()) << width * ((column + lane) % lanes) for lane in columns) % 2**64
 
 
-def copy_checked(target: Tensor, source: Tensor, box: Box, *, finite: bool = False) -> Checked:
-    """Copy `source` to `target`, which is contiguous and holds the part `box` of a tensor in its order. Casts where the dtypes differ. With
-    `finite` raises NotFinite when one of the copied values is NaN or infinite."""
+def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
+    """Copy `source` to `target`, which is contiguous and holds the part `box` of a tensor in its order. Casts where the dtypes differ. On a
+    GPU, too, the copy is done when this returns."""
     shape = extent(box) or (1,)
+    column = box[0][-1] if box[0] else 0
     if target.device.type != "cpu":
         target.view(source.shape).copy_(source)
         started = time.perf_counter()
-        if finite and target.numel() and not all(map(torch.isfinite, target.aminmax())):  # NaN wins over every other value
-            raise NotFinite
-        return Checked(checksum(target.view(shape), box[0][-1] if box[0] else 0), time.perf_counter() - started)
+        return Checked(checksum(target.view(shape), column), time.perf_counter() - started)
     lanes = 8 // target.element_size()
-    column = box[0][-1] if box[0] else 0
     whole_words = not (shape[-1] % lanes or column % lanes or target.storage_offset() % lanes)
     flat = target.view(-1)
     bits, plain = _bits(flat), target.dtype == source.dtype and source.device.type == "cpu"
@@ -69,14 +68,11 @@ def copy_checked(target: Tensor, source: Tensor, box: Box, *, finite: bool = Fal
     total, at, seconds = 0, 0, 0.0
     for piece in _pieces(_bits(source) if plain else source, CHUNK // target.element_size()):
         count = math.prod(piece.shape)
-        here = bits[at : at + count]
         if plain:  # NumPy starts no threads: a chunk is done before one has woken up
-            np.copyto(here.reshape(piece.shape), piece)
+            np.copyto(bits[at : at + count].reshape(piece.shape), piece)
         else:
             flat[at : at + count].view(piece.shape).copy_(piece)
         started = time.perf_counter()
-        if finite:
-            _check_finite(here, _INFINITY[target.dtype])
         if whole_words:
             total += int(np.add.reduce(words[at // lanes : (at + count) // lanes]))
         seconds += time.perf_counter() - started
@@ -85,6 +81,17 @@ def copy_checked(target: Tensor, source: Tensor, box: Box, *, finite: bool = Fal
         return Checked(total % 2**64, seconds)
     started = time.perf_counter()
     return Checked(checksum(target.view(shape), column), seconds + time.perf_counter() - started)
+
+
+def check_finite(values: Tensor, dtype: torch.dtype) -> None:
+    """NotFinite when one of the values, of any strides, is NaN or infinite, or is so once it is cast to `dtype`."""
+    if values.device.type != "cpu":
+        if values.numel() and not all(map(torch.isfinite, values.aminmax())):  # NaN wins over every other value
+            raise NotFinite
+        return
+    limit = _TOO_LARGE if (values.dtype, dtype) == (torch.float32, torch.bfloat16) else _INFINITY[values.dtype]
+    for piece in _pieces(_bits(values), CHUNK // values.element_size()):
+        _check_below(piece, limit)
 
 
 def _pieces(source: Tensor | np.ndarray, limit: int) -> Iterator[Tensor | np.ndarray]:
@@ -102,11 +109,11 @@ def _pieces(source: Tensor | np.ndarray, limit: int) -> Iterator[Tensor | np.nda
             yield row[start : start + step]
 
 
-def _check_finite(bits: np.ndarray, infinity: int) -> None:
-    """NotFinite when an element's magnitude is that of infinity or above, as NaN's is: as signed integers positive ones come last, as
-    unsigned ones negative ones do."""
-    negative = infinity + 2 ** (8 * bits.itemsize - 1)
-    if bits.size and (np.maximum.reduce(bits) >= infinity or np.maximum.reduce(bits.view(_UNSIGNED[bits.itemsize])) >= negative):
+def _check_below(bits: np.ndarray, limit: int) -> None:
+    """NotFinite when an element's magnitude is `limit` or above, as that of infinity and NaN is: as signed integers positive ones come
+    last, as unsigned ones negative ones do."""
+    negative = limit + 2 ** (8 * bits.itemsize - 1)
+    if bits.size and (bits.max() >= limit or bits.view(_UNSIGNED[bits.itemsize]).max() >= negative):
         raise NotFinite
 
 

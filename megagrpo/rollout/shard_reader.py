@@ -14,6 +14,7 @@ from megagrpo.boxes import Box, brackets, extent, size
 from megagrpo.bridge.reshard import plan
 from megagrpo.rollout.copies import checksum, copy_checked
 from megagrpo.rollout.lazy import LazyTensor, box_of, restride
+from megagrpo.rollout.ledger import Ledgers
 from megagrpo.rollout.shared_weights import DTYPES, Manifest, WeightSyncError, in_addends
 
 
@@ -49,11 +50,11 @@ class Maps(Protocol):
 
 
 class MappedBlocks:
-    """Blocks in memory that this worker can map. `reader` is its number: readers start with different holders. WeightSyncError for a block
-    that is not there or does not fit."""
+    """Blocks in memory that this worker can map, each from when its rank has written it. `reader` is the worker's number: readers start
+    with different holders. WeightSyncError for a block that is not there or does not fit."""
 
-    def __init__(self, manifest: Manifest, reader: int, maps: Maps):
-        self.manifest, self.reader = manifest, reader
+    def __init__(self, manifest: Manifest, reader: int, maps: Maps, ledgers: Ledgers):
+        self.manifest, self.reader, self.ledgers = manifest, reader, ledgers
         self.dtype = DTYPES[manifest.dtype]
         self.held: dict[str, Tensor] = {}  # what blocks call their memory -> its bytes
         self.bytes = 0
@@ -73,9 +74,10 @@ class MappedBlocks:
         return plan(box, [block.box for block in self.manifest.tensors[name].blocks], self.reader)
 
     def values(self, name: str, index: int, part: Box) -> Tensor:
-        """A view of the mapped memory."""
+        """A view of the mapped memory, once the block is written."""
         block = self.manifest.tensors[name].blocks[index]
         count = size(block.box) * self.dtype.itemsize
+        self.ledgers.wait_for(block.rank, block.offset + count, name)
         held = self.held[block.file][block.offset : block.offset + count].view(self.dtype).view(extent(block.box))
         self.bytes += size(part) * self.dtype.itemsize
         return held[window(part, block.box)]
@@ -93,6 +95,7 @@ class MappedBlocks:
     def release(self) -> None:
         """Let go of the memory; files stay mapped for the next update."""
         self.held.clear()
+        self.ledgers.close()
 
 
 class Announced:

@@ -1,7 +1,7 @@
 """The format of weights in shared memory: block files, one per trainer rank and slot, and a manifest that says what lies where.
 
-The trainer writes it (`weight_sync/`) and the engine's workers read it (`vllm_plugin.py`). Both sides compute the same checksum
-(`copies.py`).
+The trainer writes it (`weight_sync/`) and the engine's workers read it (`vllm_plugin.py`). How far the trainer is with writing says
+`ledger.py`. Both sides compute the same checksum (`copies.py`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def wrong_checksum(rank: int, name: str, box: Box, read: int, written: int) -> s
 
 @dataclass(frozen=True)
 class SharedBlock:
-    """The part `box` of one tensor, contiguous at byte `offset` of `file`."""
+    """The part `box` of one tensor, contiguous at byte `offset` of `file`, the rank's block of this number there."""
 
     rank: int
     file: str
     offset: int
     box: Box
-    checksum: int
+    number: int
 
     @staticmethod
     def read(data: dict[str, Any]) -> SharedBlock:
@@ -76,18 +76,19 @@ class Manifest:
         return sum(math.prod(t.shape) for t in self.tensors.values()) * DTYPES[self.dtype].itemsize
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self)))
+        """Write all but the version as JSON."""
+        tensors = {name: dataclasses.asdict(tensor) for name, tensor in self.tensors.items()}
+        path.write_text(json.dumps({"dtype": self.dtype, "tensors": tensors}))
 
     @staticmethod
-    def load(path: str | Path) -> Manifest:
-        """Read what `save` wrote."""
+    def load(path: str | Path, version: int) -> Manifest:
+        """Read what `save` wrote, as the manifest of `version`."""
         data = json.loads(Path(path).read_text())
         tensors = {
             name: SharedTensor(tuple(tensor["shape"]), tuple(map(SharedBlock.read, tensor["blocks"])))
             for name, tensor in data["tensors"].items()
         }
-        return Manifest(data["version"], data["dtype"], tensors)
+        return Manifest(version, data["dtype"], tensors)
 
 
 def in_addends(name: str, dtype: str) -> bool:

@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 from megagrpo.rollout.cpu_experts import heed_expert_map
 from megagrpo.rollout.cuda_ipc import DeviceMaps
 from megagrpo.rollout.exchange import Deadline, let_go
+from megagrpo.rollout.ledger import Ledgers
 from megagrpo.rollout.receiver import Receiver
 from megagrpo.rollout.shard_reader import BlockSource, MappedBlocks, ShardReader
 from megagrpo.rollout.shared_weights import Bookmark, Manifest, SharedFiles, WeightSyncError
@@ -51,11 +52,12 @@ class InitInfo(WeightTransferInitInfo):
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     """Which version it must be, and where the weights are: in memory that `manifest` describes, on GPUs when there are `handles` (memory ->
-    one for each worker), with a folder for this server's reports; or `direct` from the trainer's ranks."""
+    one for each worker), written within `seconds`, with a folder for this server's reports; or `direct` from the trainer's ranks."""
 
     version: int = -1
     manifest: str = ""
     replies: str = ""
+    seconds: float | None = None
     handles: dict[str, list[dict[str, Any]]] | None = None
     direct: dict[str, Any] | None = None
 
@@ -130,13 +132,12 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             deadline = Deadline(info.direct["seconds"])
             manifest = self.receiver.join(info.direct, info.version, deadline)
             return manifest, self.receiver.connect(info.direct, self.worker, lambda: self.loading.rehearse(manifest), deadline)
-        manifest = Manifest.load(info.manifest)
-        if manifest.version != info.version:
-            raise WeightSyncError(f"{info.manifest} holds weight version {manifest.version}; {info.version} was announced")
+        manifest = Manifest.load(info.manifest, info.version)
         maps = self.files
         if info.handles is not None:
             maps = DeviceMaps({name: handles[self.worker] for name, handles in info.handles.items()}, self.device)
-        return manifest, MappedBlocks(manifest, self.worker, maps)
+        ledgers = Ledgers(Path(info.manifest).parent, info.version, info.seconds, *([self.bookmark.note] if self.bookmark else []))
+        return manifest, MappedBlocks(manifest, self.worker, maps, ledgers)
 
     def finish_weight_update(self) -> None:
         """Put the new parameters in place and report; end an update that has failed, or that no weights came for."""

@@ -29,16 +29,17 @@ from megagrpo.weight_sync.transport import Weights as Weights
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync took. Bytes are counted over all ranks and all workers. `read_seconds` is the part of `load_seconds` that copying took
-    the worker who took longest."""
+    """What one sync took. Bytes are counted over all ranks and all workers. Inside of `load_seconds`, beside each other: `send_seconds`, of
+    the slowest rank, and `read_seconds`, which copying took the slowest worker, waiting for what is not sent yet included."""
 
     weight_version: int
     publish_seconds: float
     load_seconds: float
     total_seconds: float
-    checksum_seconds: float  # of the slowest rank and the slowest worker, added; part of publish and load
+    checksum_seconds: float  # of the slowest rank and the slowest worker, added; part of load
     bytes_published: int
     bytes_read: int
+    send_seconds: float = 0.0
     read_seconds: float = 0.0
 
     @property
@@ -129,20 +130,20 @@ class WeightSync:
             self.engine.resume(self._delivered, only=[url])
         return True
 
-    def _deliver(self, update: Update) -> tuple[float, int, int, float] | WeightSyncError | None:
+    def _deliver(self, update: Update) -> tuple[float, int, int, float, float] | WeightSyncError | None:
         """Have every rank send, and the engine take it in: on rank 0 the last fields of a `SyncReport`, or what went wrong. It does not
         raise, for the other ranks wait."""
         with ThreadPoolExecutor(1) as side:
             loading = side.submit(self._load, update) if self.engine is not None else None
-            problem, given = None, Given(0)
+            problem, given, began = None, Given(0), time.perf_counter()
             try:
                 given = update.send()
             except Exception as error:
                 problem = f"rank {self.ranks.world_rank}: {_text(error)}"
-            told = self.ranks.all_gather_objects((problem, given))
+            told = self.transport.all_gather((problem, given, time.perf_counter() - began))
         if loading is None:
             return None
-        version, problems, failure = update.manifest.version, [problem for problem, _ in told if problem], loading.exception()
+        version, problems, failure = update.manifest.version, [problem for problem, *_ in told if problem], loading.exception()
         try:
             if problems:
                 problems += [_text(failure)] * (failure is not None)
@@ -150,13 +151,14 @@ class WeightSync:
             self._delivered = update  # also for servers that died just now
             reports = loading.result()
             update.verify(reports)
-            num_bytes = sum(given.num_bytes for _, given in told), sum(report["bytes"] for report in reports)
+            num_bytes = sum(given.num_bytes for _, given, _ in told), sum(report["bytes"] for report in reports)
             update.verify_bytes(*num_bytes)
             self.engine.resume(update)
         except Exception as error:
             return _kind(error)(f"weight version {version} did not reach the engine, which stays paused: {_text(error)}")
         checksums, read = (max((report.get(key, 0.0) for report in reports), default=0.0) for key in ("checksum_seconds", "read_seconds"))
-        return max(given.checksum_seconds for _, given in told) + checksums, *num_bytes, read
+        sent = max(seconds for *_, seconds in told)
+        return max(given.checksum_seconds for _, given, _ in told) + checksums, *num_bytes, sent, read
 
     def _load(self, update: Update) -> list[dict]:
         """Have the engine take the update in, beside the ranks that send it."""

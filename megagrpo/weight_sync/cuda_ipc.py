@@ -5,7 +5,6 @@ As through shared memory, with the blocks packed into a buffer on each rank's GP
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.families.blocks import Block
 from megagrpo.rollout.cuda_ipc import export
 from megagrpo.rollout.engine import Engine
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.weight_sync.shared_memory import SHARED_MEMORY, FileUpdate, SharedMemory, Slots
-from megagrpo.weight_sync.transport import Ranks
+from megagrpo.weight_sync.transport import Ranks, Weights
 
 
 class CudaIpc(SharedMemory):
@@ -29,8 +27,8 @@ class CudaIpc(SharedMemory):
         super().__init__(ranks, dtype, folder, seconds)
         self.device = device
 
-    def prepare(self, found: list[tuple[str, Tensor, Sequence[Block]]], version: int, engine: Engine | None) -> HandleUpdate:
-        """Pack this rank's blocks; an update that names those of all ranks, with a handle of each buffer for each worker. Collective."""
+    def prepare(self, found: Weights, version: int, engine: Engine | None) -> HandleUpdate:
+        """As `SharedMemory.prepare`, with a handle of each rank's buffer for each worker."""
         servers: dict[str, int] | str | None = None
         try:
             servers = engine.workers() if engine is not None else None
@@ -45,16 +43,17 @@ class CudaIpc(SharedMemory):
             {name: [export(buffer) for _ in range(sum(servers.values()))] for name, buffer in buffers.items()}
         )
         handles = {name: own for rank in told for name, own in rank.items()}
-        return HandleUpdate(update.manifest, update.folder, update.rank, update.checksum_seconds, servers, handles=handles, buffers=buffers)
+        made = update.manifest, update.folder, update.seconds, update.slots, update.given
+        return HandleUpdate(*made, servers, handles=handles, buffers=buffers)
 
-    def _slots(self, found: list) -> DeviceSlots:
+    def _slots(self, found: Weights) -> DeviceSlots:
         return DeviceSlots(found, self.ranks, self.dtype, self.folder, self.device)
 
 
 class DeviceSlots(Slots):
     """This rank's blocks in one buffer on its GPU."""
 
-    def __init__(self, found: list, ranks: Ranks, dtype: str, folder: Path, device: torch.device):
+    def __init__(self, found: Weights, ranks: Ranks, dtype: str, folder: Path, device: torch.device):
         super().__init__(found, ranks, dtype, folder)
         self.device = device
 
@@ -81,5 +80,6 @@ class HandleUpdate(FileUpdate):
 
     def done(self) -> None:
         """Give the buffer's memory back."""
+        super().done()
         self.buffers.clear()
         torch.cuda.ipc_collect()

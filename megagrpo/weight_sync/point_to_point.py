@@ -94,6 +94,10 @@ class PointToPoint:
             self.servers, group = invitation.servers, None
         return DirectUpdate(self.roster.manifest(version, self.dtype), self, held, invitation, len(told), group, Deadline(self.seconds))
 
+    def all_gather(self, told: Any) -> list[Any]:
+        """Of all ranks, whose part in an update has a deadline of its own."""
+        return self.ranks.all_gather_objects(told)
+
     def _invite(self, engine: Engine) -> Invitation:
         """On rank 0: where the board is, which attempt this is, and who takes part."""
         if self.board is None:

@@ -1,7 +1,8 @@
 """Weights through shared memory, for trainer ranks and servers on one host.
 
-Every trainer rank writes the blocks it owns to a file; every worker of the engine reads just the slices its loaders copy. Two slots
-alternate, so a worker never reads what a rank is writing.
+Every trainer rank writes the blocks it owns to a file, layer by layer; every worker of the engine reads just the slices its loaders copy,
+each as soon as it is written, which the rank's ledger says (`rollout/ledger.py`). Two slots alternate, so what a worker still reads of one
+version is never overwritten by the next.
 """
 
 from __future__ import annotations
@@ -19,22 +20,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.boxes import size
+from megagrpo.boxes import Box
 from megagrpo.bridge.reshard import owners
 from megagrpo.bridge.transfers import layer_of
 from megagrpo.families.blocks import Block
-from megagrpo.rollout.copies import NotFinite, copy_checked
+from megagrpo.rollout.copies import NotFinite, check_finite, copy_checked
 from megagrpo.rollout.engine import Engine
+from megagrpo.rollout.ledger import HEADER, NUM_SLOTS, Ledger, Ledgers, ledger_path
 from megagrpo.rollout.shared_weights import ALIGNMENT, DTYPES, Bookmark, Manifest, SharedBlock, SharedTensor, WeightSyncError
-from megagrpo.weight_sync.transport import Given, Ranks, key_of
+from megagrpo.weight_sync.transport import Given, Ranks, Weights, key_of
 from megagrpo.weight_sync.verification import verify
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "megagrpo-"
-NUM_SLOTS = 2
+
+Placed = tuple[str, tuple[int, ...], Box, int]  # a block: tensor, its shape, the part of it, and the byte where it begins
+Share = tuple[str, Tensor, Block]  # a block with its parameter and that one's name
 
 
 class SharedMemory:
@@ -46,6 +51,8 @@ class SharedMemory:
     def __init__(self, ranks: Ranks, dtype: str, folder: Path = SHARED_MEMORY, seconds: float | None = None):
         self.ranks, self.dtype, self.seconds = ranks, dtype, seconds
         self._published: Slots | None = None
+        self._blocks: list[list[Placed]] = []  # of each rank
+        self._tensors: dict[int, dict[str, SharedTensor]] = {}  # slot -> what lies where
         remove_stale(folder)
         own = str(folder / f"{PREFIX}{_identity(os.getpid())}-{secrets.token_hex(4)}")
         told = ranks.all_gather_objects((socket.gethostname(), own))
@@ -59,55 +66,67 @@ class SharedMemory:
         """Remove the files in shared memory. Does nothing a second time, and nothing in a forked child."""
         if os.getpid() != self._pid:
             return
-        self._published = None
+        if self._published is not None:
+            self._published.close()
+            self._published = None
         if self.ranks.world_rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
         atexit.unregister(self.close)
 
-    def prepare(self, found: list[tuple[str, Tensor, Sequence[Block]]], version: int, engine: Engine | None) -> FileUpdate:
-        """Write this rank's blocks; an update that names those of all ranks. Collective."""
+    def prepare(self, found: Weights, version: int, engine: Engine | None) -> FileUpdate:
+        """Check this rank's weights and find room for them; an update that names the blocks of all ranks. Collective."""
+        given, problem, place = [], None, None
         if self._published is None:
             self._published = self._slots(found)
-        blocks: list[tuple[str, tuple[int, ...], SharedBlock]] = []
-        problem = None
         try:
-            blocks = self._published.write(found, version)
+            given = self._published.checked(found)
+            place = self._published.open(version)
         except (OSError, WeightSyncError) as error:
             problem = f"rank {self.ranks.world_rank}: {error}"
-        told = self._all_gather((problem, blocks))
-        if problems := [problem for problem, _ in told if problem]:
+        told = self.all_gather((problem, place, None if self._blocks else self._published.blocks))
+        if problems := [problem for problem, *_ in told if problem]:
             raise WeightSyncError("; ".join(problems))
-        parts: dict[str, tuple[tuple[int, ...], list[SharedBlock]]] = {}
-        for _, blocks in told:
-            for name, shape, block in blocks:
-                parts.setdefault(name, (shape, []))[1].append(block)
-        tensors = {name: SharedTensor(parts[name][0], tuple(parts[name][1])) for name in sorted(parts, key=_by_layer)}
-        return FileUpdate(Manifest(version, self.dtype, tensors), self.folder, self.ranks.world_rank, self._published.checksum_seconds)
+        self._blocks = self._blocks or [blocks for *_, blocks in told]
+        manifest = self._manifest([place for _, place, _ in told], version)
+        return FileUpdate(manifest, self.folder, self.seconds, self._published, given)
 
-    def _all_gather(self, written: Any) -> list[Any]:
+    def all_gather(self, told: Any) -> list[Any]:
+        """As the ranks do. WeightSyncError names those that do not come in time, and where they stand."""
         if self.seconds is None:
-            return self.ranks.all_gather_objects(written)
+            return self.ranks.all_gather_objects(told)
         try:
-            return self.ranks.all_gather_objects(written, self.seconds)
+            return self.ranks.all_gather_objects(told, self.seconds)
         except TimeoutError as error:
             late = {rank: self.folder / f"rank{rank}.at" for rank in getattr(error, "ranks", [])}
             places = "".join(f"; rank {rank} stands at {Bookmark.read(path)}" for rank, path in late.items() if path.exists())
             raise WeightSyncError(f"phase publish: {error} (rollout.weight_sync_timeout){places}") from error
 
-    def _slots(self, found: list) -> Slots:
+    def _manifest(self, files: list[str], version: int) -> Manifest:
+        """What lies where; made once for each slot."""
+        slot = version % NUM_SLOTS
+        if slot not in self._tensors:
+            parts: dict[str, tuple[tuple[int, ...], list[SharedBlock]]] = {}
+            for rank, blocks in enumerate(self._blocks):
+                for number, (name, shape, box, offset) in enumerate(blocks):
+                    parts.setdefault(name, (shape, []))[1].append(SharedBlock(rank, files[rank], offset, box, number))
+            self._tensors[slot] = {name: SharedTensor(parts[name][0], tuple(parts[name][1])) for name in sorted(parts, key=_by_layer)}
+        return Manifest(version, self.dtype, self._tensors[slot])
+
+    def _slots(self, found: Weights) -> Slots:
         return Slots(found, self.ranks, self.dtype, self.folder)
 
 
 @dataclass
 class FileUpdate:
-    """One update in files of `folder`: the manifest at `path`, and each server's reports in a folder of its own."""
+    """One update in files of `folder`: the manifest at `path`, and each server's reports in a folder of its own. `given` is what this rank
+    has to write, in that order, within `seconds`."""
 
     manifest: Manifest
     folder: Path
-    rank: int
-    checksum_seconds: float = 0.0  # that this rank has spent
+    seconds: float | None
+    slots: Slots
+    given: list[Share]
     servers: dict[str, int] | None = None  # with their workers, where each has to have its own access
-    saved: bool = False
 
     @property
     def path(self) -> Path:
@@ -115,14 +134,13 @@ class FileUpdate:
         return self.folder / f"manifest{self.manifest.version % NUM_SLOTS}.json"
 
     def request(self, server: str) -> dict[str, Any]:
-        """What the workers of `server` are told; writes the manifest, and makes room for their reports."""
+        """What the workers of `server` are told; writes the manifest where it is new, and makes room for their reports."""
         replies = self._replies(server)
         shutil.rmtree(replies, ignore_errors=True)
         replies.mkdir(parents=True)
-        if not self.saved:
+        if not self.path.exists():
             self.manifest.save(self.path)
-            self.saved = True
-        return {"manifest": str(self.path), "version": self.manifest.version, "replies": str(replies)}
+        return {"manifest": str(self.path), "version": self.manifest.version, "replies": str(replies), "seconds": self.seconds}
 
     def replies(self, server: str) -> list[dict[str, Any]]:
         """What the workers of `server` have reported so far."""
@@ -134,19 +152,23 @@ class FileUpdate:
         return {worker: place for worker, place in found.items() if not (self._replies(server) / f"worker{worker}.json").exists()}
 
     def send(self) -> Given:
-        """Everything lies in shared memory already."""
-        blocks = [block for tensor in self.manifest.tensors.values() for block in tensor.blocks if block.rank == self.rank]
-        return Given(sum(size(block.box) for block in blocks) * DTYPES[self.manifest.dtype].itemsize, self.checksum_seconds)
+        """Write this rank's blocks, layer by layer as workers want them."""
+        return self.slots.write(self.given, self.manifest.version)
 
     def give_up(self, why: str) -> None:
         """No rank waits for anything."""
 
     def done(self) -> None:
-        """Files are used again."""
+        """Let go of the parameters; files are used again."""
+        self.given.clear()
 
     def verify(self, reports: Sequence[dict[str, Any]]) -> None:
         """By the slices that the workers report, with their checksums."""
-        verify(self.manifest, reports)
+        ledgers = Ledgers(self.folder, self.manifest.version)
+        try:
+            verify(self.manifest, ledgers.checksums(self.manifest), reports)
+        finally:
+            ledgers.close()
 
     def verify_bytes(self, given: int, taken: int) -> None:
         """How much is read follows from what the workers keep; `verify` holds that they read everything."""
@@ -156,21 +178,63 @@ class FileUpdate:
 
 
 class Slots:
-    """This rank's files in shared memory, and which blocks it publishes. Making one is collective."""
+    """This rank's files in shared memory, and which blocks it publishes. Making one is collective.
 
-    def __init__(self, found: list, ranks: Ranks, dtype: str, folder: Path):
+    Blocks lie in their files in the order in which they are written, parameter by parameter as the engine asks for them."""
+
+    def __init__(self, found: Weights, ranks: Ranks, dtype: str, folder: Path):
         self.rank, self.dtype, self.folder = ranks.world_rank, DTYPES[dtype], folder
         held = {key_of(block): math.prod(block.block_shape) for _, _, blocks in found for block in blocks}
         owner = owners(ranks.all_gather_objects(list(held.items())))
-        self.offsets: dict[tuple, int] = {}  # key of a block -> its place in the file
+        mine = [{key_of(block): None for block in blocks if owner[key_of(block)] == self.rank} for _, _, blocks in found]
+        keys = [sorted(keys, key=_place_of) for keys in mine if keys]
+        self.blocks: list[Placed] = []
+        self.numbers: dict[tuple, int] = {}  # key of a block -> its place in `blocks`
         self.size = 0
-        for key, count in held.items():
-            if owner[key] == self.rank:
-                self.offsets[key] = self.size
-                self.size += -(-count * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        for key in (key for keys in sorted(keys, key=lambda keys: _place_of(keys[0])) for key in keys):
+            if key not in self.numbers:
+                self.numbers[key] = len(self.blocks)
+                self.blocks.append((*key, self.size))
+                self.size += _aligned(held[key] * self.dtype.itemsize)
         self.buffers: dict[str, Tensor] = {}  # what blocks call their memory -> its bytes
-        self.checksum_seconds = 0.0  # of the last `write`
+        self.ledgers: dict[Path, Ledger] = {}
         self.bookmark: Bookmark | None = None
+
+    def close(self) -> None:
+        """Let go of the files."""
+        while self.ledgers:
+            self.ledgers.popitem()[1].close()
+
+    def checked(self, found: Weights) -> list[Share]:
+        """What of `found` this rank gives, in the order of its file. WeightSyncError when something is not finite or not there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.bookmark = self.bookmark or Bookmark(self.folder / f"rank{self.rank}.at")
+        shares: dict[int, Share] = {}
+        for name, param, blocks in found:
+            self.bookmark.note(f"parameter {name}")
+            mine = {self.numbers[key]: block for block in blocks if (key := key_of(block)) in self.numbers}
+            mine = {number: block for number, block in mine.items() if number not in shares}
+            values = param.detach() if mine else None  # which may have to be computed
+            for number, block in mine.items():
+                try:
+                    check_finite(block.view(values), self.dtype)
+                except NotFinite:
+                    raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {block.name}") from None
+                shares[number] = name, param, block
+        if absent := self.numbers.values() - shares.keys():
+            raise WeightSyncError(f"{self.blocks[min(absent)][0]} was there at the first sync and is gone now")
+        return [shares[number] for number in range(len(self.blocks))]
+
+    def open(self, weight_version: int) -> str:
+        """Make room for a version, of which nothing is written yet; what blocks call their memory."""
+        if not self.blocks:
+            return ""
+        path = ledger_path(self.folder, self.rank, weight_version)
+        if path not in self.ledgers or not path.exists():
+            words = _allocate(path, 8 * (HEADER + len(self.blocks))).view(torch.int64).numpy().view(np.uint64)
+            self.ledgers[path] = Ledger(path, words)
+        self.ledgers[path].begin(weight_version)
+        return self.buffer(weight_version % NUM_SLOTS)[0]
 
     def buffer(self, slot: int) -> tuple[str, Tensor]:
         """What blocks call this slot's memory, and its bytes."""
@@ -179,33 +243,28 @@ class Slots:
             self.buffers[str(path)] = _allocate(path, self.size)
         return str(path), self.buffers[str(path)]
 
-    def write(self, found: list, weight_version: int) -> list[tuple[str, tuple[int, ...], SharedBlock]]:
-        """Cast and copy every owned block; (tensor name, tensor shape, where it lies) of each."""
-        self.checksum_seconds = 0.0
-        if not self.offsets:
-            return []
-        memory, buffer = self.buffer(weight_version % NUM_SLOTS)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.bookmark = self.bookmark or Bookmark(self.folder / f"rank{self.rank}.at")
-        written = {}
-        for name, param, blocks in found:
-            self.bookmark.note(f"parameter {name}")
-            mine = [block for block in blocks if key_of(block) in self.offsets and key_of(block) not in written]
-            values_here = param.detach() if mine else None  # which may have to be computed
-            for block in mine:
-                key = key_of(block)
-                offset, source = self.offsets[key], block.view(values_here)
-                count = source.numel() * self.dtype.itemsize
-                values = buffer[offset : offset + count].view(self.dtype)
-                try:
-                    total, seconds = copy_checked(values, source, block.box, finite=True)
-                except NotFinite:
-                    raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {block.name}") from None
-                self.checksum_seconds += seconds
-                written[key] = (block.name, tuple(block.shape), SharedBlock(self.rank, memory, offset, block.box, total))
-        if absent := sorted(set(self.offsets) - set(written)):
-            raise WeightSyncError(f"{absent[0][0]} was there at the first sync and is gone now")
-        return list(written.values())
+    def write(self, shares: list[Share], weight_version: int) -> Given:
+        """Cast and copy every block; workers may read each at once. When that fails they learn it."""
+        if not shares:
+            return Given(0)
+        ledger = self.ledgers[ledger_path(self.folder, self.rank, weight_version)]
+        buffer = self.buffer(weight_version % NUM_SLOTS)[1]
+        source, values_here, num_bytes, checksum_seconds = None, None, 0, 0.0
+        try:
+            for number, (name, param, block) in enumerate(shares):
+                if param is not source:
+                    self.bookmark.note(f"parameter {name}")
+                    source, values_here = param, param.detach()
+                view, offset = block.view(values_here), self.blocks[number][-1]
+                end = offset + view.numel() * self.dtype.itemsize
+                total, seconds = copy_checked(buffer[offset:end].view(self.dtype), view, block.box)
+                ledger.note(weight_version, number, total, end)
+                num_bytes += end - offset
+                checksum_seconds += seconds
+        except BaseException:
+            ledger.withdraw()
+            raise
+        return Given(num_bytes, checksum_seconds)
 
 
 def remove_stale(shared_memory: Path) -> None:
@@ -243,6 +302,15 @@ def _allocate(path: Path, count: int) -> Tensor:
     finally:
         os.close(descriptor)
     return torch.from_file(str(path), shared=True, size=count, dtype=torch.uint8)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _place_of(key: tuple) -> tuple:
+    """The order of blocks: that of their tensors, and of their places there."""
+    return *_by_layer(key[0]), key[2]
 
 
 def _by_layer(tensor: str) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megagrpo.families.blocks import Block
 from megagrpo.rollout.engine import Engine, WeightUpdate
 
-Weights = Iterable[tuple[str, Tensor, Sequence[Block]]]
+Weights = Iterable[tuple[str, Tensor, Sequence[Block]]]  # parameters with their names, and the blocks that they hold
 
 
 class Ranks(Protocol):
@@ -55,6 +55,9 @@ class Transport(Protocol):
 
     def prepare(self, found: list[tuple[str, Tensor, Sequence[Block]]], version: int, engine: Engine | None) -> Update:
         """An update to the parameters as they are now. Collective. WeightSyncError on every rank, before the engine hears of it."""
+
+    def all_gather(self, told: Any) -> list[Any]:
+        """What every rank has to tell of an update, in rank order. WeightSyncError where ranks are late, and the transport can tell."""
 
     def close(self) -> None:
         """Free what it holds. Does nothing a second time."""

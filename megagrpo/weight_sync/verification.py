@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megagrpo.boxes import Box, brackets, missing, size, whole
@@ -11,11 +11,12 @@ from megagrpo.rollout.shared_weights import Manifest, SharedBlock, WeightSyncErr
 Reads = dict[tuple[str, int], dict[Box, int]]  # (tensor, index of a block of it) -> checksum of each part of that block
 
 
-def verify(manifest: Manifest, reports: Sequence[dict[str, Any]]) -> None:
+def verify(manifest: Manifest, written: Mapping[tuple[str, int], int], reports: Sequence[dict[str, Any]]) -> None:
     """Prove that each server read all of `manifest` as it was written; WeightSyncError names the rank and the tensor otherwise.
 
-    Per server, the slices its workers read must cover every tensor. A block that was read whole must have its checksum; where slices tile
-    it, their checksums must add up to it. Overlapping slices that are not equal are held to coverage alone.
+    `written` has the checksum of each block: (tensor, index of a block of it) -> checksum. Per server, the slices its workers read must
+    cover every tensor. A block that was read whole must have its checksum; where slices tile it, their checksums must add up to it.
+    Overlapping slices that are not equal are held to coverage alone.
     """
     verify_versions(manifest, reports)
     for server in sorted({report["server"] for report in reports}):
@@ -25,7 +26,7 @@ def verify(manifest: Manifest, reports: Sequence[dict[str, Any]]) -> None:
             if left := missing(whole(tensor.shape), parts):
                 raise WeightSyncError(f"{server}: nobody read {name}{brackets(left[0])}")
             for index, block in enumerate(tensor.blocks):
-                _verify_block(name, block, reads.get((name, index), {}))
+                _verify_block(name, block, written[name, index], reads.get((name, index), {}))
 
 
 def verify_versions(manifest: Manifest, reports: Sequence[dict[str, Any]]) -> None:
@@ -47,9 +48,9 @@ def _reads(reports: Sequence[dict[str, Any]]) -> Reads:
     return reads
 
 
-def _verify_block(name: str, block: SharedBlock, read: dict[Box, int]) -> None:
+def _verify_block(name: str, block: SharedBlock, written: int, read: dict[Box, int]) -> None:
     total = read.get(block.box)
     if total is None and sum(map(size, read)) == size(block.box):
         total = sum(read.values()) % 2**64
-    if total not in (None, block.checksum):
-        raise WeightSyncError(wrong_checksum(block.rank, name, block.box, total, block.checksum))
+    if total not in (None, written):
+        raise WeightSyncError(wrong_checksum(block.rank, name, block.box, total, written))

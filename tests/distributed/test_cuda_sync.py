@@ -3,6 +3,7 @@ CUDA's own part."""
 
 import json
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from ranks import run_ranks
 from megagrpo.parallel import device
 from megagrpo.rollout import cuda_ipc as worker
 from megagrpo.rollout.engine import ServerDied
+from megagrpo.rollout.ledger import Ledgers
 from megagrpo.rollout.shard_reader import MappedBlocks, ShardReader
 from megagrpo.rollout.shared_weights import Manifest
 from megagrpo.weight_sync import WeightSync
@@ -77,9 +79,9 @@ def take(folder, updates: int) -> list[dict]:
             time.sleep(0.01)
         told = json.loads((folder / "request").read_text())
         (folder / "request").unlink()
-        manifest = Manifest.load(told["manifest"])
+        manifest = Manifest.load(told["manifest"], told["version"])
         maps = worker.DeviceMaps({name: handles[0] for name, handles in told["handles"].items()}, device.device())
-        reader = ShardReader(manifest, MappedBlocks(manifest, 0, maps))
+        reader = ShardReader(manifest, MappedBlocks(manifest, 0, maps, Ledgers(Path(told["manifest"]).parent, manifest.version)))
         for half in range(PER_SERVER):
             copies_of(half, reader.tensors(), kept.setdefault(half, {}))
         reads = [[name, index, part, total] for (name, index, part), total in reader.reads.items()]

@@ -16,6 +16,7 @@ from megagrpo.config import ParallelSection
 from megagrpo.families.blocks import Local, same
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
+from megagrpo.rollout.ledger import Ledgers
 from megagrpo.rollout.shard_reader import MappedBlocks, ShardReader
 from megagrpo.rollout.shared_weights import Manifest, SharedFiles
 from megagrpo.verify.shrink import random_tensor
@@ -28,8 +29,9 @@ class OneReader:
     """An engine of one worker that reads every tensor whole and keeps it."""
 
     def load_weights(self, update: FileUpdate, only: None = None) -> list[dict]:
-        found = Manifest.load(update.request("here")["manifest"])
-        reader = ShardReader(found, MappedBlocks(found, 0, SharedFiles()))
+        told = update.request("here")
+        found = Manifest.load(told["manifest"], told["version"])
+        reader = ShardReader(found, MappedBlocks(found, 0, SharedFiles(), Ledgers(update.folder, found.version)))
         self.tensors = {name: reader.fetch(name, lazy).clone() for name, lazy in reader.tensors()}
         self.sent = Counter()
         for tensor in found.tensors.values():

@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megagrpo.rollout.cuda_ipc import FIELDS, DeviceMaps, pack, unpack
+from megagrpo.rollout.ledger import Ledgers
 from megagrpo.rollout.shard_reader import MappedBlocks
 from megagrpo.rollout.shared_weights import Manifest, SharedBlock, SharedTensor, WeightSyncError
 from megagrpo.weight_sync.cuda_ipc import HandleUpdate
@@ -39,15 +40,15 @@ def test_a_handle_that_is_none_is_refused_before_it_is_opened(change, message):
         DeviceMaps({"m": pack(1000, VALUES) | change}, torch.device("cuda", 0)).bytes_of("m")
 
 
-def test_memory_without_a_handle_is_named():
+def test_memory_without_a_handle_is_named(tmp_path):
     with pytest.raises(WeightSyncError, match="no handle came for the GPU memory gpu of rank 0"):
-        MappedBlocks(MANIFEST, 0, DeviceMaps({}, torch.device("cuda", 0)))
+        MappedBlocks(MANIFEST, 0, DeviceMaps({}, torch.device("cuda", 0)), Ledgers(tmp_path, 4))
 
 
 def test_every_worker_of_every_server_gets_a_handle_of_its_own(tmp_path):
     handles = {f"gpu of rank {rank}": [{"count": 10 * rank + worker} for worker in range(3)] for rank in range(2)}
-    update = HandleUpdate(MANIFEST, tmp_path, 0, servers={"http://a": 1, "http://b": 2}, handles=handles)
+    update = HandleUpdate(MANIFEST, tmp_path, None, None, [], servers={"http://a": 1, "http://b": 2}, handles=handles)
     assert update.request("http://a")["handles"] == {"gpu of rank 0": [{"count": 0}], "gpu of rank 1": [{"count": 10}]}
     told = update.request("http://b")
     assert told["handles"]["gpu of rank 1"] == [{"count": 11}, {"count": 12}] and told["version"] == 4
-    assert Manifest.load(told["manifest"]) == MANIFEST
+    assert Manifest.load(told["manifest"], told["version"]) == MANIFEST

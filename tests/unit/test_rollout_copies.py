@@ -8,7 +8,7 @@ import torch
 
 from megagrpo.boxes import cut, extent, whole
 from megagrpo.rollout import copies
-from megagrpo.rollout.copies import NotFinite, checksum, copy_checked
+from megagrpo.rollout.copies import NotFinite, check_finite, checksum, copy_checked
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -70,7 +70,7 @@ def test_a_checked_copy_holds_the_source_and_tells_its_checksum(kind, to, chunk,
         source = SOURCES[kind]().to(dtype)
         shape = (source.numel() // source.shape[-1], source.shape[-1]) if source.dim() > 1 else tuple(source.shape)
         target = torch.full(shape, 7.0, dtype=to)
-        total, seconds = copy_checked(target, source, whole(shape), finite=True)
+        total, seconds = copy_checked(target, source, whole(shape))
         assert torch.equal(target, source.to(to).reshape(shape)) and total == checksum(target) == naive(target) and seconds >= 0
 
 
@@ -88,11 +88,20 @@ def test_a_part_of_a_tensor_adds_up_with_the_others():
 def test_what_is_not_finite_is_refused_wherever_it_lies(value, dtype):
     source = torch.zeros(300, 1000, dtype=dtype)
     source[0, 0] = torch.finfo(dtype).max
-    copy_checked(torch.empty_like(source), source, whole(source.shape), finite=True)
+    check_finite(source, dtype)
     for place in ((0, 0), (299, 999), (150, 3)):
         bad = source.clone()
         bad[place] = value
-        with pytest.raises(NotFinite):
-            copy_checked(torch.empty_like(bad), bad, whole(bad.shape), finite=True)
-    with pytest.raises(NotFinite):  # the cast overflows
-        copy_checked(torch.empty(4, dtype=torch.bfloat16), torch.full((4,), torch.finfo(torch.float32).max), whole((4,)), finite=True)
+        for seen in (bad, bad.t(), bad.view(300, 10, 100)[:, place[1] // 100]):
+            with pytest.raises(NotFinite):
+                check_finite(seen, dtype)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_the_cast_makes_infinite_is_refused(sign):
+    largest, rounded = (sign * torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7F7F7FFF, 0x7F7F8000))
+    assert largest.bfloat16().isfinite() and not rounded.bfloat16().isfinite()
+    check_finite(largest, torch.bfloat16)
+    check_finite(rounded, torch.float32)
+    with pytest.raises(NotFinite):
+        check_finite(rounded, torch.bfloat16)

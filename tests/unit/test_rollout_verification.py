@@ -9,12 +9,15 @@ import torch
 
 from megagrpo.boxes import cut, whole
 from megagrpo.families.blocks import Block
+from megagrpo.rollout.copies import checksum
+from megagrpo.rollout.ledger import Ledgers
 from megagrpo.rollout.shared_weights import Manifest, SharedBlock, SharedTensor, WeightSyncError
 from megagrpo.weight_sync import WeightSync
 from megagrpo.weight_sync.shared_memory import SharedMemory, _allocate, remove_stale
 from megagrpo.weight_sync.verification import verify
 
-BLOCKS = tuple(SharedBlock(rank, f"f{rank}", 0, cut((8, 6), 0, 4 * rank, 4 * rank + 4), checksum=10 + rank) for rank in range(2))
+BLOCKS = tuple(SharedBlock(rank, f"f{rank}", 0, cut((8, 6), 0, 4 * rank, 4 * rank + 4), number=0) for rank in range(2))
+WRITTEN = {("w", 0): 10, ("w", 1): 11}
 MANIFEST = Manifest(5, "float32", {"w": SharedTensor((8, 6), BLOCKS)})
 
 
@@ -24,12 +27,12 @@ def report(reads, worker=0, version=5):
 
 def test_workers_that_read_disjoint_slices_with_the_right_sums_pass():
     halves = [report([["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 6), 5]]), report([["w", 1, ((6, 0), (8, 6)), 6]], 1)]
-    verify(MANIFEST, halves)
+    verify(MANIFEST, WRITTEN, halves)
 
 
 def test_workers_that_read_the_same_slices_pass():
     reads = [["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 11]]
-    verify(MANIFEST, [report(reads), report(reads, worker=1)])
+    verify(MANIFEST, WRITTEN, [report(reads), report(reads, worker=1)])
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ def test_workers_that_read_the_same_slices_pass():
 )
 def test_what_was_not_read_or_not_as_written_is_named(reports, message):
     with pytest.raises(WeightSyncError, match=message):
-        verify(MANIFEST, reports)
+        verify(MANIFEST, WRITTEN, reports)
 
 
 def columns(lo, hi):
@@ -62,13 +65,13 @@ def columns(lo, hi):
 )
 def test_other_slices_of_a_block_pass_with_the_same_sum_or_where_they_overlap(read):
     reads = [["w", 0, box, total] for box, total in read.items()] + [["w", 1, BLOCKS[1].box, 11]]
-    verify(MANIFEST, [report(reads)])
+    verify(MANIFEST, WRITTEN, [report(reads)])
 
 
 def test_a_second_server_must_have_read_everything_too():
     reads = [["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 11]]
     with pytest.raises(WeightSyncError, match="http://b: nobody read w"):
-        verify(MANIFEST, [report(reads), report(reads[:1]) | {"server": "http://b"}])
+        verify(MANIFEST, WRITTEN, [report(reads), report(reads[:1]) | {"server": "http://b"}])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +91,15 @@ class ReadingEngine:
     """Reads the manifest as a worker would and reports it; keeps what it read."""
 
     def load_weights(self, update, only=None):
-        loaded = Manifest.load(update.request("s")["manifest"])
+        told = update.request("s")
+        loaded, ledgers = Manifest.load(told["manifest"], told["version"]), Ledgers(update.folder, told["version"])
         self.seen, reads = {}, []
         for name, tensor in loaded.tensors.items():
             for index, block in enumerate(tensor.blocks):
+                ledgers.wait_for(block.rank, block.offset + 1, name)
                 data = Path(block.file).read_bytes()[block.offset :]
                 self.seen[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)[: whole(tensor.shape)[1][0]]
-                reads.append([name, index, block.box, block.checksum])
+                reads.append([name, index, block.box, checksum(self.seen[name])])
         return [{"server": "s", "worker": 0, "version": loaded.version, "bytes": 1, "checksum_seconds": 0.0, "reads": reads}]
 
     def resume(self, update, only=None):
