@@ -8,9 +8,11 @@ its checksum compared on both sides. Before each sync every weight changes, so a
 Per sync, medians over all but the first, which also makes and maps the files:
 
 - copy: the trainer's weights copied to a buffer, torch's `copy_`, by one thread, just before the sync.
-- data: publish, the trainer's cast, check and copy into shared memory, and read, the worker's copy and checksum out of it.
+- check: the trainer looks for NaN and infinity, and agrees with other ranks; before the server hears of the update.
+- publish: the trainer's cast, copy and checksum into shared memory. It begins with pause, and goes on beside what follows.
+- read: the worker's copy and checksum out of it, waiting for what is not written yet included.
 - the rest: pause, start, layers (what vLLM does with each layer that was read, until the update is finished), resume, and everything else,
-  which is the proof above all.
+  which is the proof above all. With check and read they add up to end to end; publish runs beside them.
 - |dlogprob|: the largest difference between log-probs that the server reports for what it samples and those of the trainer's model.
 
 The trainer holds the weights in `--dtype` and the server computes in it. Takes 6 times the weights in memory, twice of them in /dev/shm.
@@ -171,7 +173,8 @@ def one_row(report, requests: Counter[str]) -> dict[str, float]:
     return dict(
         bytes=report.bytes_read,
         total=report.total_seconds,
-        publish=report.publish_seconds,
+        check=report.publish_seconds,
+        publish=report.send_seconds,
         read=report.read_seconds,
         checks=report.checksum_seconds,
         pause=requests["pause"],
@@ -185,21 +188,20 @@ def table(rows: list[dict[str, float]], args: argparse.Namespace) -> str:
     """The medians of all syncs but the first, in Markdown."""
     later = rows[1:]
     median = {name: statistics.median(row[name] for row in later) for name in later[0]}
-    gb, data = median["bytes"] / 1e9, median["publish"] + median["read"]
-    named = ("pause", "start", "layers", "resume")
-    rest = median["total"] - data - sum(median[name] for name in named)
+    gb, named = median["bytes"] / 1e9, ("pause", "start", "layers", "resume")
+    rest = median["total"] - sum(median[name] for name in ("check", "read", *named))
     lines = [
         f"| {args.model} {args.dtype}, {gb:.3f} GB | s | GB/s | of copy |",
         "|---|---|---|---|",
         f"| plain copy | {median['copy']:.3f} | {gb / median['copy']:.2f} | |",
     ]
-    moved = {"publish": median["publish"], "read": median["read"], "data: publish + read": data, "end to end": median["total"]}
-    for name, seconds in moved.items():
+    moved = {"check": "check", "publish, beside the others": "publish", "read": "read", "end to end": "total"}
+    for name, seconds in ((name, median[key]) for name, key in moved.items()):
         lines.append(f"| {name} | {seconds:.3f} | {gb / seconds:.2f} | {median['copy'] / seconds:.0%} |")
     lines += [f"| {name} | {median[name]:.3f} | | |" for name in named] + [f"| everything else | {rest:.3f} | | |"]
     lines.append(f"| first sync | {rows[0]['total']:.3f} | | |")
     worst, checks = max(row["difference"] for row in rows), median["checks"]
-    lines += ["", f"Largest |dlogprob| after any sync: {worst:.2g}. Of this the checks: {checks:.3f} s, {checks / median['total']:.1%}."]
+    lines += ["", f"Largest |dlogprob| after any sync: {worst:.2g}. Checksums, on both sides: {checks:.3f} s."]
     return "\n".join(lines)
 
 

@@ -18,33 +18,35 @@ from megagrpo.weight_sync.shared_memory import SharedMemory
 
 
 class Hangs:
-    """A parameter that stops the process which reads it."""
+    """A parameter that stops the process which reads it, after so many reads."""
 
-    def __init__(self, param: torch.Tensor):
-        self.param = param
+    def __init__(self, param: torch.Tensor, reads: int):
+        self.param, self.reads = param, reads
 
     def detach(self) -> torch.Tensor:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        if self.reads == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        self.reads -= 1
         return self.param
 
 
-def push(shared: Path, hanging: int) -> None:
+def push(shared: Path, hanging: int, reads: int) -> None:
     layout = init_layout(ParallelSection())
     rank, values = layout.world_rank, torch.zeros(64, 4)
     found = [
         (f"decoder.{name}", values, [Block(f"{name}{rank}", (64, 4), whole((64, 4)), (64, 4), axis=0, at=0, count=64)]) for name in "abc"
     ]
     if rank == hanging:
-        found[1] = (found[1][0], Hangs(values), found[1][2])
+        found[1] = (found[1][0], Hangs(values, reads), found[1][2])
     with WeightSync(object() if rank == 0 else None, layout, "float32", SharedMemory(layout, "float32", shared, seconds=1.0)) as sync:
         sync.push(found, 1)
 
 
-@pytest.mark.parametrize("hanging", [1, 2])
-def test_a_rank_that_hangs_while_it_publishes_is_named_with_its_parameter(hanging, tmp_path):
+@pytest.mark.parametrize(("hanging", "reads"), [(1, 0), (2, 1)], ids=["checking", "writing"])
+def test_a_rank_that_hangs_while_it_publishes_is_named_with_its_parameter(hanging, reads, tmp_path):
     started = time.monotonic()
     with pytest.raises(
         RankFailed, match=rf"phase publish: rank {hanging} is not there within 1 s .*; rank {hanging} stands at parameter decoder\.b"
     ):
-        run_ranks(push, 3, tmp_path, hanging)
+        run_ranks(push, 3, tmp_path, hanging, reads)
     assert time.monotonic() - started < 20

@@ -109,27 +109,32 @@ def push_and_die(engine, folder, version):
 
 
 class DiesAt:
-    """A rank's parameters; the process kills itself when the one with this number is read for publishing."""
+    """A rank's parameters; the process kills itself when the one with this number is read, `writing` or while it is checked."""
 
-    def __init__(self, found, number):
-        self.found, self.number = found, number
+    def __init__(self, found, number, writing):
+        self.found, self.number, self.writing = found, number, writing
 
     def __iter__(self):
         for place, (name, param, blocks) in enumerate(self.found):
-            yield name, (Deadly(param) if place == self.number else param), blocks
+            yield name, (Deadly(param, self.writing) if place == self.number else param), blocks
 
 
 class Deadly:
-    def __init__(self, param):
-        self.param = param
+    def __init__(self, param, writing):
+        self.param, self.writing, self.read = param, writing, False
 
     def detach(self):
-        os.kill(os.getpid(), signal.SIGKILL)
+        if self.read or not self.writing:
+            if self.writing:
+                wait_for(lambda: any(b"has not written" in place.read_bytes() for place in left_by(os.getpid())[0].rglob("worker0.at")))
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.read = True
+        return self.param
 
 
-def publish_and_die(engine, folder, version, number):
+def publish_and_die(engine, folder, version, number, writing):
     sync = WeightSync(engine, OneRank(), "float32")
-    sync.push(DiesAt(list(shards(folder)), number), version)
+    sync.push(DiesAt(list(shards(folder)), number, writing), version)
 
 
 def fork(function, *args):
@@ -148,17 +153,31 @@ PLACES = [pytest.param(0, marks=FULL, id="first"), pytest.param(10, id="middle")
 
 
 @pytest.mark.parametrize("number", PLACES)
-def test_a_trainer_that_dies_while_it_publishes_leaves_the_server_as_it_was(fresh, number):
+def test_a_trainer_that_dies_before_it_writes_leaves_the_server_as_it_was(fresh, number):
     synced = tied_llamas()[0]
     assert len(list(shards(synced.folder))) == NUM_TENSORS
     with WeightSync(synced.engine, OneRank(), "float32") as sync:
         sync.push(shards(synced.folder), synced.engine.weight_version + 1)
     before = sampled(synced.engine)
-    trainer = fork(publish_and_die, synced.engine, fresh.folder, synced.engine.weight_version + 1, number)
+    trainer = fork(publish_and_die, synced.engine, fresh.folder, synced.engine.weight_version + 1, number, False)
     trainer.join()
     assert trainer.exitcode == -signal.SIGKILL and not is_paused(synced.engine) and sampled(synced.engine) == before
     with WeightSync(synced.engine, OneRank(), "float32") as sync:
         sync.push(shards(fresh.folder), synced.engine.weight_version + 1)
+    assert sampled(synced.engine) == sampled(fresh.engine) and not left_by(trainer.pid)
+
+
+@pytest.mark.parametrize("number", PLACES)
+def test_a_server_that_waits_for_a_trainer_that_dies_while_it_writes_gives_up_within_a_second(fresh, number):
+    synced = tied_llamas()[0]
+    trainer = fork(publish_and_die, synced.engine, fresh.folder, synced.engine.weight_version + 1, number, True)
+    trainer.join()
+    died = time.monotonic()
+    told = httpx.post(f"{synced.engine.urls[0]}/collective_rpc", json={"method": "weight_update_error"}, timeout=10).json()["results"]
+    assert re.search(r"rank 0 is gone and has not written model\.\w+", told[0]) and time.monotonic() - died < 1.5
+    assert trainer.exitcode == -signal.SIGKILL and is_paused(synced.engine)
+    with WeightSync(synced.engine, OneRank(), "float32") as sync:
+        sync.push(shards(fresh.folder), synced.engine.weight_version + 2)
     assert sampled(synced.engine) == sampled(fresh.engine) and not left_by(trainer.pid)
 
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from megagrpo.boxes import cut
 from megagrpo.families.blocks import Block
+from megagrpo.rollout.ledger import VERSION_SHIFT, Ledgers
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.types import SamplingParams
 from megagrpo.weight_sync import WeightSync
@@ -122,19 +124,24 @@ def test_every_rank_learns_which_rank_failed(synced, fresh):
 
 
 class Tampered:
-    """The engine, with something done to the published weights just before it loads them."""
+    """The engine, with something done to weights that are written, just before it loads them."""
 
     def __init__(self, engine, tamper):
         self.engine, self.tamper = engine, tamper
 
     def load_weights(self, update, only=None):
-        if self.tamper:
-            update.request("nobody")  # writes the manifest
-            data = json.loads(update.path.read_text())
-            self.tamper(data)
-            update.path.write_text(json.dumps(data))
-            self.tamper = None
-        return self.engine.load_weights(update, only)
+        if not self.tamper:
+            return self.engine.load_weights(update, only)
+        update.request("nobody")  # writes the manifest
+        Ledgers(update.folder, update.manifest.version, 60).wait_for(0, update.slots.size, "everything")
+        written = update.path.read_text()
+        self.tamper(data := json.loads(written))
+        self.tamper = None
+        update.path.write_text(json.dumps(data))
+        try:
+            return self.engine.load_weights(update, only)
+        finally:
+            update.path.write_text(written)
 
     def resume(self, update, only=None):
         self.engine.resume(update, only)
@@ -176,7 +183,8 @@ def with_a_short_file(manifest):
 
 
 def of_another_version(manifest):
-    manifest["version"] += 1
+    for path in Path(manifest["tensors"]["model.norm.weight"]["blocks"][0]["file"]).parent.glob("rank0.ledger*"):
+        np.memmap(path, np.uint64)[0] += 2 << VERSION_SHIFT
 
 
 def with_another_shape(manifest):
@@ -203,7 +211,7 @@ def halves(folder):
         (with_a_flipped_bit, r"rank 0, model\.layers\.1\.self_attn\.o_proj\.weight\[0:128, 64:128\]: checksum"),
         (without_a_file, r"worker 0 of http\S+: .*rank 0, model\..* cannot be read: No such file"),
         (with_a_short_file, r"rank 0, model\.layers\.1\.self_attn\.o_proj\.weight: .* holds \d+ bytes"),
-        (of_another_version, r"holds weight version \d+; \d+ was announced"),
+        (of_another_version, r"worker 0: .*rank 0 has given up writing weight version \d+, "),
         (with_another_shape, r"worker 0 of http\S+: "),
     ],
     ids=lambda x: getattr(x, "__name__", " "),
