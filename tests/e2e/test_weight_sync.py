@@ -211,7 +211,7 @@ def halves(folder):
         (with_a_flipped_bit, r"rank 0, model\.layers\.1\.self_attn\.o_proj\.weight\[0:128, 64:128\]: checksum"),
         (without_a_file, r"worker 0 of http\S+: .*rank 0, model\..* cannot be read: No such file"),
         (with_a_short_file, r"rank 0, model\.layers\.1\.self_attn\.o_proj\.weight: .* holds \d+ bytes"),
-        (of_another_version, r"worker 0: .*rank 0 has given up writing weight version \d+, "),
+        (of_another_version, r"worker 0 of http\S+: .*rank 0 has given up writing weight version \d+, "),
         (with_another_shape, r"worker 0 of http\S+: "),
     ],
     ids=lambda x: getattr(x, "__name__", " "),
