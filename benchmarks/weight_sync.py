@@ -11,8 +11,8 @@ Per sync, medians over all but the first, which also makes and maps the files:
 - check: the trainer looks for NaN and infinity, and agrees with other ranks; before the server hears of the update.
 - publish: the trainer's cast, copy and checksum into shared memory. It begins with pause, and goes on beside what follows.
 - read: the worker's copy and checksum out of it, waiting for what is not written yet included.
-- the rest: pause, start, layers (what vLLM does with each layer that was read, until the update is finished), resume, and everything else,
-  which is the proof above all. With check and read they add up to end to end; publish runs beside them.
+- the rest: pause, start, layers (what vLLM does with each layer that was read, as far as it is not done beside reading, until the update is
+  finished), resume, and everything else, which is the proof above all. With check and read they add up to end to end; publish runs beside.
 - |dlogprob|: the largest difference between log-probs that the server reports for what it samples and those of the trainer's model.
 
 The trainer holds the weights in `--dtype` and the server computes in it. Takes 6 times the weights in memory, twice of them in /dev/shm.
