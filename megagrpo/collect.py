@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import batched
 
 from megagrpo.config import RolloutSection
 from megagrpo.metrics import PhaseTimer
@@ -13,10 +14,11 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import together
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.engine import Engine, EngineInterrupted, EngineStarved
+from megagrpo.rollout.pool import AsyncPool
 from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout, Truncation
 
 STARVED = "starved"  # in place of rollouts, when the engine has lost its weights
-COUNTERS = ("/timeouts", "/exceptions", "/unscorable", "/seconds")
+COUNTERS = ("/timeouts", "/exceptions", "/unscorable", "/seconds", "/dropped")
 
 
 class StopRequested(Exception):
@@ -29,12 +31,14 @@ class StopRequested(Exception):
 
 @dataclass
 class Collector:
-    """`engine` and `rewards` exist on the rank of each replica that speaks for it, None elsewhere."""
+    """`engine` and `rewards` exist on the rank of each replica that speaks for it, None elsewhere; so does `pool` where generation runs
+    ahead of training."""
 
     layout: Layout
     engine: Engine | None
     rewards: RewardScorer | None
     timer: PhaseTimer
+    pool: AsyncPool | None = None
     step: int = 0  # outer iterations finished, for rewards that follow the run
     stop_signal: int = 0  # the number of the signal that asked this rank to stop
     refill: Callable[[], None] = lambda: None  # gives the engine its weights again; collective
@@ -47,24 +51,41 @@ class Collector:
         Raises StopRequested on every rank when any of them was told to stop.
         """
         prompts = numbered(prompts)  # before they are shared out: replicas must not sample the same group twice
-        share = slice(*(len(prompts) * r // self.layout.dp_size for r in (self.layout.dp_rank, self.layout.dp_rank + 1)))
+        ahead = self.pool is not None and all(prompt.place is not None for prompt in prompts)
 
-        def part() -> tuple[int, list[ScoredRollout], dict[str, float]] | str | None:
+        def part() -> tuple[list[tuple[int, list[ScoredRollout]]], dict[str, float]] | str | None:
             self.rewards.step = self.step
+            mine, engine = (self._own_places(prompts), self.pool) if ahead else (self._own_slice(prompts), self.engine)
             try:
-                scored = generate_and_score(self.engine, self.rewards, prompts[share], num_generations, sampling, seed, self.timer)
+                chosen = [prompts[i] for i in mine]
+                scored = generate_and_score(engine, self.rewards, chosen, num_generations, sampling, seed, self.timer)
             except EngineInterrupted:
                 return None
             except EngineStarved:
                 return STARVED
-            return self.layout.dp_rank, scored, self.rewards.metrics()
+            counted = self.rewards.metrics() | (self.pool.counters() if ahead else {})
+            return [*zip(mine, map(list, batched(scored, num_generations)), strict=True)], counted
 
         while STARVED in (parts := together(self.layout, part, here=self.layout.is_dp_leader)):
             self.stop_if_requested()
             self.refill()  # the same seeds give the same rollouts
         self.stop_if_requested()
-        parts = sorted((part for part in parts if part is not None), key=lambda part: part[0])
-        return [s for _, scored, _ in parts for s in scored], summed_counters([counted for _, _, counted in parts])
+        parts = [part for part in parts if part is not None]
+        groups = sorted((pair for groups, _ in parts for pair in groups), key=lambda pair: pair[0])
+        return [s for _, scored in groups for s in scored], summed_counters([counted for _, counted in parts])
+
+    def ask(self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int) -> None:
+        """Begin with this replica's share of prompts that are collected later, less those that were asked for before."""
+        mine, asked = [numbered(prompts)[i] for i in self._own_places(prompts)], self.pool.asked
+        self.pool.ask([prompt for prompt in mine if prompt.place not in asked], num_generations, sampling, seed)
+
+    def _own_slice(self, prompts: Sequence[Prompt]) -> range:
+        """Which of `prompts` this replica generates: as many as the others, in a row."""
+        return range(*(len(prompts) * r // self.layout.dp_size for r in (self.layout.dp_rank, self.layout.dp_rank + 1)))
+
+    def _own_places(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Which of `prompts` this replica generates where they are asked for ahead: the same ones whichever others they come with."""
+        return [i for i, prompt in enumerate(prompts) if prompt.place % self.layout.dp_size == self.layout.dp_rank]
 
     def stop(self, number: int) -> None:
         """Ask for an end because of signal `number`: the step under way is finished, or given up while it still generates."""
@@ -99,7 +120,7 @@ def numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def generate_and_score(
-    engine: Engine,
+    engine: Engine | AsyncPool,
     rewards: RewardScorer,
     prompts: Sequence[Prompt],
     num_generations: int,
@@ -139,6 +160,12 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
             metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
             metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
     return metrics | dialogue_metrics([s.rollout.dialogue for s in scored if s.rollout.dialogue is not None])
+
+
+def staleness(scored: Sequence[ScoredRollout], weight_version: int) -> dict[str, float]:
+    """How many weight versions lie between the sampling of a response's tokens and the policy that trains on them: mean and maximum."""
+    ages = [weight_version - version for s in scored for version in s.rollout.token_versions]
+    return {"staleness/mean": statistics.fmean(ages), "staleness/max": float(max(ages))}
 
 
 def dialogue_metrics(dialogues: Sequence[Dialogue]) -> dict[str, float]:

@@ -24,6 +24,8 @@ STEP_COLUMNS = [
     ("clip", "clip_ratio/region_mean", "{:5.1%}"),
     ("grad", "grad_norm", "{:6.2f}"),
     ("tok/s", "tokens_per_second", "{:5.0f}"),
+    ("age", "staleness/mean", "{:4.2f}"),
+    ("idle", "idle/trainer", "{:4.0%}"),
 ]
 EVALUATION_COLUMNS = [("reward", "reward", "{:6.3f}"), ("pass@1", "pass@1", "{:4.0%}")]
 EVALUATION_COLUMNS += [c for c in STEP_COLUMNS if c[0] in ("length", "cut")]
@@ -47,6 +49,8 @@ class ConsoleSink:
         self._every = config.run.log_completions_steps
         self._held_out = list(evaluation_sets(config)) or [""]
         self._hidden = {"kl"} if config.algorithm.beta == 0 else set()
+        if not config.rollout.max_staleness:
+            self._hidden.add("idle")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         width = len(str(self._max_steps))

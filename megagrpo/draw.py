@@ -26,6 +26,7 @@ def draw_rollouts(
     then is filled as `dynamic_sample_fallback` says. Every rank sees all rollouts, so all decide alike.
     """
     wanted, group = config.rollout.prompts_per_step, config.rollout.num_generations
+    ask_ahead(collector, prompts, config, sampling, step, 1 + config.rollout.max_staleness)
     drawn: list[ScoredRollout] = []
     counters: dict[str, float] = defaultdict(float)
 
@@ -43,6 +44,7 @@ def draw_rollouts(
         collect(redraw_size(wanted, len(useful), len(drawn) // group), rounds)
         useful = useful_groups(drawn, config)
     counters |= prompts.learn(pass_rates(drawn, config.data.curriculum_pass_reward))
+    ask_ahead(collector, prompts, config, sampling, step + 1, config.rollout.max_staleness)
     if not config.algorithm.dynamic_sample:
         return drawn, dict(counters)
     counters |= {"dynamic_sample/rounds": float(rounds), "dynamic_sample/groups_drawn": float(len(drawn) // group)}
@@ -59,6 +61,19 @@ def draw_rollouts(
         if not partial:
             chosen = groups_of(drawn, group)[:wanted]
     return [rollout for members in chosen for rollout in members], dict(counters)
+
+
+def ask_ahead(collector: Collector, prompts: PromptSource, config: RunConfig, sampling: SamplingParams, step: int, steps: int) -> None:
+    """Have generation begin for the `steps` steps after `step` steps, as far as the run goes; nothing where it does not run ahead.
+
+    Seeds are those of a run that does not, where every step draws the same number of prompts.
+    """
+    if not config.rollout.max_staleness or collector.pool is None:
+        return
+    wanted = config.rollout.prompts_per_step
+    for i, coming in enumerate(batched(prompts.peek(wanted * min(steps, config.run.max_steps - step)), wanted)):
+        of_step = ("ahead", coming[0].place) if config.algorithm.dynamic_sample else (step + i,)
+        collector.ask(coming, config.rollout.num_generations, sampling, derive_seed(config.run.seed, *of_step))
 
 
 def groups_of(scored: Sequence[ScoredRollout], group: int) -> list[tuple[ScoredRollout, ...]]:

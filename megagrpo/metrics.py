@@ -35,6 +35,13 @@ def over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     return metrics
 
 
+def idle_shares(times: dict[str, float]) -> dict[str, float]:
+    """The share of a step in which the trainer waits for responses and rewards, and in which the servers have nothing to generate, when
+    the two take turns."""
+    step, generating = times["time/step"], times.get("time/generate", 0.0)
+    return {"idle/trainer": (generating + times.get("time/reward", 0.0)) / step, "idle/servers": 1 - generating / step}
+
+
 class Sink(Protocol):
     """One place that metrics go to. Any method may raise: the writer catches it."""
 
@@ -144,18 +151,22 @@ class JsonlSink:
 
 def _completion(step: int, scored: ScoredRollout, advantage: float) -> dict[str, Any]:
     rollout = scored.rollout
-    return {
-        "step": step,
-        "prompt_id": rollout.prompt.prompt_id,
-        "prompt": rollout.prompt.messages,
-        "completion": rollout.text,
-        "num_tokens": rollout.length,
-        "finish_reason": rollout.finish_reason,
-        "reward": scored.reward,
-        "rewards": scored.rewards,
-        "advantage": advantage,
-        "weight_version": rollout.weight_version,
-    } | ({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()})
+    return (
+        {
+            "step": step,
+            "prompt_id": rollout.prompt.prompt_id,
+            "prompt": rollout.prompt.messages,
+            "completion": rollout.text,
+            "num_tokens": rollout.length,
+            "finish_reason": rollout.finish_reason,
+            "reward": scored.reward,
+            "rewards": scored.rewards,
+            "advantage": advantage,
+            "weight_version": rollout.weight_version,
+        }
+        | ({"later_versions": rollout.later_versions} if rollout.later_versions else {})
+        | ({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()})
+    )
 
 
 class JsonlFile:

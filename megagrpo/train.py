@@ -46,6 +46,7 @@ from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.exchange import is_here
 from megagrpo.rollout.keeper import Keeper
+from megagrpo.rollout.pool import AsyncPool
 from megagrpo.rollout.probe import check_plugin
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_http import check_urls
@@ -154,13 +155,23 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     writer.message(f"weights go to vLLM by {transport}: {why}")
     engine = None
     if layout.is_dp_leader:
+<<<<<<< HEAD
         options = dict(lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), refills=transport == "shared_memory")
         engine = VllmEngine(urls, tokenizer.decode, logs=logs, **options, **_limits(config.rollout))
+=======
+        options = dict(lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), **_limits(config.rollout))
+        if config.rollout.max_staleness:
+            options |= dict(in_flight=config.rollout.in_flight, runs_ahead=True)
+        engine = VllmEngine(urls, tokenizer.decode, logs=logs, **options)
+>>>>>>> 0b35101 (Generation that runs ahead of training: a pool with a bound on the age of weights)
     with _problems_of_the_config():
         weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype, model_folder, transport, writer.message)
     resources.enter_context(weight_sync)
     if launcher is not None and config.rollout.max_restarts:
         resources.enter_context(Keeper(launcher, engine, weight_sync.refill, config.rollout.max_restarts, writer.message))
+    pool = None
+    if engine is not None and config.rollout.max_staleness:
+        pool = resources.enter_context(AsyncPool(engine, config.rollout.max_staleness))
     checkpointer = Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit, model_folder, reference)
     timer = PhaseTimer()
     trainer = Trainer(
@@ -171,7 +182,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         loss_fn=make_loss(config),
         prompts=prompts,
         held_out=held_out,
-        collector=Collector(layout, dialogues.over(engine) if dialogues else engine, rewards, timer),
+        collector=Collector(layout, dialogues.over(engine) if dialogues else engine, rewards, timer, pool),
         sampling=sampling_params(config.rollout, tokenizer.eos_token_ids),
         engine_sleeps=servers_sleep(config),
         weights=partial(adapter_blocks if config.lora.syncs_adapters else merged_blocks, policy.chunks, hf_config, layout),

@@ -14,7 +14,7 @@ from megagrpo.algorithms.advantages import advantages_of, less_kl, reward_statis
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.checkpoint import Checkpointer, CheckpointError
-from megagrpo.collect import Collector, StopRequested, rollout_metrics
+from megagrpo.collect import Collector, StopRequested, rollout_metrics, staleness
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.prompts import PromptSource
@@ -23,7 +23,7 @@ from megagrpo.draw import draw_rollouts
 from megagrpo.dump import StepDumps
 from megagrpo.evaluation.sets import HeldOut, evaluate
 from megagrpo.look_ahead import look_ahead
-from megagrpo.metrics import MetricsWriter, PhaseTimer, over_updates
+from megagrpo.metrics import MetricsWriter, PhaseTimer, idle_shares, over_updates
 from megagrpo.parallel.device import memory_gb
 from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import own_part
@@ -72,6 +72,7 @@ class Trainer:
         """One outer iteration; its metrics, the same on every rank. Raises StopRequested before anything was trained."""
         config = self.config
         scored, metrics = draw_rollouts(self.collector, self.prompts, config, self.sampling, self.state.step, self.writer.message)
+        metrics |= self.staleness(scored)
         self.let_engine_sleep()
         rewards = rewards_by_group(scored, config.rollout.num_generations)
         advantages = advantages_of(scored, config)
@@ -193,7 +194,8 @@ class Trainer:
         self.writer.message(
             f"warning: step {self.state.step}: token_mult_prob_error {error:.6g} is above rollout.mismatch_threshold {threshold:g}: vLLM "
             "sampled from another distribution than the trainer computes. After a jump, look at weight_version in completions.jsonl and "
-            "at the server's log; from the first step on, at rollout.extra_args, try model.precision=fp32, and audit a dumped step"
+            "at the server's log; from the first step on, at rollout.extra_args, try model.precision=fp32, and audit a dumped step. With "
+            "rollout.max_staleness above 0 it counts what training has moved as well"
         )
 
     def sync(self) -> None:
@@ -211,10 +213,20 @@ class Trainer:
         if self.collector.engine is not None:
             self.collector.engine.weight_version = version
 
+<<<<<<< HEAD
     def refill(self) -> None:
         """Give servers that lost the current weights, and were started again, the same ones."""
         with self.timer("sync"):
             self.weight_sync.push(self.weights(), self.state.weight_version)
+=======
+    def staleness(self, scored: Sequence[ScoredRollout]) -> dict[str, float]:
+        """How old the weights are that sampled what this step trains on; nothing where generation does not run ahead."""
+        if not self.config.rollout.max_staleness:
+            return {}
+        ages = staleness(scored, self.state.weight_version)
+        assert 0 <= ages["staleness/max"] <= self.config.rollout.max_staleness, ages
+        return ages
+>>>>>>> 0b35101 (Generation that runs ahead of training: a pool with a bound on the age of weights)
 
     def let_engine_sleep(self) -> None:
         """Have servers that share the trainer's GPUs give their memory back until the next sync, once no rank generates any more."""
@@ -278,8 +290,9 @@ class Trainer:
 
     def with_speed(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adds the seconds of each phase, tokens per second (prompts and responses), peak memory of this process, and run counters."""
-        times = self.timer.collect()
+        times, pool = self.timer.collect(), self.collector.pool
         speed = {"tokens_per_second": metrics["num_tokens"] / times["time/step"], "memory_gb": memory_gb()}
+        speed |= idle_shares(times) | (pool.measured() if pool is not None else {})
         counters = {"weight_version": float(self.state.weight_version), "checkpoint/failures": float(self.failed_saves)}
         counters |= {"train/skipped_steps": float(self.state.skipped_steps), "mismatch/alarms": float(self.state.mismatch_alarms)}
         return metrics | times | self.synced | speed | counters

@@ -20,13 +20,15 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Prompt:
     """One question, ready for the engine. `prompt_id` is its place in the data set; `columns` go to the reward functions. A step that
-    asks the same question again gives it another `occurrence`, and by that other seeds."""
+    asks the same question again gives it another `occurrence`, and by that other seeds. `place` is its number in the run's stream of
+    prompts, which no other has; None for one that was not drawn from there."""
 
     prompt_id: int
     token_ids: tuple[int, ...]  # [Lp]
     messages: str | list[dict[str, str]]
     columns: dict[str, Any] = field(default_factory=dict)
     occurrence: int = 0
+    place: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,10 @@ class Rollout:
     response_ids: tuple[int, ...]  # [Lr]
     rollout_logprobs: tuple[float, ...]  # [Lr], as the engine reports them; 0 where the policy wrote nothing
     finish_reason: str  # "stop" or "length": how the policy's last turn ended
-    weight_version: int  # number of syncs the engine had seen
+    weight_version: int  # number of syncs the engine had seen when it sampled the first token
     text: str  # decoded, special tokens left out
     dialogue: Dialogue | None = None  # None: one turn, all of it the policy's
+    later_versions: tuple[tuple[int, int], ...] = ()  # (first token, weight version) from there on, where syncs came in between
 
     @property
     def written(self) -> tuple[bool, ...]:
@@ -95,6 +98,13 @@ class Rollout:
     def length(self) -> int:
         """Tokens that the policy wrote."""
         return sum(self.written)
+
+    @property
+    def token_versions(self) -> tuple[int, ...]:
+        """[Lr]: the weight version that each token was sampled with."""
+        starts = [(0, self.weight_version), *self.later_versions]
+        ends = [start for start, _ in starts[1:]] + [len(self.response_ids)]
+        return tuple(version for (start, version), end in zip(starts, ends, strict=True) for _ in range(start, end))
 
 
 @dataclass(frozen=True)

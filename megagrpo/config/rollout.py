@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,12 @@ class RolloutSection(Section):
     """Sample from this many of the most likely tokens; 0 from all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Sample from the tokens that are at least this times as likely as the most likely one; 0 from all."""
+    max_staleness: NonNegativeInt = 0
+    """How many weight versions the responses that a step trains on may be behind the policy: generation runs ahead of training by so many
+    steps. 0: generation and training take turns. docs/async.md."""
+    in_flight: Literal["keep", "resume", "wait"] = "keep"
+    """With max_staleness above 0, what becomes of responses under way when weights are synced. keep: they stand still and go on with the
+    new weights. resume: they are broken off and asked for again from the tokens that they have. wait: the sync waits for their end."""
     mismatch_threshold: Annotated[float, Field(ge=1)] | None = 1.05
     """Warn when a step's `token_mult_prob_error` is above this; empty never warns. 1.05 is the gate of NeMo-RL's functional tests in
     bf16; in fp32 the two sides agree to 1.001."""

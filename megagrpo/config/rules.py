@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megagrpo.config.ahead import ahead_problems
 from megagrpo.config.algorithm import CLIPPED_LOSSES, AlgorithmSection
 from megagrpo.config.evaluation import evaluation_problems
 from megagrpo.config.lora import lora_problems
@@ -64,7 +65,7 @@ def cross_field_problems(config: RunConfig) -> list[str]:
             f"data.curriculum_low: {config.data.curriculum_low} is above data.curriculum_high {config.data.curriculum_high}; no prompt is "
             "inside; exchange them"
         )
-    return problems + evaluation_problems(config) + placement_problems(config)
+    return problems + evaluation_problems(config) + placement_problems(config) + ahead_problems(config)
 
 
 def kl_problems(config: RunConfig) -> list[str]:

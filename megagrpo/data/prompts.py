@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ class PromptSource:
         self._check_columns(list(self._rows[0]))
         self.num_overlong = 0
         self._kept = self._usable_rows()
-        self._order: tuple[int, list[int]] = (-1, [])  # the epoch at hand and its order
+        self._orders: dict[int, list[int]] = {}  # of the epochs at hand
+        self._peeked: dict[int, Prompt] = {}  # by place, from the cursor on
         self.curriculum = Curriculum(data)
         self._drawn_in: dict[int, int] = {}  # epochs of the prompts that were drawn since `learn`
         self.cursor = 0
@@ -83,13 +85,19 @@ class PromptSource:
     def next(self, n: int) -> list[Prompt]:
         """The next `n` prompts; a new epoch begins wherever the last one ends. `prompt_id` is the row in the data set."""
         drawn: list[Prompt] = []
-        while len(drawn) < n:  # every rest ends, so this does
-            row, epoch = self._row_at(self._cursor)
-            self._cursor += 1
-            if not self.curriculum.rests(row, epoch):
-                self._drawn_in[row] = epoch
-                drawn.append(self._prompt(row))
+        for place, row, epoch in islice(self._coming(), n):
+            self._cursor = place + 1
+            self._drawn_in[row] = epoch
+            drawn.append(self._peeked.pop(place, None) or self._prompt(row, place))
+        self._peeked = {place: prompt for place, prompt in self._peeked.items() if place >= self._cursor}
         return drawn
+
+    def peek(self, n: int) -> list[Prompt]:
+        """The prompts that `next(n)` would give; draws none. The curriculum may learn to pass some of them over until they are drawn."""
+        for place, row, _ in islice(self._coming(), n):
+            if place not in self._peeked:
+                self._peeked[place] = self._prompt(row, place)
+        return [self._peeked[place] for place, _, _ in islice(self._coming(), n)]
 
     def learn(self, pass_rates: Mapping[int, float]) -> dict[str, float]:
         """Tell the curriculum what the policy made of the prompts that were drawn since the last call; its metrics."""
@@ -101,12 +109,20 @@ class PromptSource:
         """Every prompt once, in the order of the data set; leaves the cursor alone."""
         return [self._prompt(row) for row in self._kept]
 
-    def _row_at(self, position: int) -> tuple[int, int]:
+    def _coming(self) -> Iterator[tuple[int, int, int]]:
+        """Place in the endless stream, row and epoch of the prompts from the cursor on, less those at rest. Every rest ends, so it goes
+        on."""
+        for place in count(self._cursor):
+            row, epoch = self._row_at(place)
+            if not self.curriculum.rests(row, epoch):
+                yield place, row, epoch
+
+    def _row_at(self, place: int) -> tuple[int, int]:
         """The row at that place of the endless stream, and its epoch."""
-        epoch, place = divmod(position, len(self))
-        if self._order[0] != epoch:
-            self._order = (epoch, self._epoch_order(epoch))
-        return self._order[1][place], epoch
+        epoch, number = divmod(place, len(self))
+        if epoch not in self._orders:
+            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1} | {epoch: self._epoch_order(epoch)}
+        return self._orders[epoch][number], epoch
 
     def _epoch_order(self, epoch: int) -> list[int]:
         if not self._data.shuffle:
@@ -145,10 +161,10 @@ class PromptSource:
             raise ValueError(f"{self._key}: all are dropped: {found}; raise the limit")
         return [row for row, length in enumerate(lengths) if length <= self._max_prompt_length]
 
-    def _prompt(self, row: int) -> Prompt:
+    def _prompt(self, row: int, place: int | None = None) -> Prompt:
         values = self._rows[row]
         token_ids = self._token_ids(row)[-self._max_prompt_length :]
-        return Prompt(row, token_ids, _messages(values[self._data.prompt_column]), self._columns(values))
+        return Prompt(row, token_ids, _messages(values[self._data.prompt_column]), self._columns(values), place=place)
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
         columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}

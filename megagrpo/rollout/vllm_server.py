@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -23,11 +24,12 @@ ATTEMPTS = 3  # of one request on servers that answer their health check
 
 @dataclass
 class _Job:
-    """One prompt on its way: the request body, and how often it has failed."""
+    """One prompt on its way: the request body, the weight version when it was made, and how often it has failed."""
 
     place: int
     prompt: Prompt
     body: dict[str, Any]
+    version: int
     failures: int = 0
 
 
@@ -38,6 +40,8 @@ class VllmEngine(Updates):
     server stops answering, its prompts go to the others, and it is asked again once it holds the current weights. `model` asks for what
     the servers call so, such as an adapter that they started with; with `any_version` they may have been given weights by others. The
     other options are those of `Updates`.
+
+    `generate` may be called from several threads, also while weights are updated where `in_flight` says that responses go on then.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class VllmEngine(Updates):
         super().__init__(urls, **options)
         self.decode, self.max_num_seqs, self.model, self.any_version = decode, max_num_seqs, model, any_version
         self._interrupted = False
-        self._under_way: tuple[asyncio.AbstractEventLoop, asyncio.Task] | None = None  # what `interrupt` ends
+        self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = set()  # what `interrupt` ends
 
     # -- generation
 
@@ -70,13 +74,13 @@ class VllmEngine(Updates):
         jobs: deque[_Job] = deque()
         for place, prompt in enumerate(prompts):
             own_seed = derive_seed(seed, prompt.prompt_id, prompt.occurrence)
-            jobs.append(_Job(place, prompt, _request(prompt, n, sampling, own_seed) | self._model()))
+            jobs.append(self._job(place, prompt, n, sampling, own_seed))
         return self._run(jobs, n, on_group)
 
     def extend(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Rollout]:
         """One rollout of each prompt, with limits and a seed of its own, in order. Fails as `generate` does."""
         given = enumerate(zip(prompts, sampling, seeds, strict=True))
-        jobs = deque(_Job(place, prompt, _request(prompt, 1, params, seed) | self._model()) for place, (prompt, params, seed) in given)
+        jobs = deque(self._job(place, prompt, 1, params, seed) for place, (prompt, params, seed) in given)
         return [rollout for (rollout,) in self._run(jobs, 1)]
 
     def read_tool_calls(self, turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]) -> list[ToolCalls]:
@@ -94,22 +98,27 @@ class VllmEngine(Updates):
             asyncio.run(self._work_off(jobs, n, groups, on_group))
         except asyncio.CancelledError:
             raise EngineInterrupted("generation was interrupted") from None
-        finally:
-            self._under_way = None
         return groups
 
     def interrupt(self) -> None:
-        """Have the `generate` that is under way close its connections, on which vLLM drops the requests, and raise EngineInterrupted;
+        """Have every `generate` that is under way close its connections, on which vLLM drops the requests, and raise EngineInterrupted;
         every later one raises it at once. May be called from a signal handler."""
         self._interrupted = True
-        if self._under_way is not None:
-            loop, task = self._under_way
-            loop.call_soon_threadsafe(task.cancel)
+        for loop, task in list(self._under_way):
+            with contextlib.suppress(RuntimeError):  # it has just come to its end in another thread
+                loop.call_soon_threadsafe(task.cancel)
 
     async def _work_off(self, jobs: deque[_Job], n: int, groups: list[list[Rollout] | None], on_group: OnGroup | None) -> None:
-        self._under_way = asyncio.get_running_loop(), asyncio.current_task()
-        if self._interrupted:  # looked at after the line above, so that no interrupt falls between the two
-            raise asyncio.CancelledError
+        mine = asyncio.get_running_loop(), asyncio.current_task()
+        self._under_way.add(mine)
+        try:
+            if self._interrupted:  # looked at after the line above, so that no interrupt falls between the two
+                raise asyncio.CancelledError
+            await self._serve_all(jobs, n, groups, on_group)
+        finally:
+            self._under_way.discard(mine)
+
+    async def _serve_all(self, jobs: deque[_Job], n: int, groups: list[list[Rollout] | None], on_group: OnGroup | None) -> None:
         left = len(jobs)
 
         async def serve(client: httpx.AsyncClient, url: str) -> None:
@@ -119,7 +128,7 @@ class VllmEngine(Updates):
                     await asyncio.sleep(0.02)
                     continue
                 job = jobs.popleft()
-                choices = await self._ask(client, url, job)
+                choices = await self._finished(client, url, job)
                 if choices is None:
                     jobs.append(job)
                     continue
@@ -150,8 +159,24 @@ class VllmEngine(Updates):
         if left:
             self._alive()  # raises
 
+    async def _finished(self, client: httpx.AsyncClient, url: str, job: _Job) -> list[dict[str, Any]] | None:
+        """The choices for one prompt; None when it must be tried again, here or elsewhere. What an update of the weights has broken off
+        goes on from the tokens that are there."""
+        choices = await self._ask(client, url, job)
+        while choices and self.in_flight == "resume" and any(map(is_broken_off, choices)):
+            rests = await _all([self._rest(client, url, job, choice) for choice in choices])
+            choices = None if None in rests else rests
+        return choices
+
+    async def _rest(self, client: httpx.AsyncClient, url: str, job: _Job, choice: dict[str, Any]) -> dict[str, Any] | None:
+        """A choice with what follows it, when it was broken off."""
+        if not is_broken_off(choice):
+            return choice
+        more = await self._ask(client, url, replace(job, body=rest_of(job.body, choice)))
+        return more and joined(choice, *more)
+
     async def _ask(self, client: httpx.AsyncClient, url: str, job: _Job) -> list[dict[str, Any]] | None:
-        """The choices for one prompt; None when it must be tried again, here or elsewhere."""
+        """The choices for one prompt, as they come; None when it must be tried again, here or elsewhere."""
         try:
             answer = await client.post(f"{url}/inference/v1/generate", json=job.body)
         except httpx.TimeoutException as error:
@@ -193,19 +218,32 @@ class VllmEngine(Updates):
             raise EngineError(f"{self._name(url)} sent {len(ids)} tokens and log-probs of {len(told)} others for prompt {prompt.prompt_id}")
         if not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
             raise EngineError(f"{self._name(url)} sent log-probs that are none for prompt {prompt.prompt_id}: {logprobs}")
-        version = self._version(url, choice)
-        return Rollout(prompt, ids, logprobs, choice["finish_reason"], version, self.decode(ids))
+        version, *later = self._versions(url, job, choice)
+        return Rollout(prompt, ids, logprobs, choice["finish_reason"], version[1], self.decode(ids), later_versions=tuple(later))
 
-    def _version(self, url: str, choice: dict[str, Any]) -> int:
-        """The weights that sampled `choice`; EngineError unless they are those of the last sync, e.g. after somebody restarted a server."""
+    def _versions(self, url: str, job: _Job, choice: dict[str, Any]) -> list[tuple[int, int]]:
+        """(first token, weight version) of each part of `choice`; EngineError unless they are those of the last sync, e.g. after somebody
+        restarted a server, or earlier ones where generation runs ahead. A server that does not say is taken to have kept the weights that
+        it had when it was asked."""
         if (others := self._other_versions(choice)) and not self.any_version:
             expected = self._served_version()
             raise EngineError(f"{self._name(url)} sampled with weight version {sorted(others)}; the last sync was {expected}")
-        return self.weight_version
+        spans = choice.get("weight_versions") or ()
+        if not self.runs_ahead or not spans:
+            return [(0, job.version if self.runs_ahead else self.weight_version)]
+        found = [(span["start"], int(span["version"])) for span in spans]
+        return [part for i, part in enumerate(found) if i == 0 or part[1] != found[i - 1][1]]
 
     def _other_versions(self, choice: dict[str, Any]) -> set[str]:
-        """Weight versions that had a part in `choice`, less the current one."""
-        return {span["version"] for span in choice.get("weight_versions") or ()} - {self._served_version()}
+        """Weight versions that had a part in `choice` and must not. Of those that run ahead, the next version may be known to the server
+        and not yet here."""
+        found = {span["version"] for span in choice.get("weight_versions") or ()} - {self._served_version()}
+        if not self.runs_ahead:
+            return found
+        return {version for version in found if not (version.isdigit() and 1 <= int(version) <= self.weight_version + 1)}
+
+    def _job(self, place: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> _Job:
+        return _Job(place, prompt, _request(prompt, n, sampling, seed) | self._model(), self.weight_version)
 
     def _model(self) -> dict[str, str]:
         """What a request says about whose weights it wants: nothing before the first adapter came."""
@@ -228,6 +266,32 @@ def _request(prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> dic
         "detokenize": False,
     }
     return {"token_ids": list(prompt.token_ids), "sampling_params": params}
+
+
+def is_broken_off(choice: dict[str, Any]) -> bool:
+    """Whether an update of the weights has ended the choice before its time."""
+    return choice["finish_reason"] == "abort"
+
+
+def rest_of(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+    """The request that continues a choice which was broken off: its tokens belong to the prompt then."""
+    params, written = body["sampling_params"], choice["token_ids"]
+    seed = derive_seed(params["seed"], choice["index"], len(written))
+    left = {"n": 1, "max_tokens": params["max_tokens"] - len(written), "seed": seed}
+    return body | {"token_ids": body["token_ids"] + written, "sampling_params": params | left}
+
+
+def joined(choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """A choice that was broken off with the one that continues it."""
+    written = len(choice["token_ids"])
+    content = [entry for part in (choice, more) for entry in (part["logprobs"] or {}).get("content") or ()]
+    later = [span | {key: span[key] + written for key in ("start", "end")} for span in more.get("weight_versions") or ()]
+    return more | {
+        "index": choice["index"],
+        "token_ids": choice["token_ids"] + more["token_ids"],
+        "logprobs": {"content": content},
+        "weight_versions": [*(choice.get("weight_versions") or ()), *later],
+    }
 
 
 def _complete(url: str, choices: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:

@@ -20,7 +20,11 @@ from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_http import HEALTH_SECONDS, Servers, ServerTimeout, answers
 
 INITIAL_VERSION = "default"  # what vLLM calls the weights it started with
+<<<<<<< HEAD
 LOOK_SECONDS = 0.5  # between two looks at servers that do not answer
+=======
+PAUSE_MODES = {"wait": "wait", "keep": "keep", "resume": "abort"}  # vLLM's names for what `in_flight` says
+>>>>>>> 0b35101 (Generation that runs ahead of training: a pool with a bound on the age of weights)
 
 
 class Updates(Servers):
@@ -28,8 +32,14 @@ class Updates(Servers):
 
     Each phase of an update ends within `sync_timeout` seconds. With `lora` a weight version is an adapter, and the weights under it stay
     those that the servers started with. `patience` is how many seconds a server that died may take to come back; 0: none does. Servers
+<<<<<<< HEAD
     that can (`sleeps`) give their GPU memory back when they are told to. Without `refills` one that comes back waits for all ranks to give
     it weights.
+=======
+    that can (`sleeps`) give their GPU memory back when they are told to. `in_flight` is what becomes of responses under way when weights
+    come: the update waits for them (wait), they stand still and go on (keep), or they are broken off and continued from their tokens
+    (resume); with `runs_ahead` they may come with the weights of earlier versions.
+>>>>>>> 0b35101 (Generation that runs ahead of training: a pool with a bound on the age of weights)
     """
 
     def __init__(
@@ -42,11 +52,21 @@ class Updates(Servers):
         lora: bool = False,
         patience: float = 0.0,
         sleeps: bool = False,
+<<<<<<< HEAD
         refills: bool = True,
     ):
         super().__init__(urls, logs=logs, request_timeout=request_timeout)
         self.sync_timeout, self.lora, self.patience = sync_timeout, lora, patience
         self.sleeps, self.asleep, self.refills = sleeps, False, refills
+=======
+        in_flight: str = "wait",
+        runs_ahead: bool = False,
+    ):
+        super().__init__(urls, logs=logs, request_timeout=request_timeout)
+        self.sync_timeout, self.lora, self.patience = sync_timeout, lora, patience
+        self.sleeps, self.asleep = sleeps, False
+        self.in_flight, self.runs_ahead = in_flight, runs_ahead
+>>>>>>> 0b35101 (Generation that runs ahead of training: a pool with a bound on the age of weights)
         self.weight_version = 0
 
     # -- weights
@@ -102,16 +122,23 @@ class Updates(Servers):
         self._wake("weights", only)
         return self._update(self._load_weights, update, only=only, together=update.servers)
 
+<<<<<<< HEAD
     def resume(self, update: WeightUpdate, only: Sequence[str] | None = None) -> None:
         """Forget cached prefixes, which belong to older weights, and serve again. Fails as `load_weights` does."""
         version = update.manifest.version
+=======
+    def resume(self, version: int, only: Sequence[str] | None = None) -> None:
+        """Forget cached prefixes, which belong to older weights, and serve again. Responses that were kept have theirs computed anew."""
+
+        running = "?reset_running_requests=true" if self.in_flight == "keep" else ""
+>>>>>>> 0b35101 (Generation that runs ahead of training: a pool with a bound on the age of weights)
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
             with _phase("resume"):
                 # They have been verified. vLLM has the route from 0.27 on.
                 name = {"new_version": str(version)}
                 await self._post(client, url, "/update_weight_version", name, self.sync_timeout, optional=True)
-                await self._post(client, url, "/reset_prefix_cache", seconds=self.sync_timeout)
+                await self._post(client, url, f"/reset_prefix_cache{running}", seconds=self.sync_timeout)
                 await self._post(client, url, "/resume", seconds=self.sync_timeout)
             return []
 
@@ -124,8 +151,8 @@ class Updates(Servers):
         info = update.request(url)
         phase, seconds = "pause", self.sync_timeout
         try:
-            # Requests that are under way would go on with old keys and values, and vLLM must not run while parameters are aside.
-            await self._post(client, url, "/pause?mode=wait", seconds=seconds)
+            # vLLM must not run while parameters are aside.
+            await self._post(client, url, f"/pause?mode={PAUSE_MODES[self.in_flight]}", seconds=seconds)
             phase = "start"
             await self._end_update(client, url)  # one whose end this client never saw may still be open
             await self._post(client, url, "/start_weight_update", seconds=seconds)

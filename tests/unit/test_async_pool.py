@@ -1,0 +1,163 @@
+"""The pool between a trainer that takes groups in the order of its prompts and an engine that finishes them in any order."""
+
+import random
+import threading
+import time
+
+import pytest
+
+from megagrpo.config import ConfigError, load_config
+from megagrpo.rollout.engine import EngineError, EngineInterrupted
+from megagrpo.rollout.pool import AsyncPool
+from megagrpo.types import Prompt, Rollout, SamplingParams
+from tests.unit.test_placement import QUICKSTART
+
+SAMPLING = SamplingParams(1.0, 8)
+WANTED = 4  # prompts of a step
+
+
+class Engine:
+    """Finishes the groups of a call one by one, after seeded times; what a sync reaches goes on with the next version."""
+
+    def __init__(self, seed=0, seconds=0.004):
+        self.random, self.seconds, self.weight_version = random.Random(seed), seconds, 1
+        self.begun, self.held_up, self.error = [], {}, None
+        self.stop = threading.Event()
+
+    def generate(self, prompts, n, sampling, seed, on_group):
+        if self.error:
+            raise self.error
+        begun = self.weight_version
+        self.begun += [(prompt.place, begun) for prompt in prompts]
+        for i in self.random.sample(range(len(prompts)), len(prompts)):
+            if self.stop.wait(self.random.random() * self.seconds):
+                raise EngineInterrupted("generation was interrupted")
+            version = self.held_up.pop(prompts[i].place, begun)
+            later = ((1, self.weight_version),) if self.weight_version > version else ()
+            on_group(i, [Rollout(prompts[i], (1, 2), (-1.0, -1.0), "stop", version, "", later_versions=later)] * n)
+
+    def interrupt(self):
+        self.stop.set()
+
+
+def prompts(start, stop):
+    return [Prompt(place % 7, (1,), "", place=place) for place in range(start, stop)]
+
+
+def train(pool, engine, steps, max_staleness, pace=0.004):
+    """The places that each step trains on, and how old the oldest token was."""
+    trained, ages, pauses = [], [], random.Random(5)
+    for step in range(steps):
+        asked, end = pool.asked, min(steps, step + 1 + max_staleness) * WANTED
+        pool.ask([p for p in prompts(step * WANTED, end) if p.place not in asked], 2, SAMPLING, step)
+        arrived = []
+        mine = prompts(step * WANTED, (step + 1) * WANTED)
+        groups = pool.generate(mine, 2, SAMPLING, step, lambda i, group: arrived.append((i, group)))  # noqa: B023
+        assert sorted(i for i, _ in arrived) == list(range(WANTED)) and all(groups[i] is group for i, group in arrived)
+        trained.append([rollout.prompt.place for group in groups for rollout in group[:1]])
+        ages += [engine.weight_version - rollout.weight_version for group in groups for rollout in group]
+        time.sleep(pauses.random() * pace)
+        engine.weight_version += 1
+    return trained, ages
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+@pytest.mark.parametrize("pace", [0.0, 0.02], ids=["fast trainer", "slow trainer"])
+def test_every_group_is_trained_on_once_in_order_and_none_is_too_old(max_staleness, pace):
+    engine = Engine(seed=max_staleness)
+    with AsyncPool(engine, max_staleness) as pool:
+        trained, ages = train(pool, engine, 12, max_staleness, pace)
+        assert pool.asked == set()
+    assert trained == [list(range(step * WANTED, (step + 1) * WANTED)) for step in range(12)]
+    assert [place for place, _ in sorted(engine.begun)] == list(range(12 * WANTED))
+    assert max(ages) == max_staleness and pool.counters() == {"async/dropped": 0.0}
+
+
+def test_a_group_is_begun_as_early_as_the_bound_allows_and_no_earlier():
+    engine = Engine()
+    with AsyncPool(engine, 2) as pool:
+        train(pool, engine, 6, 2)
+    assert sorted(engine.begun) == [(place, max(1, place // WANTED - 1)) for place in range(6 * WANTED)]
+
+
+def test_a_group_that_was_held_up_too_long_is_generated_again_and_counted():
+    engine = Engine()
+    engine.held_up = {9: -1, 17: -1}
+    with AsyncPool(engine, 1) as pool:
+        trained, ages = train(pool, engine, 6, 1)
+    assert [place for step in trained for place in step] == list(range(6 * WANTED)) and max(ages) <= 1
+    assert sorted(place for place, _ in engine.begun if place in (9, 17)) == [9, 9, 17, 17]
+    assert pool.counters() == {"async/dropped": 2.0} and pool.counters() == {"async/dropped": 0.0}
+
+
+def test_what_was_asked_for_and_passed_over_is_forgotten():
+    engine = Engine()
+    with AsyncPool(engine, 2) as pool:
+        pool.ask(prompts(0, 8), 2, SAMPLING, 0)
+        pool.generate(prompts(0, 2) + prompts(6, 8), 2, SAMPLING, 0)
+        wait_until(lambda: not pool.asked)
+        assert pool.counters() == {"async/dropped": 4.0}
+
+
+def test_prompts_that_nobody_asked_for_are_generated_at_once():
+    engine = Engine()
+    with AsyncPool(engine, 1) as pool:
+        groups = pool.generate(prompts(0, 3), 2, SAMPLING, 0)
+        assert [group[0].prompt.place for group in groups] == [0, 1, 2] and pool.generate([], 2, SAMPLING, 0) == []
+
+
+def test_what_fails_in_the_background_is_raised_where_its_groups_are_wanted():
+    engine = Engine()
+    engine.error = EngineError("no server is left")
+    with AsyncPool(engine, 1) as pool:
+        pool.ask(prompts(0, 4), 2, SAMPLING, 0)
+        with pytest.raises(EngineError, match="no server is left"):
+            pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+
+
+def test_an_interrupted_engine_ends_the_wait_and_no_thread_is_left():
+    engine = Engine(seconds=60)
+    with AsyncPool(engine, 1) as pool:
+        pool.ask(prompts(0, 8), 2, SAMPLING, 0)
+        threading.Timer(0.05, engine.interrupt).start()
+        with pytest.raises(EngineInterrupted):
+            pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "pool"]
+
+
+def test_idle_is_the_time_in_which_nothing_is_under_way():
+    engine = Engine(seconds=0.0)
+    with AsyncPool(engine, 1) as pool:
+        pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+        pool.measured()
+        time.sleep(0.05)
+        assert pool.measured() == pytest.approx({"idle/servers": 1.0, "async/in_flight": 0.0, "async/waiting": 0.0}, abs=0.01)
+        engine.seconds = 60
+        pool.ask(prompts(4, 8), 2, SAMPLING, 0)
+        time.sleep(0.05)
+        assert pool.measured() == pytest.approx({"idle/servers": 0.0, "async/in_flight": 4.0, "async/waiting": 0.0}, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.placement=auto"], "rollout.max_staleness: 1 needs servers that generate while .* auto shares .* set it to dedicated"),
+        (["algorithm.importance_correction=off"], "rollout.max_staleness: 1 trains on .*importance_correction is off; set it to token_tr"),
+        (["algorithm.loss_type=real"], "rollout.max_staleness: 1 trains on .* the loss real has no correction for that; set it to 0"),
+        (["lora.rank=8", "lora.sync=adapter"], "rollout.max_staleness: 1 has servers take weights .* swaps adapters; set it to merged"),
+        (["multi_turn.tools=[megagrpo.multi_turn.calculator:calculator]"], "rollout.max_staleness: 1: the turns of multi_turn are not"),
+        (["rollout.max_staleness=0", "rollout.in_flight=resume"], "rollout.in_flight: resume needs rollout.max_staleness above 0"),
+    ],
+)
+def test_what_does_not_go_with_running_ahead_is_refused(overrides, message):
+    ahead = ["rollout.max_staleness=1", "rollout.placement=dedicated", "algorithm.importance_correction=token_truncate"]
+    load_config(QUICKSTART, ahead)
+    with pytest.raises(ConfigError, match=message):
+        load_config(QUICKSTART, [*ahead, *overrides])
+
+
+def wait_until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.005)
