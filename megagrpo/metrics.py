@@ -151,22 +151,22 @@ class JsonlSink:
 
 def _completion(step: int, scored: ScoredRollout, advantage: float) -> dict[str, Any]:
     rollout = scored.rollout
-    return (
-        {
-            "step": step,
-            "prompt_id": rollout.prompt.prompt_id,
-            "prompt": rollout.prompt.messages,
-            "completion": rollout.text,
-            "num_tokens": rollout.length,
-            "finish_reason": rollout.finish_reason,
-            "reward": scored.reward,
-            "rewards": scored.rewards,
-            "advantage": advantage,
-            "weight_version": rollout.weight_version,
-        }
-        | ({"later_versions": rollout.later_versions} if rollout.later_versions else {})
-        | ({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()})
-    )
+    later = {"later_versions": rollout.later_versions} if rollout.later_versions else {}
+    told = {} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()}
+    return {
+        "step": step,
+        "prompt_id": rollout.prompt.prompt_id,
+        "prompt": rollout.prompt.messages,
+        "completion": rollout.text,
+        "num_tokens": rollout.length,
+        "finish_reason": rollout.finish_reason,
+        "reward": scored.reward,
+        "rewards": scored.rewards,
+        "advantage": advantage,
+        "weight_version": rollout.weight_version,
+        **later,
+        **told,
+    }
 
 
 class JsonlFile:
