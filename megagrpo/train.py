@@ -155,15 +155,9 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     writer.message(f"weights go to vLLM by {transport}: {why}")
     engine = None
     if layout.is_dp_leader:
-<<<<<<< HEAD
         options = dict(lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), refills=transport == "shared_memory")
+        options["in_flight"] = config.rollout.in_flight if config.rollout.max_staleness else None
         engine = VllmEngine(urls, tokenizer.decode, logs=logs, **options, **_limits(config.rollout))
-=======
-        options = dict(lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), **_limits(config.rollout))
-        if config.rollout.max_staleness:
-            options |= dict(in_flight=config.rollout.in_flight, runs_ahead=True)
-        engine = VllmEngine(urls, tokenizer.decode, logs=logs, **options)
->>>>>>> 0b35101 (Generation that runs ahead of training: a pool with a bound on the age of weights)
     with _problems_of_the_config():
         weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype, model_folder, transport, writer.message)
     resources.enter_context(weight_sync)

@@ -213,12 +213,11 @@ class Trainer:
         if self.collector.engine is not None:
             self.collector.engine.weight_version = version
 
-<<<<<<< HEAD
     def refill(self) -> None:
         """Give servers that lost the current weights, and were started again, the same ones."""
         with self.timer("sync"):
             self.weight_sync.push(self.weights(), self.state.weight_version)
-=======
+
     def staleness(self, scored: Sequence[ScoredRollout]) -> dict[str, float]:
         """How old the weights are that sampled what this step trains on; nothing where generation does not run ahead."""
         if not self.config.rollout.max_staleness:
@@ -226,7 +225,6 @@ class Trainer:
         ages = staleness(scored, self.state.weight_version)
         assert 0 <= ages["staleness/max"] <= self.config.rollout.max_staleness, ages
         return ages
->>>>>>> 0b35101 (Generation that runs ahead of training: a pool with a bound on the age of weights)
 
     def let_engine_sleep(self) -> None:
         """Have servers that share the trainer's GPUs give their memory back until the next sync, once no rank generates any more."""

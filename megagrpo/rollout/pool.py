@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Sequence
 
 from megagrpo.rollout.engine import Engine, OnGroup
 from megagrpo.types import Prompt, Rollout, SamplingParams
@@ -74,16 +73,15 @@ class AsyncPool:
         missing = {prompt.place: i for i, prompt in enumerate(prompts)}
         while missing:
             ready = self._await_any(missing)
-            fresh = {place: group for place, group in ready.items() if not self._is_too_old(group)}
-            for place, group in fresh.items():
-                groups[missing[place]] = group
+            old = [place for place, group in ready.items() if self._is_too_old(group)]
+            for place in ready.keys() - old:
+                i = missing.pop(place)
+                groups[i] = ready[place]
                 if on_group is not None:
-                    on_group(missing[place], group)
-            with self._changed:
-                self.dropped += len(ready) - len(fresh)
-            self.ask([prompts[missing[place]] for place in ready if place not in fresh], n, sampling, seed)
-            missing = {place: i for place, i in missing.items() if place not in fresh}
-        self._pass_over(max((prompt.place for prompt in prompts), default=-1))
+                    on_group(i, groups[i])
+            self._drop(old)
+            self.ask([prompts[missing[place]] for place in old], n, sampling, seed)
+        self._drop([place for place in self._hand_out(prompts) if place <= self._passed])
         return groups
 
     def counters(self) -> dict[str, float]:
@@ -104,31 +102,40 @@ class AsyncPool:
                 "async/waiting": float(len(self._finished)),
             }
 
-    def _await_any(self, places: Any) -> dict[int, list[Rollout]]:
-        """Takes out those of `places` that are finished, at least one."""
+    def _await_any(self, places: Container[int]) -> dict[int, list[Rollout]]:
+        """Those of `places` that are finished, at least one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or not self._finished.keys().isdisjoint(places))
+            self._changed.wait_for(lambda: self._failure is not None or any(place in places for place in self._finished))
             if self._failure is not None:
-                raise self._failure
-            return {place: self._finished.pop(place) for place in places if place in self._finished}
+                failure, self._failure = self._failure, None  # of what can be mended, the caller may try again
+                raise failure
+            return {place: group for place, group in self._finished.items() if place in places}
 
     def _is_too_old(self, group: Sequence[Rollout]) -> bool:
         return min(rollout.weight_version for rollout in group) < self.engine.weight_version - self.max_staleness
 
-    def _pass_over(self, place: int) -> None:
-        """Forget what was asked for up to `place` and will never be drawn, for the curriculum gave its prompt a rest."""
+    def _hand_out(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Forget the groups of `prompts`, which are the caller's from here on; the places of those that are left."""
         with self._changed:
-            self._passed = max(self._passed, place)
-            late = [known for known in self._finished if known <= self._passed]
-            for known in late:
-                del self._finished[known]
-            self.dropped += len(late)
+            for prompt in prompts:
+                del self._finished[prompt.place]
+                self._passed = max(self._passed, prompt.place)
+            return list(self._finished)
+
+    def _drop(self, places: Sequence[int]) -> None:
+        """Forget groups that are too old, or of prompts that will never be drawn, for the curriculum has passed them over."""
+        with self._changed:
+            for place in places:
+                del self._finished[place]
+            self.dropped += len(places)
 
     def _work(self, prompts: list[Prompt], n: int, sampling: SamplingParams, seed: int) -> None:
         try:
             self.engine.generate(prompts, n, sampling, seed, lambda i, group: self._keep(prompts[i].place, group))
         except BaseException as error:
             with self._changed:
+                self._count_idle()
+                self._under_way -= {prompt.place for prompt in prompts}
                 self._failure = self._failure or error
                 self._changed.notify_all()
 

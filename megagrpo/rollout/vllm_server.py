@@ -229,8 +229,8 @@ class VllmEngine(Updates):
             expected = self._served_version()
             raise EngineError(f"{self._name(url)} sampled with weight version {sorted(others)}; the last sync was {expected}")
         spans = choice.get("weight_versions") or ()
-        if not self.runs_ahead or not spans:
-            return [(0, job.version if self.runs_ahead else self.weight_version)]
+        if self.in_flight is None or not spans:
+            return [(0, self.weight_version if self.in_flight is None else job.version)]
         found = [(span["start"], int(span["version"])) for span in spans]
         return [part for i, part in enumerate(found) if i == 0 or part[1] != found[i - 1][1]]
 
@@ -238,7 +238,7 @@ class VllmEngine(Updates):
         """Weight versions that had a part in `choice` and must not. Of those that run ahead, the next version may be known to the server
         and not yet here."""
         found = {span["version"] for span in choice.get("weight_versions") or ()} - {self._served_version()}
-        if not self.runs_ahead:
+        if self.in_flight is None:
             return found
         return {version for version in found if not (version.isdigit() and 1 <= int(version) <= self.weight_version + 1)}
 

@@ -20,11 +20,8 @@ from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_http import HEALTH_SECONDS, Servers, ServerTimeout, answers
 
 INITIAL_VERSION = "default"  # what vLLM calls the weights it started with
-<<<<<<< HEAD
 LOOK_SECONDS = 0.5  # between two looks at servers that do not answer
-=======
-PAUSE_MODES = {"wait": "wait", "keep": "keep", "resume": "abort"}  # vLLM's names for what `in_flight` says
->>>>>>> 0b35101 (Generation that runs ahead of training: a pool with a bound on the age of weights)
+PAUSE_MODES = {None: "wait", "wait": "wait", "keep": "keep", "resume": "abort"}  # vLLM's names for what `in_flight` says
 
 
 class Updates(Servers):
@@ -32,14 +29,9 @@ class Updates(Servers):
 
     Each phase of an update ends within `sync_timeout` seconds. With `lora` a weight version is an adapter, and the weights under it stay
     those that the servers started with. `patience` is how many seconds a server that died may take to come back; 0: none does. Servers
-<<<<<<< HEAD
     that can (`sleeps`) give their GPU memory back when they are told to. Without `refills` one that comes back waits for all ranks to give
-    it weights.
-=======
-    that can (`sleeps`) give their GPU memory back when they are told to. `in_flight` is what becomes of responses under way when weights
-    come: the update waits for them (wait), they stand still and go on (keep), or they are broken off and continued from their tokens
-    (resume); with `runs_ahead` they may come with the weights of earlier versions.
->>>>>>> 0b35101 (Generation that runs ahead of training: a pool with a bound on the age of weights)
+    it weights. Where responses are generated while weights change, `in_flight` says what becomes of those under way: the update waits for
+    them (wait), they stand still and go on (keep), or they are broken off and continued from their tokens (resume).
     """
 
     def __init__(
@@ -52,21 +44,12 @@ class Updates(Servers):
         lora: bool = False,
         patience: float = 0.0,
         sleeps: bool = False,
-<<<<<<< HEAD
         refills: bool = True,
+        in_flight: str | None = None,
     ):
         super().__init__(urls, logs=logs, request_timeout=request_timeout)
         self.sync_timeout, self.lora, self.patience = sync_timeout, lora, patience
-        self.sleeps, self.asleep, self.refills = sleeps, False, refills
-=======
-        in_flight: str = "wait",
-        runs_ahead: bool = False,
-    ):
-        super().__init__(urls, logs=logs, request_timeout=request_timeout)
-        self.sync_timeout, self.lora, self.patience = sync_timeout, lora, patience
-        self.sleeps, self.asleep = sleeps, False
-        self.in_flight, self.runs_ahead = in_flight, runs_ahead
->>>>>>> 0b35101 (Generation that runs ahead of training: a pool with a bound on the age of weights)
+        self.sleeps, self.asleep, self.refills, self.in_flight = sleeps, False, refills, in_flight
         self.weight_version = 0
 
     # -- weights
@@ -122,16 +105,10 @@ class Updates(Servers):
         self._wake("weights", only)
         return self._update(self._load_weights, update, only=only, together=update.servers)
 
-<<<<<<< HEAD
     def resume(self, update: WeightUpdate, only: Sequence[str] | None = None) -> None:
-        """Forget cached prefixes, which belong to older weights, and serve again. Fails as `load_weights` does."""
-        version = update.manifest.version
-=======
-    def resume(self, version: int, only: Sequence[str] | None = None) -> None:
-        """Forget cached prefixes, which belong to older weights, and serve again. Responses that were kept have theirs computed anew."""
-
-        running = "?reset_running_requests=true" if self.in_flight == "keep" else ""
->>>>>>> 0b35101 (Generation that runs ahead of training: a pool with a bound on the age of weights)
+        """Forget cached prefixes, which belong to older weights, and serve again; responses that were kept have theirs computed anew. Fails
+        as `load_weights` does."""
+        version, running = update.manifest.version, "?reset_running_requests=true" if self.in_flight == "keep" else ""
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
             with _phase("resume"):
