@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import batched
+from typing import Any
 
 from megagrpo.config import RolloutSection
 from megagrpo.metrics import PhaseTimer
@@ -18,7 +19,7 @@ from megagrpo.rollout.pool import AsyncPool
 from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout, Truncation
 
 STARVED = "starved"  # in place of rollouts, when the engine has lost its weights
-COUNTERS = ("/timeouts", "/exceptions", "/unscorable", "/seconds", "/dropped")
+COUNTERS = ("/timeouts", "/exceptions", "/unscorable", "/seconds", "/dropped", "/cut")
 
 
 class StopRequested(Exception):
@@ -78,6 +79,11 @@ class Collector:
         """Begin with this replica's share of prompts that are collected later, less those that were asked for before."""
         mine, asked = [numbered(prompts)[i] for i in self._own_places(prompts)], self.pool.asked
         self.pool.ask([prompt for prompt in mine if prompt.place not in asked], num_generations, sampling, seed)
+
+    def finished_ahead(self) -> list[dict[str, Any]]:
+        """What has been generated and not collected, of all replicas, for `AsyncPool.load_state_dict`. Collective."""
+        everyone = self.layout.all_gather_objects([] if self.pool is None else self.pool.state_dict())
+        return [group for groups in everyone for group in groups]
 
     def _own_slice(self, prompts: Sequence[Prompt]) -> range:
         """Which of `prompts` this replica generates: as many as the others, in a row."""

@@ -268,7 +268,8 @@ class Trainer:
         if self.state.step == self.saved_step:
             return
         try:
-            state, began = replace(self.state, pass_rates=self.prompts.curriculum.history), time.monotonic()
+            state = replace(self.state, pass_rates=self.prompts.curriculum.history, ahead=self.collector.finished_ahead())
+            began = time.monotonic()
             self.writer.message(f"checkpoint {self.checkpointer.save(state)}")
             self.time_limit.saved(time.monotonic() - began)
             self.saved_step = self.state.step
@@ -283,6 +284,9 @@ class Trainer:
         self.state = self.checkpointer.load(path)
         self.saved_step, self.prompts.cursor = self.state.step, self.state.cursor
         self.prompts.curriculum.history = self.state.pass_rates
+        if self.collector.pool is not None:
+            self.collector.pool.load_state_dict(self.state.ahead)
+        self.state.ahead = []
         self.collector.step = self.state.step
         self.writer.message(f"resumed from {path} after step {self.state.step}")
 

@@ -243,4 +243,5 @@ class TrainState:
     skipped_steps: int = 0  # optimizer steps left out because their loss or gradient was NaN or infinite
     mismatch_alarms: int = 0  # steps whose train/rollout mismatch was above the threshold
     entropy_coef: float | None = None  # weight of the entropy bonus, where it is adaptive; None: still that of the configuration
+    ahead: list[dict[str, Any]] = field(default_factory=list)  # groups that were generated ahead and not trained on, of all replicas
     last_entropy: float | None = None  # mean of the optimizer step before, over the tokens that the bonus counts

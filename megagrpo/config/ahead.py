@@ -12,9 +12,12 @@ def ahead_problems(config: RunConfig) -> list[str]:
     """Settings that contradict `rollout.max_staleness` above 0, and what says nothing at 0."""
     r, a = config.rollout, config.algorithm
     if not r.max_staleness:
-        if "in_flight" in r.model_fields_set and r.in_flight != "keep":
-            return [f"rollout.in_flight: {r.in_flight} needs rollout.max_staleness above 0, where responses are under way during a sync"]
-        return []
+        idle = {"in_flight": (r.in_flight, "keep"), "straggler_seconds": (r.straggler_seconds, None)}
+        return [
+            f"rollout.{name}: {value} says something of generation that runs ahead; set rollout.max_staleness above 0, or leave it out"
+            for name, (value, default) in idle.items()
+            if value != default
+        ]
     key, problems = f"rollout.max_staleness: {r.max_staleness}", []
     if r.placed == "colocated":
         problems.append(

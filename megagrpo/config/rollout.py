@@ -34,6 +34,9 @@ class RolloutSection(Section):
     in_flight: Literal["keep", "resume", "wait"] = "keep"
     """With max_staleness above 0, what becomes of responses under way when weights are synced. keep: they stand still and go on with the
     new weights. resume: they are broken off and asked for again from the tokens that they have. wait: the sync waits for their end."""
+    straggler_seconds: PositiveFloat | None = None
+    """With max_staleness above 0: when a step waits and no group has been finished for so long, the responses that it waits for are cut,
+    and end like those that reach max_completion_length. Empty never cuts."""
     mismatch_threshold: Annotated[float, Field(ge=1)] | None = 1.05
     """Warn when a step's `token_mult_prob_error` is above this; empty never warns. 1.05 is the gate of NeMo-RL's functional tests in
     bf16; in fp32 the two sides agree to 1.001."""

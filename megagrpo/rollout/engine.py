@@ -82,6 +82,9 @@ class Engine(Protocol):
     def interrupt(self) -> None:
         """Have the `generate` that is under way, and every later one, raise EngineInterrupted. May be called from a signal handler."""
 
+    def cut(self, places: Collection[int]) -> None:
+        """Have the responses to prompts at these places that are under way end with the tokens that they have."""
+
     def workers(self) -> dict[str, int]:
         """The address of each server that answers, and how many workers it has; waits for one that is started again where none does."""
 

@@ -9,9 +9,14 @@ same order whatever the timing; `max_staleness` steps of other groups hide a slo
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
+from collections import Counter
 from collections.abc import Container, Sequence
+from typing import Any
+
+import numpy as np
 
 from megagrpo.rollout.engine import Engine, OnGroup
 from megagrpo.types import Prompt, Rollout, SamplingParams
@@ -21,15 +26,16 @@ class AsyncPool:
     """`ask` begins to generate in threads of its own, `generate` hands out. Prompts are known by their `place`. A context manager: leaving
     it interrupts the engine.
 
-    `dropped` counts groups that were generated and not handed out: too old, or of a prompt that was passed over.
+    What it waits for without a group for `straggler_seconds` is cut.
     """
 
-    def __init__(self, engine: Engine, max_staleness: int):
-        self.engine, self.max_staleness = engine, max_staleness
-        self.dropped = 0
+    def __init__(self, engine: Engine, max_staleness: int, straggler_seconds: float | None = None):
+        self.engine, self.max_staleness, self.straggler_seconds = engine, max_staleness, straggler_seconds
+        self._counted = Counter()
         self._changed = threading.Condition()
         self._under_way: set[int] = set()
         self._finished: dict[int, list[Rollout]] = {}
+        self._restored: dict[int, dict[str, Any]] = {}  # groups of `load_state_dict` that were not asked for yet
         self._passed = -1  # the greatest place that was handed out
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
@@ -51,7 +57,8 @@ class AsyncPool:
             return self._under_way | self._finished.keys()
 
     def ask(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> None:
-        """Begin with `n` rollouts of each prompt, and return at once."""
+        """Begin with `n` rollouts of each prompt, and return at once. Those that a checkpoint has kept are there already."""
+        prompts = [prompt for prompt in prompts if not self._restore(prompt, n)]
         if not prompts:
             return
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -72,7 +79,9 @@ class AsyncPool:
         groups: list[list[Rollout] | None] = [None] * len(prompts)
         missing = {prompt.place: i for i, prompt in enumerate(prompts)}
         while missing:
-            ready = self._await_any(missing)
+            if not (ready := self._await_any(missing)):
+                self._counted["cut"] += len(missing)
+                self.engine.cut(missing)
             old = [place for place, group in ready.items() if self._is_too_old(group)]
             for place in ready.keys() - old:
                 i = missing.pop(place)
@@ -84,11 +93,21 @@ class AsyncPool:
         self._drop([place for place in self._hand_out(prompts) if place <= self._passed])
         return groups
 
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The groups that are finished and not handed out, as values for JSON. What is under way is not kept: it is asked for again."""
+        with self._changed:
+            return [packed(place, group) for place, group in sorted(self._finished.items())]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        """Hand out the groups of `state` when their prompts are asked for. To be called before the sync that begins a resumed run: it
+        gives the weights of the checkpoint the next version."""
+        self._restored = {group["place"]: group for group in state}
+
     def counters(self) -> dict[str, float]:
         """What was counted since the last call."""
         with self._changed:
-            dropped, self.dropped = self.dropped, 0
-        return {"async/dropped": float(dropped)}
+            counted, self._counted = self._counted, Counter()
+        return {f"async/{name}": float(counted[name]) for name in ("dropped", "cut")}
 
     def measured(self) -> dict[str, float]:
         """Since the last call: the share of time in which nothing was under way (`idle/servers`); now: groups that are, and that wait."""
@@ -102,10 +121,21 @@ class AsyncPool:
                 "async/waiting": float(len(self._finished)),
             }
 
-    def _await_any(self, places: Container[int]) -> dict[int, list[Rollout]]:
-        """Those of `places` that are finished, at least one."""
+    def _restore(self, prompt: Prompt, n: int) -> bool:
+        """Whether a checkpoint has kept `n` rollouts of the prompt; they are finished then."""
+        kept = self._restored.pop(prompt.place, None)
+        if kept is None or (kept["prompt_id"], len(kept["rollouts"])) != (prompt.prompt_id, n):
+            return False
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or any(place in places for place in self._finished))
+            self._finished[prompt.place] = unpacked(kept, prompt)
+        return True
+
+    def _await_any(self, places: Container[int]) -> dict[int, list[Rollout]]:
+        """Those of `places` that are finished, as soon as there is one; none after `straggler_seconds`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or any(place in places for place in self._finished), self.straggler_seconds
+            )
             if self._failure is not None:
                 failure, self._failure = self._failure, None  # of what can be mended, the caller may try again
                 raise failure
@@ -127,7 +157,7 @@ class AsyncPool:
         with self._changed:
             for place in places:
                 del self._finished[place]
-            self.dropped += len(places)
+            self._counted["dropped"] += len(places)
 
     def _work(self, prompts: list[Prompt], n: int, sampling: SamplingParams, seed: int) -> None:
         try:
@@ -146,7 +176,7 @@ class AsyncPool:
             if place > self._passed:
                 self._finished[place] = group
             else:
-                self.dropped += 1
+                self._counted["dropped"] += 1
             self._changed.notify_all()
 
     def _count_idle(self) -> None:
@@ -155,3 +185,35 @@ class AsyncPool:
         if not self._under_way:
             self._idle += now - self._since
         self._since = now
+
+
+def packed(place: int, group: Sequence[Rollout]) -> dict[str, Any]:
+    """A group as values for JSON, the rows of numbers in base64: tokens as int32, log-probs as float64."""
+    rollouts = [
+        vars(rollout)
+        | {"response_ids": _encoded(rollout.response_ids, np.int32), "rollout_logprobs": _encoded(rollout.rollout_logprobs, np.float64)}
+        for rollout in group
+    ]
+    for rollout in rollouts:
+        del rollout["prompt"], rollout["dialogue"]
+    return {"place": place, "prompt_id": group[0].prompt.prompt_id, "rollouts": rollouts}
+
+
+def unpacked(kept: dict[str, Any], prompt: Prompt) -> list[Rollout]:
+    """The group again, with weight versions as a resumed run counts them: those of the checkpoint were synced once more."""
+    return [
+        Rollout(
+            prompt,
+            tuple(np.frombuffer(base64.b64decode(rollout["response_ids"]), np.int32).tolist()),
+            tuple(np.frombuffer(base64.b64decode(rollout["rollout_logprobs"]), np.float64).tolist()),
+            rollout["finish_reason"],
+            rollout["weight_version"] + 1,
+            rollout["text"],
+            later_versions=tuple((start, version + 1) for start, version in rollout["later_versions"]),
+        )
+        for rollout in kept["rollouts"]
+    ]
+
+
+def _encoded(values: Sequence[float], kind: type) -> str:
+    return base64.b64encode(np.array(values, kind).tobytes()).decode()

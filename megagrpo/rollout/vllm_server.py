@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import math
 import time
+import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
 from megagrpo.rollout.engine import EngineError, EngineInterrupted, EngineStarved, OnGroup, derive_seed
+from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.tool_parsing import ToolCalls, read_tool_calls
-from megagrpo.rollout.vllm_http import answers, error_text
+from megagrpo.rollout.vllm_http import HEALTH_SECONDS, answers, error_text
 from megagrpo.rollout.vllm_updates import LOOK_SECONDS, Updates, adapter_name
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
@@ -58,6 +60,8 @@ class VllmEngine(Updates):
         self.decode, self.max_num_seqs, self.model, self.any_version = decode, max_num_seqs, model, any_version
         self._interrupted = False
         self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = set()  # what `interrupt` ends
+        self._asking: dict[str, int | None] = {}  # name of each request under way -> place of its prompt
+        self._cut: set[int] = set()
 
     # -- generation
 
@@ -135,6 +139,7 @@ class VllmEngine(Updates):
                 groups[job.place] = [self._rollout(url, job, choice) for choice in _complete(url, choices, n)]
                 if on_group is not None:
                     on_group(job.place, groups[job.place])
+                self._cut.discard(job.prompt.place)
                 left -= 1
 
         async def await_servers(client: httpx.AsyncClient) -> None:
@@ -163,26 +168,49 @@ class VllmEngine(Updates):
         """The choices for one prompt; None when it must be tried again, here or elsewhere. What an update of the weights has broken off
         goes on from the tokens that are there."""
         choices = await self._ask(client, url, job)
-        while choices and self.in_flight == "resume" and any(map(is_broken_off, choices)):
+        while choices and any(map(is_broken_off, choices)) and (self.in_flight == "resume" or job.prompt.place in self._cut):
             rests = await _all([self._rest(client, url, job, choice) for choice in choices])
             choices = None if None in rests else rests
         return choices
 
     async def _rest(self, client: httpx.AsyncClient, url: str, job: _Job, choice: dict[str, Any]) -> dict[str, Any] | None:
-        """A choice with what follows it, when it was broken off."""
+        """A choice with what follows it, when it was broken off; of one that was cut no more than its first token."""
         if not is_broken_off(choice):
             return choice
-        more = await self._ask(client, url, replace(job, body=rest_of(job.body, choice)))
-        return more and joined(choice, *more)
+        if not (cut := job.prompt.place in self._cut):
+            more = await self._ask(client, url, replace(job, body=rest_of(job.body, choice)))
+            return more and joined(choice, *more)
+        if not choice["token_ids"]:
+            more = await self._ask(client, url, replace(job, body=rest_of(job.body, choice, limit=1)))
+            return more and more[0] | {"index": choice["index"], "cut": cut}
+        return choice | {"finish_reason": "length", "cut": cut}
+
+    def cut(self, places: Collection[int]) -> None:
+        """Have the responses to prompts at these places that are under way end with the tokens that they have."""
+        self._cut |= set(places)
+        asked = [f"generate-tokens-{name}" for name, place in dict(self._asking).items() if place in places]  # as vLLM calls them
+
+        async def verbs(client: httpx.AsyncClient, url: str) -> None:
+            with contextlib.suppress(WeightSyncError):  # whoever waits for the responses of a server that fails will say so
+                await self._post(client, url, "/inference/v1/abort_requests", {"request_ids": asked}, HEALTH_SECONDS)
+
+        if asked:
+            asyncio.run(self._each(verbs, only=self._living()))
 
     async def _ask(self, client: httpx.AsyncClient, url: str, job: _Job) -> list[dict[str, Any]] | None:
         """The choices for one prompt, as they come; None when it must be tried again, here or elsewhere."""
+        name = uuid.uuid4().hex
+        self._asking[name] = job.prompt.place
         try:
-            answer = await client.post(f"{url}/inference/v1/generate", json=job.body)
+            answer = await client.post(f"{url}/inference/v1/generate", json=job.body | {"request_id": name})
         except httpx.TimeoutException as error:
             raise EngineError(f"{self._name(url)} did not answer within {self.timeout:.0f} s (rollout.request_timeout)") from error
         except httpx.TransportError as error:
             return await self._failed(client, url, job, repr(error))
+        finally:
+            del self._asking[name]
+        if answer.status_code == 503 and self.in_flight is not None and await self._was_paused(client, url):
+            return await self._ask(client, url, job)
         if answer.status_code >= 500:
             return await self._failed(client, url, job, error_text(answer))
         if answer.status_code != 200:
@@ -192,6 +220,15 @@ class VllmEngine(Updates):
             self.dead.add(url)
             return None
         return choices
+
+    async def _was_paused(self, client: httpx.AsyncClient, url: str) -> bool:
+        """Whether the server refused a request only because its weights are updated; then it serves again when this returns."""
+        paused = False
+        with contextlib.suppress(WeightSyncError):  # the request tells what is the matter
+            while (await self._get(client, url, "/is_paused", HEALTH_SECONDS))["is_paused"]:
+                paused = True
+                await asyncio.sleep(LOOK_SECONDS)
+        return paused
 
     async def _failed(self, client: httpx.AsyncClient, url: str, job: _Job, reason: str) -> None:
         job.failures += 1
@@ -209,7 +246,7 @@ class VllmEngine(Updates):
         told = [entry["token_id"] for entry in choice["logprobs"]["content"]]
         if choice["finish_reason"] not in ("stop", "length"):
             raise EngineError(f"{self._name(url)} ended prompt {prompt.prompt_id} for the reason {choice['finish_reason']!r}")
-        if choice["finish_reason"] == "length" and len(ids) < limit:
+        if choice["finish_reason"] == "length" and len(ids) < limit and "cut" not in choice:
             raise EngineError(
                 f"{self._name(url)} has no room for prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens and a response of {limit}; "
                 "start it with a larger --max-model-len"
@@ -273,11 +310,11 @@ def is_broken_off(choice: dict[str, Any]) -> bool:
     return choice["finish_reason"] == "abort"
 
 
-def rest_of(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
-    """The request that continues a choice which was broken off: its tokens belong to the prompt then."""
+def rest_of(body: dict[str, Any], choice: dict[str, Any], limit: int | None = None) -> dict[str, Any]:
+    """The request that continues a choice which was broken off, by `limit` tokens: those that it has belong to the prompt then."""
     params, written = body["sampling_params"], choice["token_ids"]
     seed = derive_seed(params["seed"], choice["index"], len(written))
-    left = {"n": 1, "max_tokens": params["max_tokens"] - len(written), "seed": seed}
+    left = {"n": 1, "max_tokens": limit or params["max_tokens"] - len(written), "seed": seed}
     return body | {"token_ids": body["token_ids"] + written, "sampling_params": params | left}
 
 

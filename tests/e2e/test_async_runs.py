@@ -1,33 +1,55 @@
 """Whole runs whose generation runs ahead of training, on real vLLM servers."""
 
+import json
+import os
+import signal
+
 import pytest
 
 from tests.e2e import world
 
 AHEAD = ("rollout.max_staleness=1", "algorithm.importance_correction=token_truncate")
 STILL = ("train.learning_rate=1e-30",)  # weights that stay as they are
-LATE = ("rollout.max_completion_length=40", "rollout.max_num_seqs=4")
+SLOW = ("rollout.max_completion_length=40", "rollout.max_num_seqs=4")  # a group after the other
+GROUPS, GROUP = 4, 4  # of a step, and responses of each
 
 
-def drawn(run):
-    """(step, prompt) of every group that was trained on, in order."""
-    return [(row["step"], row["prompt_id"]) for row in run.completions[::4]]
+def texts(run):
+    return [(row["step"], row["prompt_id"], row["completion"]) for row in run.completions]
 
 
-def test_a_policy_that_stands_still_gets_the_very_responses_of_a_synchronous_run(tmp_path):
-    together, ahead = (world.train(tmp_path / name, "run.max_steps=4", *STILL, *more) for name, more in (("sync", ()), ("ahead", AHEAD)))
-    assert together.code == ahead.code == 0, ahead.err
-    assert [row["completion"] for row in ahead.completions] == [row["completion"] for row in together.completions]
-    assert drawn(ahead) == drawn(together)
-    assert [line["staleness/max"] for line in ahead.metrics] == [0.0, 1.0, 1.0, 1.0]
-    assert not any(name.startswith(("staleness/", "async/")) for line in together.metrics for name in line)
-    assert [line["async/waiting"] + line["async/in_flight"] for line in ahead.metrics] == [4.0, 4.0, 4.0, 0.0]
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory):
+    """Every response of twelve steps of a run that does not run ahead."""
+    run = world.train(tmp_path_factory.mktemp("synchronous"), "run.max_steps=12", *STILL)
+    assert run.code == 0 and not any(name.startswith(("staleness/", "async/")) for line in run.metrics for name in line), run.err
+    return texts(run)
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "resume", "wait"])
+def test_a_policy_that_stands_still_gets_the_very_responses_of_a_synchronous_run(tmp_path, synchronous):
+    run = world.train(tmp_path, "run.max_steps=4", *STILL, *AHEAD)
+    assert run.code == 0, run.err
+    assert texts(run) == synchronous[: 4 * GROUPS * GROUP]
+    assert [line["staleness/max"] for line in run.metrics] == [0.0, 1.0, 1.0, 1.0]
+    assert [line["async/waiting"] + line["async/in_flight"] for line in run.metrics] == [4.0, 4.0, 4.0, 0.0]
+
+
+def test_a_run_that_is_stopped_and_resumed_loses_no_prompt_and_repeats_none(tmp_path, synchronous):
+    with world.running(tmp_path, "run.max_steps=11", *STILL, *AHEAD) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
+        os.kill(trainer.pid, signal.SIGTERM)
+        stopped = trainer.wait()
+    assert stopped.code == 128 + signal.SIGTERM, stopped.err
+    saved = json.loads((stopped.newest / "megagrpo.json").read_text())["state"]
+    assert saved["cursor"] == saved["step"] * GROUPS and saved["step"] < 11
+    assert {group["place"] // GROUPS for group in saved["ahead"]} <= {saved["step"], saved["step"] + 1}
+    run = world.train(tmp_path, f"run.max_steps={saved['step'] + 1}", *STILL, *AHEAD, "run.resume=true")
+    assert run.code == 0 and texts(run) == synchronous[: (saved["step"] + 1) * GROUPS * GROUP], run.err
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "resume", pytest.param("wait", marks=pytest.mark.full)])
 def test_responses_under_way_live_through_a_sync(tmp_path, in_flight):
-    more = (*AHEAD, *LATE, *STILL, "run.max_steps=4", f"rollout.in_flight={in_flight}")
-    run = world.train(tmp_path, *more)
+    run = world.train(tmp_path, *AHEAD, *SLOW, *STILL, "run.max_steps=3", f"rollout.in_flight={in_flight}")
     assert run.code == 0, run.err
     spanning = [row for row in run.completions if "later_versions" in row]
     assert bool(spanning) == (in_flight != "wait")
@@ -36,3 +58,23 @@ def test_responses_under_way_live_through_a_sync(tmp_path, in_flight):
         assert versions == sorted(set(versions)) and row["num_tokens"] > row["later_versions"][-1][0] > 0
         assert row["step"] - 1 <= versions[0] and versions[-1] <= row["step"]
     assert all(line["staleness/max"] <= 1 and line["token_mult_prob_error"] < 1.001 for line in run.metrics)
+
+
+def test_responses_that_a_step_waits_for_too_long_are_cut(tmp_path):
+    run = world.train(tmp_path, *AHEAD, *SLOW, "run.max_steps=2", "rollout.straggler_seconds=0.03")
+    assert run.code == 0 and run.metrics[0]["async/cut"] > 0, run.err
+    cut = [row for row in run.completions if row["finish_reason"] == "length" and row["num_tokens"] < 40]
+    assert cut and all(row["num_tokens"] > 0 for row in run.completions)
+
+
+@pytest.mark.full
+def test_a_server_that_is_killed_while_it_generates_ahead_costs_no_response(tmp_path, synchronous):
+    more = (*STILL, *AHEAD, "rollout.placement=dedicated", "run.max_steps=8")
+    with world.running(tmp_path, *more, launched=True) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
+        for pid in world.family(trainer.pid):
+            if "vllm_main.py" in (words := open(f"/proc/{pid}/cmdline").read()) and "supervisor.py" not in words:
+                os.kill(pid, signal.SIGKILL)
+        run = trainer.wait(seconds=240)
+    assert run.code == 0 and "starting it again, 1 of 3 times" in run.out, run.err
+    assert texts(run) == synchronous[: 8 * GROUPS * GROUP]

@@ -1,14 +1,16 @@
 """The pool between a trainer that takes groups in the order of its prompts and an engine that finishes them in any order."""
 
+import json
 import random
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from megagrpo.config import ConfigError, load_config
 from megagrpo.rollout.engine import EngineError, EngineInterrupted
-from megagrpo.rollout.pool import AsyncPool
+from megagrpo.rollout.pool import AsyncPool, packed, unpacked
 from megagrpo.types import Prompt, Rollout, SamplingParams
 from tests.unit.test_placement import QUICKSTART
 
@@ -21,7 +23,7 @@ class Engine:
 
     def __init__(self, seed=0, seconds=0.004):
         self.random, self.seconds, self.weight_version = random.Random(seed), seconds, 1
-        self.begun, self.held_up, self.error = [], {}, None
+        self.begun, self.held_up, self.error, self.slow, self.cuts = [], {}, None, threading.Event(), []
         self.stop = threading.Event()
 
     def generate(self, prompts, n, sampling, seed, on_group):
@@ -32,9 +34,16 @@ class Engine:
         for i in self.random.sample(range(len(prompts)), len(prompts)):
             if self.stop.wait(self.random.random() * self.seconds):
                 raise EngineInterrupted("generation was interrupted")
+            if self.held_up.get(prompts[i].place) == "slow":
+                self.slow.wait(10)
+                self.held_up.pop(prompts[i].place)
             version = self.held_up.pop(prompts[i].place, begun)
             later = ((1, self.weight_version),) if self.weight_version > version else ()
             on_group(i, [Rollout(prompts[i], (1, 2), (-1.0, -1.0), "stop", version, "", later_versions=later)] * n)
+
+    def cut(self, places):
+        self.cuts.append(sorted(places))
+        self.slow.set()
 
     def interrupt(self):
         self.stop.set()
@@ -70,7 +79,7 @@ def test_every_group_is_trained_on_once_in_order_and_none_is_too_old(max_stalene
         assert pool.asked == set()
     assert trained == [list(range(step * WANTED, (step + 1) * WANTED)) for step in range(12)]
     assert [place for place, _ in sorted(engine.begun)] == list(range(12 * WANTED))
-    assert max(ages) == max_staleness and pool.counters() == {"async/dropped": 0.0}
+    assert max(ages) == max_staleness and pool.counters() == {"async/dropped": 0.0, "async/cut": 0.0}
 
 
 def test_a_group_is_begun_as_early_as_the_bound_allows_and_no_earlier():
@@ -87,7 +96,7 @@ def test_a_group_that_was_held_up_too_long_is_generated_again_and_counted():
         trained, ages = train(pool, engine, 6, 1)
     assert [place for step in trained for place in step] == list(range(6 * WANTED)) and max(ages) <= 1
     assert sorted(place for place, _ in engine.begun if place in (9, 17)) == [9, 9, 17, 17]
-    assert pool.counters() == {"async/dropped": 2.0} and pool.counters() == {"async/dropped": 0.0}
+    assert [pool.counters()["async/dropped"] for _ in range(2)] == [2.0, 0.0]
 
 
 def test_what_was_asked_for_and_passed_over_is_forgotten():
@@ -96,7 +105,49 @@ def test_what_was_asked_for_and_passed_over_is_forgotten():
         pool.ask(prompts(0, 8), 2, SAMPLING, 0)
         pool.generate(prompts(0, 2) + prompts(6, 8), 2, SAMPLING, 0)
         wait_until(lambda: not pool.asked)
-        assert pool.counters() == {"async/dropped": 4.0}
+        assert pool.counters()["async/dropped"] == 4.0
+
+
+def test_what_a_step_waits_for_too_long_is_cut_and_the_rest_is_left_alone():
+    engine = Engine()
+    engine.held_up = {2: "slow"}
+    with AsyncPool(engine, 1, straggler_seconds=0.1) as pool:
+        for mine in (prompts(0, 2) + prompts(3, 8), prompts(2, 3)):
+            pool.ask(mine, 2, SAMPLING, 0)
+        pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+        assert engine.cuts == [[2]] and pool.counters() == {"async/dropped": 0.0, "async/cut": 1.0}
+
+
+def test_a_resumed_pool_hands_out_what_was_finished_and_asks_for_the_rest():
+    engine = Engine()
+    with AsyncPool(engine, 1) as pool:
+        pool.ask(prompts(0, 6), 2, SAMPLING, 0)
+        before = pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+        wait_until(lambda: len(pool.state_dict()) == 2)
+        saved = json.loads(json.dumps(pool.state_dict()))
+    assert before and [group["place"] for group in saved] == [4, 5]
+    engine = Engine()
+    engine.weight_version = 2  # the first sync of the resumed run
+    with AsyncPool(engine, 1) as pool:
+        pool.load_state_dict(saved)
+        groups = pool.generate(prompts(4, 8), 2, SAMPLING, 0)
+    assert [place for place, _ in sorted(engine.begun)] == [6, 7]
+    assert groups[0] == [Rollout(prompts(4, 5)[0], (1, 2), (-1.0, -1.0), "stop", 2, "")] * 2
+
+
+@pytest.mark.parametrize("changed", [dict(prompt_id=6), dict(rollouts=[])], ids=["other data", "other group size"])
+def test_what_a_checkpoint_has_kept_of_another_prompt_is_generated_anew(changed):
+    engine = Engine()
+    with AsyncPool(engine, 1) as pool:
+        pool.load_state_dict([packed(0, [Rollout(prompts(0, 1)[0], (5,), (-1.0,), "stop", 1, "")] * 2) | changed])
+        assert pool.generate(prompts(0, 1), 2, SAMPLING, 0)[0][0].response_ids == (1, 2)
+
+
+def test_the_version_of_each_token_is_known():
+    rollout = Rollout(prompts(0, 1)[0], (1, 2, 3, 4), (0.0,) * 4, "stop", 5, "", later_versions=((1, 6), (3, 8)))
+    assert rollout.token_versions == (5, 6, 6, 8)
+    (back,) = unpacked(json.loads(json.dumps(packed(0, [rollout]))), rollout.prompt)
+    assert back == replace(rollout, weight_version=6, later_versions=((1, 7), (3, 9)))
 
 
 def test_prompts_that_nobody_asked_for_are_generated_at_once():
@@ -146,7 +197,8 @@ def test_idle_is_the_time_in_which_nothing_is_under_way():
         (["algorithm.loss_type=real"], "rollout.max_staleness: 1 trains on .* the loss real has no correction for that; set it to 0"),
         (["lora.rank=8", "lora.sync=adapter"], "rollout.max_staleness: 1 has servers take weights .* swaps adapters; set it to merged"),
         (["multi_turn.tools=[megagrpo.multi_turn.calculator:calculator]"], "rollout.max_staleness: 1: the turns of multi_turn are not"),
-        (["rollout.max_staleness=0", "rollout.in_flight=resume"], "rollout.in_flight: resume needs rollout.max_staleness above 0"),
+        (["rollout.max_staleness=0", "rollout.in_flight=resume"], "rollout.in_flight: resume says .* set rollout.max_staleness above 0"),
+        (["rollout.max_staleness=0", "rollout.straggler_seconds=9"], "rollout.straggler_seconds: 9.0 says .* max_staleness above 0"),
     ],
 )
 def test_what_does_not_go_with_running_ahead_is_refused(overrides, message):

@@ -54,7 +54,7 @@ STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/
     packing/micro_batch_imbalance packing/rank_imbalance tokens_per_second memory_gb weight_version
     checkpoint/failures cispo_clip_ratio off_policy_mask/kept sampling/importance_sampling_ratio/mean
     sampling/importance_sampling_ratio/min sampling/importance_sampling_ratio/max entropy/top entropy_coef
-    idle/trainer idle/servers staleness/mean staleness/max async/in_flight async/waiting async/dropped""".split()
+    idle/trainer idle/servers staleness/mean staleness/max async/in_flight async/waiting async/dropped async/cut""".split()
 EVALUATION_METRICS = """eval/num_tokens eval/completions/mean_length eval/completions/min_length eval/completions/max_length
     eval/completions/clipped_ratio eval/completions/mean_terminated_length eval/rewards/exact_number/timeouts
     eval/rewards/exact_number/exceptions eval/rewards/exact_number/unscorable eval/rewards/exact_number/seconds

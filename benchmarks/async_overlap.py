@@ -1,0 +1,91 @@
+"""How much faster is a run whose generation runs ahead of training? The quickstart, synchronous and with `rollout.max_staleness`.
+
+    python benchmarks/async_overlap.py                       some minutes without a GPU; nothing else should run
+    python benchmarks/async_overlap.py --staleness 0 1 2 --steps 6
+
+The trainer has one core and the vLLM server another (taskset), so that neither can take what the other leaves idle. One server serves all
+runs, one after the other; each run gives it its own weights before its first step. Everything but the placement, and with it the correction
+that it asks for, is configs/quickstart.yaml. Steps per second are over all steps, the first one included, in which nothing overlaps yet;
+evaluations, before the first step and after the last, are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megagrpo.bridge.sources import resolve_model
+from megagrpo.config import load_config
+from megagrpo.parallel import device
+from megagrpo.serving import make_launcher, name_of
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+ENDS = 3  # last steps whose rewards are averaged
+COLUMNS = ("s/step", "steps/s", "faster", "waits", "trains", "syncs", "trainer idle", "server idle", "age", "reward", "held out")
+
+
+def train(max_staleness: int, url: str, folder: Path, args: argparse.Namespace) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl of one run on `args.trainer_core`."""
+    name = f"staleness{max_staleness}"
+    options = [f"run.name={name}", f"run.output_dir={folder}", f"run.max_steps={args.steps}", "run.tensorboard=false"]
+    options += [f"rollout.urls=[{url}]", f"rollout.max_staleness={max_staleness}", *args.options]
+    if max_staleness:
+        options += ["algorithm.importance_correction=token_truncate"]
+    command = ["taskset", "-c", str(args.trainer_core), sys.executable, "-m", "megagrpo", "train", str(QUICKSTART), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SystemExit(f"{name} ended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def row(lines: Sequence[dict[str, float]], first: float | None) -> tuple[float, list[str]]:
+    """Seconds per step, and the cells of the table; `first` are those of the run that this one is compared with."""
+    steps = [line for line in lines if "reward" in line]
+    held_out = [line["eval/reward"] for line in lines if "eval/reward" in line]
+    mean = lambda name: statistics.fmean(line.get(name, 0.0) for line in steps)  # noqa: E731
+    seconds = mean("time/step")
+    reward = statistics.fmean(line["reward"] for line in steps[-ENDS:])
+    cells = [f"{seconds:.2f}", f"{1 / seconds:.4f}", f"{(first or seconds) / seconds:.2f}"]
+    cells += [f"{mean(f'time/{phase}'):.2f}" for phase in ("generate", "train", "sync")]
+    cells += [f"{mean('idle/trainer'):.0%}", f"{mean('idle/servers'):.0%}", f"{mean('staleness/mean'):.2f}"]
+    return seconds, [*cells, f"{reward:.3f}", f"{held_out[0]:.3f} -> {held_out[-1]:.3f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1], help="one run for each")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--trainer-core", type=int, default=0)
+    parser.add_argument("--server-core", type=int, default=1)
+    parser.add_argument("options", nargs="*", help="more overrides of the config, for all runs: key=value")
+    args = parser.parse_args()
+    config = load_config(QUICKSTART, args.options)
+    dtype = name_of(device.engine_precision(device.resolve_precision(config.model.precision)))
+    with tempfile.TemporaryDirectory() as folder:
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {args.server_core})  # which the server inherits
+        with make_launcher(config, resolve_model(config.model.path), Path(folder), dtype) as launcher:
+            launcher.start()
+            os.sched_setaffinity(0, cores)
+            (url,) = launcher.wait()
+            first, rows = None, {}
+            for max_staleness in args.staleness:
+                seconds, rows[max_staleness] = row(train(max_staleness, url, Path(folder), args), first)
+                first = first or seconds
+    print(f"{args.steps} steps, {os.getloadavg()[0]:.1f} load at the end\n\n| max_staleness | {' | '.join(COLUMNS)} |")
+    print("|---" * (1 + len(COLUMNS)) + "|")
+    for max_staleness, cells in rows.items():
+        print(f"| {max_staleness} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
