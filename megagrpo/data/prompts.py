@@ -94,10 +94,9 @@ class PromptSource:
 
     def peek(self, n: int) -> list[Prompt]:
         """The prompts that `next(n)` would give; draws none. The curriculum may learn to pass some of them over until they are drawn."""
-        for place, row, _ in islice(self._coming(), n):
-            if place not in self._peeked:
-                self._peeked[place] = self._prompt(row, place)
-        return [self._peeked[place] for place, _, _ in islice(self._coming(), n)]
+        coming = list(islice(self._coming(), n))
+        self._peeked |= {place: self._prompt(row, place) for place, row, _ in coming if place not in self._peeked}
+        return [self._peeked[place] for place, _, _ in coming]
 
     def learn(self, pass_rates: Mapping[int, float]) -> dict[str, float]:
         """Tell the curriculum what the policy made of the prompts that were drawn since the last call; its metrics."""

@@ -84,6 +84,14 @@ def test_a_set_cursor_continues_as_if_never_interrupted(tokenizer, jsonl):
         source(tokenizer, jsonl).cursor = -1
 
 
+def test_a_peek_shows_what_will_be_drawn_and_draws_nothing(tokenizer, jsonl):
+    peeked, plain = source(tokenizer, jsonl), source(tokenizer, jsonl)
+    for n in (1, len(plain), 2):
+        shown = peeked.peek(n + 3)
+        assert peeked.cursor == plain.cursor and peeked.next(n) == plain.next(n) == shown[:n]
+        assert [prompt.place for prompt in shown] == list(range(peeked.cursor - n, peeked.cursor + 3))
+
+
 def test_a_prompt_carries_its_tokens_text_and_columns(tokenizer, jsonl):
     prompt = source(tokenizer, jsonl, shuffle=False).next(4)[3]
     assert prompt.prompt_id == 3 and prompt.messages == "What is 3 + 3?" and text(tokenizer, prompt) == "What is 3 + 3?>"
