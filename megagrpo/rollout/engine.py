@@ -67,11 +67,18 @@ class Engine(Protocol):
     weight_version: int
 
     def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        on_group: OnGroup | None = None,
+        on_begun: Callable[[], None] = lambda: None,
     ) -> list[list[Rollout]]:
         """`n` rollouts of each prompt, in the order of `prompts`. The same arguments and weights give the same tokens.
 
-        `on_group` gets each prompt's place and rollouts as soon as they are there, and must not block."""
+        `on_group` gets each prompt's place and rollouts as soon as they are there; `on_begun` is called when a server works on the last
+        one. Neither must block."""
 
     def extend(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Rollout]:
         """One rollout of each prompt, with limits and a seed of its own, in order."""

@@ -3,8 +3,8 @@
 A group is asked for at most `max_staleness` steps before the step that trains on it, and every step is followed by one weight sync: so
 no token is older than that many weight versions, unless something held its group up. Such a group is not handed out, but generated again.
 
-Groups are handed out in the order in which their prompts are drawn, whichever finishes first. So a run trains on the same prompts in the
-same order whatever the timing; `max_staleness` steps of other groups hide a slow one.
+Groups are begun and handed out in the order in which their prompts are drawn, whichever finishes first. So a run trains on the same prompts
+in the same order whatever the timing; `max_staleness` steps of other groups hide a slow one.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class AsyncPool:
         self._passed = -1  # the greatest place that was handed out
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
+        self._begun: threading.Event | None = None  # set when the engine works on all that was asked for
         self._idle, self._since = 0.0, time.monotonic()
         self._measured = self._since
 
@@ -56,16 +57,19 @@ class AsyncPool:
         with self._changed:
             return self._under_way | self._finished.keys()
 
-    def ask(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> None:
-        """Begin with `n` rollouts of each prompt, and return at once. Those that a checkpoint has kept are there already."""
+    def ask(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, at_once: bool = False) -> None:
+        """Begin with `n` rollouts of each prompt, when the engine works on all that was asked for before, or `at_once`; returns
+        immediately. Those that a checkpoint has kept are there already."""
         prompts = [prompt for prompt in prompts if not self._restore(prompt, n)]
         if not prompts:
             return
+        before, begun = None if at_once else self._begun, threading.Event()
+        self._begun = self._begun if at_once else begun
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         with self._changed:
             self._count_idle()
             self._under_way |= {prompt.place for prompt in prompts}
-        thread = threading.Thread(target=self._work, args=(list(prompts), n, sampling, seed), name="pool", daemon=True)
+        thread = threading.Thread(target=self._work, args=(prompts, n, sampling, seed, before, begun), name="pool", daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -75,7 +79,7 @@ class AsyncPool:
         """`n` rollouts of each prompt, in the order of `prompts`, as `Engine.generate`; at once where they were asked for early enough.
         `sampling` and `seed` are for those that were not. What failed in the background is raised here."""
         asked = self.asked
-        self.ask([prompt for prompt in prompts if prompt.place not in asked], n, sampling, seed)
+        self.ask([prompt for prompt in prompts if prompt.place not in asked], n, sampling, seed, at_once=True)
         groups: list[list[Rollout] | None] = [None] * len(prompts)
         missing = {prompt.place: i for i, prompt in enumerate(prompts)}
         while missing:
@@ -89,7 +93,7 @@ class AsyncPool:
                 if on_group is not None:
                     on_group(i, groups[i])
             self._drop(old)
-            self.ask([prompts[missing[place]] for place in old], n, sampling, seed)
+            self.ask([prompts[missing[place]] for place in old], n, sampling, seed, at_once=True)
         self._drop([place for place in self._hand_out(prompts) if place <= self._passed])
         return groups
 
@@ -159,15 +163,21 @@ class AsyncPool:
                 del self._finished[place]
             self._counted["dropped"] += len(places)
 
-    def _work(self, prompts: list[Prompt], n: int, sampling: SamplingParams, seed: int) -> None:
+    def _work(
+        self, prompts: list[Prompt], n: int, sampling: SamplingParams, seed: int, before: threading.Event | None, begun: threading.Event
+    ) -> None:
+        if before is not None:
+            before.wait()
         try:
-            self.engine.generate(prompts, n, sampling, seed, lambda i, group: self._keep(prompts[i].place, group))
+            self.engine.generate(prompts, n, sampling, seed, lambda i, group: self._keep(prompts[i].place, group), begun.set)
         except BaseException as error:
             with self._changed:
                 self._count_idle()
                 self._under_way -= {prompt.place for prompt in prompts}
                 self._failure = self._failure or error
                 self._changed.notify_all()
+        finally:
+            begun.set()
 
     def _keep(self, place: int, group: list[Rollout]) -> None:
         with self._changed:

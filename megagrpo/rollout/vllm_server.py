@@ -66,11 +66,17 @@ class VllmEngine(Updates):
     # -- generation
 
     def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        on_group: OnGroup | None = None,
+        on_begun: Callable[[], None] = lambda: None,
     ) -> list[list[Rollout]]:
         """`n` rollouts of each prompt, in order. Each prompt's seed follows from `seed`, its prompt_id and its occurrence.
 
-        `on_group` gets the place and the rollouts of each prompt as they come.
+        `on_group` gets the place and the rollouts of each prompt as they come; `on_begun` is called when a server works on the last one.
 
         Raises EngineDeadError when no server is left, EngineStarved when all that are left wait for weights, EngineInterrupted after
         `interrupt`, EngineError when a server refuses a request or its answer does not add up.
@@ -79,7 +85,7 @@ class VllmEngine(Updates):
         for place, prompt in enumerate(prompts):
             own_seed = derive_seed(seed, prompt.prompt_id, prompt.occurrence)
             jobs.append(self._job(place, prompt, n, sampling, own_seed))
-        return self._run(jobs, n, on_group)
+        return self._run(jobs, n, on_group, on_begun)
 
     def extend(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Rollout]:
         """One rollout of each prompt, with limits and a seed of its own, in order. Fails as `generate` does."""
@@ -96,10 +102,18 @@ class VllmEngine(Updates):
 
         return asyncio.run(read())
 
-    def _run(self, jobs: deque[_Job], n: int, on_group: OnGroup | None = None) -> list[list[Rollout]]:
+    def _run(
+        self, jobs: deque[_Job], n: int, on_group: OnGroup | None = None, on_begun: Callable[[], None] = lambda: None
+    ) -> list[list[Rollout]]:
         groups: list[list[Rollout] | None] = [None] * len(jobs)
+
+        def take_in(place: int, group: list[Rollout]) -> None:
+            groups[place] = group
+            if on_group is not None:
+                on_group(place, group)
+
         try:
-            asyncio.run(self._work_off(jobs, n, groups, on_group))
+            asyncio.run(self._work_off(jobs, n, take_in, on_begun))
         except asyncio.CancelledError:
             raise EngineInterrupted("generation was interrupted") from None
         return groups
@@ -112,17 +126,17 @@ class VllmEngine(Updates):
             with contextlib.suppress(RuntimeError):  # it has just come to its end in another thread
                 loop.call_soon_threadsafe(task.cancel)
 
-    async def _work_off(self, jobs: deque[_Job], n: int, groups: list[list[Rollout] | None], on_group: OnGroup | None) -> None:
+    async def _work_off(self, jobs: deque[_Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
         mine = asyncio.get_running_loop(), asyncio.current_task()
         self._under_way.add(mine)
         try:
             if self._interrupted:  # looked at after the line above, so that no interrupt falls between the two
                 raise asyncio.CancelledError
-            await self._serve_all(jobs, n, groups, on_group)
+            await self._serve_all(jobs, n, take_in, on_begun)
         finally:
             self._under_way.discard(mine)
 
-    async def _serve_all(self, jobs: deque[_Job], n: int, groups: list[list[Rollout] | None], on_group: OnGroup | None) -> None:
+    async def _serve_all(self, jobs: deque[_Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
         left = len(jobs)
 
         async def serve(client: httpx.AsyncClient, url: str) -> None:
@@ -132,13 +146,13 @@ class VllmEngine(Updates):
                     await asyncio.sleep(0.02)
                     continue
                 job = jobs.popleft()
+                if not jobs:
+                    on_begun()
                 choices = await self._finished(client, url, job)
                 if choices is None:
                     jobs.append(job)
                     continue
-                groups[job.place] = [self._rollout(url, job, choice) for choice in _complete(url, choices, n)]
-                if on_group is not None:
-                    on_group(job.place, groups[job.place])
+                take_in(job.place, [self._rollout(url, job, choice) for choice in _complete(url, choices, n)])
                 self._cut.discard(job.prompt.place)
                 left -= 1
 

@@ -26,12 +26,14 @@ class Engine:
         self.begun, self.held_up, self.error, self.slow, self.cuts = [], {}, None, threading.Event(), []
         self.stop = threading.Event()
 
-    def generate(self, prompts, n, sampling, seed, on_group):
+    def generate(self, prompts, n, sampling, seed, on_group, on_begun):
         if self.error:
             raise self.error
         begun = self.weight_version
         self.begun += [(prompt.place, begun) for prompt in prompts]
-        for i in self.random.sample(range(len(prompts)), len(prompts)):
+        for k, i in enumerate(self.random.sample(range(len(prompts)), len(prompts))):
+            if k == len(prompts) - 2:
+                on_begun()
             if self.stop.wait(self.random.random() * self.seconds):
                 raise EngineInterrupted("generation was interrupted")
             if self.held_up.get(prompts[i].place) == "slow":
@@ -87,6 +89,19 @@ def test_a_group_is_begun_as_early_as_the_bound_allows_and_no_earlier():
     with AsyncPool(engine, 2) as pool:
         train(pool, engine, 6, 2)
     assert sorted(engine.begun) == [(place, max(1, place // WANTED - 1)) for place in range(6 * WANTED)]
+
+
+def test_what_is_asked_for_later_does_not_go_before():
+    engine = Engine()
+    engine.held_up = {0: "slow"}
+    with AsyncPool(engine, 3) as pool:
+        for first in range(0, 12, 4):
+            pool.ask(prompts(first, first + 4), 2, SAMPLING, 0)
+        time.sleep(0.05)
+        assert {place for place, _ in engine.begun} <= set(range(8))  # the second four began when two of the first were left
+        engine.slow.set()
+        pool.generate(prompts(0, 12), 2, SAMPLING, 0)
+        assert [place for place, _ in engine.begun] == list(range(12))
 
 
 def test_a_group_that_was_held_up_too_long_is_generated_again_and_counted():
