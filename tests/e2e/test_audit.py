@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e import world
 
-MEASURED = ("time/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time")
+MEASURED = ("time/", "idle/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time")
 OPTIONS = ["algorithm.beta=0.1", "algorithm.num_iterations=2", "algorithm.epsilon=0.05"]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.e2e import world
 
-MEASURED = ("time/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time")  # these differ from one run to the next
+MEASURED = ("time/", "idle/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time")  # these differ from one run to the next
 # vLLM's sums depend on which requests it happens to decode together.
 ENGINE = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "sampling/")
 
