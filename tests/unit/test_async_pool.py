@@ -84,11 +84,12 @@ def test_every_group_is_trained_on_once_in_order_and_none_is_too_old(max_stalene
     assert max(ages) == max_staleness and pool.counters() == {"async/dropped": 0.0, "async/cut": 0.0}
 
 
-def test_a_group_is_begun_as_early_as_the_bound_allows_and_no_earlier():
+def test_no_group_is_begun_earlier_than_the_bound_allows():
     engine = Engine()
     with AsyncPool(engine, 2) as pool:
-        train(pool, engine, 6, 2)
-    assert sorted(engine.begun) == [(place, max(1, place // WANTED - 1)) for place in range(6 * WANTED)]
+        train(pool, engine, 6, 2, pace=0.03)
+    late = [version - max(1, place // WANTED - 1) for place, version in engine.begun]
+    assert min(late) == 0 and engine.begun == sorted(engine.begun)
 
 
 def test_what_is_asked_for_later_does_not_go_before():
