@@ -41,9 +41,9 @@ def train(max_staleness: int, url: str, folder: Path, args: argparse.Namespace) 
         options += ["algorithm.importance_correction=token_truncate"]
     command = ["taskset", "-c", str(args.trainer_core), sys.executable, "-m", "megagrpo", "train", str(QUICKSTART), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr)  # to watch it; the table alone goes to stdout
     if done.returncode:
-        raise SystemExit(f"{name} ended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
+        raise SystemExit(f"{name} ended with exit code {done.returncode}")
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
