@@ -9,7 +9,8 @@ from ranks import run_ranks
 from megagrpo.__main__ import main
 from tests.e2e import world
 
-OWN = ("time/", "idle/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time", "packing/")  # what each run, or each layout, has its own of
+# what each run, or each layout, has its own of
+OWN = ("time/", "idle/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time", "packing/")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ METRICS = {
     *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
     *("completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio"),
     *("packing/micro_batch_imbalance", "packing/rank_imbalance"),
-    *("time/step", "time/generate", "time/reward", "time/logprobs", "time/train", "time/sync"),
+    *("time/step", "time/generate", "time/reward", "time/logprobs", "time/train", "time/sync", "idle/trainer", "idle/servers"),
     *(f"weight_sync/{what}" for what in ("publish_seconds", "load_seconds", "checksum_seconds", "gigabytes")),
 }
 
