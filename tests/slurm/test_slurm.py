@@ -15,8 +15,8 @@ from tests.slurm import pretend_cluster
 from tests.slurm.pretend_cluster import command_output, processes_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
-STEPS = 60
-PARTS = ["run.nodes=2", "rollout.placement=dedicated", "rollout.weight_sync_transport=p2p", "run.save_steps=20"]
+STEPS = 24
+PARTS = ["run.nodes=2", "rollout.placement=dedicated", "rollout.weight_sync_transport=p2p", "run.save_steps=12"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -28,6 +28,7 @@ CONFIGS = {  # ranks, and GiB of a GPU; those for clusters are in test_submit.py
     "quickstart_tp3": (3, 79),
     "quickstart_pp2": (2, 79),
     "quickstart_cp2": (2, 79),
+    "quickstart_2nodes": (2, 79),
 }
 LLAMA = {
     "model_type": "llama",

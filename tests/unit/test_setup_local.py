@@ -67,6 +67,12 @@ def test_dedicated_servers_have_gpus_that_no_rank_gets(local, monkeypatch):
         local.num_ranks(config)
 
 
+def test_a_run_on_several_nodes_is_left_to_slurm(local, capsys):
+    words = [str(REPOSITORY / "configs/quickstart.yaml"), "run.nodes=2", "rollout.placement=dedicated"]
+    assert local.main(words) == 2
+    assert "run.nodes: 2 nodes, and this script starts one; use launch/submit.py" in capsys.readouterr().err
+
+
 def test_gpus_are_counted_from_the_driver_or_from_what_is_visible(local, monkeypatch, tmp_path):
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\nprintf 'GPU 0: X (UUID: GPU-aaa)\\nGPU 1: X (UUID: GPU-bbb)\\n'\n")
