@@ -40,6 +40,7 @@ class Cluster:
     env: dict[str, str] = field(default_factory=dict)
     container: Container | None = None
     restarts: int = 10  # of one job, after preemption or at its time limit
+    restart_failed: bool = False  # also after a failure, as of a GPU or the network, but for mistakes in the config
     lead_seconds: int = 300  # before the time limit, in which a step ends and a checkpoint is written
     storage_claim: str | None = None  # Kubernetes: the volume that all nodes share
     storage_path: str = "/shared"  # and where it is mounted
@@ -93,6 +94,8 @@ def _problems(raw: dict[str, Any], into: type, prefix: str) -> list[str]:
 def _fits(value: Any, kind: str) -> bool:
     if value is None:
         return "None" in kind
+    if kind == "bool":
+        return isinstance(value, bool)
     for name, types in (("int", int), ("float", (int, float)), ("str", str), ("Literal", str), ("dict", dict), ("tuple", list)):
         if kind.startswith(name):
             return isinstance(value, types) and not isinstance(value, bool)

@@ -90,6 +90,7 @@ def _settings(config: RunConfig, config_path: Path, overrides: Sequence[str], cl
         "SRUN_OPTIONS": array(srun),
         "INSIDE": array(inside),
         "MAX_RESTARTS": cluster.restarts,
+        "RESTART_FAILED": int(cluster.restart_failed),
         "SERVER_SECONDS": int(config.rollout.startup_timeout),
     }
     lines = [f"{name}={value}" for name, value in values.items()]

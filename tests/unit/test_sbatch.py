@@ -26,13 +26,13 @@ echo "$MEGAGRPO_JOB $SLURM_JOB_END_TIME" >"$BOOK/environment"
 trap 'exit 0' TERM
 if [ "$name" = servers ] && [ "${SERVERS_FAIL:-}" = "" ]; then
   while [ $# -gt 0 ]; do [ "$1" = --urls ] && urls=$2; shift; done
-  echo http://127.0.0.1:1 >"$urls/n2.url"
+  [ -n "${SERVERS_WAIT:-}" ] || echo http://127.0.0.1:1 >"$urls/n2.url"
   echo $$ >"$BOOK/servers.pid"
   /bin/sleep 30 & wait
 fi
 if [ "$name" = trainer ] && [ -n "${TRAINER_WAITS:-}" ]; then
   until [ -e "$BOOK/signal" ]; do sleep 0.05; done
-  exit 85
+  exit "$TRAINER_WAITS"
 fi
 rc=CODE_$name
 exit "${!rc:-0}"
@@ -108,6 +108,13 @@ def start(tmp_path: Path, *overrides: str, cluster: Cluster | None = None, **env
     )
 
 
+def wait_for_step(tmp_path: Path, name: str) -> None:
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "book" / f"{name}.0").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def end(process: subprocess.Popen, tmp_path: Path) -> Job:
     out, _ = process.communicate(timeout=30)
     return Job(process.returncode, out, tmp_path / "book", tmp_path / "quickstart.jobs" / "7")
@@ -171,14 +178,34 @@ def test_a_trainer_that_wants_to_go_on_is_put_back_into_the_queue(environment, r
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_the_script_reaches_the_trainer(number, tmp_path):
-    process = start(tmp_path, TRAINER_WAITS="1")
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "book" / "trainer.0").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    process = start(tmp_path, TRAINER_WAITS="85")
+    wait_for_step(tmp_path, "trainer")
     process.send_signal(number)
     job = end(process, tmp_path)
     assert "--signal=TERM 7.0" in job.noted("scancel") and f"got {number.name}" in job.out and job.noted("requeue")
+
+
+@pytest.mark.parametrize(("code", "requeued"), [("1", True), ("137", True), ("2", False), ("0", False)])
+def test_failures_are_tried_again_where_the_cluster_says_so(code, requeued, tmp_path):
+    job = run(tmp_path, cluster=Cluster(gpus_per_node=0, restart_failed=True), CODE_trainer=code)
+    assert job.noted("requeue") == "requeued\n" * requeued
+
+
+def test_a_trainer_that_was_stopped_is_continued_whatever_its_exit_code(tmp_path):
+    process = start(tmp_path, TRAINER_WAITS="143")
+    wait_for_step(tmp_path, "trainer")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    job = end(process, tmp_path)
+    assert job.noted("requeue") and job.noted("scancel").count("--signal=TERM 7.0") == 1
+
+
+def test_a_signal_before_the_trainer_begins_starts_no_trainer(tmp_path):
+    process = start(tmp_path, SERVERS_WAIT="1")
+    wait_for_step(tmp_path, "servers")
+    process.send_signal(signal.SIGTERM)
+    job = end(process, tmp_path)
+    assert "trainer" not in job.steps and job.noted("requeue")
 
 
 def test_attempts_log_apart(tmp_path):

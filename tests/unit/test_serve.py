@@ -1,0 +1,75 @@
+"""`megagrpo serve`: what it tells a trainer elsewhere, and when it ends. tests/slurm runs it with real servers."""
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from megagrpo import serve
+from megagrpo.__main__ import main, parse
+from tests.unit.test_placement import QUICKSTART
+
+
+@dataclass
+class Server:
+    """A server that has ended, or not."""
+
+    url: str
+    alive: bool = True
+    log: Path = Path("vllm.log")
+
+    @property
+    def supervisor(self):
+        return self
+
+    returncode: int = -9
+
+
+@dataclass
+class Servers:
+    servers: list[Server] = field(default_factory=list)
+
+
+def test_addresses_are_in_a_file_of_the_node_which_is_complete_or_absent(tmp_path):
+    serve.write_urls(tmp_path / "urls", "n2", ["http://10.0.0.2:1", "http://10.0.0.2:2"])
+    assert [path.name for path in (tmp_path / "urls").iterdir()] == ["n2.url"]
+    assert (tmp_path / "urls" / "n2.url").read_text() == "http://10.0.0.2:1\nhttp://10.0.0.2:2\n"
+
+
+def test_it_ends_when_asked_to_or_with_its_last_server(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
+    one, two, stop = Server("http://a"), Server("http://b", alive=False), threading.Event()
+    threading.Timer(0.1, stop.set).start()
+    assert serve._watch(Servers([one, two]), stop)
+    assert capsys.readouterr().err == "vLLM server http://b ended with exit code -9; its log: vllm.log\n"
+    one.alive = False
+    assert not serve._watch(Servers([one, two]), threading.Event())
+
+
+def test_servers_listen_where_the_trainer_reaches_them_and_leave_it_its_gpus(monkeypatch, tmp_path):
+    made = {}
+    monkeypatch.setattr(serve, "resolve_model", Path)
+    monkeypatch.setattr(serve, "make_launcher", lambda *args, **options: made.update(options))
+    serve._launcher(parse(["serve", str(QUICKSTART)]).config, tmp_path, "127.0.0.1", 6)
+    assert made == {"num_ranks": 6, "host": "127.0.0.1"}
+
+
+def test_the_command_line_of_serve():
+    options = parse(["serve", str(QUICKSTART), "rollout.servers=2", "--urls", "u", "--reach", "h", "--first-gpu", "4"]).options
+    assert options == {"urls": Path("u"), "reach": "h", "first_gpu": 4}
+
+
+def test_a_server_that_cannot_start_ends_it_with_code_2(monkeypatch, capsys):
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest's own stay
+    assert main(["serve", str(QUICKSTART), "model.path=/nowhere"]) == 2
+    assert "model.path: /nowhere does not exist" in capsys.readouterr().err
+
+
+def test_it_gives_up_waiting_for_servers_when_asked_to_stop():
+    stop = threading.Event()
+    serve._progress("n1", stop, "waiting")
+    stop.set()
+    with pytest.raises(SystemExit) as ended:
+        serve._progress("n1", stop, "waiting")
+    assert ended.value.code == 0
