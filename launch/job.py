@@ -41,7 +41,7 @@ class Cluster:
     container: Container | None = None
     restarts: int = 10  # of one job, after preemption or at its time limit
     restart_failed: bool = False  # also after a failure, as of a GPU or the network, but for mistakes in the config
-    lead_seconds: int = 300  # before the time limit, in which a step ends and a checkpoint is written
+    lead_seconds: int = 60  # before the time limit Slurm says so, if the trainer has not stopped by itself; Kubernetes: until SIGKILL
     storage_claim: str | None = None  # Kubernetes: the volume that all nodes share
     storage_path: str = "/shared"  # and where it is mounted
 
