@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from megagrpo.config import ConfigError
+
 OUT_OF_TIME = signal.SIGXCPU  # what stands for the time limit among the signals that stop a run
 FIRST_SAVE_SECONDS = 60.0  # taken for a checkpoint until one was written
 SPARE_SECONDS = 15.0  # to leave after it
@@ -30,15 +32,23 @@ class TimeLimit:
         return 1.5 * self._save_seconds + SPARE_SECONDS
 
     def step_begins(self) -> None:
-        """Call at the beginning of every step, in which all is counted until the next one begins: evaluation and saving too."""
+        """Call at the beginning of every step, in which all is counted until the next one begins: evaluation and saving too.
+
+        ConfigError when there is no time for any step: the run would be started again and again.
+        """
         if self.ends is None:
             return
         now = time.time()
+        left = self.ends - self.lead_seconds - now
         if self._began:
             self._longest = max(self._longest, now - self._began)
+        elif left <= 0:
+            raise ConfigError(
+                f"run.time_limit: {self.ends - now:.0f} s are left when the first step begins, and {self.lead_seconds:.0f} s are for a "
+                "checkpoint; raise it, or the time that Slurm gives"
+            )
         self._began = now
         self.close()
-        left = self.ends - self.lead_seconds - now
         if left <= self._longest:
             self._stop(OUT_OF_TIME)
         else:

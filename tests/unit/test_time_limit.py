@@ -63,6 +63,12 @@ def test_a_step_that_takes_too_long_is_interrupted(clock):
     assert clock[1][1].cancelled
 
 
+def test_a_run_without_time_for_a_step_is_not_tried_again_and_again(clock):
+    limit = TimeLimit(1000 + 100, lambda number: pytest.fail("stopped"))
+    with pytest.raises(ConfigError, match=r"run.time_limit: 100 s are left when the first step begins, and 105 s are for a checkpoint"):
+        limit.step_begins()
+
+
 def test_the_longest_checkpoint_counts(clock):
     limit = TimeLimit(5000, lambda number: None)
     assert limit.lead_seconds == 1.5 * time_limit.FIRST_SAVE_SECONDS + time_limit.SPARE_SECONDS
