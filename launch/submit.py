@@ -59,7 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def check_plan(config, world_size: int, gpu_memory_gb: float | None) -> None:
     """ConfigError when the run cannot start. A model that cannot be seen from here is left to the job's preflight."""
-    problems = plan(config, world_size, gpu_memory_gb).problems
+    try:
+        problems = plan(config, world_size, gpu_memory_gb).problems
+    except ModuleNotFoundError as error:  # only models of the hub or of a package take more than this script does
+        problems = [f"model.path: {config.model.path} needs {error.name}, which is not installed here"]
     unseen = [problem for problem in problems if problem.startswith("model.path:")]
     for problem in unseen:
         print(f"not checked here: {problem}", file=sys.stderr)

@@ -271,6 +271,15 @@ def test_what_cannot_run_is_not_sent(words, message, capsys, monkeypatch, tmp_pa
     assert message in capsys.readouterr().err
 
 
+def test_a_machine_without_the_hubs_package_leaves_the_plan_to_the_job(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    words = [str(ROOT / "configs" / "qwen2.5_7b_1node.yaml"), "--cluster", str(ROOT / "launch" / "clusters" / "generic.yaml")]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    assert is_shell(printed.out)
+    assert printed.err == "not checked here: model.path: Qwen/Qwen2.5-7B-Instruct needs huggingface_hub, which is not installed here\n"
+
+
 def test_submit_gives_the_script_to_sbatch(capfd, monkeypatch, tmp_path):
     (tmp_path / "sbatch").write_text("#!/bin/bash\n[ $# = 0 ] || exit 9\nhead -n 2\n")
     (tmp_path / "sbatch").chmod(0o755)
