@@ -183,7 +183,11 @@ def verify(row: dict, folder, capsys) -> tuple[int, dict]:
     return code, json.loads(capsys.readouterr().out)["layouts"][0]
 
 
-@pytest.mark.parametrize("control", CONTROLS, ids=str)
+# One of the loss, one of gradients, one of log-probs; the others with `make test-full`.
+USUAL = (tied_embeddings_that_never_meet, labels_rolled_after_the_split, average_of_local_means)
+
+
+@pytest.mark.parametrize("control", [pytest.param(c, marks=() if c.plant in USUAL else pytest.mark.full) for c in CONTROLS], ids=str)
 def test_a_planted_fault_is_seen(control, tmp_path, capsys, monkeypatch):
     config, n = config_of(control.row), ranks(control.row)
     if control.before:
