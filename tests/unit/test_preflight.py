@@ -40,7 +40,7 @@ def test_every_problem_of_a_node_is_told_at_once(tmp_path):
         "preflight: n1: interface: nosuch0 does not exist here",
         "preflight: n1: PYTORCH_ALLOC_CONF: vLLM's sleep mode only knows PYTORCH_CUDA_ALLOC_CONF",
         "preflight: n1: run.output_dir:",
-        "cannot be opened on",
+        "cannot be opened here (Address already in use)",
     ):
         assert problem in ended.stderr, problem
 
@@ -75,3 +75,21 @@ def test_nodes_that_do_not_share_the_folder_are_told(tmp_path, monkeypatch):
 def test_gpus_are_those_that_are_visible(visible, count, monkeypatch):
     monkeypatch.setattr(preflight, "_nvidia_smi", lambda *words: ["GPU 0: X (UUID: a)", "GPU 1: X (UUID: b)"])
     assert len(preflight._gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})) == count
+
+
+def test_every_node_tries_to_reach_the_first(tmp_path, monkeypatch, capsys):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        master = f"127.0.0.1:{probe.getsockname()[1]}"
+    words = ["--folder", str(tmp_path / "run"), "--report", str(tmp_path / "nodes"), "--master", master, "--nodes", "2"]
+    monkeypatch.setattr(preflight, "REACH_SECONDS", 0.5)
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    assert preflight.main(words) == 1
+    assert f"preflight: n2: master: {master} cannot be reached from here" in capsys.readouterr().err
+    first = os.environ | {"SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"}
+    (tmp_path / "nodes" / "n2.json").unlink()
+    monkeypatch.setattr(preflight, "REACH_SECONDS", 20)
+    with subprocess.Popen([sys.executable, str(SCRIPT), *words], env=first) as other:
+        assert preflight.main(words) == 0
+        assert other.wait(20) == 0
