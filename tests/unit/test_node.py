@@ -33,7 +33,7 @@ def test_every_rank_has_a_file_named_by_its_number_and_the_first_is_printed(node
 
 class Healthy(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
+        self.send_response(200 if self.path == "/health" and self.server.well else 503)
         self.end_headers()
 
     def log_message(self, *words): ...
@@ -41,6 +41,7 @@ class Healthy(http.server.BaseHTTPRequestHandler):
 
 def test_servers_that_do_not_answer_in_time_are_named(node, capsys):
     server = http.server.HTTPServer(("127.0.0.1", 0), Healthy)
+    server.well = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     up = f"http://127.0.0.1:{server.server_address[1]}"
     with socket.socket() as closed:
@@ -49,5 +50,7 @@ def test_servers_that_do_not_answer_in_time_are_named(node, capsys):
         assert node.silent_servers([up], 5) == [] and node.silent_servers([], 5) == []
         words = ["--nodes", "1", "--ranks", "1", "--master", "127.0.0.1:1", "--wait-for", f"{up},{down}", "--wait-seconds", "0.5"]
         assert node.main(words) == 1
+        server.well = False
+        assert node.silent_servers([up], 0.5) == [up]
     server.shutdown()
     assert capsys.readouterr().err == f"{down} did not answer within 0.5 s\n"

@@ -208,6 +208,10 @@ def test_a_signal_before_the_trainer_begins_starts_no_trainer(tmp_path):
     assert "trainer" not in job.steps and job.noted("requeue")
 
 
+def test_the_tasks_of_an_array_are_one_job_for_their_run(tmp_path):
+    assert run(tmp_path, SLURM_ARRAY_JOB_ID="5").noted("environment").split()[0] == "slurm-5"
+
+
 def test_attempts_log_apart(tmp_path):
     job = run(tmp_path, SLURM_RESTART_COUNT="3")
     assert [path.name for path in job.folder.iterdir()] == ["attempt_3"] and str(job.folder / "attempt_3") in job.words("trainer")
