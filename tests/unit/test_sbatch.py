@@ -48,7 +48,7 @@ case "$1 $2" in
 esac
 """,
     "squeue": """#!/usr/bin/env bash
-case "$*" in *--steps*) printf '7.0 trainer\\n7.1 servers\\n' ;; *) echo 2030-01-01T00:00:00 ;; esac
+case "$*" in *--steps*) printf '7.0 trainer\\n7.1 servers\\n' ;; *) echo "${ENDS-2030-01-01T00:00:00}" ;; esac
 """,
     "scancel": """#!/usr/bin/env bash
 echo "$*" >>"$BOOK/scancel"
@@ -206,6 +206,11 @@ def test_a_signal_before_the_trainer_begins_starts_no_trainer(tmp_path):
     process.send_signal(signal.SIGTERM)
     job = end(process, tmp_path)
     assert "trainer" not in job.steps and job.noted("requeue")
+
+
+@pytest.mark.parametrize("ends", ["", "NONE", "N/A"])
+def test_a_job_without_an_end_has_no_time_limit(ends, tmp_path):
+    assert run(tmp_path, ENDS=ends).noted("environment").split() == ["slurm-7"]
 
 
 def test_the_tasks_of_an_array_are_one_job_for_their_run(tmp_path):
