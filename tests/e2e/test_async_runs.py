@@ -78,3 +78,21 @@ def test_a_server_that_is_killed_while_it_generates_ahead_costs_no_response(tmp_
         run = trainer.wait(seconds=240)
     assert run.code == 0 and "starting it again, 1 of 3 times" in run.out, run.err
     assert texts(run) == synchronous[: 8 * GROUPS * GROUP]
+
+
+@pytest.mark.full
+def test_two_replicas_share_what_is_asked_for_ahead(tmp_path, synchronous):
+    run = world.finish(world.start(tmp_path, "run.max_steps=4", *STILL, *AHEAD, NPROC="2"), tmp_path)
+    assert run.code == 0 and "dp 2" in run.out, run.err
+    assert texts(run) == synchronous[: 4 * GROUPS * GROUP]
+    assert [line["staleness/max"] for line in run.metrics] == [0.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.full
+def test_groups_that_replace_others_are_those_that_come_next(tmp_path):
+    seldom = f"rewards.functions.0.function={world.folder()}/rewards.py:seldom"
+    run = world.train(tmp_path, "run.max_steps=5", *AHEAD, "rollout.max_staleness=2", "algorithm.dynamic_sample=true", seldom)
+    assert run.code == 0, run.err
+    drawn = sum(line["dynamic_sample/groups_drawn"] for line in run.metrics)
+    assert json.loads((run.newest / "megagrpo.json").read_text())["state"]["cursor"] == drawn > 5 * GROUPS
+    assert all(line["staleness/max"] <= 2 for line in run.metrics) and not any(line["async/dropped"] for line in run.metrics)
