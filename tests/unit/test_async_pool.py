@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megagrpo.config import ConfigError, load_config
-from megagrpo.rollout.engine import EngineError, EngineInterrupted
+from megagrpo.rollout.engine import EngineError, EngineInterrupted, EngineStarved
 from megagrpo.rollout.pool import AsyncPool, packed, unpacked
 from megagrpo.types import Prompt, Rollout, SamplingParams
 from tests.unit.test_placement import QUICKSTART
@@ -180,6 +180,20 @@ def test_what_fails_in_the_background_is_raised_where_its_groups_are_wanted():
         pool.ask(prompts(0, 4), 2, SAMPLING, 0)
         with pytest.raises(EngineError, match="no server is left"):
             pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+
+
+def test_after_a_failure_that_was_mended_what_is_missing_is_asked_for_again():
+    engine = Engine()
+    with AsyncPool(engine, 1) as pool:
+        pool.ask(prompts(0, 2), 2, SAMPLING, 0)
+        wait_until(lambda: len(pool.state_dict()) == 2)
+        engine.error = EngineStarved("no server has the current weights")
+        pool.ask(prompts(2, 4), 2, SAMPLING, 0)
+        with pytest.raises(EngineStarved):
+            pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+        engine.error = None
+        groups = pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+    assert [group[0].prompt.place for group in groups] == [0, 1, 2, 3] and [place for place, _ in engine.begun] == [0, 1, 2, 3]
 
 
 def test_an_interrupted_engine_ends_the_wait_and_no_thread_is_left():
