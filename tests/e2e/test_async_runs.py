@@ -15,21 +15,22 @@ GROUPS, GROUP = 4, 4  # of a step, and responses of each
 
 
 def texts(run):
-    return [(row["step"], row["prompt_id"], row["completion"]) for row in run.completions]
+    return [(row["step"], row["prompt_id"], row["completion"], row["reward"], row["advantage"]) for row in run.completions]
 
 
 @pytest.fixture(scope="module")
 def synchronous(tmp_path_factory):
-    """Every response of twelve steps of a run that does not run ahead."""
+    """Every response of twelve steps of a run that does not run ahead, and the norm of each step's gradient."""
     run = world.train(tmp_path_factory.mktemp("synchronous"), "run.max_steps=12", *STILL)
     assert run.code == 0 and not any(name.startswith(("staleness/", "async/")) for line in run.metrics for name in line), run.err
-    return texts(run)
+    return texts(run), [line["grad_norm"] for line in run.metrics]
 
 
 def test_a_policy_that_stands_still_gets_the_very_responses_of_a_synchronous_run(tmp_path, synchronous):
     run = world.train(tmp_path, "run.max_steps=4", *STILL, *AHEAD)
     assert run.code == 0, run.err
-    assert texts(run) == synchronous[: 4 * GROUPS * GROUP]
+    assert texts(run) == synchronous[0][: 4 * GROUPS * GROUP]
+    assert [line["grad_norm"] for line in run.metrics] == pytest.approx(synchronous[1][:4], rel=1e-4)
     assert [line["staleness/max"] for line in run.metrics] == [0.0, 1.0, 1.0, 1.0]
     assert [line["async/waiting"] + line["async/in_flight"] for line in run.metrics] == [4.0, 4.0, 4.0, 0.0]
 
@@ -44,7 +45,7 @@ def test_a_run_that_is_stopped_and_resumed_loses_no_prompt_and_repeats_none(tmp_
     assert saved["cursor"] == saved["step"] * GROUPS and saved["step"] < 11
     assert {group["place"] // GROUPS for group in saved["ahead"]} <= {saved["step"], saved["step"] + 1}
     run = world.train(tmp_path, f"run.max_steps={saved['step'] + 1}", *STILL, *AHEAD, "run.resume=true")
-    assert run.code == 0 and texts(run) == synchronous[: (saved["step"] + 1) * GROUPS * GROUP], run.err
+    assert run.code == 0 and texts(run) == synchronous[0][: (saved["step"] + 1) * GROUPS * GROUP], run.err
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "resume", pytest.param("wait", marks=pytest.mark.full)])
@@ -77,14 +78,14 @@ def test_a_server_that_is_killed_while_it_generates_ahead_costs_no_response(tmp_
                 os.kill(pid, signal.SIGKILL)
         run = trainer.wait(seconds=240)
     assert run.code == 0 and "starting it again, 1 of 3 times" in run.out, run.err
-    assert texts(run) == synchronous[: 8 * GROUPS * GROUP]
+    assert texts(run) == synchronous[0][: 8 * GROUPS * GROUP]
 
 
 @pytest.mark.full
 def test_two_replicas_share_what_is_asked_for_ahead(tmp_path, synchronous):
     run = world.finish(world.start(tmp_path, "run.max_steps=4", *STILL, *AHEAD, NPROC="2"), tmp_path)
     assert run.code == 0 and "dp 2" in run.out, run.err
-    assert texts(run) == synchronous[: 4 * GROUPS * GROUP]
+    assert texts(run) == synchronous[0][: 4 * GROUPS * GROUP]
     assert [line["staleness/max"] for line in run.metrics] == [0.0, 1.0, 1.0, 1.0]
 
 
