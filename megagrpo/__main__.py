@@ -14,6 +14,7 @@ from megagrpo.config import ConfigError, RunConfig, load_config, render_help
 USAGE = """\
 megagrpo train CONFIG [key=value ...] [--resume]    run GRPO as one rank; launch/local.sh starts every rank of this machine
 megagrpo plan  CONFIG [key=value ...] [world_size=N] [gpu_memory_gb=G]    check a run and show what each rank holds; needs no GPU
+megagrpo plan  CONFIG [key=value ...] --gpu h100|h200|b200|a100 [--search] [--json] [prompt_tokens=N] [response_tokens=N]    also seconds
 megagrpo plan  CONFIG [key=value ...] --weight-sync [link_gb_per_s=50]    also what a weight sync moves between which ranks
 megagrpo verify CONFIG [key=value ...] [--layout tp=2,pp=2,dp=2 ...] [--ranks N] [--json] [--full]    prove layouts against one process
 megagrpo serve CONFIG [key=value ...] --urls FOLDER [--reach HOST] ...    vLLM servers for a trainer elsewhere: docs/slurm.md
@@ -24,11 +25,11 @@ megagrpo audit RUN --step N [--json] [--model FOLDER]    recompute a step that a
 CONFIG is a YAML file; key=value replaces one of its values, as in train.learning_rate=1e-5 or rewards.functions.0.weight=2.
 megagrpo COMMAND --help prints every key. Exit code 2: the config or the command line is wrong."""
 
-PLAN_SIZES = {"world_size": int, "gpu_memory_gb": float, "link_gb_per_s": float}
+PLAN_SIZES = {"world_size": int, "gpu_memory_gb": float, "link_gb_per_s": float, "prompt_tokens": float, "response_tokens": float}
 _FLAG = dict(action="store_true")
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "train": {"resume": _FLAG},
-    "plan": {"weight_sync": _FLAG},
+    "plan": {"weight_sync": _FLAG, "gpu": {}, "search": _FLAG, "json": _FLAG},
     "eval": {"checkpoint": {}, "adapter": {}, "output": {}},
     "serve": {"reach": {}, "urls": dict(type=Path), "logs": dict(type=Path), "first_gpu": dict(type=int)},
     "verify": {"layout": dict(action="append"), "ranks": dict(type=int), "json": _FLAG, "full": _FLAG},
@@ -58,7 +59,7 @@ def parse(arguments: list[str]) -> Command:
     parser.add_argument("command", nargs="?", choices=list(OPTIONS))
     parser.add_argument("config", nargs="?")
     parser.add_argument("overrides", nargs="*")
-    for option, settings in [pair for options in OPTIONS.values() for pair in options.items()]:
+    for option, settings in {name: settings for options in OPTIONS.values() for name, settings in options.items()}.items():
         parser.add_argument(f"--{option.replace('_', '-')}", default=argparse.SUPPRESS, **settings)
     parser.add_argument("-h", "--help", action="store_true")
     given, dashed = parser.parse_known_intermixed_args(arguments)

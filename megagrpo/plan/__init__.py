@@ -5,41 +5,87 @@ Every problem is found at once, as `key: what is wrong; what to do`.
 
 from __future__ import annotations
 
+import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from megagrpo.config import RunConfig
+from megagrpo.config import ConfigError, RunConfig
+from megagrpo.plan.files import data_notes, output_problems, tokenizer_notes
+from megagrpo.plan.gpus import GPUS, Gpu
 from megagrpo.plan.memory import engine_memory, smallest_gpu, trainer_memory
 from megagrpo.plan.problems import (
     adapter_problems,
     expert_problems,
+    layout_notes,
     layout_problems,
     multi_turn_problems,
     reward_problems,
     rollout_problems,
     too_big,
+    vocabulary_notes,
 )
+from megagrpo.plan.rules import Verdict, rules_text, verdicts
+from megagrpo.plan.search import Candidate, search
 from megagrpo.plan.shapes import model_shape
-from megagrpo.plan.text import experts_text, gpu_text, lora_text, memory_table, model_text, rollout_text, step_text, weights_text
-from megagrpo.policy.hf_config import model_problems, parse_hf_config
+from megagrpo.plan.text import (
+    experts_text,
+    gpu_text,
+    lora_text,
+    memory_table,
+    model_text,
+    rollout_text,
+    search_table,
+    step_text,
+    times_table,
+    weights_text,
+)
+from megagrpo.plan.times import Lengths, StepTimes, expected_lengths, step_times
+from megagrpo.policy.hf_config import HfConfig, model_problems, parse_hf_config
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`problems` is empty when the run can start. `memory` is phase -> part -> GiB on the rank that holds most; empty without a model."""
+    """`problems` is empty when the run can start; `notes` stop nothing. `memory` is phase -> part -> GiB on the rank that holds most; empty
+    without a model, of which `model` is the shape. `times` and `found` are there when they were asked for."""
 
     problems: list[str]
     rows: list[tuple[str, str]]
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     smallest_gpu: float = 0.0  # GiB that a GPU needs to hold what is placed on it, a trainer rank or vLLM or both; 0 without a model
+    notes: list[str] = field(default_factory=list)
+    model: HfConfig | None = None
+    rules: list[Verdict] = field(default_factory=list)
+    times: StepTimes | None = None
+    found: list[Candidate] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{name:<10}{text}".rstrip() for name, text in self.rows]
+        lines += [f"{'rules':<10}{rules_text(self.rules)}"] if self.rules else []
         if self.memory:
             lines += ["", *memory_table(self.memory)]
-        if self.problems:
-            lines += ["", f"{len(self.problems)} problem(s)", *(f"  {problem}" for problem in self.problems)]
+        if self.times:
+            lines += ["", *times_table(self.times)]
+        if self.found:
+            lines += ["", *search_table(self.found)]
+        for what, said in (("note(s)", self.notes), ("problem(s)", self.problems)):
+            lines += ["", f"{len(said)} {what}", *(f"  {text}" for text in said)] if said else []
         return "\n".join(lines)
+
+    def as_json(self) -> str:
+        """Everything of the plan, sizes in GiB and times in seconds."""
+        made: dict[str, Any] = {"problems": self.problems, "notes": self.notes, "rows": dict(row for row in self.rows if row[0])}
+        made |= {"memory_gib": self.memory, "smallest_gpu_gib": self.smallest_gpu}
+        made["rules"] = [{"number": v.rule.number, "rule": v.rule.what, "state": v.state, "told_by": v.rule.elsewhere} for v in self.rules]
+        if self.times:
+            made["times"] = _times_json(self.times)
+        made["found"] = [{"overrides": one.overrides, "gib": one.gib, "times": _times_json(one.times)} for one in self.found]
+        return json.dumps(made, indent=1)
+
+
+def _times_json(times: StepTimes) -> dict[str, Any]:
+    derived = {"step": times.step, "tokens_per_second_per_gpu": times.tokens_per_gpu, "mfu": times.mfu, "idle": times.idle}
+    return {"seconds": times.seconds, "gpus": times.gpus, "bubble": times.bubble} | derived
 
 
 def main(
@@ -47,12 +93,25 @@ def main(
     world_size: int | None = None,
     gpu_memory_gb: float | None = None,
     link_gb_per_s: float | None = None,
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
     weight_sync: bool = False,
+    gpu: str | None = None,
+    search: bool = False,
+    json: bool = False,
 ) -> int:
-    """Prints the plan; exit code 2 when something is wrong. Without `world_size`: as few ranks as the layout takes. With `weight_sync`
-    also what one moves, which takes the model's own code and with it torch."""
-    world_size = world_size or config.parallel.smallest_world
-    made = plan(config, world_size, gpu_memory_gb)
+    """Prints the plan; exit code 2 when something is wrong. Without `world_size`: as few ranks as the layout takes. With `gpu`, one of
+    `GPUS`, also seconds, for prompts and responses of so many tokens on average, and with `search` the layouts that would be fastest there.
+    With `weight_sync` also what one moves, which takes the model's own code and with it torch. ConfigError for what is asked wrongly."""
+    if gpu is not None and gpu not in GPUS:
+        raise ConfigError(f"--gpu: {gpu} is not known; choose one of {', '.join(GPUS)}")
+    if gpu is None and (search or prompt_tokens or response_tokens):
+        asked = "--search" if search else "prompt_tokens" if prompt_tokens else "response_tokens"
+        raise ConfigError(f"{asked}: seconds are of a kind of GPU; add --gpu, one of {', '.join(GPUS)}")
+    world_size, kind = world_size or config.parallel.smallest_world, GPUS.get(gpu)
+    made = plan(config, world_size, gpu_memory_gb or (kind and kind.memory_gib))
+    if kind:
+        made = with_times(made, config, world_size, kind, expected_lengths(config, prompt_tokens, response_tokens), search)
     if weight_sync and not made.problems:
         from megagrpo.plan.weight_sync import rows_of
 
@@ -60,14 +119,35 @@ def main(
             made.rows.extend([("", ""), *rows_of(config, world_size, link_gb_per_s)])
         except ValueError as error:
             made.problems.append(str(error))
-    print(made, file=sys.stderr if made.problems else sys.stdout)
+    print(made.as_json() if json else made, file=sys.stderr if made.problems and not json else sys.stdout)
     return 2 if made.problems else 0
+
+
+def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths: Lengths, searching: bool = False) -> Plan:
+    """The plan with the seconds of its layout, where that can run, and with the fastest layouts of so many ranks when `searching`."""
+    if made.model is None:
+        return made
+    where = f"{gpu.name}, {gpu.bf16_tflops:g} TFLOP/s in bf16, {gpu.memory_gb:g} GB at {gpu.memory_gb_per_s:g} GB/s ({gpu.source})"
+    rows = [*made.rows, ("kind", where)]
+    rows.append(
+        ("lengths", f"{lengths.prompt:g} tokens a prompt and {lengths.response:g} a response on average, {lengths.longest:g} at most")
+    )
+    times = step_times(config, made.model, world_size, gpu, lengths) if made.memory else None
+    found = search(config, made.model, world_size, gpu, lengths) if searching else []
+    notes = list(made.notes)
+    if searching and not found:
+        notes.append(
+            f"--search: no layout of {world_size} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, another "
+            "rollout.tp or rollout.gpu_memory_utilization"
+        )
+    return replace(made, rows=rows, times=times, found=found, notes=notes)
 
 
 def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None) -> Plan:
     """The plan of `config` on `world_size` ranks. With `gpu_memory_gb`, the memory of each GPU in GiB, it must also fit there."""
     parallel = config.parallel
-    problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config)
+    problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config) + output_problems(config)
+    notes = layout_notes(config, world_size) + data_notes(config)
     dp = max(1, world_size // parallel.model_parallel_size)
     context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
     stages = [f"vpp {parallel.vpp}"] * (parallel.vpp > 1)
@@ -82,11 +162,13 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
     try:
         raw = model_shape(config.model.path)
     except ValueError as error:
-        return Plan([*problems, *str(error).split("\n")], rows)
+        return judged(Plan([*problems, *str(error).split("\n")], rows, notes=notes), gpu_memory_gb)
     unfit = model_problems(raw, parallel)
     if any(problem.startswith("model") for problem in unfit):
-        return Plan(problems + unfit, rows)
+        return judged(Plan(problems + unfit, rows, notes=notes), gpu_memory_gb)
     model = parse_hf_config(raw)
+    wrong, worth_knowing = tokenizer_notes(config, model)
+    problems, notes = problems + wrong, notes + vocabulary_notes(config, model) + worth_knowing
     rows.insert(0, ("model", model_text(config.model.path, model)))
     if model.experts:
         rows.insert(2, ("experts", experts_text(config, model, world_size)))
@@ -94,14 +176,19 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
         rows.insert(1, ("LoRA", lora_text(config.lora, model)))
     problems += unfit + expert_problems(config, model) + adapter_problems(config, model) + rollout_problems(config, model)
     if unfit:
-        return Plan(problems, rows)
+        return judged(Plan(problems, rows, notes=notes, model=model), gpu_memory_gb)
     memory = trainer_memory(config, model, dp)
     smallest = smallest_gpu(config, model, memory)
     rows.append(("GPU", gpu_text(config, smallest)))
     if gpu_memory_gb is not None and smallest > gpu_memory_gb:
         problems.append(too_big(config, memory, smallest, gpu_memory_gb))
     if config.rollout.placed == "colocated":  # asleep in the other phases
-        memory["generate"] = memory["generate"] | {"engine": engine_memory(config, model, gpu_memory_gb)}
+        memory["generate"] = memory["generate"] | engine_memory(config, model, gpu_memory_gb)
     for parts in memory.values():
         parts["total"] = sum(parts.values())
-    return Plan(problems, rows, memory, smallest)
+    return judged(Plan(problems, rows, memory, smallest, notes, model), gpu_memory_gb)
+
+
+def judged(made: Plan, gpu_memory_gb: float | None) -> Plan:
+    """The plan with the verdict on each rule."""
+    return replace(made, rules=verdicts(made.problems, made.notes, bool(gpu_memory_gb)))

@@ -18,41 +18,70 @@ STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # of a weight, with i
 
 def trainer_memory(config: RunConfig, model: HfConfig, dp: int) -> dict[str, dict[str, float]]:
     """Phase -> part -> GiB of the trainer, on the rank of the pipeline stage that needs most. `auto` precision is taken as bf16."""
-    stages = range(config.parallel.pp)
-    return max((_stage_memory(config, model, dp, stage) for stage in stages), key=lambda memory: sum(memory["train"].values()))
+    p = config.parallel
+    held = zip(
+        layers_of_ranks(model, p),
+        stage_parameters(model, p),
+        stage_experts(model, p),
+        stage_adapters(model, p, config.lora),
+        stage_linears(model, p),
+        strict=True,
+    )
+    given = num_parameters(model) * weight_bytes(config) / (dp * p.model_parallel_size)
+    phases = [_stage_memory(config, model, dp, stage, *sizes, given) for stage, sizes in enumerate(held)]
+    return max(phases, key=lambda memory: sum(memory["train"].values()))
 
 
-def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: int) -> dict[str, dict[str, float]]:
+def weight_bytes(config: RunConfig) -> int:
+    """Bytes of a weight in the trainer; `auto` precision is taken as bf16."""
+    return 4 if config.model.precision == "fp32" else 2
+
+
+def _stage_memory(
+    config: RunConfig,
+    model: HfConfig,
+    dp: int,
+    stage: int,
+    layers: list[int],
+    outside: int,
+    experts: int,
+    adapters: int,
+    linears: int,
+    given: float,
+) -> dict[str, dict[str, float]]:
+    """That of a rank of one stage with so many parameters; `given` are the bytes that it sends in a sync."""
     p, train = config.parallel, config.train
-    outside, experts = stage_parameters(model, p)[stage], stage_experts(model, p)[stage]
-    adapters = stage_adapters(model, p, config.lora)[stage]
     parameters = outside + experts + adapters
     trained, trained_experts = (adapters, 0) if config.lora.enabled else (outside, experts)
     copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
-    weight_bytes = 4 if config.model.precision == "fp32" else 2
+    element = weight_bytes(config)
     # Muon keeps one moment of a matrix; that the embeddings keep two is left out.
     moment_bytes = 4 if train.optimizer == "muon" else 0 if train.optimizer_offload else MOMENT_BYTES[train.optimizer_state_dtype]
-    optimizer_bytes = moment_bytes + (0 if weight_bytes == 4 else 4)  # and master weights beside bf16
-    stored = 0 if config.model.base_storage == "none" else stage_linears(model, p)[stage]
+    optimizer_bytes = moment_bytes + (0 if element == 4 else 4)  # and master weights beside bf16
+    stored = 0 if config.model.base_storage == "none" else linears
     resident = {
-        "weights": (parameters - stored) * weight_bytes + stored * STORED_BYTES.get(config.model.base_storage, 0),
+        "weights": (parameters - stored) * element + stored * STORED_BYTES.get(config.model.base_storage, 0),
         "gradients": (trained + trained_experts) * 4,
         "optimizer": optimizer_bytes
         * (trained / copies + trained_experts / expert_copies if train.distributed_optimizer else trained + trained_experts),
-        "reference": (trained + trained_experts) * weight_bytes if config.algorithm.beta else 0,
+        "reference": (trained + trained_experts) * element if config.algorithm.beta else 0,
     }
     tokens = train.max_tokens_per_micro_batch / p.cp
-    one_layer, kept = (elements * tokens * weight_bytes for elements in _activation_elements(config, model))
+    one_layer, kept = (elements * tokens * element for elements in _activation_elements(config, model))
     if p.vpp > 1:  # interleaved 1F1B: chunks of layers / (pp vpp) whose backward is still to come
         in_flight = (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
     else:
         in_flight = p.pp - stage
-    activations = len(layers_of_ranks(model, p)[stage]) * kept * in_flight + (one_layer if config.model.recompute == "full" else 0)
-    logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, weight_bytes) if stage == p.pp - 1 else (0, 0, 0)
+    activations = len(layers) * kept * in_flight + (one_layer if config.model.recompute == "full" else 0)
+    logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, element) if stage == p.pp - 1 else (0, 0, 0)
+    # What a rank sends is copied out of its weights first.
+    largest = model.padded_vocab(p.tp) // p.tp * model.hidden_size * element
     phases = {
+        "load": resident | {"staging": largest},
         "generate": resident,
         "logprobs": resident | {"activations": one_layer, "logits": logprobs, "ref_hidden": ref_hidden},
         "train": resident | {"activations": activations, "logits": train_step, "ref_hidden": ref_hidden},
+        "sync": resident | {"staging": given},
     }
     return {phase: {part: size / GIB for part, size in parts.items()} for phase, parts in phases.items()}
 
@@ -107,13 +136,14 @@ def kv_bytes(model: HfConfig, tp: int, tokens: int, prefill: int | None = None) 
     return 2 * element * sum(kept)
 
 
-def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) -> float:
-    """GiB of a vLLM server on each of its GPUs: all of its share of one that has `gpu` GiB, most of it for the KV cache; None: what its
-    weights and the longest sequence take."""
-    if gpu is not None:
-        return config.rollout.gpu_memory_utilization * gpu
+def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) -> dict[str, float]:
+    """GiB of a vLLM server on each of its GPUs: weights, and the KV cache, which gets the rest of the server's share of a GPU of `gpu` GiB;
+    None: of the longest sequence, the least that it needs."""
     tp = config.rollout.tp
-    return (2 * num_parameters(model) / tp + kv_bytes(model, tp, config.max_model_len, PREFILL_TOKENS)) / GIB
+    weights = 2 * num_parameters(model) / tp / GIB
+    least = kv_bytes(model, tp, config.max_model_len, PREFILL_TOKENS) / GIB
+    rest = least if gpu is None else config.rollout.gpu_memory_utilization * gpu - weights
+    return {"vllm_weights": weights, "kv_cache": max(0.0, rest)}
 
 
 def smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]]) -> float:
@@ -125,4 +155,4 @@ def smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str,
         return trainer
     if rollout.placed == "colocated":
         trainer = trainer / (1 - share) if share < 1 else float("inf")
-    return max(trainer, engine_memory(config, model) / share)
+    return max(trainer, sum(engine_memory(config, model).values()) / share)

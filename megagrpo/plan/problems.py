@@ -35,6 +35,34 @@ def layout_problems(config: RunConfig, world_size: int) -> list[str]:
     return problems
 
 
+def layout_notes(config: RunConfig, world_size: int) -> list[str]:
+    """What costs time, and stops nothing: padding, and ranks without samples."""
+    p, r, notes = config.parallel, config.rollout, []
+    if config.max_model_len % p.sequence_align:
+        notes.append(
+            f"parallel.cp: the longest sample, {config.max_model_len} tokens, is padded to a multiple of 2 x cp = {p.sequence_align}, as "
+            "all others are"
+        )
+    dp, slices = world_size // p.model_parallel_size, config.algorithm.steps_per_generation
+    samples = r.prompts_per_step * r.num_generations // slices
+    if samples < dp:
+        notes.append(
+            f"rollout.prompts_per_step: an optimizer step has {samples} samples (responses, not prompts), fewer samples than data-parallel "
+            f"ranks, {dp}; use {ceil(dp * slices / r.num_generations)} prompts or more"
+        )
+    return notes
+
+
+def vocabulary_notes(config: RunConfig, model: HfConfig) -> list[str]:
+    tp = config.parallel.tp
+    if model.vocab_size % tp == 0:
+        return []
+    return [
+        f"parallel.tp: the vocabulary of {model.vocab_size} is padded to {model.padded_vocab(tp)} for tp={tp}, and cut again in exports "
+        "and syncs"
+    ]
+
+
 def _multiples(of: int, near: int) -> list[int]:
     """The positive multiples of `of` on both sides of `near`."""
     below = near // of * of
@@ -45,6 +73,8 @@ def expert_problems(config: RunConfig, model: HfConfig) -> list[str]:
     p, coefficient = config.parallel, config.algorithm.router_aux_loss_coef
     if model.experts and config.train.optimizer == "muon":
         return [f"train.optimizer: muon, and {model.family} has experts, which it does not know here; choose adam"]
+    if model.experts and model.experts.per_token > model.experts.count:
+        return [f"model: each token goes to {model.experts.per_token} experts (num_experts_per_tok), and there are {model.experts.count}"]
     if model.experts and p.tp > 1 and not p.sequence_parallel:
         return [f"parallel.sequence_parallel: {model.family} has experts, which with parallel.tp={p.tp} need it; set it to true"]
     if coefficient and model.experts and (model.experts.sigmoid or model.experts.groups > 1):

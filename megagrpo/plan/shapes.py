@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,12 @@ def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
     return [one * model.experts.count // parallel.ep * sum(map(model.has_experts, layers)) for layers in layers_of_ranks(model, parallel)]
 
 
+@lru_cache(maxsize=64)
+def expert_parameters(model: HfConfig) -> int:
+    """Parameters of all experts."""
+    return stage_experts(model, ParallelSection())[0]
+
+
 def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int]]:
     """The numbers of the layers on a rank of each pipeline stage, those of all its virtual stages together."""
     pieces = [range(start, stop) for start, stop in pairwise(accumulate(stage_layers(model.num_layers, parallel), initial=0))]
@@ -87,7 +94,9 @@ def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
     """Parameters on one rank of each pipeline stage, without experts; a tied output layer is a second copy when it sits on another
     stage."""
     tp = parallel.tp
-    sizes = [sum(layer_parameters(model, layer, tp) for layer in layers) for layers in layers_of_ranks(model, parallel)]
+    one = {model.has_experts(layer): layer for layer in range(model.num_layers)}  # layers with experts are alike, and so are the others
+    one = {mixed: layer_parameters(model, layer, tp) for mixed, layer in one.items()}
+    sizes = [sum(one[model.has_experts(layer)] for layer in layers) for layers in layers_of_ranks(model, parallel)]
     embedding = model.padded_vocab(tp) // tp * model.hidden_size
     sizes[0] += embedding
     sizes[-1] += model.hidden_size
@@ -98,6 +107,8 @@ def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
 
 def stage_adapters(model: HfConfig, parallel: ParallelSection, lora: LoraSection) -> list[int]:
     """Parameters of adapters on one rank of each pipeline stage; 0 without LoRA."""
+    if not lora.enabled:
+        return [0] * parallel.pp
     return [sum(_layer_adapters(model, layer, parallel.tp, lora) for layer in layers) for layers in layers_of_ranks(model, parallel)]
 
 
@@ -126,14 +137,16 @@ def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
     return [sum(layers) // parallel.tp for layers in sizes]
 
 
+@lru_cache(maxsize=64)
 def num_parameters(model: HfConfig) -> int:
     """Parameters of the whole model, as transformers counts them."""
     padding = (model.padded_vocab(1) - model.vocab_size) * model.hidden_size
-    return stage_parameters(model, ParallelSection())[0] + stage_experts(model, ParallelSection())[0] - padding
+    return stage_parameters(model, ParallelSection())[0] + expert_parameters(model) - padding
 
 
+@lru_cache(maxsize=64)
 def num_active_parameters(model: HfConfig) -> int:
     """Parameters that one token goes through: of each mixture, the experts it is sent to."""
-    everything = stage_experts(model, ParallelSection())[0]
+    everything = expert_parameters(model)
     used = everything * model.experts.per_token // model.experts.count if model.experts else 0
     return num_parameters(model) - everything + used

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from math import ceil
 
 from megagrpo.config import LoraSection, ParallelSection, RunConfig, weight_path
+from megagrpo.plan.search import Candidate
 from megagrpo.plan.shapes import adapted_projections, num_active_parameters, num_parameters, stage_adapters
+from megagrpo.plan.times import StepTimes
 from megagrpo.policy.hf_config import HfConfig
 
 
@@ -82,8 +84,29 @@ def gpu_text(config: RunConfig, smallest: float) -> str:
 def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
     known = dict.fromkeys(part for phase in reversed(memory.values()) for part, size in phase.items() if size)
     parts = [part for part in known if part != "total"] + ["total"]
-    beside = ", and of the vLLM server on its GPU (engine)" * ("engine" in known)
+    beside = ", and of the vLLM server on its GPU" * ("kv_cache" in known)
     lines = [f"trainer, GiB on the fullest rank{beside}", "".join([f"{'':<10}", *(f"{part:>13}" for part in parts)])]
     for phase, sizes in memory.items():
         lines.append("".join([f"{phase:<10}", *(f"{sizes.get(part, 0):13.2f}" for part in parts)]))
+    return lines
+
+
+def times_table(times: StepTimes) -> Sequence[str]:
+    """Seconds of each phase, and what follows from them."""
+    names = [*times.seconds, "step"]
+    seconds = times.seconds | {"step": times.step}
+    return [
+        "predicted seconds (load is once a run)",
+        "".join([f"{'':<10}", *(f"{name:>13}" for name in names)]),
+        "".join([f"{'seconds':<10}", *(f"{seconds[name]:13.1f}" for name in names)]),
+        f"{times.tokens_per_gpu:,.0f} tokens/s/GPU on {times.gpus:,} GPU(s), MFU of the train phase {times.mfu:.1%}, idle {times.idle:.1%} "
+        f"of all GPUs' time, pipeline bubble {times.bubble:.1%}",
+    ]
+
+
+def search_table(found: Sequence[Candidate]) -> Sequence[str]:
+    """The layouts, the fastest first, as the keys that make the config so."""
+    lines = ["the fastest layouts that fit", f"{'step s':>9}{'train s':>9}{'GiB':>7}  overrides"]
+    for one in found:
+        lines.append(f"{one.times.step:9.1f}{one.times.seconds['train']:9.1f}{one.gib:7.1f}  {' '.join(one.overrides)}")
     return lines

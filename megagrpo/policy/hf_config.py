@@ -134,7 +134,7 @@ def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[str]:
 
 def _stage_problems(layers: int, parallel: Sizes) -> list[str]:
     stages = parallel.pp * parallel.vpp
-    example = f"parallel.pipeline_layers=[{','.join(map(str, _nearly_even(layers, stages)))}]"
+    example = f"parallel.pipeline_layers=[{','.join(map(str, nearly_even(layers, stages)))}]"
     if parallel.pipeline_layers is not None and sum(parallel.pipeline_layers) != layers:
         given = f"parallel.pipeline_layers: {list(parallel.pipeline_layers)} sums to {sum(parallel.pipeline_layers)}"
         return [f"{given}, not to num_hidden_layers={layers}" + (f"; {example} would do" if stages <= layers else "")]
@@ -153,7 +153,7 @@ def stage_layers(layers: int, parallel: Sizes) -> list[int]:
     return list(parallel.pipeline_layers)
 
 
-def _nearly_even(layers: int, stages: int) -> list[int]:
+def nearly_even(layers: int, stages: int) -> list[int]:
     """`stages` numbers that sum to `layers`; what is over goes to middle stages first, because the first one embeds and the last one has
     the LM head."""
     favoured = [*range(1, stages - 1), 0][: layers % stages]

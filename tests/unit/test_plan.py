@@ -377,7 +377,9 @@ def test_layers_with_a_window_keep_its_tokens_and_a_batch(folder):
     (folder / "config.json").write_text(json.dumps(model.raw))
     sizes = ("rollout.max_prompt_length=32768", "train.max_tokens_per_micro_batch=65536", "rollout.kv_cache_gb=100")
     long = config(folder, *sizes)
-    assert engine_memory(long, model) == (2 * num_parameters(model) + kv_bytes(model, 1, long.max_model_len, PREFILL_TOKENS)) / 2**30
+    assert sum(engine_memory(long, model).values()) == pytest.approx(
+        (2 * num_parameters(model) + kv_bytes(model, 1, long.max_model_len, PREFILL_TOKENS)) / 2**30
+    )
 
 
 def test_a_server_counts_where_it_shares_the_gpu(folder):
@@ -388,11 +390,13 @@ def test_a_server_counts_where_it_shares_the_gpu(folder):
     colocated, dedicated = made("rollout.gpu_memory_utilization=0.3"), made("rollout.placement=dedicated")
     trainer, tokens = dedicated.memory["generate"]["total"], config(folder).max_model_len
     engine = (weights + tokens * longest) / 2**30
-    assert colocated.memory["generate"]["engine"] == pytest.approx(engine)
+    held = colocated.memory["generate"]
+    assert (held["vllm_weights"], held["kv_cache"]) == pytest.approx((weights / 2**30, tokens * longest / 2**30))
     assert colocated.memory["generate"]["total"] == pytest.approx(trainer + engine)
-    assert colocated.memory["train"] == dedicated.memory["train"] and "engine" not in dedicated.memory["generate"]
-    assert "engine" in str(colocated).partition("GiB on the fullest rank")[2]
-    assert made("rollout.gpu_memory_utilization=0.3", gpu=80.0).memory["generate"]["engine"] == pytest.approx(24.0)
+    assert colocated.memory["train"] == dedicated.memory["train"] and "kv_cache" not in dedicated.memory["generate"]
+    assert "kv_cache" in str(colocated).partition("GiB on the fullest rank")[2]
+    held = made("rollout.gpu_memory_utilization=0.3", gpu=80.0).memory["generate"]
+    assert held["vllm_weights"] + held["kv_cache"] == pytest.approx(24.0)
     peak = dedicated.memory["train"]["total"]
     assert colocated.smallest_gpu == pytest.approx(peak / 0.7) and dedicated.smallest_gpu == pytest.approx(peak)
     share = made("rollout.placement=dedicated", "rollout.gpu_memory_utilization=0.01")

@@ -1,0 +1,120 @@
+"""The layouts of a run that fit a kind of GPU, the fastest first: every size of every axis is tried, and what cannot fit or win is cut off
+early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import ceil
+
+from megagrpo.config import ParallelSection, RunConfig
+from megagrpo.config.rules import cross_field_problems
+from megagrpo.plan.gpus import GPUS_PER_NODE, Gpu
+from megagrpo.plan.memory import smallest_gpu, trainer_memory
+from megagrpo.plan.problems import expert_problems, layout_problems
+from megagrpo.plan.times import Lengths, StepTimes, generate_seconds, step_times
+from megagrpo.policy.hf_config import HfConfig, model_problems, nearly_even
+
+USABLE = 0.95  # share of a GPU's memory to fill; the rest is for what the plan does not count
+TOKENS_PER_CONTEXT_RANK = 4096  # of the longest sample: fewer are not worth the messages
+MICRO_BATCHES = (1, 2, 4, 8)  # longest samples in one
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with what it takes. `overrides` are the keys that make the run's config this one."""
+
+    overrides: tuple[str, ...]
+    gib: float  # that a GPU needs
+    times: StepTimes
+
+
+def search(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, keep: int = 5) -> list[Candidate]:
+    """The `keep` fastest layouts of `world_size` ranks that fit `gpu` and pass the rules; what generates stays as the config has it."""
+    best: list[Candidate] = []
+    room = USABLE * gpu.memory_gib
+    generate = generate_seconds(config, model, gpu, lengths)
+    for parallel in _layouts(config, model, world_size):
+        dp = world_size // parallel.model_parallel_size
+        leanest = _changed(config, parallel, 1, "full")
+        if _gib(leanest, model, dp) > room:
+            continue
+        for virtual in _virtual(model, parallel):
+            for times, made in _by_speed(config, model, world_size, gpu, lengths, generate, virtual):
+                if len(best) == keep and times.step >= best[-1].times.step:
+                    break
+                gib = _gib(made, model, dp)
+                if gib <= room and not cross_field_problems(made) and not layout_problems(made, world_size):
+                    best = sorted([*best, Candidate(_overrides(made), gib, times)], key=lambda one: one.times.step)[:keep]
+                    break
+    return best
+
+
+def _by_speed(config, model, world_size, gpu, lengths, generate, parallel: ParallelSection) -> list[tuple[StepTimes, RunConfig]]:
+    """A layout with every micro-batch and way of recomputing, the fastest first."""
+    made = [_changed(config, parallel, samples, recompute) for samples, recompute in product(MICRO_BATCHES, ("none", "selective", "full"))]
+    timed = [(step_times(one, model, world_size, gpu, lengths, generate), one) for one in made]
+    return sorted(timed, key=lambda pair: pair[0].step)
+
+
+def _layouts(config: RunConfig, model: HfConfig, world_size: int) -> Iterator[ParallelSection]:
+    """Those of the ranks that the model can be cut into, without virtual stages."""
+    longest = config.max_model_len
+    stages = [pp for pp in range(1, min(world_size, model.num_layers) + 1) if world_size % pp == 0]
+    for tp, pp, cp in product(_powers(GPUS_PER_NODE), stages, _powers(max(1, longest // TOKENS_PER_CONTEXT_RANK))):
+        if world_size % (tp * pp * cp):
+            continue
+        experts = [(1, None)]
+        if model.experts:
+            each = {(ep, etp) for ep in _powers(model.experts.count) for etp in {1, tp}}
+            experts = sorted((ep, etp) for ep, etp in each if world_size % (ep * etp * pp) == 0)
+        for ep, etp in experts:
+            made = _section(config, model, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence_parallel=tp > 1)
+            if not model_problems(model.raw, made) and not expert_problems(config.model_copy(update={"parallel": made}), model):
+                yield made
+
+
+def _virtual(model: HfConfig, parallel: ParallelSection) -> list[ParallelSection]:
+    """The layout with every number of virtual stages, 1 included."""
+    if parallel.pp == 1:
+        return [parallel]
+    counts = [vpp for vpp in (1, 2, 4) if parallel.pp * vpp <= model.num_layers]
+    return [_staged(model, parallel.model_copy(update={"vpp": vpp})) for vpp in counts]
+
+
+def _section(config: RunConfig, model: HfConfig, **sizes) -> ParallelSection:
+    return _staged(model, config.parallel.model_copy(update={"vpp": 1} | sizes))
+
+
+def _staged(model: HfConfig, parallel: ParallelSection) -> ParallelSection:
+    """With layers spread over the stages, written out where they do not divide evenly."""
+    stages = parallel.pp * parallel.vpp
+    layers = None if model.num_layers % stages == 0 else nearly_even(model.num_layers, stages)
+    return parallel.model_copy(update={"pipeline_layers": layers})
+
+
+def _powers(largest: int) -> list[int]:
+    return [2**i for i in range(largest.bit_length())]
+
+
+def _changed(config: RunConfig, parallel: ParallelSection, samples: int, recompute: str) -> RunConfig:
+    budget = ceil(samples * config.max_model_len / parallel.micro_batch_align) * parallel.micro_batch_align
+    train = config.train.model_copy(update={"max_tokens_per_micro_batch": budget})
+    model = config.model.model_copy(update={"recompute": recompute})
+    return config.model_copy(update={"parallel": parallel, "train": train, "model": model})
+
+
+def _gib(config: RunConfig, model: HfConfig, dp: int) -> float:
+    return smallest_gpu(config, model, trainer_memory(config, model, dp))
+
+
+def _overrides(config: RunConfig) -> tuple[str, ...]:
+    p = config.parallel
+    sizes = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep}
+    given = [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
+    given += [f"parallel.etp={p.etp}"] if p.etp and p.etp != p.tp else []
+    given += ["parallel.sequence_parallel=true"] if p.sequence_parallel else []
+    given += [f"parallel.pipeline_layers={str(p.pipeline_layers).replace(' ', '')}"] if p.pipeline_layers else []
+    given.append(f"train.max_tokens_per_micro_batch={config.train.max_tokens_per_micro_batch}")
+    return (*given, f"model.recompute={config.model.recompute}")

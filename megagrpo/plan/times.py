@@ -1,0 +1,221 @@
+"""Seconds of each phase of a step on a kind of GPU, predicted by arithmetic. The formulas are in docs/plan.md.
+
+Efficiencies are named constants, of no machine of ours: docs/plan.md holds them against steps that others have published.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, exp
+
+from megagrpo.config import RunConfig
+from megagrpo.plan.flops import attention_flops, model_flops, token_flops
+from megagrpo.plan.gpus import GPUS_PER_NODE, Gpu
+from megagrpo.plan.links import Links, layer_seconds
+from megagrpo.plan.memory import GIB, kv_bytes, weight_bytes
+from megagrpo.plan.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
+from megagrpo.policy.hf_config import HfConfig
+
+DENSE_EFFICIENCY = 0.5  # share of the peak that products of large matrices and attention get, with all that stands between them
+EXPERT_EFFICIENCY = 0.25  # of many narrow experts, with the sorting of tokens
+PACKING_FILL = 0.9  # share of a micro-batch's budget that samples fill
+PREFILL_EFFICIENCY = 0.5
+DECODE_BANDWIDTH = 0.7  # share of the memory's peak when decoding
+DECODE_STEP_SECONDS = 4e-3  # of vLLM's own in each step: scheduling, sampling
+LAYER_SECONDS = 20e-6  # kernels' starts in each layer of a decoding step
+SLEEP_SECONDS = 3.0  # for a colocated server to sleep and wake up, both together
+STORAGE_GB_PER_S = 2.0  # that one node reads weights at
+HOST_GB_PER_S = 25.0  # between a GPU and the host's memory
+CURVE_POINTS = 64
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts and responses, on average, and the longest response there may be."""
+
+    prompt: float
+    response: float
+    longest: float
+
+    @property
+    def sample(self) -> float:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """`seconds`: phase -> seconds; load happens once, the others in each step. `mfu`: of the train phase, of the trainer's GPUs; `idle`:
+    share of all GPUs' time in a step in which they wait, for the other side or in a pipeline's bubble."""
+
+    seconds: dict[str, float]
+    gpus: int
+    tokens: float  # of all samples of a step
+    mfu: float
+    idle: float
+    bubble: float  # share of the train phase
+
+    @property
+    def step(self) -> float:
+        return sum(seconds for phase, seconds in self.seconds.items() if phase != "load")
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Tokens of samples per second of a step and GPU, prompts included."""
+        return self.tokens / self.step / self.gpus
+
+
+def expected_lengths(config: RunConfig, prompt: float | None = None, response: float | None = None) -> Lengths:
+    """Half of what the config allows where nothing is known."""
+    longest = config.max_response_length
+    return Lengths(prompt or config.rollout.max_prompt_length / 2, min(response or longest / 2, longest), longest)
+
+
+def server_gpus(config: RunConfig) -> int:
+    """GPUs that generate."""
+    return (len(config.rollout.urls) or config.rollout.servers) * config.rollout.tp
+
+
+def step_times(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, generate: float | None = None) -> StepTimes:
+    """The prediction for a layout that fits the model and `world_size` ranks; `generate`: its seconds, when they are known."""
+    a, samples = config.algorithm, config.rollout.prompts_per_step * config.rollout.num_generations
+    forward, backward, fraction = _pass_seconds(config, model, world_size, gpu, lengths)
+    logprob_passes = int(a.updates_per_step > 1 or a.kl_in_reward) + int(a.beta > 0)
+    updates = a.updates_per_step * _update_seconds(config, model, world_size, gpu)
+    train = a.num_iterations * (forward + backward + (forward if a.router_aux_loss_coef else 0)) + updates
+    seconds = {
+        "load": _load_seconds(config, model, world_size),
+        "generate": generate_seconds(config, model, gpu, lengths) if generate is None else generate,
+        "logprobs": logprob_passes * forward,
+        "train": train,
+        "sync": sync_seconds(config, model, world_size, gpu),
+    }
+    step = sum(seconds.values()) - seconds["load"]
+    useful = a.num_iterations * samples * model_flops(model, lengths.prompt, lengths.response)
+    computing = seconds["logprobs"] + train
+    waits = fraction * (computing - updates) * world_size
+    gpus = world_size
+    if config.rollout.placed != "colocated":
+        gpus += server_gpus(config)
+        waits += seconds["generate"] * world_size + computing * server_gpus(config)
+    mfu = useful / (train * world_size * gpu.bf16_tflops * 1e12)
+    return StepTimes(seconds, gpus, samples * lengths.sample, mfu, waits / (step * gpus), fraction)
+
+
+def _pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths) -> tuple[float, float, float]:
+    """(forward pass of all samples, backward pass with what it recomputes, share of both that stages of the pipeline stand still)."""
+    p, recompute = config.parallel, config.model.recompute
+    samples = config.rollout.prompts_per_step * config.rollout.num_generations
+    dp = world_size // p.model_parallel_size
+    slices = config.algorithm.steps_per_generation
+    budget = config.train.max_tokens_per_micro_batch
+    per_update = samples * lengths.sample / dp / slices
+    count = max(p.pp, ceil(per_update / (budget * PACKING_FILL)))  # micro-batches of one pass of one replica
+    each = per_update / count / p.cp  # tokens on a rank
+    peak = gpu.bf16_tflops * 1e12 / (2 if config.model.precision == "fp32" else 1)
+    flops, attention = token_flops(model), attention_flops(model, lengths.sample)
+    of_blocks = (lengths.sample * flops.dense + attention) / DENSE_EFFICIENCY + lengths.sample * flops.experts / EXPERT_EFFICIENCY
+    head = lengths.response * flops.head / DENSE_EFFICIENCY
+    share = samples / (peak * world_size)
+    element = weight_bytes(config)
+    kv = 2 * (model.num_kv_heads / p.tp) * (model.head_dim + model.value_dim) / 2 * element
+    links, moe = Links(gpu), len(model.experts.blocks) if model.experts else 0
+    one = model.hidden_size * element
+    talk = (model.num_layers - moe) * layer_seconds(links, p, one, each, kv, 0)
+    talk += moe * layer_seconds(links, p, one, each, kv, model.experts.per_token) if moe else 0
+    talk /= p.pp
+    handed = (p.pp > 1) * p.vpp * links.seconds(each * one / p.tp, p.tp * p.cp * dp + 1)
+    messages = slices * count * (talk + handed)
+    trained = 1 if config.lora.enabled else 2  # products of the backward pass: with adapters weights have no gradients
+    again = {"none": 0.0, "selective": attention / DENSE_EFFICIENCY, "full": of_blocks}[recompute]
+    forward = (of_blocks + head) * share + messages
+    backward = (trained * of_blocks + 2 * head + again) * share + messages * (2 if recompute == "full" else 1)
+    bubble = (p.pp - 1) / (p.vpp * count)
+    return forward * (1 + bubble), backward * (1 + bubble), bubble / (1 + bubble)
+
+
+def _update_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> float:
+    """Reduce the gradients of one optimizer step, in float32, read and write the optimizer's state, gather the weights."""
+    p, links = config.parallel, Links(gpu)
+    dp = world_size // p.model_parallel_size
+    outside, experts = max(stage_parameters(model, p)), max(stage_experts(model, p))
+    if config.lora.enabled:
+        return 0.05 * outside * 4 / (gpu.memory_gb_per_s * 1e9)
+    copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
+    size = 4 + weight_bytes(config)
+    messages = links.reduce_scatter(outside * size, copies, p.tp) + links.reduce_scatter(experts * size, expert_copies, p.ep * p.expert_tp)
+    own = outside / copies + experts / expert_copies if config.train.distributed_optimizer else outside + experts
+    moved = own * 2 * (8 + 4) / (gpu.memory_gb_per_s * 1e9)
+    if config.train.optimizer_offload:
+        moved += own * 2 * 8 / (HOST_GB_PER_S * 1e9)
+    return messages + moved
+
+
+def generate_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> float:
+    """Until the last response of a step is there: prefill by FLOPs, then decoding steps, each as long as to read weights and cache."""
+    r = config.rollout
+    servers = len(r.urls) or r.servers
+    each = ceil(r.prompts_per_step * r.num_generations / servers)
+    prompts = ceil(each / r.num_generations)  # the group shares its prompt's cache
+    flops, peak = token_flops(model), gpu.bf16_tflops * 1e12 * r.tp
+    prefill = prompts * (lengths.prompt * flops.blocks + attention_flops(model, lengths.prompt)) / (peak * PREFILL_EFFICIENCY)
+    slots = min(each, r.max_num_seqs, _cached_sequences(config, model, gpu, lengths))
+    queued = (each - slots) * lengths.response / slots  # steps in which every slot is taken
+    total = prefill + queued * _decode_seconds(config, model, gpu, slots, lengths.prompt + lengths.response / 2)
+    scale = exponential_mean(lengths.response, lengths.longest)
+    width = lengths.longest / CURVE_POINTS
+    for i in range(CURVE_POINTS):
+        place = (i + 0.5) * width
+        active = max(1.0, slots * exp(-place / scale)) if scale else slots
+        total += width * _decode_seconds(config, model, gpu, active, lengths.prompt + place)
+    return total + (SLEEP_SECONDS if r.placed == "colocated" else 0)
+
+
+def exponential_mean(mean: float, longest: float) -> float:
+    """Of the exponential distribution whose values, cut at `longest`, have this mean: the share of responses under way after so many
+    tokens falls like exp(-tokens / it). 0 stands for: all are as long as possible."""
+    if mean >= 0.999 * longest:
+        return 0.0
+    low, high = mean, 1000 * longest
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle * (1 - exp(-longest / middle)) < mean else (low, middle)
+    return high
+
+
+def _cached_sequences(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> int:
+    """Sequences of average length that a server's KV cache holds at once, at least one."""
+    r = config.rollout
+    room = r.gpu_memory_utilization * gpu.memory_gib * GIB - 2 * num_parameters(model) / r.tp
+    return max(1, int(room / max(1, kv_bytes(model, r.tp, int(lengths.sample)))))
+
+
+def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, context: float) -> float:
+    """One decoding step of a server for `batch` sequences of `context` tokens."""
+    tp, experts = config.rollout.tp, model.experts
+    alone = num_parameters(model)
+    if experts:  # each token chooses per_token of count experts: how many of them does a batch touch
+        alone -= expert_parameters(model) * (1 - experts.per_token / experts.count) ** batch
+    read = 2 * alone / tp + batch * kv_bytes(model, tp, int(context))
+    reading = read / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH)
+    flops = token_flops(model)
+    computing = batch * (flops.blocks + flops.head) / (tp * gpu.bf16_tflops * 1e12 * PREFILL_EFFICIENCY)
+    talking = model.num_layers * 4 * Links(gpu).reduce_scatter(batch * model.hidden_size * 2, tp)
+    return max(reading, computing) + talking + DECODE_STEP_SECONDS + model.num_layers * LAYER_SECONDS
+
+
+def sync_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> float:
+    """The busiest end of a weight sync: a rank sends its part of what all servers want, a worker gets its part of the model. `megagrpo plan
+    --weight-sync` finds both exactly."""
+    r = config.rollout
+    size = num_parameters(model) * weight_bytes(config)
+    received = size / r.tp
+    sent = received * server_gpus(config) / world_size
+    span = 1 if r.placed == "colocated" else 10**9
+    return Links(gpu).seconds(max(received, sent), span)
+
+
+def _load_seconds(config: RunConfig, model: HfConfig, world_size: int) -> float:
+    """Each node reads what its ranks hold."""
+    p = config.parallel
+    held = max(o + e for o, e in zip(stage_parameters(model, p), stage_experts(model, p), strict=True)) * 2
+    return held * min(world_size, GPUS_PER_NODE) / (STORAGE_GB_PER_S * 1e9)

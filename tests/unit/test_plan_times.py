@@ -1,0 +1,236 @@
+"""Predicted seconds: against sums done by hand, against the exact plan of a sync, and as functions that must fall or rise."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config import ConfigError, load_config
+from megagrpo.plan import main, plan, with_times
+from megagrpo.plan.flops import attention_flops, model_flops, token_flops
+from megagrpo.plan.gpus import GPUS
+from megagrpo.plan.links import LINK_EFFICIENCY, Links
+from megagrpo.plan.memory import smallest_gpu, trainer_memory
+from megagrpo.plan.search import USABLE, search
+from megagrpo.plan.times import (
+    DECODE_BANDWIDTH,
+    DECODE_STEP_SECONDS,
+    DENSE_EFFICIENCY,
+    LAYER_SECONDS,
+    Lengths,
+    expected_lengths,
+    exponential_mean,
+    step_times,
+    sync_seconds,
+)
+from megagrpo.policy.hf_config import parse_hf_config
+from megagrpo.rollout.cuts import EngineLayout
+
+REPOSITORY = Path(__file__).parents[2]
+H100 = GPUS["h100"]
+LLAMA_8B = dict(model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+LLAMA_8B |= dict(intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False)
+MODEL = parse_hf_config(LLAMA_8B)
+DEEPSEEK = REPOSITORY / "configs" / "models" / "deepseek-ai" / "DeepSeek-V3"
+LENGTHS = Lengths(200, 800, 1600)
+
+
+def config(*overrides: str):
+    """Of Llama-3.1-8B: 64 x 16 samples a step, on 80 GB."""
+    sizes = ["model.precision=bf16", "rollout.prompts_per_step=64", "rollout.num_generations=16", "rollout.max_prompt_length=448"]
+    sizes += ["rollout.max_completion_length=1600", "train.max_tokens_per_micro_batch=4096", "train.distributed_optimizer=true"]
+    return load_config(REPOSITORY / "configs" / "quickstart.yaml", [*sizes, *overrides])
+
+
+def seconds(*overrides: str, world: int = 8, lengths: Lengths = LENGTHS, gpu: str = "h100") -> dict[str, float]:
+    return step_times(config(*overrides), MODEL, world, GPUS[gpu], lengths).seconds
+
+
+def test_flops_are_those_of_the_products_of_one_token():
+    h, layers, kv, mlp, vocab = 4096, 32, 1024, 14336, 128256
+    flops = token_flops(MODEL)
+    products = layers * (2 * h * h + 2 * h * kv + 3 * h * mlp)
+    assert flops.dense == pytest.approx(2 * products, rel=1e-4) and flops.experts == 0  # norms count too, and are nothing
+    assert flops.head == 2 * h * vocab
+    scores = sum(2 * 2 * 128 * 32 * (place + 0.5) for place in range(300))  # a query sees half of its own key
+    assert attention_flops(MODEL, 300) == pytest.approx(layers * scores)
+    assert model_flops(MODEL, 100, 200) == pytest.approx(3 * (300 * flops.dense + 200 * flops.head + attention_flops(MODEL, 300)))
+
+
+def test_a_window_bounds_the_scores():
+    gemma = dict(model_type="gemma3_text", head_dim=64, sliding_window=100, layer_types=["sliding_attention", "full_attention"])
+    model = parse_hf_config(LLAMA_8B | gemma | dict(num_hidden_layers=2, query_pre_attn_scalar=64, tie_word_embeddings=True))
+    pairs = sum(min(place + 0.5, 100) for place in range(1000)) + 1000**2 / 2
+    assert attention_flops(model, 1000) == pytest.approx(2 * pairs * 32 * 2 * 64, rel=1e-3)
+
+
+def test_experts_count_as_many_as_a_token_meets():
+    flops = token_flops(parse_hf_config(json.loads((DEEPSEEK / "config.json").read_text())))
+    assert flops.experts == 2 * 58 * 8 * 3 * 7168 * 2048
+    assert (flops.blocks + flops.head) / 2 == pytest.approx(37e9, rel=0.03)  # DeepSeek-V3, arXiv 2412.19437: 37B activated
+
+
+def test_one_gpu_trains_at_its_efficiency_and_recomputing_costs_a_forward_pass():
+    alone = seconds(world=1)["train"]
+    full = 1024 * model_flops(MODEL, 200, 800) / (DENSE_EFFICIENCY * H100.bf16_tflops * 1e12)
+    assert full < alone < 1.02 * full
+    blocks = 1024 * (1000 * token_flops(MODEL).blocks + attention_flops(MODEL, 1000)) / (DENSE_EFFICIENCY * H100.bf16_tflops * 1e12)
+    assert seconds("model.recompute=full", world=1)["train"] - alone == pytest.approx(blocks)
+    assert alone < seconds("model.recompute=selective", world=1)["train"] < alone + 0.1 * blocks
+
+
+def test_decoding_reads_weights_and_cache_until_the_longest_is_done():
+    """One server, all responses of the same length."""
+    lengths = Lengths(200, 1600, 1600)
+    one = seconds(
+        "rollout.placement=dedicated", "rollout.max_num_seqs=2000", "rollout.gpu_memory_utilization=1", lengths=lengths, gpu="b200"
+    )
+    gpu, cache = GPUS["b200"], 2 * 2 * 32 * 1024
+    naive = sum((2 * 8.03e9 + 1024 * cache * (200 + place)) / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH) for place in range(1600))
+    naive += 1600 * (DECODE_STEP_SECONDS + 32 * LAYER_SECONDS)
+    slots = int((gpu.memory_gib * 2**30 - 2 * 8.03e9) / (1800 * cache))
+    assert slots < 1024  # so some wait for others to end, and every step then has a full batch
+    assert one["generate"] > naive * 0.9
+    small = seconds("rollout.placement=dedicated", "rollout.prompts_per_step=1", lengths=lengths, gpu="b200")["generate"]
+    naive = sum((2 * 8.03e9 + 16 * cache * (200 + place)) / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH) for place in range(1600))
+    assert small == pytest.approx(naive + 1600 * (DECODE_STEP_SECONDS + 32 * LAYER_SECONDS), rel=0.01)
+
+
+def test_stragglers_make_generation_longer_than_the_average_response():
+    same, spread = (seconds("rollout.servers=8", lengths=Lengths(200, 800, longest))["generate"] for longest in (800, 3200))
+    assert spread > 1.5 * same
+    mean = exponential_mean(800, 1600)
+    survival = sum(math.exp(-(i + 0.5) / mean) for i in range(1600))
+    assert survival == pytest.approx(800, rel=1e-3) and exponential_mean(1600, 1600) == 0
+
+
+@pytest.mark.parametrize(
+    ("worse", "better", "phase"),
+    [
+        (["parallel.pp=8"], ["parallel.pp=8", "parallel.vpp=2"], "train"),  # the bubble
+        (["parallel.tp=8", "parallel.sequence_parallel=true"], [], "train"),  # messages of every layer
+        (["parallel.cp=4"], [], "train"),
+        (["algorithm.num_iterations=2"], [], "logprobs"),  # old log-probs are needed
+        (["algorithm.beta=0.1"], [], "logprobs"),
+        (["algorithm.steps_per_generation=4"], [], "train"),  # more updates
+        (["train.optimizer_offload=true"], [], "train"),
+        ([], ["lora.rank=8"], "train"),
+        ([], ["rollout.servers=8"], "generate"),
+        ([], ["rollout.tp=2"], "generate"),
+        (["rollout.max_num_seqs=16"], [], "generate"),
+        (["rollout.placement=dedicated"], [], "sync"),  # over the network
+        ([], ["parallel.tp=4", "parallel.sequence_parallel=true"], "load"),
+    ],
+)
+def test_settings_cost_what_they_cost(worse, better, phase):
+    assert seconds(*worse)[phase] > seconds(*better)[phase]
+
+
+@pytest.mark.parametrize(("slow", "fast"), [("a100", "h100"), ("h100", "h200"), ("h200", "b200")])
+def test_newer_gpus_are_faster(slow, fast):
+    assert seconds(gpu=slow)["generate"] > seconds(gpu=fast)["generate"] and seconds(gpu=slow)["train"] >= seconds(gpu=fast)["train"]
+
+
+def test_links_carry_bytes_at_their_speed_and_the_network_is_slower():
+    links = Links(H100)
+    assert links.reduce_scatter(1e9, 8) == pytest.approx(1e9 * 7 / 8 / (450e9 * LINK_EFFICIENCY), rel=0.02)
+    assert links.reduce_scatter(1e9, 16) == pytest.approx(1e9 * 15 / 16 / (50e9 * LINK_EFFICIENCY), rel=0.02)
+    assert links.reduce_scatter(1e9, 1) == links.all_to_all(1e9, 1) == 0
+    assert links.all_to_all(1e9, 16) == pytest.approx(1e9 * 8 / 16 / (50e9 * LINK_EFFICIENCY), rel=0.02)
+
+
+def test_the_sum_for_a_sync_is_that_of_its_exact_plan():
+    from megagrpo.plan.weight_sync import plan_sync
+
+    settings = config(
+        "rollout.placement=dedicated", "parallel.tp=2", "parallel.sequence_parallel=true", "rollout.servers=2", "rollout.tp=2"
+    )
+    exact = plan_sync(MODEL, settings.parallel, 8, EngineLayout(tp=2, ep=1, servers=2), 2)
+    assert sync_seconds(settings, MODEL, 8, H100) == pytest.approx(exact.seconds(H100.network_gb_per_s * LINK_EFFICIENCY)[0], rel=0.1)
+
+
+def test_waiting_for_the_other_side_is_idle_time_and_all_gpus_count():
+    apart = step_times(config("rollout.placement=dedicated", "rollout.servers=8"), MODEL, 8, H100, LENGTHS)
+    together = step_times(config("rollout.servers=8"), MODEL, 8, H100, LENGTHS)
+    assert (apart.gpus, together.gpus) == (16, 8) and together.idle == 0
+    working = 8 * apart.seconds["generate"] + 8 * apart.seconds["train"]
+    assert apart.idle == pytest.approx(1 - (working + 16 * apart.seconds["sync"]) / (16 * apart.step))
+    assert apart.tokens_per_gpu == pytest.approx(1024 * 1000 / apart.step / 16)
+    assert 0.3 < together.mfu < DENSE_EFFICIENCY
+    staged = step_times(config("parallel.pp=8", "rollout.servers=8"), MODEL, 8, H100, LENGTHS)
+    assert staged.bubble == pytest.approx(7 / (7 + math.ceil(1024 * 1000 / 4096 / 0.9)))
+
+
+def test_the_search_finds_layouts_that_fit_and_none_is_slower_than_the_configs_own(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    own = config(
+        f"model.path={tmp_path}", "parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true", "rollout.placement=dedicated"
+    )
+    assert plan(own, 8, 80).problems == []
+    found = search(own, MODEL, 8, H100, LENGTHS)
+    assert len(found) == 5 and found[0].times.step <= step_times(own, MODEL, 8, H100, LENGTHS).step
+    for one in found:
+        changed = config(f"model.path={tmp_path}", "rollout.placement=dedicated", *one.overrides)
+        made = plan(changed, 8, H100.memory_gib)
+        assert made.problems == [] and one.gib <= USABLE * H100.memory_gib
+        assert one.gib == pytest.approx(
+            smallest_gpu(changed, MODEL, trainer_memory(changed, MODEL, 8 // changed.parallel.model_parallel_size))
+        )
+        assert one.times.step == pytest.approx(step_times(changed, MODEL, 8, H100, LENGTHS).step)
+
+
+def test_671_billion_parameters_on_2048_gpus_are_searched_in_seconds():
+    settings = config(
+        f"model.path={DEEPSEEK}", "rollout.placement=dedicated", "rollout.servers=32", "rollout.tp=32", "rollout.gpu_memory_utilization=0.9"
+    )
+    began = time.process_time()
+    found = search(settings, parse_hf_config(json.loads((DEEPSEEK / "config.json").read_text())), 2048, H100, expected_lengths(settings))
+    assert len(found) == 5 and time.process_time() - began < 20
+    assert len({one.overrides for one in found}) == 5
+
+
+def test_where_nothing_fits_the_search_says_so_and_what_generates_may_be_why(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    settings = config(f"model.path={tmp_path}", "rollout.placement=dedicated", "rollout.gpu_memory_utilization=0.1")
+    made = with_times(plan(settings, 8, 80), settings, 8, H100, LENGTHS, searching=True)
+    assert made.found == [] and made.notes[-1].startswith("--search: no layout of 8 ranks fits h100")
+
+
+def test_the_command_says_all_of_it_in_json_without_torch(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    code = "import sys; sys.modules['torch'] = None; from megagrpo.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    arguments = [sys.executable, "-c", code, "plan", str(REPOSITORY / "configs" / "quickstart.yaml"), f"model.path={tmp_path}"]
+    arguments += ["world_size=8", "train.distributed_optimizer=true", "model.precision=bf16", "parallel.tp=8"]
+    arguments += ["parallel.sequence_parallel=true", "--gpu", "h200", "response_tokens=20"]
+    told = subprocess.run([*arguments, "--search", "--json"], capture_output=True, text=True)
+    made = json.loads(told.stdout)
+    assert told.returncode == 0 and made["problems"] == [] and len(made["rules"]) == 25 and len(made["found"]) == 5
+    assert made["times"]["step"] == pytest.approx(sum(s for phase, s in made["times"]["seconds"].items() if phase != "load"))
+    assert set(made["memory_gib"]) == {"load", "generate", "logprobs", "train", "sync"}
+    assert "32 tokens a prompt and 20 a response on average, 24 at most" in made["rows"]["lengths"]
+    shown = subprocess.run([*arguments, "--search"], capture_output=True, text=True).stdout
+    assert f"{made['times']['seconds']['train']:13.1f}" in shown and made["found"][0]["overrides"][-1] in shown
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"gpu": "h300"}, "--gpu: h300 is not known; choose one of a100, h100, h200, b200"),
+        ({"search": True}, "--search: seconds are of a kind of GPU; add --gpu, one of a100, h100, h200, b200"),
+        ({"response_tokens": 5.0}, "response_tokens: seconds are of a kind of GPU"),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused(asked, message):
+    with pytest.raises(ConfigError) as error:
+        main(config(), **asked)
+    assert str(error.value).startswith(message)
+
+
+def test_a_plan_without_a_model_has_no_seconds(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    made = plan(config("model.path=nobody/no-such-model"), 1)
+    assert with_times(made, config(), 1, H100, LENGTHS) is made
