@@ -97,9 +97,8 @@ def predicted(row: Row) -> StepTimes:
 
 
 def main() -> None:
-    print(
-        "| model, version | GPUs | published s | predicted s | | generate | logprobs | train | sync |\n|---|---|---|---|---|---|---|---|---|"
-    )
+    print("| model, version | GPUs | published s | predicted s | | generate | logprobs | train | sync |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in ROWS:
         made = predicted(row)
         phases = " | ".join(f"{made.seconds[phase]:.1f}" for phase in ("generate", "logprobs", "train", "sync"))
