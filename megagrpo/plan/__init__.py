@@ -127,7 +127,7 @@ def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths
     """The plan with the seconds of its layout, where that can run, and with the fastest layouts of so many ranks when `searching`."""
     if made.model is None:
         return made
-    where = f"{gpu.name}, {gpu.bf16_tflops:g} TFLOP/s in bf16, {gpu.memory_gb:g} GB at {gpu.memory_gb_per_s:g} GB/s ({gpu.source})"
+    where = f"{gpu.name}, {gpu.bf16_tflops:g} TFLOP/s in bf16, {gpu.memory_gib:g} GiB at {gpu.memory_gb_per_s:g} GB/s ({gpu.source})"
     rows = [*made.rows, ("kind", where)]
     rows.append(
         ("lengths", f"{lengths.prompt:g} tokens a prompt and {lengths.response:g} a response on average, {lengths.longest:g} at most")

@@ -9,29 +9,25 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peaks: dense TFLOP/s (half of the figure with sparsity), memory in GB and GB/s, links in GB/s and one direction. `network` is one
-    GPU's share of its server's network cards. `source` names the documents."""
+    """Peaks: dense TFLOP/s (half of the figure with sparsity), memory in GB/s, links in GB/s and one direction; `network` is one GPU's
+    share of its server's network cards. `source` names the documents. `memory_gib` is what CUDA reports of it, rounded down."""
 
     name: str
     bf16_tflops: float
     fp8_tflops: float  # 0: none
-    memory_gb: float
+    memory_gib: float
     memory_gb_per_s: float
     nvlink_gb_per_s: float
     network_gb_per_s: float
     source: str
 
-    @property
-    def memory_gib(self) -> float:
-        return self.memory_gb * 1e9 / 2**30
-
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", 312, 0, 80, 2039, 300, 25, "NVIDIA A100 80GB SXM data sheet; DGX A100 data sheet: 8 x 200 Gb/s"),
-        Gpu("h100", 989, 1979, 80, 3350, 450, 50, "NVIDIA H100 SXM data sheet; DGX H100 data sheet: 8 x 400 Gb/s"),
-        Gpu("h200", 989, 1979, 141, 4800, 450, 50, "NVIDIA H200 SXM data sheet; DGX H200 data sheet: 8 x 400 Gb/s"),
-        Gpu("b200", 2250, 4500, 180, 8000, 900, 50, "DGX B200 data sheet, an eighth of the system: 1,440 GB, 64 TB/s; 8 x 400 Gb/s"),
+        Gpu("a100", 312, 0, 79, 2039, 300, 25, "NVIDIA A100 80GB SXM data sheet; DGX A100 data sheet: 8 x 200 Gb/s"),
+        Gpu("h100", 989, 1979, 79, 3350, 450, 50, "NVIDIA H100 SXM data sheet, 80 GB; DGX H100 data sheet: 8 x 400 Gb/s"),
+        Gpu("h200", 989, 1979, 139, 4800, 450, 50, "NVIDIA H200 SXM data sheet, 141 GB; DGX H200 data sheet: 8 x 400 Gb/s"),
+        Gpu("b200", 2250, 4500, 178, 8000, 900, 50, "DGX B200 data sheet, an eighth of it: 1,440 GB, 64 TB/s; 8 x 400 Gb/s"),
     )
 }
