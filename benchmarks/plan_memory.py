@@ -9,7 +9,7 @@ micro-batches of sequences that are longer than the CPU attention keeps scores o
 
 from __future__ import annotations
 
-import sys
+import argparse
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,8 +145,11 @@ def compare(name: str) -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"some of {', '.join(LAYOUTS)}; all when none is named")
+    wanted = parser.parse_args().layouts or LAYOUTS
     print("| layout | phase | measured MiB | planned MiB | |\n|---|---|---|---|---|")
-    for name in sys.argv[1:] or LAYOUTS:
+    for name in wanted:
         for phase, (there, planned) in compare(name).items():
             print(f"| {name} | {phase} | {there:.1f} | {planned:.1f} | {planned / there - 1:+.1%} |", flush=True)
 

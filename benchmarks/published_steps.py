@@ -10,6 +10,7 @@ training.
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,7 @@ def predicted(row: Row) -> StepTimes:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("| model, version | GPUs | published s | predicted s | | generate | logprobs | train | sync |")
     print("|---|---|---|---|---|---|---|---|---|")
     for row in ROWS:

@@ -51,7 +51,9 @@ def search(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, length
     return best
 
 
-def _by_speed(config, model, world_size, gpu, lengths, generate, parallel: ParallelSection) -> list[tuple[StepTimes, RunConfig]]:
+def _by_speed(
+    config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, generate: float, parallel: ParallelSection
+) -> list[tuple[StepTimes, RunConfig]]:
     """A layout with every micro-batch and way of recomputing, the fastest first."""
     made = [_changed(config, parallel, samples, recompute) for samples, recompute in product(MICRO_BATCHES, ("none", "selective", "full"))]
     timed = [(step_times(one, model, world_size, gpu, lengths, generate), one) for one in made]
