@@ -163,24 +163,23 @@ def test_waiting_for_the_other_side_is_idle_time_and_all_gpus_count():
     assert 0.3 < together.mfu < DENSE_EFFICIENCY
     staged = step_times(config("parallel.pp=8", "rollout.servers=8"), MODEL, 8, H100, LENGTHS)
     assert staged.bubble == pytest.approx(7 / (7 + math.ceil(1024 * 1000 / 4096 / 0.9)))
+    assert staged.idle == pytest.approx(staged.bubble * staged.seconds["train"] / staged.step, rel=0.02)
 
 
-def test_the_search_finds_layouts_that_fit_and_none_is_slower_than_the_configs_own(tmp_path):
+@pytest.mark.parametrize("world", [4, 8])
+def test_the_search_finds_layouts_that_fit_and_none_is_slower_than_the_configs_own(tmp_path, world):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    own = config(
-        f"model.path={tmp_path}", "parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true", "rollout.placement=dedicated"
-    )
-    assert plan(own, 8, 80).problems == []
-    found = search(own, MODEL, 8, H100, LENGTHS)
-    assert len(found) == 5 and found[0].times.step <= step_times(own, MODEL, 8, H100, LENGTHS).step
+    kept = [f"model.path={tmp_path}", "rollout.placement=dedicated"]
+    own = config(*kept, "parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true", "model.recompute=full")
+    assert plan(own, world, 79).problems == []
+    found = search(own, MODEL, world, H100, LENGTHS)
+    assert len(found) == 5 and found[0].times.step <= step_times(own, MODEL, world, H100, LENGTHS).step
     for one in found:
-        changed = config(f"model.path={tmp_path}", "rollout.placement=dedicated", *one.overrides)
-        made = plan(changed, 8, H100.memory_gib)
-        assert made.problems == [] and one.gib <= USABLE * H100.memory_gib
-        assert one.gib == pytest.approx(
-            smallest_gpu(changed, MODEL, trainer_memory(changed, MODEL, 8 // changed.parallel.model_parallel_size))
-        )
-        assert one.times.step == pytest.approx(step_times(changed, MODEL, 8, H100, LENGTHS).step)
+        changed = config(*kept, *one.overrides)
+        memory = trainer_memory(changed, MODEL, world // changed.parallel.model_parallel_size)
+        assert plan(changed, world, 79).problems == [] and one.gib <= USABLE * H100.memory_gib
+        assert one.gib == pytest.approx(smallest_gpu(changed, MODEL, memory))
+        assert one.times.step == pytest.approx(step_times(changed, MODEL, world, H100, LENGTHS).step)
 
 
 def test_671_billion_parameters_on_2048_gpus_are_searched_in_seconds():
