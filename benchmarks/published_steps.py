@@ -2,7 +2,7 @@
 
     python benchmarks/published_steps.py
 
-Published: NeMo-RL's docs/about/performance-summary.md, versions 0.4 and 0.6: GRPO on OpenMathInstruct-2, on-policy, DGX H100, bf16,
+Published: NeMo-RL's performance-summary.md, versions 0.4 and 0.6: GRPO on OpenMathInstruct-2, on-policy, DGX H100, bf16,
 Megatron, vLLM on the same GPUs; of each row the whole step. Not published there, and assumed: prompts of 150 tokens, packed micro-batches
 as long as the longest sample, all layers recomputed but for the 8B model, vLLM in 60 % of the GPU, log-probs of policy and reference before
 training.
