@@ -6,7 +6,8 @@
 The trainer has one core and the vLLM server another (taskset), so that neither can take what the other leaves idle. One server serves all
 runs, one after the other; each run gives it its own weights before its first step. Everything but the placement, and with it the correction
 that it asks for, is configs/quickstart.yaml. Steps per second are over all steps, the first one included, in which nothing overlaps yet;
-evaluations, before the first step and after the last, are not counted.
+evaluations, before the first step and after the last, are not counted. How long a step trains depends on what the policy has learned: long
+responses and groups that differ in reward take longer. `step/train` is what a step takes by what it trains, and does not depend on that.
 """
 
 from __future__ import annotations
@@ -29,7 +30,20 @@ from megagrpo.serving import make_launcher, name_of
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 ENDS = 3  # last steps whose rewards are averaged
-COLUMNS = ("s/step", "steps/s", "faster", "waits", "trains", "syncs", "trainer idle", "server idle", "age", "reward", "held out")
+COLUMNS = (
+    "s/step",
+    "steps/s",
+    "faster",
+    "waits",
+    "trains",
+    "syncs",
+    "step/train",
+    "trainer idle",
+    "server idle",
+    "age",
+    "reward",
+    "held out",
+)
 
 
 def train(max_staleness: int, url: str, folder: Path, args: argparse.Namespace) -> list[dict[str, float]]:
@@ -56,7 +70,12 @@ def row(lines: Sequence[dict[str, float]], first: float | None) -> tuple[float, 
     reward = statistics.fmean(line["reward"] for line in steps[-ENDS:])
     cells = [f"{seconds:.2f}", f"{1 / seconds:.4f}", f"{(first or seconds) / seconds:.2f}"]
     cells += [f"{mean(f'time/{phase}'):.2f}" for phase in ("generate", "train", "sync")]
-    cells += [f"{mean('idle/trainer'):.0%}", f"{mean('idle/servers'):.0%}", f"{mean('staleness/mean'):.2f}"]
+    cells += [
+        f"{seconds / mean('time/train'):.2f}",
+        f"{mean('idle/trainer'):.0%}",
+        f"{mean('idle/servers'):.0%}",
+        f"{mean('staleness/mean'):.2f}",
+    ]
     return seconds, [*cells, f"{reward:.3f}", f"{held_out[0]:.3f} -> {held_out[-1]:.3f}"]
 
 
