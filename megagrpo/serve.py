@@ -13,21 +13,23 @@ from pathlib import Path
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.parallel import device, quiet
+from megagrpo.rollout.access import read_token
 from megagrpo.rollout.engine import EngineStartError
 from megagrpo.rollout.exchange import own_address
-from megagrpo.rollout.launcher import HOST, Launcher
+from megagrpo.rollout.launcher import Launcher
 from megagrpo.serving import make_launcher, name_of
 
 LOOK_SECONDS = 0.5
 
 
-def main(config: RunConfig, urls: Path | None = None, logs: Path | None = None, reach: str = HOST, first_gpu: int = 0) -> int:
+def main(config: RunConfig, urls: Path | None = None, logs: Path | None = None, reach: str | None = None, first_gpu: int = 0) -> int:
     """Starts `rollout.servers` servers on the GPUs from `first_gpu` on and keeps them until SIGTERM or Ctrl-C; the exit code is 0 then,
     and 1 when all of them have died.
 
-    They listen on the address that this machine has on the way to `reach`. Once all of them answer, the file NODE.url in the folder `urls`
+    They listen on the address that this machine has on the way to `reach`, by default on `rollout.interface`, and answer those who know the
+    token of `rollout.token_file` or the environment. Once all of them answer, the file NODE.url in the folder `urls`
     holds a line for each. They log into the folder `logs`, else the current one, in a folder of this machine's name. ConfigError when one
-    does not start.
+    does not start, or there is no token.
     """
     quiet()
     stop = threading.Event()
@@ -60,10 +62,13 @@ def write_urls(folder: Path, node: str, found: list[str]) -> None:
     unfinished.rename(folder / f"{node}.url")
 
 
-def _launcher(config: RunConfig, logs: Path, reach: str, first_gpu: int) -> Launcher:
+def _launcher(config: RunConfig, logs: Path, reach: str | None, first_gpu: int) -> Launcher:
+    token = read_token(config.rollout.token_file)
+    if token is None:
+        raise ValueError("rollout.token_file: servers for a trainer elsewhere need a token that it knows; `openssl rand -hex 32` makes one")
     model = resolve_model(config.model.path)
     dtype = name_of(device.engine_precision(device.resolve_precision(config.model.precision)))
-    return make_launcher(config, model, logs, dtype, num_ranks=first_gpu, host=own_address(f"http://{reach}"))
+    return make_launcher(config, model, logs, dtype, num_ranks=first_gpu, host=reach and own_address(f"http://{reach}"), token=token)
 
 
 def _watch(launcher: Launcher, stop: threading.Event) -> bool:

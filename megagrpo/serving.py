@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import signal
 import sys
 import tempfile
@@ -20,8 +21,9 @@ from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.parallel import device, quiet
 from megagrpo.parallel.ranks import RankFailed, run_ranks
+from megagrpo.rollout.access import address_of, read_token
 from megagrpo.rollout.engine import EngineError, EngineStartError
-from megagrpo.rollout.launcher import HOST, LORA_RANKS, Launcher, ServerOptions
+from megagrpo.rollout.launcher import LORA_RANKS, Launcher, ServerOptions
 from megagrpo.rollout.vllm_http import check_urls
 from megagrpo.rollout.vllm_server import VllmEngine
 
@@ -42,12 +44,14 @@ def make_launcher(
     adapter: Path | None = None,
     max_model_len: int | None = None,
     num_ranks: int = 0,
-    host: str = HOST,
+    host: str | None = None,
+    token: str | None = None,
 ) -> Launcher:
-    """The servers that `rollout` describes, on `model_folder`, not yet started; they log into `log_folder`. With the PEFT folder `adapter`
-    they also serve the model ADAPTER. `max_model_len` None: what the run and its evaluation need. `num_ranks` trainer ranks on this host
-    have the first GPUs; dedicated servers get the others. `host` is the address that they listen on. ValueError when `adapter` is none, or
-    there are too few GPUs."""
+    """The servers that `rollout` describes, on `model_folder`, not yet started; they log into `log_folder`, and answer those who know
+    `token`, by default one that is made here. With the PEFT folder `adapter` they also serve the model ADAPTER. `max_model_len` None: what
+    the run and its evaluation need. `num_ranks` trainer ranks on this host have the first GPUs; dedicated servers get the others. `host` is
+    the address that they listen on, None that of `rollout.interface`. ValueError when `adapter` is none, or there are too few GPUs, or
+    there is no such interface."""
     r = config.rollout
     gpus = device.visible_gpus()
     if gpus is not None and r.placed == "dedicated":
@@ -69,7 +73,16 @@ def make_launcher(
         tokenizer=config.model.tokenizer,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
-    return Launcher(options, log_folder, num_servers=r.servers, port=r.port, devices=gpus, startup_timeout=r.startup_timeout, host=host)
+    return Launcher(
+        options,
+        log_folder,
+        num_servers=r.servers,
+        port=r.port,
+        devices=gpus,
+        startup_timeout=r.startup_timeout,
+        host=host or address_of(r.interface),
+        token=token or secrets.token_urlsafe(32),
+    )
 
 
 def servers_sleep(config: RunConfig) -> bool:
@@ -133,6 +146,7 @@ class Serving:
         if urls and (checkpoint or adapter):
             raise ValueError(f"rollout.urls: {', '.join(urls)} serve what they have; leave out --checkpoint and --adapter, or the urls")
         check_urls(urls)
+        self._token = read_token(self._config.rollout.token_file)
         self._scratch = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="megagrpo_serving_")))
         self.folder, self.adapter = find_weights(self._config, checkpoint, self._scratch, self._say)
         if adapter is not None:
@@ -144,7 +158,7 @@ class Serving:
         if self._config.rollout.urls:
             return
         dtype = name_of(device.engine_precision(device.resolve_precision(self._config.model.precision)))
-        self._launcher = make_launcher(self._config, self.folder, self._scratch, dtype, self.adapter, max_model_len)
+        self._launcher = make_launcher(self._config, self.folder, self._scratch, dtype, self.adapter, max_model_len, token=self._token)
         self._resources.callback(self._launcher.stop)
         self._launcher.start()
 
@@ -160,6 +174,7 @@ class Serving:
             max_num_seqs=r.max_num_seqs,
             request_timeout=r.request_timeout,
             logs=logs,
+            token=launcher.token if launcher else self._token,
             model=model,
             any_version=bool(r.urls),
         )

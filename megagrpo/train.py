@@ -28,7 +28,7 @@ from megagrpo.bridge.merged import merged_blocks
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.checkpoint import Checkpointer, CheckpointError, checked, newest_checkpoint
 from megagrpo.collect import Collector, sampling_params
-from megagrpo.config import ConfigError, RolloutSection, RunConfig, save_resolved, weight_path
+from megagrpo.config import LOOPBACK, ConfigError, RolloutSection, RunConfig, save_resolved, weight_path
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.dump import StepDumps
@@ -43,6 +43,7 @@ from megagrpo.policy.hf_config import HfConfig, architecture_differences, load_h
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rollout.access import read_token
 from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.exchange import is_here
 from megagrpo.rollout.keeper import Keeper
@@ -101,7 +102,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     run_folder = Path(config.run.output_dir) / config.run.name
     first = layout.world_rank == 0
     with _problems_of_the_config():
-        together(layout, lambda: _check_servers(config), here=first)
+        token = together(layout, lambda: _check_servers(config), here=first)[0]
         model_folder = resolve_model(config.model.path)
         hf_config = load_hf_config(model_folder)
         together(layout, lambda: Checkpoint(model_folder).check([], hf_config), here=first)  # before anything is moved or started
@@ -129,7 +130,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     if first and not config.rollout.urls:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         with _problems_of_the_config():
-            launcher = make_launcher(config, model_folder, run_folder, engine_dtype, num_ranks=ranks_here)
+            launcher = make_launcher(config, model_folder, run_folder, engine_dtype, num_ranks=ranks_here, token=token)
     if launcher is not None:
         resources.callback(launcher.stop)
     with _problems_of_the_config():
@@ -148,7 +149,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     if reference is None and config.algorithm.beta:
         reference = Reference(policy)
 
-    urls = together(layout, lambda: launcher.wait(writer.message) if launcher else config.rollout.urls, here=first)[0]
+    wait = partial(launcher.wait, writer.message) if launcher else lambda: config.rollout.urls
+    urls, token = together(layout, lambda: (wait(), launcher.token if launcher else token), here=first)[0]
     logs = launcher.logs if launcher else []
     with _problems_of_the_config():
         transport, why = _transport(config, layout, urls)
@@ -157,7 +159,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     if layout.is_dp_leader:
         options = dict(lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), refills=transport == "shared_memory")
         options["in_flight"] = config.rollout.in_flight if config.rollout.max_staleness else None
-        engine = VllmEngine(urls, tokenizer.decode, logs=logs, **options, **_limits(config.rollout))
+        engine = VllmEngine(urls, tokenizer.decode, logs=logs, token=token, **options, **_limits(config.rollout))
     with _problems_of_the_config():
         weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype, model_folder, transport, writer.message)
     resources.enter_context(weight_sync)
@@ -287,20 +289,23 @@ def _limits(rollout: RolloutSection) -> dict[str, Any]:
     return dict(max_num_seqs=rollout.max_num_seqs, patience=patience, **timeouts)
 
 
-def _check_servers(config: RunConfig) -> None:
+def _check_servers(config: RunConfig) -> str | None:
+    """The token of the servers of `rollout.urls`, which answer and take weights. ValueError when they do not."""
+    token = read_token(config.rollout.token_file)
     check_urls(config.rollout.urls)
     if not config.lora.syncs_adapters:
-        check_plugin(config.rollout.urls)
+        check_plugin(config.rollout.urls, token)
+    return token
 
 
 def _transport(config: RunConfig, layout: Layout, urls: Sequence[str]) -> tuple[str, str]:
     """Which way weights take to all `urls`, and why."""
     hosts = layout.all_gather_objects((socket.gethostname(), all(map(is_here, urls))))
     names = sorted({name for name, _ in hosts})
-    if len(names) > 1 and not config.rollout.urls:
+    if len(names) > 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
         raise ValueError(
-            f"rollout.urls: ranks are on {', '.join(names)}, and servers started by this run answer on the first rank's host only; start "
-            "servers that all hosts reach, and name them"
+            f"rollout.urls: ranks are on {', '.join(names)}, and servers started by this run answer on the first rank's host only; name an "
+            "interface that all hosts reach (rollout.interface), or servers that run already"
         )
     return weight_path(config, device.has_gpu(), one_host=len(names) == 1 and all(here for _, here in hosts))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megagrpo.bridge.families import blocks
+from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.bridge.without_data import without_data
 from megagrpo.families.blocks import Block
 from megagrpo.parallel.layout import Layout
@@ -96,6 +97,7 @@ def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> N
     Collective. Raises ValueError when `folder` is no such checkpoint or does not fit the model."""
     folder = Path(folder)
     check_is_checkpoint(folder)
+    StoredTensors(folder)  # which finds what is damaged or harmful in the index before Megatron reads it
     try:
         with warnings.catch_warnings():  # about how Megatron calls torch
             warnings.simplefilter("ignore", UserWarning)

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megagrpo.boxes import Box, intersect, size
+from megagrpo.bridge.stored_metadata import read_metadata
 from megagrpo.bridge.tensor_files import mapped_tensor
 from megagrpo.bridge.unfinished import Journal
 
@@ -125,7 +126,7 @@ def _alone(data: Tensor) -> Tensor:
 
 def add_pieces(folder: Path, pieces: Iterable[Piece]) -> None:
     """Enter tensors into the metadata that Megatron has written for the rest."""
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = read_metadata(folder)
     results = [WriteResult(index, 0, info) for index, info in metadata.storage_data.items()]
     for piece in pieces:
         properties = TensorProperties(dtype=getattr(torch, piece.dtype))
@@ -143,7 +144,7 @@ class StoredTensors:
     def __init__(self, folder: Path):
         self.folder = folder
         try:
-            self.metadata: Metadata = FileSystemReader(folder).read_metadata()
+            self.metadata: Metadata = read_metadata(folder)
         except Exception as error:  # unpickling raises whatever it likes
             raise ValueError(f"{folder} is no Megatron checkpoint, or its .metadata is corrupt: {error!r}") from None
         self._map = cache(self._map)

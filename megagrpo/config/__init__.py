@@ -23,6 +23,7 @@ from megagrpo.config.lora import LoraSection as LoraSection
 from megagrpo.config.model import ModelSection as ModelSection
 from megagrpo.config.model import ParallelSection as ParallelSection
 from megagrpo.config.multi_turn import MultiTurnSection as MultiTurnSection
+from megagrpo.config.placement import LOOPBACK as LOOPBACK
 from megagrpo.config.placement import weight_path as weight_path
 from megagrpo.config.rewards import RewardFunction as RewardFunction
 from megagrpo.config.rewards import RewardsSection as RewardsSection

@@ -8,6 +8,11 @@ if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
 Placement = Literal["auto", "colocated", "dedicated", "external"]
+LOOPBACK = "lo"  # the interface that only this host reaches
+OURS = {  # arguments of vLLM that a run decides
+    "--api-key": "would put a secret where everybody reads it, and launched servers have a token already",
+    "--host": "is decided by rollout.interface",
+}
 Transport = Literal["auto", "shared_memory", "p2p", "cuda_ipc"]
 
 
@@ -58,4 +63,15 @@ def placement_problems(config: RunConfig) -> list[str]:
             f"rollout.weight_sync_transport: {r.weight_sync_transport} moves weights, and lora.sync adapter sends adapters as files; "
             "set it to auto, or lora.sync to merged"
         )
+    if r.token_file is not None and not r.urls:
+        problems.append(
+            "rollout.token_file: servers started here get a token of their own; leave it empty, or name servers in rollout.urls"
+        )
+    if r.interface != LOOPBACK and r.urls:
+        problems.append(f"rollout.interface: {r.interface} is for servers started here, and rollout.urls names others; leave it out")
+    if any("@" in url for url in r.urls):
+        problems.append("rollout.urls: an address must not hold a password, everybody reads it; name its file in rollout.token_file")
+    for argument, instead in OURS.items():
+        if any(word.partition("=")[0] == argument for word in r.extra_args):
+            problems.append(f"rollout.extra_args: {argument} {instead}; leave it out")
     return problems

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megagrpo.config.placement import Placement, Transport
+from megagrpo.config.placement import LOOPBACK, Placement, Transport
 from megagrpo.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
@@ -52,6 +52,12 @@ class RolloutSection(Section):
     urls: list[str] = []
     """Servers that somebody else started, with the same plug-in, on any host that is reached from here and back; none is launched when
     given."""
+    token_file: str | None = None
+    """File that holds the token of the servers of `urls`, which only its owner may open. Empty: the environment variable MEGAGRPO_TOKEN, or
+    none."""
+    interface: str = LOOPBACK
+    """Network interface that launched servers listen on, and no other; lo is this host's own. They ask for a token that only the run
+    knows."""
     weight_sync_transport: Transport = "auto"
     """How weights travel. shared_memory: files of this host. p2p: from rank to worker, over NCCL or, without GPUs, gloo. cuda_ipc: servers
     map the trainer's GPU memory. auto: cuda_ipc for colocated servers on GPUs, shared_memory on one host without GPUs, else p2p."""

@@ -6,6 +6,7 @@ the trainer's ranks, first, and the workers of all servers, in order: gloo for t
 
 from __future__ import annotations
 
+import hmac
 import json
 import re
 import socket
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from megagrpo.rollout.shared_weights import WeightSyncError
 
+LOOPBACK = "127.0.0.1"
+CODE_LENGTH = 64  # hexadecimal digits before each note
 LONGEST_PAUSE = 0.1  # seconds between two looks at the board
 
 
@@ -43,19 +46,38 @@ class Deadline:
 
 
 class Board:
-    """Notes for each other, by key, as JSON. Rank 0 of the trainer serves it, on `port`, which it picks; the others join."""
+    """Notes for each other, by key, as JSON. Rank 0 of the trainer serves it, on the address `host` alone ("" is all of this host's) and on
+    `port`, which it picks; the others join.
 
-    def __init__(self, host: str, port: int, deadline: Deadline, *, serve: bool = False):
+    The store below lets in whoever reaches it. So each note carries a code that only those who know `secret` can make for this note under
+    this key: what strangers leave is an error, never an instruction. Groups meet under keys that begin with a digest of the secret.
+    """
+
+    def __init__(self, host: str, port: int, deadline: Deadline, secret: str, *, serve: bool = False):
+        self.host, self._secret = host, secret.encode()
         try:
-            self.store = dist.TCPStore(host, port, is_master=serve, timeout=deadline.left(), wait_for_workers=False)
+            # torch would listen on every address; it closes the socket that it gets.
+            listen = socket.create_server((host, port), backlog=4096).detach() if serve else None
+            reached = host or LOOPBACK
+            self.store = dist.TCPStore(
+                reached, port, is_master=serve, timeout=deadline.left(), wait_for_workers=False, master_listen_fd=listen
+            )
         except (RuntimeError, OSError) as error:
             raise WeightSyncError(f"the trainer's board at {host}:{port} cannot be reached: {_first_line(error)}") from None
         self.port = self.store.port
 
+    def meeting_point(self, name: str) -> dist.Store:
+        """Where the members of a group find each other."""
+        return dist.PrefixStore(self._code("group", name), self.store)
+
+    def _code(self, key: str, text: str) -> str:
+        return hmac.digest(self._secret, f"{key}\n{text}".encode(), "sha256").hex()
+
     def put(self, key: str, value: Any) -> None:
         """Leave a note; it is there when this returns."""
         try:
-            self.store.set(key, json.dumps(value))
+            text = json.dumps(value)
+            self.store.set(key, self._code(key, text) + text)
         except RuntimeError as error:
             raise WeightSyncError(f"the trainer's board is gone: {_first_line(error)}") from None
         self.has(key)  # answered after the note was taken in, which `set` does not wait for
@@ -68,8 +90,14 @@ class Board:
             raise WeightSyncError(f"the trainer's board is gone: {_first_line(error)}") from None
 
     def find(self, key: str) -> Any:
-        """A note, or None when nobody has left it. WeightSyncError when the board is gone."""
-        return json.loads(self.store.get(key)) if self.has(key) else None
+        """A note, or None when nobody has left it. WeightSyncError when the board is gone, or the note is none of this run's."""
+        if not self.has(key):
+            return None
+        note = self.store.get(key)
+        code, text = note[:CODE_LENGTH], note[CODE_LENGTH:].decode(errors="replace")
+        if not hmac.compare_digest(code, self._code(key, text).encode()):
+            raise WeightSyncError(f"the trainer's board: the note {key} was left by somebody who does not know this run's secret")
+        return json.loads(text)
 
     def take(self, key: str, what: str, deadline: Deadline, stop: str = "") -> Any:
         """A note, as soon as it is there. WeightSyncError that says `what` was waited for when the deadline passes, or when a note `stop`
@@ -115,7 +143,7 @@ class Exchange:
     """A group for messages from one process to another. Making one takes all `size` processes at once."""
 
     def __init__(self, board: Board, name: str, rank: int, size: int, device: torch.device, deadline: Deadline):
-        store = dist.PrefixStore(name, board.store)
+        store = board.meeting_point(name)
         self.name, self.device = name, device
         try:
             if device.type == "cuda":

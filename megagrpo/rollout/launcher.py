@@ -23,6 +23,7 @@ from pathlib import Path
 
 import httpx
 
+from megagrpo.rollout.access import FILE_VARIABLE, GUARD, TOKEN_VARIABLE
 from megagrpo.rollout.engine import EngineStartError
 
 HOST = "127.0.0.1"
@@ -105,8 +106,9 @@ class Launcher:
     """`num_servers` servers on this host: `start`, then `wait`, then `stop`. A context manager that stops on the way out.
 
     `start` returns at once, so the trainer can build its model while vLLM starts. `port` is that of the first server, the next ones
-    follow; 0 picks free ones. `host` is the address of this machine that they listen on. `devices` are the ids of the GPUs to share out,
-    `options.tp` to each server; None runs vLLM for CPU. Each server logs to `log_dir/vllm_N.log`.
+    follow; 0 picks free ones. `devices` are the ids of the GPUs to share out, `options.tp` to each server; None runs vLLM for CPU. Servers
+    listen on the address `host` of this machine alone, and with a `token` answer those alone who send it. Each server logs to
+    `log_dir/vllm_N.log`.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Launcher:
         devices: Sequence[str] | None = None,
         startup_timeout: float = 600.0,
         host: str = HOST,
+        token: str | None = None,
     ):
         if devices is not None and len(devices) < num_servers * options.tp:
             raise ValueError(
@@ -126,7 +129,8 @@ class Launcher:
                 "lower one of them"
             )
         self.options, self.log_dir, self.num_servers, self.port = options, Path(log_dir), num_servers, port
-        self.devices, self.startup_timeout, self.host = devices, startup_timeout, host
+        self.devices, self.startup_timeout = devices, startup_timeout
+        self.host, self.token = host, token
         self.servers: list[Server] = []
 
     def __enter__(self) -> Launcher:
@@ -247,16 +251,30 @@ class Launcher:
             switches.append("--no-enable-chunked-prefill")
             flags["--block-size"] = 32  # the responses to a prompt share its full blocks; vLLM's 128 here exceeds most short prompts
             flags["--max-num-batched-tokens"] = max(o.max_model_len, MAX_BATCHED_TOKENS)
+        if self.token is not None:
+            flags["--middleware"] = GUARD
         if o.enforce_eager or self.devices is None:  # compiling on CPU takes longer than it saves
             switches.append("--enforce-eager")
         return [sys.executable, *program, *(str(word) for flag in flags.items() for word in flag), *switches, *o.extra_args]
 
     def _environment(self, index: int) -> dict[str, str]:
         # What a launcher such as torchrun tells its ranks must not reach vLLM, which forms groups of its own.
-        ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+        ours = (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "GROUP_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            TOKEN_VARIABLE,
+            FILE_VARIABLE,
+        )
         env = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("TORCHELASTIC_")}
         env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
         env["VLLM_PLUGINS"] = "megagrpo"
+        if self.token is not None:
+            env[TOKEN_VARIABLE] = self.token
         if self.options.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling vLLM's sources doubles the time of every start

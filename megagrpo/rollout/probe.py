@@ -6,18 +6,25 @@ from collections.abc import Sequence
 
 import httpx
 
+from megagrpo.rollout.access import headers
+from megagrpo.rollout.vllm_http import error_text
+
 BACKEND = """--weight-transfer-config '{"backend": "megagrpo"}'"""
 VERBS = "--worker-extension-cls megagrpo.rollout.vllm_worker.WorkerVerbs"
 NEEDED = f"{BACKEND} {VERBS}, with megagrpo installed where it runs and VLLM_SERVER_DEV_MODE=1 in its environment"
 
 
-def check_plugin(urls: Sequence[str]) -> None:
-    """ValueError that names the first server of `rollout.urls` whose workers cannot take weights from here. Changes nothing there."""
+def check_plugin(urls: Sequence[str], token: str | None = None) -> None:
+    """ValueError that names the first server of `rollout.urls` that refuses `token`, or whose workers cannot take weights from here.
+    Changes nothing there."""
     for url in urls:
         try:
-            answer = httpx.post(f"{url}/init_weight_transfer_engine", json={"init_info": {}}, timeout=60, trust_env=False)
+            asked = dict(json={"init_info": {}}, headers=headers(token), timeout=60, trust_env=False)
+            answer = httpx.post(f"{url}/init_weight_transfer_engine", **asked)
         except httpx.TransportError as error:
             raise ValueError(f"rollout.urls: {url} does not answer: {error!r}") from error
+        if answer.status_code == 401:
+            raise ValueError(f"rollout.urls: {url} does not let this run in: {error_text(answer)}")
         if answer.status_code == 404:
             raise ValueError(f"rollout.urls: {url} has no routes for new weights (vLLM 0.25 or later has); start it with {NEEDED}")
         if answer.status_code != 200:

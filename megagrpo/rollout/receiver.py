@@ -94,10 +94,10 @@ class Receiver:
             raise WeightSyncError(
                 f"the trainer's weights are on {info['device']} and this worker is on {self.device.type}: p2p takes both on one kind"
             )
-        address = info["host"], info["port"]
+        address = info["host"], info["port"], info["secret"]
         if self.board is None or address != self.address or not self.board.answers():
             self.close()
-            self.board, self.address, self.roster_key = Board(*address, deadline), address, ""
+            self.board, self.address, self.roster_key = Board(info["host"], info["port"], deadline, info["secret"]), address, ""
         if info["roster"] != self.roster_key:
             self.roster = Roster.of_json(self.board.take(info["roster"], "the trainer's roster", deadline))
             self.roster_key, self.boxes, self.boxes_key = info["roster"], Counter(), ""

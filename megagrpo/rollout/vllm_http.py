@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from megagrpo.rollout.access import headers
 from megagrpo.rollout.engine import EngineDeadError
 from megagrpo.rollout.shared_weights import WeightSyncError
 
@@ -17,14 +18,15 @@ HEALTH_SECONDS = 5.0  # within which a server answers that it is well
 
 
 class Servers:
-    """`urls` are the servers, `logs` their log files for messages. `dead` are those that no request goes to, `waiting` those of them
-    that only need new weights."""
+    """`urls` are the servers, `logs` their log files for messages, `token` what they ask for. `dead` are those that no request goes to,
+    `waiting` those of them that only need new weights."""
 
-    def __init__(self, urls: Sequence[str], *, logs: Sequence[Path] = (), request_timeout: float = 1800.0):
+    def __init__(self, urls: Sequence[str], *, logs: Sequence[Path] = (), request_timeout: float = 1800.0, token: str | None = None):
         if not urls:
             raise ValueError("rollout.urls: no vLLM server is named and none was started")
         self.urls, self.timeout = list(urls), request_timeout
         self.logs = dict(zip(urls, logs, strict=False))
+        self._headers = headers(token)
         self.dead: set[str] = set()
         self.waiting: set[str] = set()
 
@@ -70,7 +72,8 @@ class Servers:
     def _client(self) -> httpx.AsyncClient:
         # vLLM closes a connection after an error: a request that reuses it at that moment would be lost.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=10), limits=limits, trust_env=False, verify=CERTIFICATES)
+        options = dict(limits=limits, trust_env=False, verify=CERTIFICATES, headers=self._headers)
+        return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=10), **options)
 
     def _living(self) -> list[str]:
         return [url for url in self.urls if url not in self.dead]

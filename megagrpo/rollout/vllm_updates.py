@@ -46,8 +46,9 @@ class Updates(Servers):
         sleeps: bool = False,
         refills: bool = True,
         in_flight: str | None = None,
+        token: str | None = None,
     ):
-        super().__init__(urls, logs=logs, request_timeout=request_timeout)
+        super().__init__(urls, logs=logs, request_timeout=request_timeout, token=token)
         self.sync_timeout, self.lora, self.patience = sync_timeout, lora, patience
         self.sleeps, self.asleep, self.refills, self.in_flight = sleeps, False, refills, in_flight
         self.weight_version = 0

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import socket
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,10 +37,12 @@ Found = list[tuple[str, Tensor, Sequence[Block]]]
 
 @dataclass(frozen=True)
 class Invitation:
-    """What every rank must know of an update: where rank 0's board is, the number of the attempt, and the servers with their workers."""
+    """What every rank must know of an update: where rank 0's board is and its secret, the number of the attempt, and the servers with their
+    workers."""
 
     host: str
     port: int
+    secret: str = field(repr=False)
     attempt: int
     servers: dict[str, int]
 
@@ -53,6 +57,7 @@ class PointToPoint:
         self.ranks, self.dtype, self.device, self.seconds = ranks, dtype, device, seconds
         self.limit = max(1, int(megabytes * 2**20) // DTYPES[dtype].itemsize)
         self.board: Board | None = None
+        self.secret = secrets.token_hex(32)  # rank 0's counts
         self.exchange: Exchange | None = None
         self.roster: Roster | None = None
         self.roster_key = ""
@@ -100,10 +105,13 @@ class PointToPoint:
 
     def _invite(self, engine: Engine) -> Invitation:
         """On rank 0: where the board is, which attempt this is, and who takes part."""
-        if self.board is None:
-            self.board = Board("127.0.0.1", 0, Deadline(self.seconds), serve=True)
+        servers = engine.workers()
+        host = _meeting_address(servers)
+        if self.board is None or self.board.host != host:
+            self.leave_group()
+            self.board = Board(host, 0, Deadline(self.seconds), self.secret, serve=True)
         self.attempts += 1
-        return Invitation(os.environ.get("MASTER_ADDR", "127.0.0.1"), self.board.port, self.attempts, engine.workers())
+        return Invitation(host or os.environ["MASTER_ADDR"], self.board.port, self.secret, self.attempts, servers)
 
     def _enroll(self, keys: list[list[tuple[str, tuple[int, ...], Box]]]) -> None:
         tensors: dict[str, tuple[tuple[int, ...], dict[Box, list[int]]]] = {}
@@ -181,6 +189,7 @@ class DirectUpdate:
         direct = {
             "host": own_address(server),
             "port": t.board.port,
+            "secret": self.invitation.secret,
             "roster": t.roster_key,
             "update": self.key,
             "device": t.device.type,
@@ -241,8 +250,8 @@ class DirectUpdate:
 
     def _send(self) -> Given:
         t, rank = self.transport, self.transport.ranks.world_rank
-        if t.board is None:
-            t.board = Board(self.invitation.host, self.invitation.port, self.deadline)
+        if t.board is None or t.board.port != self.invitation.port:
+            t.board = Board(self.invitation.host, self.invitation.port, self.deadline, self.invitation.secret)
         if rank == 0:
             self._decide()
         members = t.board.take(f"{self.key}/members", "the workers", self.deadline, stop=f"{self.key}/stop")
@@ -353,3 +362,11 @@ class _Held:
                 self._values[name] = param.detach()
             self._read[key] = block.read(self._values[name])
         return self._read[key][tuple(slice(a - o, b - o) for a, b, o in zip(*part, block.box[0], strict=True))]
+
+
+def _meeting_address(servers: Collection[str]) -> str:
+    """The address of this host that all `servers`, and ranks on other hosts, reach it by; "" where there is more than one."""
+    found = {own_address(url) for url in servers}
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1"):
+        found.add(socket.gethostbyname(os.environ["MASTER_ADDR"]))
+    return found.pop() if len(found) == 1 else ""

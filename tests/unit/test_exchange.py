@@ -14,11 +14,11 @@ from megagrpo.weight_sync.point_to_point import PointToPoint
 
 @pytest.fixture
 def board():
-    return Board("127.0.0.1", 0, Deadline(5), serve=True)
+    return Board("127.0.0.1", 0, Deadline(5), "secret", serve=True)
 
 
 def test_a_note_is_taken_as_soon_as_somebody_leaves_it(board):
-    other = Board("127.0.0.1", board.port, Deadline(5))
+    other = Board("127.0.0.1", board.port, Deadline(5), "secret")
     threading.Timer(0.2, lambda: other.put("key", {"a": [1, None]})).start()
     assert board.find("key") is None and board.take("key", "a note", Deadline(5)) == {"a": [1, None]}
     board.remove(["key", "was never there"])
@@ -36,8 +36,8 @@ def test_what_never_comes_is_named_and_so_is_who_gave_up(board):
 
 
 def test_a_board_that_is_gone_is_told_and_noticed():
-    served = Board("127.0.0.1", 0, Deadline(5), serve=True)
-    other = Board("127.0.0.1", served.port, Deadline(5))
+    served = Board("127.0.0.1", 0, Deadline(5), "secret", serve=True)
+    other = Board("127.0.0.1", served.port, Deadline(5), "secret")
     assert other.answers()
     port = served.port
     del served
@@ -45,7 +45,7 @@ def test_a_board_that_is_gone_is_told_and_noticed():
     with pytest.raises(WeightSyncError, match="the trainer's board is gone"):
         other.put("key", 1)
     with pytest.raises(WeightSyncError, match=rf"the trainer's board at 127\.0\.0\.1:{port} cannot be reached"):
-        Board("127.0.0.1", port, Deadline(0.5))
+        Board("127.0.0.1", port, Deadline(0.5), "secret")
 
 
 def test_a_worker_on_another_kind_of_device_says_so():

@@ -1,0 +1,53 @@
+"""The index of a distributed checkpoint, which torch writes as a pickle, read without running what a pickle can hold.
+
+Reading a pickle calls whatever it names. Here it may name torch's own records of tensors and pieces, which hold numbers and names, and no
+more. Whoever has Megatron or torch load a checkpoint reads its index by `read_metadata` first.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+FILE = ".metadata"
+CHECKPOINT = "torch.distributed.checkpoint"
+RECORDS = {
+    f"{CHECKPOINT}.filesystem": {"_StorageInfo"},
+    f"{CHECKPOINT}.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    f"{CHECKPOINT}.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},  # where the checkpoint was written
+    "pathlib._local": {"PosixPath"},  # the same, as Python 3.13 says it
+}
+
+
+class _Records(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in RECORDS.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks to run {module}.{name}, which no checkpoint needs; nothing of it was run")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What the checkpoint in `folder` says about its tensors. Any error of a file that is missing, damaged or no such index."""
+    with open(folder / FILE, "rb") as file:
+        metadata = _Records(file).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+    return metadata

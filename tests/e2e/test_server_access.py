@@ -1,0 +1,57 @@
+"""A whole run keeps its servers to itself: real vLLM, every route of it, every port of the run, everything that the run writes."""
+
+import re
+import secrets
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e import world
+
+TOKEN = "marked-secret-0123456789abcdef"
+
+
+def mark_the_token():
+    secrets.token_urlsafe = lambda size: TOKEN
+    secrets.token_hex = lambda size: TOKEN.replace("marked", "marked-board")
+
+
+def listening(pids):
+    """Addresses of all TCP sockets that these processes listen on, as the kernel writes them."""
+    inodes = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes |= set(re.findall(r"socket:\[(\d+)\]", str(entry.readlink())))
+            except OSError:
+                continue
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+@pytest.mark.full
+def test_a_run_lets_nobody_else_in_and_tells_its_token_to_nobody(tmp_path):
+    options = ["run.max_steps=60", "run.save_steps=30", "rollout.weight_sync_transport=p2p", "run.tensorboard=true"]
+    with world.running(tmp_path, *options, "run.log_completions_steps=1", prepare=mark_the_token, launched=True) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 1, "first step")
+        family = world.family(trainer.pid)
+        assert listening(family) == {"0100007F"}, "something listens on another address than 127.0.0.1"
+        commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in family]
+        (port,) = {found[1] for words in commands if (found := re.search(r"--port\0(\d+)", words))}
+        url = f"http://127.0.0.1:{port}"
+        known = {"Authorization": f"Bearer {TOKEN}"}
+        routes = httpx.get(f"{url}/openapi.json", headers=known).json()["paths"]
+        assert {"/collective_rpc", "/sleep", "/update_weights", "/pause", "/inference/v1/generate", "/v1/models"} <= set(routes)
+        for path, verbs in routes.items():
+            for verb in verbs:
+                answer = httpx.request(verb, url + path, headers={"Authorization": "Bearer a-guess-at-the-token"})
+                assert answer.status_code == (200 if path == "/health" else 401), (verb, path, answer.text)
+        for path in ("/metrics", "/docs", "/openapi.json", "/collective_rpc?x=/health", "/health/../sleep", "/nothing"):
+            assert httpx.get(url + path).status_code == 401, path
+        run = trainer.wait()
+    assert run.code == 0, run.err
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {"resolved.yaml", "metrics.jsonl", "completions.jsonl", "vllm_0.log"} <= {file.name for file in files}
+    assert not [file for file in files if b"marked-" in file.read_bytes()], "the token was written down"
+    assert "marked-" not in run.out + run.err and not any("marked-" in words for words in commands)

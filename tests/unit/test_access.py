@@ -1,0 +1,137 @@
+"""Who is let in: by a token that is known to none but the run, on the interface that is named, and to notes that only members can write."""
+
+import asyncio
+import json
+import os
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from megagrpo.config import ConfigError, load_config
+from megagrpo.rollout.access import TOKEN_VARIABLE, TokenGuard, address_of, headers, read_token
+from megagrpo.rollout.exchange import Board, Deadline
+from megagrpo.rollout.launcher import Launcher, ServerOptions
+from megagrpo.rollout.shared_weights import WeightSyncError
+
+TOKEN = "a-token-of-the-tests-1234"
+
+
+def ask(guard, path, *sent, kind="http"):
+    """What a guard answers: "in" where the request gets through, else the status or the code of the closed connection, and the text."""
+    told = []
+
+    async def send(message):
+        told.append(message)
+
+    asyncio.run(guard({"type": kind, "path": path, "method": "POST", "headers": list(sent)}, None, send))
+    if told[0]["type"] == "websocket.close":
+        return told[0]["code"]
+    return told[0] if "in" in told[0]["type"] and len(told) == 1 else (told[0]["status"], json.loads(told[1]["body"])["error"]["message"])
+
+
+@pytest.fixture
+def guard(monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+
+    async def app(scope, receive, send):
+        await send({"type": "in"})
+
+    return TokenGuard(app)
+
+
+def bearer(token):
+    return b"authorization", f"Bearer {token}".encode()
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/collective_rpc", "/sleep", "/", "/health/", "/metrics", "//health"])
+def test_every_route_but_the_health_check_wants_the_token(guard, path):
+    for sent in ([], [bearer("")], [bearer(TOKEN[:-1])], [bearer(TOKEN + "x")], [(b"authorization", TOKEN.encode())], [bearer(TOKEN)] * 2):
+        status, text = ask(guard, path, *sent)
+        assert status == 401 and "rollout.token_file" in text and TOKEN not in text
+    assert ask(guard, path, bearer(TOKEN)) == ask(guard, "/health") == {"type": "in"}
+    assert ask(guard, path, kind="websocket") == 1008 and ask(guard, path, bearer(TOKEN), kind="websocket") == {"type": "in"}
+
+
+def test_a_guard_without_a_token_does_not_start_and_one_with_it_hands_it_to_no_child(monkeypatch, tmp_path):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with pytest.raises(ValueError, match="there is no token; put one into MEGAGRPO_TOKEN, or the name of its file"):
+        TokenGuard(None)
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    assert read_token(None) == TOKEN and TOKEN_VARIABLE not in os.environ and read_token(None) is None
+
+
+def test_a_token_file_is_for_its_owner_alone_and_holds_one_long_word(monkeypatch, tmp_path):
+    file = tmp_path / "token"
+    with pytest.raises(ValueError, match=r"rollout\.token_file: .*token cannot be read: No such file"):
+        read_token(file)
+    file.touch(0o600)
+    for bad in ("", "short", "two words that are long", "a-word-with-an-ä-in-it-1234"):
+        file.write_text(bad)
+        with pytest.raises(ValueError, match="a token is one word of 16 or more characters"):
+            read_token(file)
+    file.write_text(TOKEN + "\n")
+    monkeypatch.setenv("MEGAGRPO_TOKEN_FILE", str(file))
+    assert read_token(file) == TOKEN and TokenGuard(None) and headers(None) == {}
+    file.chmod(0o640)
+    with pytest.raises(ValueError, match=r"others than its owner may open .*; chmod 600 it"):
+        read_token(file)
+
+
+def test_a_launched_server_gets_its_token_by_the_environment_and_nothing_of_it_on_its_command_line(tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "that of servers of others")
+    options = ServerOptions(str(tmp_path), "float32", 64)
+    guarded = Launcher(options, tmp_path, token=TOKEN, host="127.0.0.2")
+    command = guarded._command(8000)
+    assert guarded._environment(0)[TOKEN_VARIABLE] == TOKEN and TOKEN not in str(command) and "TokenGuard" in str(command)
+    assert command[command.index("--host") + 1] == "127.0.0.2"
+    assert TOKEN_VARIABLE not in Launcher(options, tmp_path)._environment(0)
+
+
+def test_an_interface_is_named_and_has_an_address():
+    assert address_of("lo") == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"rollout\.interface: nope0 has no IPv4 address here .*; there are .*lo"):
+        address_of("nope0")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["rollout.token_file=/t"], "rollout.token_file: servers started here get a token of their own"),
+        (["rollout.urls=[http://a:1]", "rollout.interface=eth0"], "rollout.interface: eth0 is for servers started here"),
+        (["rollout.urls=[http://me:secret@a:1]"], "rollout.urls: an address must not hold a password"),
+        (["rollout.extra_args=[--api-key, k]"], "rollout.extra_args: --api-key would put a secret where everybody reads it"),
+        (["rollout.extra_args=[--host=0.0.0.0]"], "rollout.extra_args: --host is decided by rollout.interface"),
+    ],
+)
+def test_settings_that_give_secrets_away_are_refused(overrides, problem, tmp_path):
+    base = "model: {path: /m}\ndata: {train: {source: /d}}\nrewards: {functions: [{function: format}]}\nrun: {name: a}\n"
+    (tmp_path / "c.yaml").write_text(base)
+    with pytest.raises(ConfigError, match=problem.replace("(", r"\(")):
+        load_config(tmp_path / "c.yaml", overrides)
+
+
+def test_notes_of_strangers_and_notes_that_were_moved_are_refused():
+    board = Board("127.0.0.1", 0, Deadline(5), "the secret", serve=True)
+    stranger = Board("127.0.0.1", board.port, Deadline(5), "a guess")
+    stranger.put("key", {"seconds": 1})
+    with pytest.raises(WeightSyncError, match="the note key was left by somebody who does not know this run's secret"):
+        board.find("key")
+    board.put("mine", [1])
+    stranger.store.set("other", stranger.store.get("mine"))  # a true note under another key
+    for forged in ("other", "junk", "empty"):
+        stranger.store.set("junk", b"\x80\x04not a note")
+        stranger.store.set("empty", b"")
+        with pytest.raises(WeightSyncError, match=f"the note {forged} was left by somebody"):
+            board.find(forged)
+    board.meeting_point("group1").set("a", "b")
+    assert not dist.PrefixStore("group1", stranger.store).check(["a"]) and not stranger.meeting_point("group1").check(["a"])
+
+
+def test_a_board_listens_on_the_address_it_was_given():
+    board = Board("127.0.0.2", 0, Deadline(5), "s", serve=True)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", board.port), timeout=5)
+    assert Board("127.0.0.2", board.port, Deadline(5), "s").answers()
+    everywhere = Board("", 0, Deadline(5), "s", serve=True)
+    assert Board("127.0.0.3", everywhere.port, Deadline(5), "s").answers()
