@@ -53,11 +53,10 @@ class RolloutSection(Section):
     """Servers that somebody else started, with the same plug-in, on any host that is reached from here and back; none is launched when
     given."""
     token_file: str | None = None
-    """File that holds the token of the servers of `urls`, which only its owner may open. Empty: the environment variable MEGAGRPO_TOKEN, or
-    none."""
+    """File with the token that servers ask for, which only its owner may open. Empty: the file that MEGAGRPO_TOKEN_FILE names, or else the
+    token in MEGAGRPO_TOKEN; without both, servers of `urls` are sent none, and launched ones get one that is made for the run."""
     interface: str = LOOPBACK
-    """Network interface that launched servers listen on, and no other; lo is this host's own. They ask for a token that only the run
-    knows."""
+    """Network interface that launched servers listen on, and no other; lo is this host's own."""
     weight_sync_transport: Transport = "auto"
     """How weights travel. shared_memory: files of this host. p2p: from rank to worker, over NCCL or, without GPUs, gloo. cuda_ipc: servers
     map the trainer's GPU memory. auto: cuda_ipc for colocated servers on GPUs, shared_memory on one host without GPUs, else p2p."""

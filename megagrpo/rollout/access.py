@@ -29,9 +29,11 @@ REFUSAL = (
 
 
 def read_token(file: str | Path | None, key: str = "rollout.token_file") -> str | None:
-    """The token in `file`, else the one in the environment, which is taken out of it so that children do not inherit it; None where there
-    is neither. ValueError that begins with `key` for a file that others may read, and for what is no token."""
+    """The token in `file`, else in the file that the environment names, else in the environment, out of which it is taken so that children
+    do not inherit it; None where there is none. ValueError that begins with `key` for a file that others may read, and for no token."""
     given = os.environ.pop(TOKEN_VARIABLE, None)
+    if file is None and FILE_VARIABLE in os.environ:
+        file, key = os.environ[FILE_VARIABLE], FILE_VARIABLE
     if file is None:
         return None if given is None else _checked(given, TOKEN_VARIABLE)
     try:
@@ -74,7 +76,7 @@ class TokenGuard:
     found in its environment or in the file named there. `/health` stays open. A server without a token does not start."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]):
-        token = read_token(os.environ.get(FILE_VARIABLE), FILE_VARIABLE)
+        token = read_token(None)
         if token is None:
             raise ValueError(f"{GUARD}: there is no token; put one into {TOKEN_VARIABLE}, or the name of its file into {FILE_VARIABLE}")
         self._app, self._expected = app, headers(token)["Authorization"].encode()

@@ -97,7 +97,6 @@ def test_an_interface_is_named_and_has_an_address():
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["rollout.token_file=/t"], "rollout.token_file: servers started here get a token of their own"),
         (["rollout.urls=[http://a:1]", "rollout.interface=eth0"], "rollout.interface: eth0 is for servers started here"),
         (["rollout.urls=[http://me:secret@a:1]"], "rollout.urls: an address must not hold a password"),
         (["rollout.extra_args=[--api-key, k]"], "rollout.extra_args: --api-key would put a secret where everybody reads it"),
