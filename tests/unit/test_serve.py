@@ -51,8 +51,15 @@ def test_servers_listen_where_the_trainer_reaches_them_and_leave_it_its_gpus(mon
     made = {}
     monkeypatch.setattr(serve, "resolve_model", Path)
     monkeypatch.setattr(serve, "make_launcher", lambda *args, **options: made.update(options))
+    monkeypatch.setenv("MEGAGRPO_TOKEN", "a-token-of-the-tests-1234")
     serve._launcher(parse(["serve", str(QUICKSTART)]).config, tmp_path, "127.0.0.1", 6)
-    assert made == {"num_ranks": 6, "host": "127.0.0.1"}
+    assert made == {"num_ranks": 6, "host": "127.0.0.1", "token": "a-token-of-the-tests-1234"}
+
+
+def test_servers_for_a_trainer_elsewhere_need_a_token(monkeypatch, tmp_path):
+    monkeypatch.delenv("MEGAGRPO_TOKEN", raising=False)
+    with pytest.raises(ValueError, match=r"rollout\.token_file: servers for a trainer elsewhere need a token that it knows"):
+        serve._launcher(parse(["serve", str(QUICKSTART)]).config, tmp_path, None, 0)
 
 
 def test_the_command_line_of_serve():
@@ -62,6 +69,7 @@ def test_the_command_line_of_serve():
 
 def test_a_server_that_cannot_start_ends_it_with_code_2(monkeypatch, capsys):
     monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest's own stay
+    monkeypatch.setenv("MEGAGRPO_TOKEN", "a-token-of-the-tests-1234")
     assert main(["serve", str(QUICKSTART), "model.path=/nowhere"]) == 2
     assert "model.path: /nowhere does not exist" in capsys.readouterr().err
 
