@@ -46,7 +46,7 @@ from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.access import read_token
 from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.exchange import is_here
-from megagrpo.rollout.keeper import Keeper
+from megagrpo.rollout.keeper import Keeper, Watcher
 from megagrpo.rollout.pool import AsyncPool
 from megagrpo.rollout.probe import check_plugin
 from megagrpo.rollout.shared_weights import WeightSyncError
@@ -165,6 +165,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     resources.enter_context(weight_sync)
     if launcher is not None and config.rollout.max_restarts:
         resources.enter_context(Keeper(launcher, engine, weight_sync.refill, config.rollout.max_restarts, writer.message))
+    elif first and config.rollout.urls:
+        resources.enter_context(Watcher(engine, weight_sync.refill, writer.message))
     pool = None
     if engine is not None and config.rollout.max_staleness:
         pool = resources.enter_context(AsyncPool(engine, config.rollout.max_staleness, config.rollout.straggler_seconds))
@@ -284,9 +286,12 @@ def _rewards(config: RunConfig, base_folder: Path, columns: list[str], held_out:
 
 def _limits(rollout: RolloutSection) -> dict[str, Any]:
     """How much the engine asks of servers at once, and how long it waits: for one that starts again as for one that starts."""
-    patience = rollout.startup_timeout if rollout.max_restarts and not rollout.urls else 0.0
+    patience = rollout.startup_timeout if rollout.max_restarts else 0.0
+    if rollout.urls:
+        patience = rollout.reconnect_timeout
     timeouts = dict(request_timeout=rollout.request_timeout, sync_timeout=rollout.weight_sync_timeout)
-    return dict(max_num_seqs=rollout.max_num_seqs, patience=patience, **timeouts)
+    urls_file = rollout.urls_file and Path(rollout.urls_file)
+    return dict(max_num_seqs=rollout.max_num_seqs, patience=patience, urls_file=urls_file, **timeouts)
 
 
 def _check_servers(config: RunConfig) -> str | None:

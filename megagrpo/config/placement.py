@@ -63,6 +63,8 @@ def placement_problems(config: RunConfig) -> list[str]:
             f"rollout.weight_sync_transport: {r.weight_sync_transport} moves weights, and lora.sync adapter sends adapters as files; "
             "set it to auto, or lora.sync to merged"
         )
+    if r.urls_file is not None and not r.urls:
+        problems.append("rollout.urls_file: it changes the servers of rollout.urls, which is empty; name those to begin with")
     if r.interface != LOOPBACK and r.urls:
         problems.append(f"rollout.interface: {r.interface} is for servers started here, and rollout.urls names others; leave it out")
     if any("@" in url for url in r.urls):

@@ -52,6 +52,11 @@ class RolloutSection(Section):
     urls: list[str] = []
     """Servers that somebody else started, with the same plug-in, on any host that is reached from here and back; none is launched when
     given."""
+    urls_file: str | None = None
+    """File that is read before each step and each sync. While it exists, the servers are those that it names, one address a line: ones
+    that it adds are asked once they hold the current weights, others are asked no more."""
+    reconnect_timeout: PositiveFloat = 120.0
+    """Seconds that the run waits for one of the servers of `urls` when none of them answers; then it ends."""
     token_file: str | None = None
     """File with the token that servers ask for, which only its owner may open. Empty: the file that MEGAGRPO_TOKEN_FILE names, or else the
     token in MEGAGRPO_TOKEN; without both, servers of `urls` are sent none, and launched ones get one that is made for the run."""

@@ -1,4 +1,4 @@
-"""Starts vLLM servers again that have died, and lets nobody ask them before they hold the current weights."""
+"""Servers that have died or joined: nobody asks them before they hold the current weights. Those of the run are started again."""
 
 from __future__ import annotations
 
@@ -14,42 +14,85 @@ LOOK_SECONDS = 0.3
 SILENT_SECONDS = 30.0  # a process that is there and says nothing for so long is ended
 
 
-class Keeper:
-    """A thread beside the trainer's rank 0. A context manager; leave it before the launcher is stopped.
+class Watcher:
+    """A thread beside the trainer's rank 0. A context manager; leave it before the servers are stopped.
 
-    A server that ends is started again at the same address, up to `max_restarts` times each, and `refill(address)` gives it the current
-    weights; until then it counts as dead in `engine`. Where `refill` says False, it has to wait for the next sync. When no more is to come,
-    `engine` gives up waiting. `say` gets a line for each turn.
+    A server that is out in `engine` and answers is given the current weights by `refill(address)` and is in again. Where `refill` says
+    False, it has to wait for the next sync. `say` gets a line for each turn. It starts and ends no server: they are somebody else's.
     """
 
-    def __init__(
-        self, launcher: Launcher, engine: Updates, refill: Callable[[str], bool], max_restarts: int, say: Callable[[str], None] = print
-    ):
-        self.launcher, self.engine, self.refill, self.max_restarts, self.say = launcher, engine, refill, max_restarts, say
-        self.restarts: Counter[str] = Counter()
-        self._silent_since: dict[str, float] = {}
-        self._starting: set[str] = set()
-        self._given_up: set[str] = set()
+    def __init__(self, engine: Updates, refill: Callable[[str], bool], say: Callable[[str], None] = print):
+        self.engine, self.refill, self.say = engine, refill, say
+        self._out: set[str] = set()
         self._end, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> Watcher:
         self._thread.start()
         return self
 
     def __exit__(self, *exc) -> None:
-        """No server is started from here on. One that is being filled is left to that: whoever stops it ends the wait."""
+        """No server is started or taken in from here on. One that is being filled is left to that: whoever stops it ends the wait."""
         with self._lock:
             self._end.set()
         self._thread.join(timeout=LOOK_SECONDS + 1)
 
     def _run(self) -> None:
         while not self._end.wait(LOOK_SECONDS):
-            for place, server in enumerate(self.launcher.servers):
-                if server.url not in self._given_up:
-                    self._look(place, server)
+            self._look()
 
-    def _look(self, place: int, server: Server) -> None:
+    def _look(self) -> None:
+        dead = self.engine.dead - self.engine.waiting
+        for url in sorted(dead - self._out):
+            self.say(f"warning: vLLM server {url} is left out until it answers as it should")
+        self._out = dead
+        for url in sorted(dead):
+            if not self.engine.barred(url) and healthy(url):
+                self._fill(url)
+
+    def _fill(self, url: str) -> None:
+        try:
+            filled = self.refill(url)
+        except Exception as error:
+            if not self._end.is_set():
+                self._not_filled(url, error)
+            return
+        self._filled(url)
+        if not filled:
+            self.engine.waiting.add(url)
+            self.say(f"vLLM server {url} is back and waits for the next weight sync")
+            return
+        self.engine.dead.discard(url)
+        self.say(f"vLLM server {url} is back, with weight version {self.engine.weight_version}")
+
+    def _filled(self, url: str) -> None:
+        """It is in again."""
+
+    def _not_filled(self, url: str, error: Exception) -> None:
+        self.engine.leave_out(url)
+        self.say(f"warning: vLLM server {url} did not take the current weights and stays out: {error}")
+
+
+class Keeper(Watcher):
+    """The same for servers of a launcher, which it starts again when they have ended, at the same address, up to `max_restarts` times each.
+    When no more is to come, `engine` gives up waiting."""
+
+    def __init__(
+        self, launcher: Launcher, engine: Updates, refill: Callable[[str], bool], max_restarts: int, say: Callable[[str], None] = print
+    ):
+        super().__init__(engine, refill, say)
+        self.launcher, self.max_restarts = launcher, max_restarts
+        self.restarts: Counter[str] = Counter()
+        self._silent_since: dict[str, float] = {}
+        self._starting: set[str] = set()
+        self._given_up: set[str] = set()
+
+    def _look(self) -> None:
+        for place, server in enumerate(self.launcher.servers):
+            if server.url not in self._given_up:
+                self._look_at(place, server)
+
+    def _look_at(self, place: int, server: Server) -> None:
         url = server.url
         if not server.alive:
             self.engine.dead.add(url)
@@ -57,7 +100,7 @@ class Keeper:
             self._start_again(place, server)
         elif url in self.engine.dead and url not in self.engine.waiting:
             if healthy(url):
-                self._fill(server)
+                self._fill(url)
             else:
                 limit = self.launcher.startup_timeout if url in self._starting else SILENT_SECONDS
                 if time.monotonic() - self._silent_since.setdefault(url, time.monotonic()) > limit:
@@ -89,19 +132,10 @@ class Keeper:
             )
             self.launcher.start_again(place)
 
-    def _fill(self, server: Server) -> None:
-        try:
-            filled = self.refill(server.url)
-        except Exception as error:
-            if not self._end.is_set():
-                self.say(f"warning: vLLM server {server.url} did not take the current weights, ending it: {error}")
-                server.end()
-            return
-        self._starting.discard(server.url)
-        self._silent_since.pop(server.url, None)
-        if not filled:
-            self.engine.waiting.add(server.url)
-            self.say(f"vLLM server {server.url} is back and waits for the next weight sync")
-            return
-        self.engine.dead.discard(server.url)
-        self.say(f"vLLM server {server.url} is back, with weight version {self.engine.weight_version}")
+    def _filled(self, url: str) -> None:
+        self._starting.discard(url)
+        self._silent_since.pop(url, None)
+
+    def _not_filled(self, url: str, error: Exception) -> None:
+        self.say(f"warning: vLLM server {url} did not take the current weights, ending it: {error}")
+        next(server for server in self.launcher.servers if server.url == url).end()

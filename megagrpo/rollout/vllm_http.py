@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,21 +16,57 @@ from megagrpo.rollout.engine import EngineDeadError
 from megagrpo.rollout.shared_weights import WeightSyncError
 
 CERTIFICATES = httpx.create_ssl_context(trust_env=False)  # every client would read them anew, which takes longer than a request
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds that a server which cannot be trusted is left out for
+POOLS = 64  # of connections, for one client
+GOOD_SECONDS = 120.0  # that it must do well for before that begins with the first one again
 HEALTH_SECONDS = 5.0  # within which a server answers that it is well
 
 
 class Servers:
     """`urls` are the servers, `logs` their log files for messages, `token` what they ask for. `dead` are those that no request goes to,
-    `waiting` those of them that only need new weights."""
+    `waiting` those of them that only need new weights. While there is a file `urls_file`, it names the servers: see `follow`."""
 
-    def __init__(self, urls: Sequence[str], *, logs: Sequence[Path] = (), request_timeout: float = 1800.0, token: str | None = None):
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        logs: Sequence[Path] = (),
+        request_timeout: float = 1800.0,
+        token: str | None = None,
+        urls_file: Path | None = None,
+    ):
         if not urls:
             raise ValueError("rollout.urls: no vLLM server is named and none was started")
         self.urls, self.timeout = list(urls), request_timeout
         self.logs = dict(zip(urls, logs, strict=False))
-        self._headers = headers(token)
+        self._headers, self.urls_file = headers(token), urls_file
+        self._faults: Counter[str] = Counter()
+        self._barred_until: dict[str, float] = {}
         self.dead: set[str] = set()
         self.waiting: set[str] = set()
+
+    def follow(self) -> None:
+        """Take in servers that `urls_file` names newly, as dead ones until they hold the current weights, and forget those that it names no
+        more. What is not there, or names no server, changes nothing. Not while requests are under way."""
+        named = [] if self.urls_file is None else read_urls(self.urls_file)
+        if named and named != self.urls:
+            self.dead = (self.dead | (set(named) - set(self.urls))) & set(named)
+            self.waiting &= set(named)
+            self.urls = named
+
+    def leave_out(self, url: str) -> None:
+        """No request goes to a server that answers and cannot be trusted, for a time that doubles with each turn."""
+        self.dead.add(url)
+        if self.barred(url):
+            return
+        if time.monotonic() > self._barred_until.get(url, 0.0) + GOOD_SECONDS:
+            del self._faults[url]
+        self._barred_until[url] = time.monotonic() + min(FIRST_PAUSE * 2 ** self._faults[url], LONGEST_PAUSE)
+        self._faults[url] += 1
+
+    def barred(self, url: str) -> bool:
+        """Whether that time is not over."""
+        return time.monotonic() < self._barred_until.get(url, 0.0)
 
     def close(self) -> None:
         """Connections live no longer than one call: nothing to let go of."""
@@ -51,13 +89,16 @@ class Servers:
             answer = await request
         except httpx.TimeoutException as error:
             raise ServerTimeout(f"{self._name(url)} did not answer {path} within {seconds or self.timeout:g} s") from error
-        except httpx.TransportError as error:
+        except httpx.HTTPError as error:
             raise WeightSyncError(f"{self._name(url)} did not answer {path}: {error!r}") from error
         if answer.status_code == 404 and optional:
             return None
         if answer.status_code != 200:
             raise WeightSyncError(f"{self._name(url)} answered {answer.status_code} to {path}: {error_text(answer)}")
-        return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
+        try:
+            return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
+        except ValueError as error:
+            raise WeightSyncError(f"{self._name(url)} answered no JSON to {path}: {answer.text[:80]!r}") from error
 
     async def _each(self, verb: Callable[..., Coroutine], *args: Any, only: Collection[str] | None = None) -> list[Any]:
         """`verb` on every living server, or on those in `only`, at once. All of them come to an end before the first error is raised."""
@@ -72,8 +113,8 @@ class Servers:
     def _client(self) -> httpx.AsyncClient:
         # vLLM closes a connection after an error: a request that reuses it at that moment would be lost.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        options = dict(limits=limits, trust_env=False, verify=CERTIFICATES, headers=self._headers)
-        return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=10), **options)
+        spread = Spread(limits=limits, trust_env=False, verify=CERTIFICATES)
+        return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=10), transport=spread, headers=self._headers)
 
     def _living(self) -> list[str]:
         return [url for url in self.urls if url not in self.dead]
@@ -87,8 +128,39 @@ class Servers:
         return f"vLLM server {url}" + (f" (log {self.logs[url]})" if url in self.logs else "")
 
 
+class Spread(httpx.AsyncBaseTransport):
+    """Requests in turn over several pools of connections. For each request, and at its end, a pool looks through all connections that it
+    has, which would be the client's main work with thousands of them."""
+
+    def __init__(self, **options: Any):
+        self._options, self._turn = options, 0
+        self._pools: list[httpx.AsyncHTTPTransport] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """The answer, by the pool whose turn it is."""
+        place = self._turn % POOLS
+        self._turn += 1
+        if place == len(self._pools):
+            self._pools.append(httpx.AsyncHTTPTransport(**self._options))
+        return await self._pools[place].handle_async_request(request)
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for pool in self._pools:
+            await pool.aclose()
+
+
 class ServerTimeout(WeightSyncError):
     """A server that took a request did not answer it in time."""
+
+
+def read_urls(file: Path) -> list[str]:
+    """The addresses in a file, one a line, without repetitions; none when it cannot be read. Lines that begin with # do not count."""
+    try:
+        lines = [line.strip().rstrip("/") for line in file.read_text().splitlines()]
+    except (OSError, ValueError):
+        return []
+    return list(dict.fromkeys(line for line in lines if line.startswith(("http://", "https://"))))
 
 
 def check_urls(urls: Sequence[str]) -> None:
@@ -105,8 +177,9 @@ def check_urls(urls: Sequence[str]) -> None:
 async def answers(client: httpx.AsyncClient, url: str) -> bool:
     """Whether the server at `url` says that it is well."""
     try:
-        return (await client.get(f"{url}/health", timeout=HEALTH_SECONDS)).status_code == 200
-    except (httpx.TransportError, httpx.InvalidURL):
+        async with asyncio.timeout(HEALTH_SECONDS):  # in all; httpx counts from one byte to the next
+            return (await client.get(f"{url}/health", timeout=HEALTH_SECONDS)).status_code == 200
+    except (TimeoutError, httpx.HTTPError, httpx.InvalidURL):
         return False
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from megagrpo.rollout.answers import Deadlines, Garbage, is_broken_off, joined, read_choices, rest_of
 from megagrpo.rollout.engine import EngineError, EngineInterrupted, EngineStarved, OnGroup, derive_seed
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.tool_parsing import ToolCalls, read_tool_calls
@@ -22,6 +23,8 @@ from megagrpo.rollout.vllm_updates import LOOK_SECONDS, Updates, adapter_name
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS = 3  # of one request on servers that answer their health check
+PULSE_SECONDS = 2.0  # between two health checks of a server that works on prompts
+SILENT_SECONDS = 30.0  # a server that answers none for so long has its prompts taken away
 
 
 @dataclass
@@ -58,6 +61,7 @@ class VllmEngine(Updates):
     ):
         super().__init__(urls, **options)
         self.decode, self.max_num_seqs, self.model, self.any_version = decode, max_num_seqs, model, any_version
+        self._deadlines = Deadlines(self.timeout)
         self._interrupted = False
         self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = set()  # what `interrupt` ends
         self._asking: dict[str, int | None] = {}  # name of each request under way -> place of its prompt
@@ -105,6 +109,7 @@ class VllmEngine(Updates):
     def _run(
         self, jobs: deque[_Job], n: int, on_group: OnGroup | None = None, on_begun: Callable[[], None] = lambda: None
     ) -> list[list[Rollout]]:
+        self.follow()
         groups: list[list[Rollout] | None] = [None] * len(jobs)
 
         def take_in(place: int, group: list[Rollout]) -> None:
@@ -137,13 +142,13 @@ class VllmEngine(Updates):
             self._under_way.discard(mine)
 
     async def _serve_all(self, jobs: deque[_Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
-        left = len(jobs)
+        left, more = len(jobs), asyncio.Event()
 
         async def serve(client: httpx.AsyncClient, url: str) -> None:
             nonlocal left
             while left and (self.patience or url not in self.dead):
                 if not jobs or url in self.dead:  # another server may still give its prompts back, and this one come back
-                    await asyncio.sleep(0.02)
+                    await more.wait()
                     continue
                 job = jobs.popleft()
                 if not jobs:
@@ -152,15 +157,23 @@ class VllmEngine(Updates):
                 if choices is None:
                     jobs.append(job)
                     continue
-                take_in(job.place, [self._rollout(url, job, choice) for choice in _complete(url, choices, n)])
+                take_in(job.place, [self._rollout(url, job, choice) for choice in choices])
                 self._cut.discard(job.prompt.place)
                 left -= 1
+
+        async def wake() -> None:
+            while left and (self.patience or self._living()):
+                if jobs and self._living():
+                    more.set()  # once for each that waits
+                    more.clear()
+                await asyncio.sleep(0.02)
+            more.set()
 
         async def await_servers(client: httpx.AsyncClient) -> None:
             silent_since = time.monotonic()
             while left:
                 for url in [*self.dead]:
-                    if await self._ready(client, url):
+                    if not self.barred(url) and await self._ready(client, url):
                         self.dead.discard(url)
                 if self._living():
                     silent_since = time.monotonic()
@@ -170,11 +183,26 @@ class VllmEngine(Updates):
                     self._alive()  # raises
                 await asyncio.sleep(LOOK_SECONDS)
 
+        async def watch(client: httpx.AsyncClient) -> None:
+            heard: dict[str, float] = {}
+            while left:
+                living = self._living()
+                for url, well in zip(living, await _all([answers(client, url) for url in living]), strict=True):
+                    if well or url in self.dead:
+                        heard[url] = time.monotonic()
+                    elif time.monotonic() - heard.setdefault(url, time.monotonic()) > SILENT_SECONDS:
+                        self.dead.add(url)
+                        self._deadlines.end(url)
+                await _pause(PULSE_SECONDS, lambda: not left)
+
         slots = max(1, math.ceil(self.max_num_seqs / n))
         async with self._client() as client:
             urls = self.urls if self.patience else self._alive()
             work = [serve(client, url) for _ in range(min(slots, len(jobs))) for url in urls]  # servers take turns
-            await _all([*work, await_servers(client)] if self.patience else work)
+            try:
+                await _all([*work, wake(), *([await_servers(client), watch(client)] if self.patience else [])])
+            finally:
+                self._deadlines.forget()
         if left:
             self._alive()  # raises
 
@@ -216,10 +244,13 @@ class VllmEngine(Updates):
         name = uuid.uuid4().hex
         self._asking[name] = job.prompt.place
         try:
-            answer = await client.post(f"{url}/inference/v1/generate", json=job.body | {"request_id": name})
-        except httpx.TimeoutException as error:
-            raise EngineError(f"{self._name(url)} did not answer within {self.timeout:.0f} s (rollout.request_timeout)") from error
-        except httpx.TransportError as error:
+            async with self._deadlines.of(url):
+                answer = await client.post(f"{url}/inference/v1/generate", json=job.body | {"request_id": name})
+        except httpx.ConnectTimeout as error:
+            return await self._failed(client, url, job, repr(error))
+        except (TimeoutError, httpx.TimeoutException) as error:
+            return self._hung(url, job, error)
+        except httpx.HTTPError as error:
             return await self._failed(client, url, job, repr(error))
         finally:
             del self._asking[name]
@@ -229,10 +260,14 @@ class VllmEngine(Updates):
             return await self._failed(client, url, job, error_text(answer))
         if answer.status_code != 200:
             raise EngineError(f"{self._name(url)} refused prompt {job.prompt.prompt_id}: {error_text(answer)}")
-        choices = answer.json()["choices"]
-        if self.patience and any(self._other_versions(choice) for choice in choices):  # it was started again and waits for its weights
-            self.dead.add(url)
-            return None
+        params = job.body["sampling_params"]
+        try:
+            choices = read_choices(answer, params["n"], params["max_tokens"])
+        except Garbage as error:
+            return await self._failed(client, url, job, str(error), trusted=False)
+        others = {version for choice in choices for version in self._other_versions(choice)}
+        if self.patience and others:  # it was started again and waits for its weights
+            return await self._failed(client, url, job, f"it sampled with weight version {sorted(others)}", trusted=False)
         return choices
 
     async def _was_paused(self, client: httpx.AsyncClient, url: str) -> bool:
@@ -244,20 +279,31 @@ class VllmEngine(Updates):
                 await asyncio.sleep(LOOK_SECONDS)
         return paused
 
-    async def _failed(self, client: httpx.AsyncClient, url: str, job: _Job, reason: str) -> None:
+    async def _failed(self, client: httpx.AsyncClient, url: str, job: _Job, reason: str, trusted: bool = True) -> None:
+        """Have a prompt tried again, after a pause that doubles, or elsewhere; a server that is not `trusted` any more is left out."""
         job.failures += 1
         if not await answers(client, url):
             self.dead.add(url)
-        elif job.failures >= ATTEMPTS:
-            raise EngineError(f"{self._name(url)} failed {ATTEMPTS} times on prompt {job.prompt.prompt_id}: {reason}")
+        elif job.failures >= ATTEMPTS * (len(self.urls) if self.patience else 1):
+            raise EngineError(f"{self._name(url)} failed, after {job.failures} attempts, on prompt {job.prompt.prompt_id}: {reason}")
+        elif self.patience and (not trusted or job.failures % ATTEMPTS == 0):
+            self.leave_out(url)
         else:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS * 2 ** (job.failures - 1))
+
+    def _hung(self, url: str, job: _Job, error: Exception) -> None:
+        """The same for a prompt that got no answer in time, on a server that may hang."""
+        if self.patience and url in self.dead:  # `watch` has ended the request
+            return
+        job.failures += 1
+        if not self.patience or job.failures >= ATTEMPTS:
+            raise EngineError(f"{self._name(url)} did not answer within {self.timeout:.0f} s (rollout.request_timeout)") from error
+        self.leave_out(url)
 
     def _rollout(self, url: str, job: _Job, choice: dict[str, Any]) -> Rollout:
         prompt, limit = job.prompt, job.body["sampling_params"]["max_tokens"]
         ids = tuple(choice["token_ids"])
         logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
-        told = [entry["token_id"] for entry in choice["logprobs"]["content"]]
         if choice["finish_reason"] not in ("stop", "length"):
             raise EngineError(f"{self._name(url)} ended prompt {prompt.prompt_id} for the reason {choice['finish_reason']!r}")
         if choice["finish_reason"] == "length" and len(ids) < limit and "cut" not in choice:
@@ -265,8 +311,8 @@ class VllmEngine(Updates):
                 f"{self._name(url)} has no room for prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens and a response of {limit}; "
                 "start it with a larger --max-model-len"
             )
-        if not ids or list(ids) != told:
-            raise EngineError(f"{self._name(url)} sent {len(ids)} tokens and log-probs of {len(told)} others for prompt {prompt.prompt_id}")
+        if not ids:
+            raise EngineError(f"{self._name(url)} sent a response without tokens for prompt {prompt.prompt_id}")
         if not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
             raise EngineError(f"{self._name(url)} sent log-probs that are none for prompt {prompt.prompt_id}: {logprobs}")
         version, *later = self._versions(url, job, choice)
@@ -319,36 +365,11 @@ def _request(prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> dic
     return {"token_ids": list(prompt.token_ids), "sampling_params": params}
 
 
-def is_broken_off(choice: dict[str, Any]) -> bool:
-    """Whether an update of the weights has ended the choice before its time."""
-    return choice["finish_reason"] == "abort"
-
-
-def rest_of(body: dict[str, Any], choice: dict[str, Any], limit: int | None = None) -> dict[str, Any]:
-    """The request that continues a choice which was broken off, by `limit` tokens: those that it has belong to the prompt then."""
-    params, written = body["sampling_params"], choice["token_ids"]
-    seed = derive_seed(params["seed"], choice["index"], len(written))
-    left = {"n": 1, "max_tokens": limit or params["max_tokens"] - len(written), "seed": seed}
-    return body | {"token_ids": body["token_ids"] + written, "sampling_params": params | left}
-
-
-def joined(choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """A choice that was broken off with the one that continues it."""
-    written = len(choice["token_ids"])
-    content = [entry for part in (choice, more) for entry in (part["logprobs"] or {}).get("content") or ()]
-    later = [span | {key: span[key] + written for key in ("start", "end")} for span in more.get("weight_versions") or ()]
-    return more | {
-        "index": choice["index"],
-        "token_ids": choice["token_ids"] + more["token_ids"],
-        "logprobs": {"content": content},
-        "weight_versions": [*(choice.get("weight_versions") or ()), *later],
-    }
-
-
-def _complete(url: str, choices: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
-    if len(choices) != n:
-        raise EngineError(f"vLLM server {url} sent {len(choices)} responses; {n} were asked for")
-    return sorted(choices, key=lambda choice: choice["index"])
+async def _pause(seconds: float, over: Callable[[], bool]) -> None:
+    """Sleep, no longer than until it is `over`."""
+    ends = time.monotonic() + seconds
+    while not over() and time.monotonic() < ends:
+        await asyncio.sleep(0.02)
 
 
 async def _all(coroutines: Sequence[Coroutine]) -> list[Any]:

@@ -47,8 +47,9 @@ class Updates(Servers):
         refills: bool = True,
         in_flight: str | None = None,
         token: str | None = None,
+        urls_file: Path | None = None,
     ):
-        super().__init__(urls, logs=logs, request_timeout=request_timeout, token=token)
+        super().__init__(urls, logs=logs, request_timeout=request_timeout, token=token, urls_file=urls_file)
         self.sync_timeout, self.lora, self.patience = sync_timeout, lora, patience
         self.sleeps, self.asleep, self.refills, self.in_flight = sleeps, False, refills, in_flight
         self.weight_version = 0
@@ -64,6 +65,7 @@ class Updates(Servers):
                 return [(url, await self._world_size(client, url))]
 
         silent_since = time.monotonic()
+        self.follow()
         while True:
             self._admit_waiting()
             if found := dict(self._update(verbs)):
@@ -208,10 +210,9 @@ class Updates(Servers):
         async def attempt(client: httpx.AsyncClient, url: str) -> list[Any]:
             try:
                 return await verbs(client, url, *args)
-            except ServerTimeout:
-                raise
             except WeightSyncError as error:
-                if only is not None or await answers(client, url):
+                hangs = isinstance(error, ServerTimeout)
+                if only is not None or (hangs and not self.patience) or await answers(client, url):
                     raise
                 self.dead.add(url)
                 failures.append(error)
@@ -249,7 +250,7 @@ class Updates(Servers):
                 return False
             told = await client.get(f"{url}/weight_info", timeout=HEALTH_SECONDS)  # vLLM has it from 0.27 on
             return told.status_code == 404 or told.json()["weight_version"] == self._served_version()
-        except (WeightSyncError, httpx.TransportError):
+        except (WeightSyncError, httpx.HTTPError, ValueError, LookupError, TypeError):  # other programs answer, too
             return False
 
     def _served_version(self) -> str:

@@ -1,0 +1,157 @@
+"""Servers that fail in each way that a network knows: every prompt is answered once, by those that are left, or the end says why."""
+
+import threading
+import time
+from contextlib import ExitStack, closing
+
+import pytest
+
+import megagrpo.rollout.keeper as keeper_module
+import megagrpo.rollout.vllm_http as http_module
+import megagrpo.rollout.vllm_server as client_module
+from megagrpo.rollout.engine import EngineDeadError, EngineError, derive_seed
+from megagrpo.rollout.keeper import Watcher
+from megagrpo.rollout.vllm_http import read_urls
+from megagrpo.rollout.vllm_server import VllmEngine
+from tests.unit.stand_ins import SAMPLING, Process, StandIn, ids_for, prompts
+
+N = 2
+ANSWERS_WRONG = ["html", "truncated", "fewer", "one twice", "too long", "no log-prob", "words", "wrong version"]
+BREAKS_OFF = ["reset", "half", "no http", "error", "drip"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(client_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(client_module, "PULSE_SECONDS", 0.05)
+    monkeypatch.setattr(client_module, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(keeper_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(http_module, "FIRST_PAUSE", 0.3)
+
+
+@pytest.fixture
+def servers():
+    """Makes stand-ins that are gone at the end."""
+    with ExitStack() as stack:
+        yield lambda *words, **options: stack.enter_context(closing(StandIn(*words, **options)))
+
+
+def generate(engine, count=12, seen=None):
+    """All groups, checked to be those of their prompts and to come once each."""
+    places = []
+    groups = engine.generate(prompts(count), N, SAMPLING, 5, on_group=lambda place, group: places.append(place))
+    assert sorted(places) == list(range(count)), "a prompt was lost or came twice"
+    for prompt, group in zip(prompts(count), groups, strict=True):
+        body = {"sampling_params": {"seed": derive_seed(5, prompt.prompt_id, prompt.occurrence)}}
+        assert [list(rollout.response_ids) for rollout in group] == [ids_for(body, index) for index in range(N)]
+    return groups
+
+
+def engine_of(*found, patience=5.0, **options):
+    return VllmEngine([server.url for server in found], str, max_num_seqs=8, patience=patience, **{"request_timeout": 1.0} | options)
+
+
+@pytest.mark.parametrize("mode", BREAKS_OFF + ANSWERS_WRONG)
+def test_a_server_that_misbehaves_costs_no_prompt(mode, servers):
+    bad, good = servers(mode), servers(delay=0.02)
+    engine = engine_of(good, bad)
+    generate(engine)
+    assert bad.asked
+    if mode in ANSWERS_WRONG:
+        assert engine.dead == {bad.url}
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"), [("html", "no answer to a prompt .*<html>"), ("error", "out of order"), ("fewer", "1 responses came")]
+)
+def test_where_nobody_answers_right_the_end_says_what_came(mode, told, servers):
+    with pytest.raises(EngineError, match=f"failed, after 3 attempts, on prompt 0: .*{told}"):
+        generate(engine_of(servers(mode), patience=0.0), count=1)
+
+
+def test_a_server_that_refuses_connections_is_left_out_and_asked_again_when_it_is_back(servers):
+    gone, good = servers(), servers(delay=0.05)
+    gone.close()
+    engine = engine_of(good, gone)
+    generate(engine, 4)
+    assert engine.dead == {gone.url}
+    with closing(StandIn(port=gone.port)) as back:
+        generate(engine, 16)
+        assert engine.dead == set() and back.asked
+
+
+def test_prompts_of_a_server_that_is_stopped_go_to_the_others_and_it_comes_back_when_it_goes_on(servers):
+    good, halted = servers(delay=0.05), Process(delay=0.2)
+    try:
+        engine = engine_of(good, halted, request_timeout=60.0)
+        threading.Timer(0.1, halted.stop).start()
+        began = time.monotonic()
+        generate(engine, 24)
+        assert engine.dead == {halted.url} and time.monotonic() - began < 20
+        halted.go_on()
+        generate(engine, 24)
+        assert engine.dead == set()
+    finally:
+        halted.kill()
+
+
+def test_a_server_that_is_killed_while_it_generates_costs_no_prompt(servers):
+    good, killed = servers(delay=0.05), Process(delay=0.3)
+    threading.Timer(0.1, killed.kill).start()
+    engine = engine_of(good, killed)
+    generate(engine, 24)
+    assert engine.dead == {killed.url}
+
+
+def test_when_all_are_gone_the_run_waits_as_long_as_it_was_told_and_names_them():
+    both = Process(delay=0.3), Process(delay=0.3)
+    engine = engine_of(*both, patience=1.0)
+    for process in both:
+        threading.Timer(0.1, process.kill).start()
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match=f"no vLLM server answers any more: .*{both[0].url}, .*{both[1].url}"):
+        generate(engine)
+    assert 1.0 <= time.monotonic() - began < 10
+
+
+def test_servers_of_others_are_given_the_current_weights_before_they_are_asked_again(servers):
+    good, back = servers(version="3", delay=0.02), servers(version="7")
+    engine, filled, said = engine_of(good, back), [], []
+    engine.weight_version = 3
+
+    def refill(url):
+        filled.append(url)
+        if len(filled) == 1:
+            raise RuntimeError("no room for weights")
+        back.version = "3"
+        return True
+
+    with Watcher(engine, refill, said.append):
+        generate(engine, 12)
+        deadline = time.monotonic() + 5
+        while engine.dead and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert filled == [back.url] * 2 and engine.dead == set()
+    assert said[0].endswith("is left out until it answers as it should") and "did not take the current weights" in said[1]
+    assert said[2].endswith("is back, with weight version 3")
+
+
+def test_servers_join_and_leave_by_a_file_between_steps(servers, tmp_path):
+    first, second = servers(delay=0.03), servers(version="7")
+    file = tmp_path / "urls"
+    engine = VllmEngine([first.url], str, patience=5.0, urls_file=file)
+    generate(engine)
+    file.write_text(f"# two\n{first.url}/\n{second.url}\n{second.url}\n")
+    generate(engine)
+    assert engine.urls == [first.url, second.url] and engine.dead == {second.url} and not second.asked  # it has other weights
+    second.version = "default"
+    generate(engine, 32)
+    assert second.asked and engine.dead == set()
+    asked = len(first.asked)
+    file.write_text(second.url)
+    generate(engine)
+    assert engine.workers() == {second.url: 1} and len(first.asked) == asked
+    for nothing in ("", "not an address\n"):
+        file.write_text(nothing)
+        generate(engine, 2)
+        assert engine.urls == [second.url] and read_urls(file) == []
