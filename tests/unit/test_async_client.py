@@ -96,7 +96,7 @@ def test_a_server_that_refuses_during_an_update_is_asked_again_after_it(monkeypa
 
 def test_a_server_that_refuses_for_another_reason_fails_after_some_attempts(monkeypatch):
     monkeypatch.setattr(vllm_server, "LOOK_SECONDS", 0.01)
-    with scripted(503, 503, 503) as (url, bodies), pytest.raises(EngineError, match="failed 3 times on prompt 3"):
+    with scripted(503, 503, 503) as (url, bodies), pytest.raises(EngineError, match="failed, after 3 attempts, on prompt 3"):
         ask(url)
     assert len(bodies) == 3
 
