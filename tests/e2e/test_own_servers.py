@@ -37,5 +37,5 @@ def test_a_server_of_somebody_else_that_dies_is_left_out_and_filled_when_it_is_b
             run = trainer.wait()
     assert run.code == 128 + signal.SIGTERM, run.err
     assert f"vLLM server {urls[0]} is left out until it answers as it should" in run.out
-    assert [line["weight_version"] for line in run.metrics] == list(range(len(run.metrics)))
-    assert len({(row["step"], row["prompt"]) for row in run.completions}) <= len(run.completions)
+    versions = [line["weight_version"] for line in run.metrics]
+    assert versions == list(range(versions[0], versions[0] + len(versions)))

@@ -4,16 +4,19 @@ import asyncio
 import json
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from megagrpo import serving, train
 from megagrpo.config import ConfigError, load_config
 from megagrpo.rollout.access import TOKEN_VARIABLE, TokenGuard, address_of, headers, read_token
 from megagrpo.rollout.exchange import Board, Deadline
 from megagrpo.rollout.launcher import Launcher, ServerOptions
 from megagrpo.rollout.shared_weights import WeightSyncError
 
+QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
 TOKEN = "a-token-of-the-tests-1234"
 
 
@@ -99,15 +102,25 @@ def test_an_interface_is_named_and_has_an_address():
     [
         (["rollout.urls=[http://a:1]", "rollout.interface=eth0"], "rollout.interface: eth0 is for servers started here"),
         (["rollout.urls=[http://me:secret@a:1]"], "rollout.urls: an address must not hold a password"),
+        (["rollout.urls_file=u"], "rollout.urls_file: it changes the servers of rollout.urls, which is empty"),
         (["rollout.extra_args=[--api-key, k]"], "rollout.extra_args: --api-key would put a secret where everybody reads it"),
         (["rollout.extra_args=[--host=0.0.0.0]"], "rollout.extra_args: --host is decided by rollout.interface"),
     ],
 )
-def test_settings_that_give_secrets_away_are_refused(overrides, problem, tmp_path):
-    base = "model: {path: /m}\ndata: {train: {source: /d}}\nrewards: {functions: [{function: format}]}\nrun: {name: a}\n"
-    (tmp_path / "c.yaml").write_text(base)
-    with pytest.raises(ConfigError, match=problem.replace("(", r"\(")):
-        load_config(tmp_path / "c.yaml", overrides)
+def test_settings_that_give_secrets_away_or_do_nothing_are_refused(overrides, problem):
+    with pytest.raises(ConfigError, match=problem):
+        load_config(QUICKSTART, overrides)
+
+
+def test_what_the_config_says_about_servers_reaches_them(tmp_path):
+    rollout = load_config(QUICKSTART, ["rollout.urls=[http://a:1]", "rollout.urls_file=u", "rollout.reconnect_timeout=7"]).rollout
+    limits = train._limits(rollout)
+    assert limits["patience"] == 7 and limits["urls_file"] == Path("u")
+    launchers = [serving.make_launcher(load_config(QUICKSTART, []), tmp_path, tmp_path, "float32") for _ in range(2)]
+    assert {launcher.host for launcher in launchers} == {"127.0.0.1"} and launchers[0].token != launchers[1].token
+    assert len(launchers[0].token) >= 32
+    with pytest.raises(ValueError, match=r"rollout\.interface: nope0 has no IPv4 address"):
+        serving.make_launcher(load_config(QUICKSTART, ["rollout.interface=nope0"]), tmp_path, tmp_path, "float32")
 
 
 def test_notes_of_strangers_and_notes_that_were_moved_are_refused():
