@@ -43,7 +43,7 @@ from megagrpo.policy.hf_config import HfConfig, architecture_differences, load_h
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rollout.access import read_token
+from megagrpo.rollout.access import TOKEN_VARIABLE, read_token
 from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.exchange import is_here
 from megagrpo.rollout.keeper import Keeper, Watcher
@@ -103,6 +103,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     first = layout.world_rank == 0
     with _problems_of_the_config():
         token = together(layout, lambda: _check_servers(config), here=first)[0]
+        os.environ.pop(TOKEN_VARIABLE, None)  # reward functions are none of those who must know it
         model_folder = resolve_model(config.model.path)
         hf_config = load_hf_config(model_folder)
         together(layout, lambda: Checkpoint(model_folder).check([], hf_config), here=first)  # before anything is moved or started

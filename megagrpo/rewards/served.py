@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from itertools import batched
 from typing import Any
 from urllib.parse import urlsplit
 
 from megagrpo.rewards.functions import text_of
 from megagrpo.rewards.http_service import JsonService, ServiceError
+
+SECRET = re.compile("authorization|cookie|key|token|secret|password", re.IGNORECASE)
 
 
 class ServedReward:
@@ -17,7 +21,9 @@ class ServedReward:
     A path that ends in /classify or /pooling is vLLM's, serving a classification model with one label: it gets prompt and completion as
     text, or as messages for the server's chat template, and the reward is the logit, without activation. Any other address gets
     {"prompts": [...], "completions": ["...", ...], "columns": {name: [...]}} with the columns named in `columns`, at most `batch_size`
-    completions at a time, and answers {"rewards": [number or null, ...]}."""
+    completions at a time, and answers {"rewards": [number or null, ...]}.
+
+    A value of `headers` that begins with $ names an environment variable, which holds what is sent."""
 
     value_of_failure = None
 
@@ -39,7 +45,7 @@ class ServedReward:
             raise ValueError(f"{url}: vLLM's {self._kind} takes no columns; remove args.columns")
         self._columns, self._batch_size = columns or [], batch_size
         self._model = {"model": model} if model else {}
-        self._service = JsonService(url, timeout, retries, headers)
+        self._service = JsonService(url, timeout, retries, _revealed(url, headers or {}))
         self.needs_columns = tuple((name,) for name in self._columns)
 
     async def __call__(self, prompts: list, completions: list, **columns: Any) -> list[float | None]:
@@ -76,3 +82,17 @@ class ServedReward:
         if isinstance(values, list):
             raise ServiceError(f"{self._service.url}: the model has {len(values)} labels; a reward model has one")
         return float(values)
+
+
+def _revealed(url: str, headers: dict[str, str]) -> dict[str, str]:
+    """The headers with what environment variables hold. ValueError for one that is not set, and for a secret that the config, and with it
+    resolved.yaml, would give away."""
+    found = {}
+    for name, value in headers.items():
+        if not value.startswith("$"):
+            if SECRET.search(name):
+                raise ValueError(f"{url}: args.headers.{name} is a secret that everybody reads; write $NAME, an environment variable's")
+            found[name] = value
+        elif (found.setdefault(name, os.environ.get(value[1:], ""))) == "":
+            raise ValueError(f"{url}: args.headers.{name} is {value}, and the environment has no {value[1:]}; export it")
+    return found

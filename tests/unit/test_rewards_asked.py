@@ -137,7 +137,9 @@ def test_a_judge_that_cannot_work_is_refused_before_training(args, reason):
 # ---------------------------------------------------------------------------------------------------------------- served models
 
 
-def test_any_address_may_answer_with_rewards():
+def test_any_address_may_answer_with_rewards(monkeypatch):
+    monkeypatch.setenv("OF_TESTS", "hidden")
+
     def answer(body: dict) -> tuple[int, dict]:
         return 200, {
             "rewards": [
@@ -147,14 +149,20 @@ def test_any_address_may_answer_with_rewards():
         }
 
     with serving(answer) as server:
-        served = {"function": f"{server.url}/reward", "args": {"columns": ["level"], "batch_size": 2, "headers": {"X-Key": "1"}}}
+        served = {
+            "function": f"{server.url}/reward",
+            "args": {"columns": ["level"], "batch_size": 2, "headers": {"X-Kind": "1", "X-Key": "$OF_TESTS"}},
+        }
         with scorer(served) as s:
             assert s.names == ["reward"]
             with pytest.raises(ValueError, match="wants column `level`"):
                 s.check_columns([])
             assert rewards(s.score(rollouts("a", "bb", "skip", level="xx"))) == [3.0, 4.0, None]
             assert rewards(s.score(rollouts("\ud800", messages=[{"role": "user", "content": "Q"}], level=""))) == [1.0]
-    assert sorted(len(body["prompts"]) for body in server.asked) == [1, 1, 2] and server.headers[0]["X-Key"] == "1"
+    assert (
+        sorted(len(body["prompts"]) for body in server.asked) == [1, 1, 2]
+        and {"X-Kind": "1", "X-Key": "hidden"}.items() <= server.headers[0].items()
+    )
     assert server.asked[-1] == {"prompts": [[{"role": "user", "content": "Q"}]], "completions": ["?"], "columns": {"level": [""]}}
 
 
