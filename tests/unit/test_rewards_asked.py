@@ -189,6 +189,13 @@ def test_options_of_a_served_model_are_checked(options, reason):
         ServedReward("http://127.0.0.1:9/classify", columns=["a"])
 
 
+def test_a_secret_is_sent_from_the_environment_and_not_from_the_config():
+    with pytest.raises(ValueError, match=r"args\.headers\.Authorization is a secret that everybody reads; write \$NAME"):
+        ServedReward("http://127.0.0.1:9/r", headers={"Authorization": "Bearer k-1"})
+    with pytest.raises(ValueError, match="the environment has no OF_NOBODY; export it"):
+        ServedReward("http://127.0.0.1:9/r", headers={"X-Key": "$OF_NOBODY"})
+
+
 # ------------------------------------------------------------------------------------------------------------- models in a worker
 
 
