@@ -17,6 +17,7 @@ from megagrpo.rollout.shared_weights import WeightSyncError
 
 CERTIFICATES = httpx.create_ssl_context(trust_env=False)  # every client would read them anew, which takes longer than a request
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds that a server which cannot be trusted is left out for
+CONNECT_SECONDS = 30.0  # more than thousands of requests that begin at once keep this process from looking
 POOLS = 64  # of connections, for one client
 GOOD_SECONDS = 120.0  # that it must do well for before that begins with the first one again
 HEALTH_SECONDS = 5.0  # within which a server answers that it is well
@@ -114,7 +115,7 @@ class Servers:
         # vLLM closes a connection after an error: a request that reuses it at that moment would be lost.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         spread = Spread(limits=limits, trust_env=False, verify=CERTIFICATES)
-        return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=10), transport=spread, headers=self._headers)
+        return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=CONNECT_SECONDS), transport=spread, headers=self._headers)
 
     def _living(self) -> list[str]:
         return [url for url in self.urls if url not in self.dead]

@@ -186,9 +186,11 @@ class VllmEngine(Updates):
         async def watch(client: httpx.AsyncClient) -> None:
             heard: dict[str, float] = {}
             while left:
-                living = self._living()
-                for url, well in zip(living, await _all([answers(client, url) for url in living]), strict=True):
-                    if well or url in self.dead:
+                living, began = self._living(), time.monotonic()
+                wells = await _all([answers(client, url) for url in living])
+                busy = time.monotonic() - began > HEALTH_SECONDS + 1  # this process had no time to listen
+                for url, well in zip(living, wells, strict=True):
+                    if well or busy or url in self.dead:
                         heard[url] = time.monotonic()
                     elif time.monotonic() - heard.setdefault(url, time.monotonic()) > SILENT_SECONDS:
                         self.dead.add(url)
