@@ -27,6 +27,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(client_module, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(keeper_module, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(http_module, "FIRST_PAUSE", 0.3)
+    monkeypatch.setattr(http_module, "HEALTH_SECONDS", 1.0)
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ def test_servers_of_others_are_given_the_current_weights_before_they_are_asked_a
 def test_servers_join_and_leave_by_a_file_between_steps(servers, tmp_path):
     first, second = servers(delay=0.03), servers(version="7")
     file = tmp_path / "urls"
-    engine = VllmEngine([first.url], str, patience=5.0, urls_file=file)
+    engine = VllmEngine([first.url], str, max_num_seqs=8, patience=5.0, urls_file=file)
     generate(engine)
     file.write_text(f"# two\n{first.url}/\n{second.url}\n{second.url}\n")
     generate(engine)
