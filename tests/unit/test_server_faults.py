@@ -96,6 +96,7 @@ def test_prompts_of_a_server_that_is_stopped_go_to_the_others_and_it_comes_back_
         halted.kill()
 
 
+@pytest.mark.full
 def test_a_server_that_is_killed_while_it_generates_costs_no_prompt(servers):
     good, killed = servers(delay=0.05), Process(delay=0.3)
     threading.Timer(0.1, killed.kill).start()
