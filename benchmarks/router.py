@@ -34,7 +34,10 @@ def stand_in(told: Connection, seconds: float, failing: float) -> None:
     """Serve until killed; tells its port."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:  # a health check that was given up
+            return writer.close()
         length = next((int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0)
         body = json.loads(await reader.readexactly(length) or b"null")
         text = b"{}"
