@@ -116,7 +116,8 @@ def main(
         from megagrpo.plan.weight_sync import rows_of
 
         try:
-            made.rows.extend([("", ""), *rows_of(config, world_size, link_gb_per_s)])
+            links = kind and (kind.nvlink_gb_per_s if config.rollout.placed == "colocated" else kind.network_gb_per_s)
+            made.rows.extend([("", ""), *rows_of(config, world_size, link_gb_per_s or links)])
         except ValueError as error:
             made.problems.append(str(error))
     print(made.as_json() if json else made, file=sys.stderr if made.problems and not json else sys.stdout)
@@ -177,7 +178,7 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
     problems += unfit + expert_problems(config, model) + adapter_problems(config, model) + rollout_problems(config, model)
     if unfit:
         return judged(Plan(problems, rows, notes=notes, model=model), gpu_memory_gb)
-    memory = trainer_memory(config, model, dp)
+    memory = trainer_memory(config, model, dp, gpu=gpu_memory_gb is not None)
     smallest = smallest_gpu(config, model, memory)
     rows.append(("GPU", gpu_text(config, smallest)))
     if gpu_memory_gb is not None and smallest > gpu_memory_gb:

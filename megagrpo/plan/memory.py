@@ -16,8 +16,9 @@ MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}  # of both, with their
 STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # of a weight, with its share of a scale
 
 
-def trainer_memory(config: RunConfig, model: HfConfig, dp: int) -> dict[str, dict[str, float]]:
-    """Phase -> part -> GiB of the trainer, on the rank of the pipeline stage that needs most. `auto` precision is taken as bf16."""
+def trainer_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) -> dict[str, dict[str, float]]:
+    """Phase -> part -> GiB of the trainer, in each phase on the rank of the pipeline stage that needs most. `auto` precision is taken as
+    bf16. Without a `gpu` attention is ours in plain torch, which keeps more."""
     p = config.parallel
     held = zip(
         layers_of_ranks(model, p),
@@ -28,8 +29,8 @@ def trainer_memory(config: RunConfig, model: HfConfig, dp: int) -> dict[str, dic
         strict=True,
     )
     given = num_parameters(model) * weight_bytes(config) / (dp * p.model_parallel_size)
-    phases = [_stage_memory(config, model, dp, stage, *sizes, given) for stage, sizes in enumerate(held)]
-    return max(phases, key=lambda memory: sum(memory["train"].values()))
+    stages = [_stage_memory(config, model, dp, stage, *sizes, given, gpu) for stage, sizes in enumerate(held)]
+    return {phase: max((stage[phase] for stage in stages), key=lambda parts: sum(parts.values())) for phase in stages[0]}
 
 
 def weight_bytes(config: RunConfig) -> int:
@@ -48,6 +49,7 @@ def _stage_memory(
     adapters: int,
     linears: int,
     given: float,
+    gpu: bool,
 ) -> dict[str, dict[str, float]]:
     """That of a rank of one stage with so many parameters; `given` are the bytes that it sends in a sync."""
     p, train = config.parallel, config.train
@@ -67,19 +69,23 @@ def _stage_memory(
         "reference": (trained + trained_experts) * element if config.algorithm.beta else 0,
     }
     tokens = train.max_tokens_per_micro_batch / p.cp
-    one_layer, kept = (elements * tokens * element for elements in _activation_elements(config, model))
+    one_layer, kept, passing = (elements * tokens * element for elements in _activation_elements(config, model, gpu))
     if p.vpp > 1:  # interleaved 1F1B: chunks of layers / (pp vpp) whose backward is still to come
         in_flight = (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
     else:
         in_flight = p.pp - stage
-    activations = len(layers) * kept * in_flight + (one_layer if config.model.recompute == "full" else 0)
+    activations = len(layers) * kept * in_flight + passing + (one_layer if config.model.recompute == "full" else 0)
     logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, element) if stage == p.pp - 1 else (0, 0, 0)
     # What a rank sends is copied out of its weights first.
+    # The moments come with the first step. The sharded optimizer moves weights into buffers of its own before there are masters.
     largest = model.padded_vocab(p.tp) // p.tp * model.hidden_size * element
+    masters = resident["optimizer"] * (optimizer_bytes - moment_bytes) / optimizer_bytes
+    moved = max(trained, trained_experts) * element if train.distributed_optimizer else 0
+    loading = {"optimizer": masters, "staging": max(largest, moved - masters)}
     phases = {
-        "load": resident | {"staging": largest},
+        "load": resident | loading,
         "generate": resident,
-        "logprobs": resident | {"activations": one_layer, "logits": logprobs, "ref_hidden": ref_hidden},
+        "logprobs": resident | {"activations": passing, "logits": logprobs, "ref_hidden": ref_hidden},
         "train": resident | {"activations": activations, "logits": train_step, "ref_hidden": ref_hidden},
         "sync": resident | {"staging": given},
     }
@@ -101,26 +107,36 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
     return logits, logits + gradients, responses * model.hidden_size * weight_bytes if exact else 0
 
 
-def _activation_elements(config: RunConfig, model: HfConfig) -> tuple[float, float]:
-    """(elements that one layer keeps per token without recomputation, with the configured one).
+def _activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[float, float, float]:
+    """Elements per token: that one layer keeps without recomputation, that it keeps with the configured one, that come and go in the pass
+    through its MLP, forward or backward.
 
-    The residual and the normed input of attention and of the MLP, and what they give where that is normalised too; q, k, v and the
-    attention output; gate, up, silu and their product. Latents are kept before and after their norm. A token that goes through k experts
-    has k MLPs, each with a copy of its input and output, spread evenly over the ranks.
+    The residual and the normed input of attention and of the MLP, and what they give where that is normalised too; q, k and v as one
+    tensor, q and k again when they are turned, the attention's output; gate, up and silu(gate) up. Ours on a CPU, for sequences above 128
+    tokens, keeps copies of q, of k and v for every query head, and the output twice; q, k and v themselves only for a norm of theirs.
+    Latents are kept before and after their norm. A token that goes through k experts has k MLPs, each with a copy of its input and output,
+    spread evenly over the ranks. Beside an adapter the outputs of a projection, of its adapter and of both exist at once.
     """
     tp = config.parallel.tp
     shards = tp if config.parallel.sequence_parallel else 1
-    attention = (model.head_dim + model.value_dim) * (model.num_heads + model.num_kv_heads) / tp
+    queries, keys = model.num_heads * model.head_dim / tp, model.num_kv_heads * model.head_dim / tp
     if model.mla:
+        attention = (model.head_dim + model.value_dim) * (model.num_heads + model.num_kv_heads) / tp
         attention += (2 * ((model.mla.query_rank or 0) + model.mla.kv_rank) + model.mla.rope_dim) / shards
-    mlp = 4 * model.intermediate_size / tp
+    elif gpu:
+        attention = 3 * queries + 3 * keys
+    else:
+        attention = 5 * queries + (queries + 2 * keys if model.qk_norm else 0)
+    mlp = 3 * model.intermediate_size / tp
     if model.experts:
-        sent = model.experts.per_token / tp * (4 * model.experts.intermediate_size + 2 * model.hidden_size)
-        sent += 4 * model.experts.shared_size / tp
+        sent = model.experts.per_token / tp * (3 * model.experts.intermediate_size + 2 * model.hidden_size)
+        sent += 3 * model.experts.shared_size / tp
         mixed = len(model.experts.blocks) / model.num_layers
         mlp = mixed * sent + (1 - mixed) * mlp
     everything = (6 if model.post_norms else 4) * model.hidden_size / shards + attention + mlp
-    return everything, model.hidden_size / shards if config.model.recompute == "full" else everything
+    kept = model.hidden_size / shards if config.model.recompute == "full" else everything
+    beside = 4 * model.intermediate_size / tp if config.lora.enabled else 0
+    return everything, kept, 2 * model.hidden_size / shards + mlp + beside
 
 
 def kv_bytes(model: HfConfig, tp: int, tokens: int, prefill: int | None = None) -> int:

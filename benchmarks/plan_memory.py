@@ -1,0 +1,162 @@
+"""The memory that `megagrpo plan` predicts beside the peak that ranks on a CPU measure, phase by phase and layout by layout.
+
+    python benchmarks/plan_memory.py [LAYOUT ...]
+
+Every rank counts the bytes of all tensors' storages that are alive, from the moment before it builds the model: each one that an operation
+makes, in backward passes too, until it is freed. What an operation takes and gives back before it ends is not seen. Random weights, full
+micro-batches of sequences that are longer than the CPU attention keeps scores of. The fullest rank is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megagrpo.config import RunConfig
+from megagrpo.data.packing import pack, packing_rules
+from megagrpo.parallel.layout import init_layout
+from megagrpo.parallel.ranks import run_ranks
+from megagrpo.plan.memory import GIB, trainer_memory
+from megagrpo.policy.hf_config import HfConfig, parse_hf_config
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.types import LossInputs, LossOutput, TrainSample
+
+MIB = 2**20
+LENGTH = 256
+TOKENS = 2048  # of a micro-batch
+DENSE = dict(model_type="qwen3", hidden_size=256, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
+DENSE |= dict(intermediate_size=768, vocab_size=8192, max_position_embeddings=4096, tie_word_embeddings=False)
+MIXED = DENSE | dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=384, norm_topk_prob=True)
+LLAMA = DENSE | dict(model_type="llama", num_hidden_layers=12, hidden_size=384, num_attention_heads=12, intermediate_size=1024)
+LAYOUTS: dict[str, tuple[int, dict, dict[str, dict]]] = {  # ranks, model, sections of the config
+    "one": (1, DENSE, {}),
+    "bf16": (1, DENSE, {"model": {"precision": "bf16"}}),
+    "recompute": (1, DENSE, {"model": {"recompute": "full"}}),
+    "tp2": (2, DENSE, {"parallel": {"tp": 2, "sequence_parallel": True}}),
+    "pp2": (2, DENSE, {"parallel": {"pp": 2}}),
+    "dp2": (2, DENSE, {}),
+    "cp2": (2, DENSE, {"parallel": {"cp": 2}}),
+    "tp2_pp2": (4, DENSE, {"parallel": {"tp": 2, "pp": 2, "sequence_parallel": True}}),
+    "ep2": (2, MIXED, {"parallel": {"ep": 2}}),
+    "lora": (1, DENSE, {"lora": {"rank": 16}}),
+    "llama": (1, LLAMA, {}),
+    "llama_pp2_vpp2": (2, LLAMA, {"parallel": {"pp": 2, "vpp": 2}}),
+    "tp2_etp2": (2, MIXED, {"parallel": {"tp": 2, "sequence_parallel": True}}),
+}
+
+
+class Bytes(TorchDispatchMode):
+    """Counts the storages of what operations give while it is on, and of tensors told to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak, self.known = 0, 0, set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+                self._add(tensor.untyped_storage())
+        return found
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.alive -= size
+
+    @contextmanager
+    def phase(self, peaks: dict[str, float], name: str) -> Iterator[None]:
+        """Notes the peak of what happens inside, in MiB."""
+        self.peak = self.alive
+        yield
+        peaks[name] = self.peak / MIB
+
+
+def config_of(sections: dict[str, dict]) -> RunConfig:
+    base: dict[str, dict] = {
+        "model": {"path": "random", "precision": "fp32"},
+        "algorithm": {"beta": 0},
+        "data": {"train": {"source": "none"}},
+        "rewards": {"functions": [{"function": "exact_number"}]},
+        "rollout": {"max_prompt_length": 32, "max_completion_length": LENGTH - 32},
+        "train": {"max_tokens_per_micro_batch": TOKENS, "distributed_optimizer": True, "share_prompts": False},
+    }
+    return RunConfig.model_validate(base | {name: base.get(name, {}) | section for name, section in sections.items()})
+
+
+def measured(raw: dict, config: RunConfig, steps: int = 2) -> dict[str, float]:
+    """Phase -> MiB of this rank at its peak."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    peaks: dict[str, float] = {}
+    with Bytes() as count:
+        with count.phase(peaks, "load"):
+            layout = init_layout(config.parallel)
+            policy = MegatronPolicy(config, layout, parse_hf_config(raw))
+            for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters()):
+                parameter.data.copy_(torch.empty_like(parameter).normal_(std=0.02))  # as loaded, one tensor after the other
+            policy.weights_changed()
+        batch = pack(samples(config, layout.dp_size), packing_rules(config, False), layout.dp_rank, layout.dp_size)
+        for _ in range(steps):  # the optimizer's state exists after the first
+            with count.phase(peaks, "logprobs"):
+                policy.logprobs(batch)
+            with count.phase(peaks, "train"):
+                policy.train_step(batch, policy_gradient, batch.num_tokens)
+    layout.close()
+    return peaks
+
+
+def samples(config: RunConfig, dp: int) -> list[TrainSample]:
+    """Two full micro-batches for each stage of each replica."""
+    count = 2 * config.parallel.pp * dp * (TOKENS // LENGTH)
+    mask = torch.arange(LENGTH) >= 32
+    return [TrainSample(torch.randint(0, 8192, (LENGTH,)), mask, torch.full((LENGTH,), -9.0), 1.0) for _ in range(count)]
+
+
+def policy_gradient(inputs: LossInputs) -> LossOutput:
+    rows = inputs.micro_batch
+    return LossOutput(numerator=-(inputs.policy_logprobs * rows.advantages * rows.loss_mask).sum(), metrics={})
+
+
+def predicted(model: HfConfig, config: RunConfig, ranks: int) -> dict[str, float]:
+    """Phase -> MiB of the plan."""
+    memory = trainer_memory(config, model, ranks // config.parallel.model_parallel_size, gpu=False)
+    return {phase: sum(parts.values()) * GIB / MIB for phase, parts in memory.items()}
+
+
+def compare(name: str) -> dict[str, tuple[float, float]]:
+    """Phase -> (measured, predicted) MiB of the fullest rank."""
+    ranks, raw, sections = LAYOUTS[name]
+    config = config_of(sections)
+    found = run_ranks(measured, ranks, raw, config, timeout=300)
+    planned = predicted(parse_hf_config(raw), config, ranks)
+    return {phase: (max(peaks[phase] for peaks in found), planned[phase]) for phase in ("load", "logprobs", "train")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"some of {', '.join(LAYOUTS)}; all when none is named")
+    wanted = parser.parse_args().layouts or LAYOUTS
+    print("| layout | phase | measured MiB | planned MiB | |\n|---|---|---|---|---|")
+    for name in wanted:
+        for phase, (there, planned) in compare(name).items():
+            print(f"| {name} | {phase} | {there:.1f} | {planned:.1f} | {planned / there - 1:+.1%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

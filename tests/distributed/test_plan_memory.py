@@ -1,0 +1,28 @@
+"""What `megagrpo plan` says a rank holds, against what ranks measure."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "plan_memory.py"
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("plan_memory", SCRIPT)
+    module = sys.modules["plan_memory"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool
+    return module
+
+
+LAYOUTS = ("one", "bf16", "recompute", "tp2", "pp2", "dp2", "cp2", "tp2_pp2", "ep2", "lora")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_planned_memory_is_within_a_tenth_of_the_measured_peak(name):
+    for phase, (measured, planned) in script().compare(name).items():
+        assert planned == pytest.approx(measured, rel=0.1), phase
