@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megagrpo.config import load_config
@@ -92,9 +92,7 @@ def predicted(row: Row) -> StepTimes:
     made = step_times(config, model, row.gpus, GPUS["h100"], lengths)
     # Of one optimizer step there are no old log-probs with us; NeMo-RL computes them always.
     again = made.seconds["logprobs"] if config.algorithm.updates_per_step == 1 else 0
-    return StepTimes(
-        made.seconds | {"logprobs": made.seconds["logprobs"] + again}, made.gpus, made.tokens, made.mfu, made.idle, made.bubble
-    )
+    return replace(made, seconds=made.seconds | {"logprobs": made.seconds["logprobs"] + again})
 
 
 def main() -> None:

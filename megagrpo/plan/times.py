@@ -5,7 +5,7 @@ Efficiencies are named constants, of no machine of ours: docs/plan.md holds them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, exp
 
 from megagrpo.config import RunConfig
@@ -53,10 +53,16 @@ class StepTimes:
     mfu: float
     idle: float
     bubble: float  # share of the train phase
+    ahead: bool = False  # generation goes on while the trainer computes
+
+    @property
+    def computing(self) -> float:
+        return self.seconds["logprobs"] + self.seconds["train"]
 
     @property
     def step(self) -> float:
-        return sum(seconds for phase, seconds in self.seconds.items() if phase != "load")
+        generate = self.seconds["generate"]
+        return (max(generate, self.computing) if self.ahead else generate + self.computing) + self.seconds["sync"]
 
     @property
     def tokens_per_gpu(self) -> float:
@@ -89,16 +95,15 @@ def step_times(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, le
         "train": train,
         "sync": sync_seconds(config, model, world_size, gpu),
     }
-    step = sum(seconds.values()) - seconds["load"]
     useful = a.num_iterations * samples * model_flops(model, lengths.prompt, lengths.response)
-    computing = seconds["logprobs"] + train
-    waits = fraction * (computing - updates) * world_size
-    gpus = world_size
-    if config.rollout.placed != "colocated":
-        gpus += server_gpus(config)
-        waits += seconds["generate"] * world_size + computing * server_gpus(config)
     mfu = useful / (train * world_size * gpu.bf16_tflops * 1e12)
-    return StepTimes(seconds, gpus, samples * lengths.sample, mfu, waits / (step * gpus), fraction)
+    servers = 0 if config.rollout.placed == "colocated" else server_gpus(config)
+    made = StepTimes(seconds, world_size + servers, samples * lengths.sample, mfu, 0.0, fraction, config.rollout.max_staleness > 0)
+    waits = fraction * (made.computing - updates) * world_size
+    if servers:
+        both = made.step - seconds["sync"]
+        waits += (both - made.computing) * world_size + (both - seconds["generate"]) * servers
+    return replace(made, idle=waits / (made.step * made.gpus))
 
 
 def _pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths) -> tuple[float, float, float]:

@@ -161,6 +161,12 @@ def test_waiting_for_the_other_side_is_idle_time_and_all_gpus_count():
     assert apart.idle == pytest.approx(1 - (working + 16 * apart.seconds["sync"]) / (16 * apart.step))
     assert apart.tokens_per_gpu == pytest.approx(1024 * 1000 / apart.step / 16)
     assert 0.3 < together.mfu < DENSE_EFFICIENCY
+    correction = ["algorithm.importance_correction=token_truncate", "algorithm.importance_correction_max=2"]
+    running_ahead = config("rollout.placement=dedicated", "rollout.servers=8", "rollout.max_staleness=1", *correction)
+    ahead = step_times(running_ahead, MODEL, 8, H100, LENGTHS)
+    longer, shorter = sorted((apart.seconds["generate"], apart.seconds["train"]), reverse=True)
+    assert ahead.seconds == apart.seconds and ahead.step == pytest.approx(longer + apart.seconds["sync"])
+    assert ahead.idle == pytest.approx(8 * (longer - shorter) / (16 * ahead.step))
     staged = step_times(config("parallel.pp=8", "rollout.servers=8"), MODEL, 8, H100, LENGTHS)
     assert staged.bubble == pytest.approx(7 / (7 + math.ceil(1024 * 1000 / 4096 / 0.9)))
     assert staged.idle == pytest.approx(staged.bubble * staged.seconds["train"] / staged.step, rel=0.02)
