@@ -1,19 +1,23 @@
 """Checkpoints: model, optimizer, schedule, RNG and `TrainState`, sharded by Megatron's dist_checkpointing. Each is complete or absent.
 A reference is part of it once it has moved; until then the run's configuration says where it comes from.
 
-Ranks write into `.step_000012.partial`; rank 0 renames it to `step_000012` when every rank has finished. It loads into another layout: the
-distributed optimizer's state is stored by parameter, not by rank. With LoRA it holds no weights of the model, but the adapters, and these
-once more as PEFT writes them, in `adapter/`.
+Ranks write into `.step_000012.partial`, at once or while training goes on; rank 0 renames it to `step_000012` when every rank has finished.
+It loads into another layout: the distributed optimizer's state is stored by parameter, not by rank. With LoRA it holds no weights of the
+model, but the adapters, and these once more as PEFT writes them, in `adapter/`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import textwrap
+import time
 import warnings
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +25,16 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.bridge.adapters import ADAPTER_FILES, save_adapter
+from megagrpo.bridge.checksums import CHECKSUMS, checksums, verify_others, verify_tensors
 from megagrpo.bridge.families import adapter_blocks
 from megagrpo.bridge.hf_files import carry, files_of
 from megagrpo.bridge.megatron_io import HF_FILES, check_is_checkpoint
+from megagrpo.bridge.sharded_write import ShardedWrite
 from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.config import TrainSection
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
-from megagrpo.parallel.together import RankError, together
+from megagrpo.parallel.together import RankError, own_part, together
 from megagrpo.policy.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -49,6 +55,18 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; says which and why."""
 
 
+@dataclass
+class _Saving:
+    """A checkpoint on its way: `state` and `reference_moved` are of its step, whatever the run has done since."""
+
+    final: Path
+    partial: Path
+    state: TrainState
+    reference_moved: bool
+    began: float = field(default_factory=time.monotonic)
+    write: ShardedWrite | None = None
+
+
 class Checkpointer:
     """Saves and restores one run in `folder`, keeping the newest `keep` checkpoints beside that of the best evaluation. Each carries
     config and tokenizer of `model_folder`, so that it can be exported by itself."""
@@ -58,6 +76,8 @@ class Checkpointer:
     ):
         self.folder, self.layout, self.policy, self.reference = folder, layout, policy, reference
         self.keep, self.model_folder = keep, model_folder
+        self.seconds = 0.0  # that the last one took to write, in the background or not
+        self._saving: _Saving | None = None
         self._model_files = files_of(model_folder)  # now: the weights may be gone when a checkpoint is written
         trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
         held = sum(p.numel() for p in trained if _is_first_copy(p, layout))
@@ -69,24 +89,54 @@ class Checkpointer:
 
     def save(self, state: TrainState) -> Path:
         """Write `step_N`; collective. Raises CheckpointError on every rank, and leaves nothing half-written, when any rank fails."""
+        self.start(state, background=False)
+        return self.finish(wait=True)
+
+    def start(self, state: TrainState, background: bool) -> None:
+        """Begin to write `step_N`; in the `background`, copies of the numbers are written and training may go on. Collective, errors as of
+        `save`. One at a time: `finish` must have named the one before, or failed.
+        """
+        assert self._saving is None, "two checkpoints at a time"
         final = self.folder / f"step_{state.step:06d}"
-        partial = self.folder / f".{final.name}.partial"
-        writer = self.layout.world_rank == 0
+        self._saving = _Saving(final, self.folder / f".{final.name}.partial", state, self.reference is not None and self.reference.moved)
+        with self._all_or_nothing():
+            together(self.layout, lambda: self._prepare(self._saving.partial), here=self.layout.world_rank == 0)
+            own_part(self.layout, lambda: self._write(self._saving, background))
+            self._write_adapter(self._saving.partial)
+
+    def finish(self, wait: bool) -> Path | None:
+        """The checkpoint that was started, complete; None when there is none, or when ranks still write and nobody is to `wait`.
+        Collective, errors as of `save`."""
+        saving = self._saving
+        if saving is None or not (wait or all(self.layout.all_gather_objects(saving.write.done))):
+            return None
+        with self._all_or_nothing():
+            parts = together(self.layout, saving.write.result)
+            waited = time.monotonic()
+            together(self.layout, saving.write.finish)
+            together(self.layout, lambda: self._publish(saving, parts), here=self.layout.world_rank == 0)
+        self._saving = None
+        self.seconds = saving.write.ended - saving.began + time.monotonic() - waited
+        return saving.final
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """An error inside, which every rank raises, ends the checkpoint on its way and is a CheckpointError outside."""
         try:
-            together(self.layout, lambda: self._prepare(partial), here=writer)
-            together(self.layout, lambda: self._write(partial))
-            self._write_adapter(partial)
-            together(self.layout, lambda: self._publish(partial, final, state), here=writer)
+            yield
         except Exception as error:
-            if writer:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(f"no checkpoint was written to {final}, earlier ones are kept: {error}") from error
-        return final
+            saving, self._saving = self._saving, None
+            full = f"; {shutil.disk_usage(self.folder).free / 2**30:.2f} GiB are free" if self.folder.exists() else ""
+            if self.layout.world_rank == 0:
+                shutil.rmtree(saving.partial, ignore_errors=True)
+            raise CheckpointError(f"no checkpoint was written to {saving.final}, earlier ones are kept: {error}{full}") from error
 
     def load(self, path: Path) -> TrainState:
         """Restore policy, optimizer, schedule, RNG and a moved reference from `path` on every rank; returns the rest."""
+        rank, world_size = self.layout.world_rank, self.layout.world_size
         try:
-            layout, reference_moved, reached = together(self.layout, lambda: checked(path), here=self.layout.world_rank == 0)[0]
+            layout, reference_moved, reached = together(self.layout, lambda: checked(path), here=rank == 0)[0]
+            together(self.layout, lambda: _verify(path, rank, world_size))
         except RankError as e:
             raise CheckpointError(str(e)) from e
         same_layout = layout == self._layout_of_rng()
@@ -121,16 +171,11 @@ class Checkpointer:
             raise OSError(f"the disk is full: {free / 2**30:.2f} GiB free, at least {self._bytes_needed / 2**30:.2f} GiB needed")
         partial.mkdir()
 
-    def _write(self, partial: Path) -> None:
+    def _write(self, saving: _Saving, background: bool) -> None:
         device.release_memory()  # writing takes two more copies of weights and optimizer state
-        try:
-            with dense_moments(self.policy.optimizer):
-                sharded, metadata = self._sharded_state(is_loading=False, with_rng=True, with_reference=self._reference_moved)
-                dist_checkpointing.save(sharded, str(partial), content_metadata=metadata, async_strategy="mcore")
-        except CheckpointException as error:  # no Exception to Python; the first rank alone knows who failed
-            who = ", ".join(f"rank {rank}" for rank in error.failures) or "a rank"
-            free = shutil.disk_usage(self.folder).free / 2**30
-            raise OSError(f"{who} could not write its part (the log says more); {free:.2f} GiB are free") from error
+        with dense_moments(self.policy.optimizer):
+            sharded, metadata = self._sharded_state(is_loading=False, with_rng=True, with_reference=saving.reference_moved)
+            saving.write = ShardedWrite(sharded, saving.partial, metadata, background)
 
     def _write_adapter(self, partial: Path) -> None:
         policy, lora = self.policy, self.policy.config.lora
@@ -138,24 +183,27 @@ class Checkpointer:
             held = list(adapter_blocks(policy.chunks, policy.hf_config, self.layout))
             save_adapter(held, self.layout, partial / ADAPTER_FILES, lora, str(self.model_folder.resolve()), policy.dtype)
 
-    def _publish(self, partial: Path, final: Path, state: TrainState) -> None:
+    def _publish(self, saving: _Saving, parts: list[dict[str, str]]) -> None:
+        partial, final, state = saving.partial, saving.final, saving.state
         (partial / HF_FILES).mkdir()
         carry(self.model_folder, self._model_files, partial / HF_FILES)
-        contents = {"state": asdict(state), "layout": self._layout_of_rng(), "reference_moved": self._reference_moved}
+        contents = {"state": asdict(state), "layout": self._layout_of_rng(), "reference_moved": saving.reference_moved}
         (partial / STATE_FILE).write_text(json.dumps(contents, indent=1))
+        written = {name: crc for part in parts for name, crc in part.items()}
+        others = [path for path in partial.rglob("*") if path.is_file() and path.name not in written]
+        (partial / CHECKSUMS).write_text(json.dumps(written | checksums(partial, others), indent=1))
+        for path in [*others, partial / CHECKSUMS, partial]:
+            _to_disk(path)
         if final.exists():
             _remove(final)
         partial.rename(final)
+        _to_disk(self.folder)
         best = self.folder / f"step_{state.best_step:06d}"
         for old in checkpoints(self.folder)[: -self.keep]:
             if old != best:
                 _remove(old)
         if best == final:
             _point(self.folder / BEST, best)
-
-    @property
-    def _reference_moved(self) -> bool:
-        return self.reference is not None and self.reference.moved
 
     def _sharded_state(self, is_loading: bool, with_rng: bool, with_reference: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": "fully_reshardable"}
@@ -181,19 +229,31 @@ class Checkpointer:
         return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
 
     def _rng_state(self) -> ShardedObject:
-        layout = self.layout
+        """Of every rank: replicas draw apart as soon as one has more tokens than another."""
         state = [{"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}]
-        shape, place = (layout.pp_size, layout.tp_size), (layout.pp_rank, layout.tp_rank)
-        return ShardedObject("rng", state, shape, place, replica_id=layout.dp_cp_rank)
+        return ShardedObject("rng", state, (self.layout.world_size,), (self.layout.world_rank,), replica_id=0)
 
     def _layout_of_rng(self) -> dict[str, int]:
-        return {"tp": self.layout.tp_size, "pp": self.layout.pp_size}
+        layout = self.layout
+        return {"tp": layout.tp_size, "cp": layout.cp_size, "pp": layout.pp_size, "dp": layout.dp_size, "ep": layout.ep_size}
 
 
 def checked(path: Path) -> tuple[dict[str, int], bool, TrainState]:
     """What `_read` gives. CheckpointError when the checkpoint is damaged, with what is left of the run without it."""
-    try:
+    with _naming_the_one_before(path):
         return _read(path)
+
+
+def _verify(path: Path, rank: int, world_size: int) -> None:
+    """CheckpointError, worded as of `checked`, when this rank's share of the tensor files is not what was written."""
+    with _naming_the_one_before(path):
+        verify_tensors(path, rank, world_size)
+
+
+@contextmanager
+def _naming_the_one_before(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
         before = ["its beginning", *(other.name for other in checkpoints(path.parent) if other.name < path.name)][-1]
         raise CheckpointError(f"{error}. Without that folder the run goes on from {before}") from error
@@ -210,6 +270,7 @@ def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path / STATE_FILE} is corrupt: {error!r}; copy the checkpoint again") from None
     check_is_checkpoint(path)
+    verify_others(path)
     StoredTensors(path).check_files()
     return layout, moved, state
 
@@ -252,6 +313,15 @@ def _follow_config(saved: Any, train: TrainSection) -> None:
 def _is_first_copy(parameter: torch.Tensor, layout: Layout) -> bool:
     """Whether no rank before this one holds the parameter; Megatron marks those that are not copied over dp x cp, the experts."""
     return (layout.dp_cp_rank if getattr(parameter, "allreduce", True) else layout.expert_copy) == 0
+
+
+def _to_disk(path: Path) -> None:
+    """What a file holds, or which files a folder does, survives a power cut from here on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _remove(checkpoint: Path) -> None:

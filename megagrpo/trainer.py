@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,11 +26,11 @@ from megagrpo.look_ahead import look_ahead
 from megagrpo.metrics import MetricsWriter, PhaseTimer, idle_shares, over_updates
 from megagrpo.parallel.device import memory_gb
 from megagrpo.parallel.layout import Layout
-from megagrpo.parallel.together import own_part
+from megagrpo.parallel.together import RankError, own_part
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference, kl_by_sample
-from megagrpo.rollout.engine import derive_seed
+from megagrpo.rollout.engine import EngineError, derive_seed
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.time_limit import OUT_OF_TIME, TimeLimit
 from megagrpo.types import LossFn, SamplingParams, ScoredRollout, TrainBatch, TrainSample, TrainState
@@ -58,7 +58,8 @@ class Trainer:
     state: TrainState = field(default_factory=TrainState)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     engine_sleeps: bool = False  # while the policy trains
-    saved_step: int = 0  # of the newest checkpoint; a run that has not begun needs none
+    saved: TrainState = field(default_factory=TrainState)  # in the newest checkpoint; a run that has not begun needs none
+    saving: TrainState | None = None  # in the one on its way to the disk
     failed_saves: int = 0
     skipped_in_a_row: int = 0
     synced: dict[str, float] = field(default_factory=dict)  # what the last weight sync took
@@ -105,6 +106,7 @@ class Trainer:
                 self.state.step, self.state.cursor = self.state.step + 1, self.prompts.cursor
                 self.collector.step = self.state.step
                 self.check_mismatch(metrics)
+                self.finish_save(wait=False)
                 self.writer.step(self.state.step, self.with_speed(metrics))
                 self.stop_if_broken()
                 last = self.state.step == run.max_steps
@@ -118,6 +120,10 @@ class Trainer:
             self.writer.message(f"{why} after step {self.state.step}")
             self.save(must_succeed=True)
             return stop.number
+        except (RankError, EngineError, BrokenTraining):
+            with suppress(RuntimeError):  # of a rank that has left already: the others wait for none that still runs
+                self.finish_save(wait=True)
+            raise
         finally:
             self.time_limit.close()
         return 0
@@ -252,37 +258,53 @@ class Trainer:
 
         ConfigError when there is no metric of that name. An evaluation that lacks it later on, with nothing to score, is not the best.
         """
+        self.finish_save(wait=True)  # it may hold the best one
         name, state = self.config.evaluation.keep_best, self.state
         if state.step == 0 and name not in metrics:
             raise ConfigError(f"evaluation.keep_best: no metric `{name}`; evaluations have {', '.join(sorted(metrics))}")
         if state.step == 0 or name not in metrics or (state.best_value is not None and metrics[name] <= state.best_value):
             return
-        before = state.best_step, state.best_value
         state.best_step, state.best_value = state.step, metrics[name]
         self.save(must_succeed=False)
-        if self.saved_step != state.step:
-            state.best_step, state.best_value = before
 
     def save(self, must_succeed: bool) -> None:
-        """Write a checkpoint, unless this step has one. A failure in the middle of a run is reported and counted; the last must succeed."""
-        if self.state.step == self.saved_step:
+        """Write a checkpoint, unless this step has one. A failure in the middle of a run is reported and counted; the last must succeed,
+        and is waited for."""
+        self.finish_save(wait=True)
+        if self.state.step == self.saved.step:
             return
+        background = self.config.run.async_save and not must_succeed
+        self.saving = replace(self.state, pass_rates=self.prompts.curriculum.history, ahead=self.collector.finished_ahead())
+        with self.counting_failures(must_succeed):
+            self.checkpointer.start(self.saving, background)
+        self.finish_save(wait=not background, must_succeed=must_succeed)
+
+    def finish_save(self, wait: bool, must_succeed: bool = False) -> None:
+        """Take note that the checkpoint on its way is complete, or has failed, if it is."""
+        with self.counting_failures(must_succeed):
+            path = self.checkpointer.finish(wait)
+            if path is not None:
+                self.saved, self.saving = self.saving, None
+                # A stop may have to wait for one that was just begun, and for the last one.
+                self.time_limit.saved(self.checkpointer.seconds * (2 if self.config.run.async_save else 1))
+                self.writer.message(f"checkpoint {path}")
+
+    @contextmanager
+    def counting_failures(self, must_succeed: bool) -> Iterator[None]:
+        """Report and count a checkpoint that failed, and forget that it was the best; raise it when it must not fail."""
         try:
-            state = replace(self.state, pass_rates=self.prompts.curriculum.history, ahead=self.collector.finished_ahead())
-            began = time.monotonic()
-            self.writer.message(f"checkpoint {self.checkpointer.save(state)}")
-            self.time_limit.saved(time.monotonic() - began)
-            self.saved_step = self.state.step
+            yield
         except CheckpointError as error:
             if must_succeed:
                 raise
             self.failed_saves += 1
+            self.state.best_step, self.state.best_value = self.saved.best_step, self.saved.best_value
             self.writer.message(f"warning: {error}")
 
     def restore(self, path: Path) -> None:
         """Continue where the checkpoint at `path` was written."""
         self.state = self.checkpointer.load(path)
-        self.saved_step, self.prompts.cursor = self.state.step, self.state.cursor
+        self.saved, self.prompts.cursor = replace(self.state), self.state.cursor
         self.prompts.curriculum.history = self.state.pass_rates
         if self.collector.pool is not None:
             self.collector.pool.load_state_dict(self.state.ahead)

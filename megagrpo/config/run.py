@@ -23,6 +23,8 @@ class RunSection(Section):
     """Outer iterations: generate, score, train, sync."""
     save_steps: NonNegativeInt = 0
     """Write a checkpoint every so many steps; 0 writes one at the end only."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written: costs a copy of it in host memory. The last one is waited for."""
     save_total_limit: PositiveInt = 2
     """How many checkpoints to keep; the oldest are deleted after a newer one is complete."""
     nodes: PositiveInt = 1

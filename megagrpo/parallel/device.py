@@ -14,13 +14,11 @@ import functools
 import importlib
 import importlib.util
 import logging
-import multiprocessing
 import os
+import queue
 import resource
-import signal
 import sys
 import warnings
-from multiprocessing.managers import SyncManager
 
 import torch
 
@@ -141,9 +139,18 @@ def install() -> None:
         _speed_up_cpu_matmul()
         _patch_torch()
         _patch_megatron()
+    _report_writes_in_process()
     # Megatron's last choice, torch.optim.AdamW, cannot be checkpointed by its distributed optimizer.
     if not _has_fused_adam():
         _use_own_adam()
+
+
+def _report_writes_in_process() -> None:
+    """Threads of this process write checkpoints, so a queue of the process is enough for what they report. Megatron spawns a manager
+    process per rank for it, which takes five seconds and 700 MB and outlives a killed rank."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async.get_write_results_queue = lambda mp_mode=None: queue.Queue()
 
 
 def _has_fused_adam() -> bool:
@@ -271,7 +278,6 @@ def _patch_megatron() -> None:
     compile_function, torch.compile = torch.compile, lambda function=None, *args, **kwargs: function or (lambda inner: inner)
     try:
         _import_quietly()
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.optimizer import clip_grads
         from megatron.core.tensor_parallel import mappings, random
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -283,7 +289,6 @@ def _patch_megatron() -> None:
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     # Advises a package that does not install on every CPU machine.
     logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(lambda record: "NVRx" not in record.getMessage())
-    filesystem_async.get_write_results_queue = functools.partial(_results_queue, filesystem_async)
     # Falls back to torch.norm, which is inexact on a CPU: the clipped gradient would be too long by as much.
     clip_grads.l2_norm_impl = multi_tensor_l2norm
     # all_to_all_single wants a sequence of numbers; Megatron makes one only of tensors that it moves away from a GPU.
@@ -316,20 +321,3 @@ def _import_quietly() -> None:
         importlib.import_module("megatron.core.optimizer")
         importlib.import_module("megatron.core.models.hybrid.hybrid_model")
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-
-
-def _results_queue(filesystem_async, mp_mode=None):
-    """The queue through which checkpoint writers report. Megatron spawns a manager process per rank for it, which takes five
-    seconds and 700 MB and outlives a killed rank; this one is forked and dies with its rank."""
-    if filesystem_async._results_queue is None:
-        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-        manager.start(_die_with_parent)
-        filesystem_async._manager, filesystem_async._results_queue = manager, manager.Queue()
-    return filesystem_async._results_queue
-
-
-def _die_with_parent() -> None:
-    """And of nothing else: a SIGTERM for the whole process group must not take the queue from the rank that is about to save."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

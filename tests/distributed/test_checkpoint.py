@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import shutil
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from test_build_and_bridge import run_tool
 from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
+from megagrpo.bridge.checksums import checksums
 from megagrpo.checkpoint import Checkpointer, CheckpointError, checkpoints, newest_checkpoint
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
@@ -30,17 +32,23 @@ def model(tmp_path_factory):
     return folder
 
 
-def checkpointer(model, folder, keep=2, **train):
+def checkpointer(model, folder, keep=2, parallel=None, **train):
     """This rank's part of a policy that has taken one step, and what saves it."""
-    config, hf_config = tiny_run(dict(tp=2)), tiny_model("llama_tied")
+    config, hf_config = tiny_run(parallel or dict(tp=2)), tiny_model("llama_tied")
     config = config.model_copy(update=dict(train=config.train.model_copy(update=train)))
     layout = init_layout(config.parallel)
     policy = MegatronPolicy(config, layout, hf_config)
     fill_weights(policy, hf_config, layout)
     policy.weights_changed()
+    step_once(policy, layout)
+    return policy, Checkpointer(folder, layout, policy, keep, model)
+
+
+def step_once(policy, layout):
+    """Other weights and moments than before, in the same memory."""
+    config = policy.config
     batch = pack(random_samples(), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     policy.train_step(batch, make_loss(config), batch.num_tokens)
-    return policy, Checkpointer(folder, layout, policy, keep, model)
 
 
 def names(folder):
@@ -51,13 +59,14 @@ def limit_files(limit):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def _one_rank_cannot_write(model, folder, failing):
+def _one_rank_cannot_write(model, folder, failing, background):
     _, saver = checkpointer(model, folder)
     saver.save(TrainState(step=1))
     if int(os.environ["RANK"]) == failing:
         limit_files(50_000)
     with pytest.raises(CheckpointError) as caught:
-        saver.save(TrainState(step=2))
+        saver.start(TrainState(step=2), background)
+        assert background and saver.finish(wait=True) is None, "an error that was not told"
     left = names(folder)
     torch.distributed.barrier()
     limit_files(resource.RLIM_INFINITY)
@@ -65,12 +74,74 @@ def _one_rank_cannot_write(model, folder, failing):
     return str(caught.value), left, names(folder)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_when_one_rank_cannot_write_no_rank_has_saved_and_the_next_save_works(failing, model, tmp_path):
-    for message, left, after in run_ranks(_one_rank_cannot_write, 2, model, tmp_path, failing):
+@pytest.mark.parametrize(("failing", "background"), [(0, False), (1, True)])
+def test_when_one_rank_cannot_write_no_rank_has_saved_and_the_next_save_works(failing, background, model, tmp_path):
+    for message, left, after in run_ranks(_one_rank_cannot_write, 2, model, tmp_path, failing, background):
         assert "no checkpoint was written to" in message and "step_000002, earlier ones are kept" in message
         assert [name for name in left if not name.startswith(".")] == ["step_000001"] and after == ["step_000001", "step_000003"]
-    assert f"rank {failing} could not write its part" in run_ranks(_one_rank_cannot_write, 2, model, tmp_path / "again", failing)[0][0]
+    again = run_ranks(_one_rank_cannot_write, 2, model, tmp_path / "again", failing, background)
+    assert f"rank {failing} could not write its part" in again[0][0] and "GiB are free" in again[1][0]
+
+
+def _write_while_training(model, folder):
+    """Names seen on the way, and whether a checkpoint was complete before it was waited for."""
+    policy, saver = checkpointer(model, folder, keep=9)
+    saver.save(TrainState(step=1))
+    before = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+    saver.start(TrainState(step=2), background=True)
+    for _ in range(3):
+        step_once(policy, saver.layout)
+    assert not any(map(torch.equal, (p.detach() for chunk in policy.chunks for p in chunk.parameters()), before))
+    on_the_way = [path.name for path in checkpoints(folder)]
+    while (path := saver.finish(wait=False)) is None:
+        assert "step_000002" not in names(folder)
+    assert saver.finish(wait=True) is None, "finished twice"
+    torch.distributed.barrier()
+    return on_the_way, path.name, names(folder), [t.name for t in threading.enumerate() if t.name == "checkpoint writer"]
+
+
+def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step_byte_for_byte(model, tmp_path):
+    for seen in run_ranks(_write_while_training, 2, model, tmp_path):
+        assert seen == (["step_000001"], "step_000002", ["step_000001", "step_000002"], [])
+    at_once, meanwhile = (json.loads((tmp_path / f"step_00000{step}" / "checksums.json").read_text()) for step in (1, 2))
+    assert at_once.keys() == meanwhile.keys() and len([name for name in at_once if name.endswith(".distcp")]) >= 2
+    different = {name for name in at_once if at_once[name] != meanwhile[name]}
+    assert different <= {"megagrpo.json", ".metadata"}  # the step; an identifier that torch draws
+
+
+def _save_with_best(model, folder):
+    """What is there after each of these saves: step, best step so far, in the background or not."""
+    _, saver = checkpointer(model, folder, keep=2)
+    there = []
+    for step, best, background in ((1, 0, True), (2, 2, False), (3, 2, True), (4, 2, True), (5, 2, False), (6, 6, True), (7, 6, True)):
+        saver.start(TrainState(step=step, best_step=best, best_value=1.0), background)
+        saver.finish(wait=True)
+        torch.distributed.barrier()
+        there.append((" ".join(name.removeprefix("step_00000") for name in names(folder)), os.path.realpath(folder / "best")[-1]))
+        torch.distributed.barrier()
+    return there
+
+
+def test_the_newest_and_the_best_stay_and_neither_takes_the_place_of_the_other(model, tmp_path):
+    there = run_ranks(_save_with_best, 2, model, tmp_path)[0]
+    assert [text for text, _ in there] == ["1", "1 2 best", "2 3 best", "2 3 4 best", "2 4 5 best", "5 6 best", "6 7 best"]
+    assert [best for _, best in there[1:]] == ["2", "2", "2", "2", "6", "6"]
+
+
+def _draw_on_after_a_save(model, folder):
+    """What this rank draws after a checkpoint, and after it is loaded again in a run that drew something else."""
+    _, saver = checkpointer(model, folder, parallel=dict(tp=1))
+    torch.manual_seed(int(os.environ["RANK"]))
+    path = saver.save(TrainState(step=1))
+    drawn = torch.rand(4)
+    torch.manual_seed(9)
+    saver.load(path)
+    return torch.equal(torch.rand(4), drawn), drawn.tolist()
+
+
+def test_replicas_that_drew_differently_go_on_drawing_so(model, tmp_path):
+    (one, drawn), (other, drawn_by_other) = run_ranks(_draw_on_after_a_save, 2, model, tmp_path)
+    assert one and other and drawn != drawn_by_other
 
 
 def _round_trip(model, folder):
@@ -142,16 +213,35 @@ def overwrite(path):
         file.write(bytes(100))
 
 
+def flip(name):
+    """One bit in the middle of the file is another: of a number, where it holds tensors."""
+
+    def damage(path):
+        data = bytearray((path / name).read_bytes())
+        data[len(data) // 2] ^= 4
+        (path / name).write_bytes(data)
+
+    return damage
+
+
 def forget(path):
     """The norm at the end has another key than the model has for it."""
     text = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(text.replace(b"final_norm", b"first_norm"))
+    believe(path)
 
 
 def of_another_model(path):
     forget(path)
     config = json.loads((path / "hf" / "config.json").read_text())
     (path / "hf" / "config.json").write_text(json.dumps(config | dict(num_hidden_layers=7)))
+    believe(path)
+
+
+def believe(path):
+    """The files are as they were written."""
+    files = [path / name for name in json.loads((path / "checksums.json").read_text())]
+    (path / "checksums.json").write_text(json.dumps(checksums(path, files)))
 
 
 DAMAGES = {
@@ -162,7 +252,17 @@ DAMAGES = {
     "truncated": (truncate, r"__1_0.distcp is truncated: \S+ ends at byte \d+ of \d+; copy the checkpoint again"),
     "overwritten": (overwrite, r"__0_0.distcp is corrupt at byte 0, where \S+ lies; copy the checkpoint again"),
     "metadata.json": (lambda path: (path / "metadata.json").write_text("{"), "metadata.json is corrupt: .*; copy the checkpoint again"),
-    ".metadata": (lambda path: (path / ".metadata").write_bytes(b"{"), "or its .metadata is corrupt"),
+    ".metadata": (lambda path: [(path / ".metadata").write_bytes(b"{"), believe(path)], "or its .metadata is corrupt"),
+    "a bit of the first": (
+        flip("__0_0.distcp"),
+        r"__0_0.distcp is corrupt: its CRC-32 is \w{8}, and was \w{8} when it was written",
+    ),
+    "a bit of the second": (flip("__1_0.distcp"), "__1_0.distcp is corrupt: its CRC-32"),
+    "a bit of .metadata": (flip(".metadata"), ".metadata is corrupt: its CRC-32"),
+    "a bit of the config": (flip("hf/config.json"), "hf/config.json is corrupt: its CRC-32"),
+    "no config": (lambda path: (path / "hf" / "config.json").unlink(), "lacks hf/config.json, which checksums.json names"),
+    "no checksums": (lambda path: (path / "checksums.json").unlink(), "is damaged: .*checksums.json'; copy the checkpoint again"),
+    "checksums": (lambda path: (path / "checksums.json").write_text("{"), "checksums.json is corrupt: JSONDecodeError"),
     "another key": (forget, "cannot be read, or does not fit this model: .*decoder"),
     "of another model": (of_another_model, r"does not fit this model: they differ in num_layers: 7, 4; set model.path to the model that"),
 }

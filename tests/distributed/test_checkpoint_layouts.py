@@ -77,8 +77,9 @@ def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool) ->
         assert checkpointer.load(checkpointer.latest()) == STATE
     else:
         policy.train_step(batch, make_loss(config), divisor)
-        checkpointer.save(STATE)
+        checkpointer.start(STATE, background=True)
     policy.train_step(batch, make_loss(config), divisor)
+    checkpointer.finish(wait=True)
     held = {}
     for _, parameter, found in blocks(policy.chunks, hf_config, layout):
         held |= {(b.name, b.shape, b.box): b.read(parameter.detach()).numpy().copy() for b in found}

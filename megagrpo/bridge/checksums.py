@@ -1,0 +1,62 @@
+"""CRC-32 of the files of a folder: what was written is what is read, or the damaged file is named. They find what disks, networks and
+memory do to files, not what a person does on purpose."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+CHECKSUMS = "checksums.json"  # file -> CRC-32, of all other files of the folder
+_CHUNK = 2**24
+
+
+def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
+    """CRC-32 of each of the `files` as they are now, by their path in `folder`."""
+    return {str(file.relative_to(folder)): f"{_crc(file):08x}" for file in files}
+
+
+def verify_tensors(folder: Path, part: int = 0, parts: int = 1) -> None:
+    """ValueError names the first file of tensors that is not what was written. They are shared out over `parts` by the rank that wrote
+    them: in the same layout, each rank verifies what it is about to read."""
+    written = _listed(folder).items()
+    _verify(folder, {name: crc for name, crc in written if _writer(name) is not None and _writer(name) % parts == part})
+
+
+def verify_others(folder: Path) -> None:
+    """As `verify_tensors`, for the small files beside them."""
+    _verify(folder, {name: crc for name, crc in _listed(folder).items() if _writer(name) is None})
+
+
+def _verify(folder: Path, written: dict[str, str]) -> None:
+    for name, crc in written.items():
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{folder} is damaged: it lacks {name}, which {CHECKSUMS} names; copy the checkpoint again")
+        if (found := f"{_crc(file):08x}") != crc:
+            raise ValueError(f"{file} is corrupt: its CRC-32 is {found}, and was {crc} when it was written; copy the checkpoint again")
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads((folder / CHECKSUMS).read_text()))
+    except OSError as error:
+        raise ValueError(f"{folder} is damaged: {error}; copy the checkpoint again") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / CHECKSUMS} is corrupt: {error!r}; copy the checkpoint again") from None
+
+
+def _writer(name: str) -> int | None:
+    """The rank that wrote a file of tensors; None for other files."""
+    match = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
+    return int(match[1]) if match else None
+
+
+def _crc(file: Path) -> int:
+    value, buffer = 0, bytearray(_CHUNK)
+    with open(file, "rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            value = zlib.crc32(memoryview(buffer)[:count], value)
+    return value
