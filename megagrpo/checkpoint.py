@@ -101,8 +101,8 @@ class Checkpointer:
         self._saving = _Saving(final, self.folder / f".{final.name}.partial", state, self.reference is not None and self.reference.moved)
         with self._all_or_nothing():
             together(self.layout, lambda: self._prepare(self._saving.partial), here=self.layout.world_rank == 0)
-            own_part(self.layout, lambda: self._write(self._saving, background))
             self._write_adapter(self._saving.partial)
+            own_part(self.layout, lambda: self._write(self._saving, background))
 
     def finish(self, wait: bool) -> Path | None:
         """The checkpoint that was started, complete; None when there is none, or when ranks still write and nobody is to `wait`.
@@ -126,6 +126,8 @@ class Checkpointer:
             yield
         except Exception as error:
             saving, self._saving = self._saving, None
+            if saving.write is not None:
+                saving.write.wait()
             full = f"; {shutil.disk_usage(self.folder).free / 2**30:.2f} GiB are free" if self.folder.exists() else ""
             if self.layout.world_rank == 0:
                 shutil.rmtree(saving.partial, ignore_errors=True)

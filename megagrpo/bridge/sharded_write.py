@@ -39,10 +39,14 @@ class ShardedWrite:
         """Whether this rank's part is written, or has failed."""
         return not self._thread.is_alive()
 
-    def result(self) -> dict[str, str]:
-        """The checksums of this rank's files, once they are written; raises what kept them from it."""
+    def wait(self) -> None:
+        """Until this rank writes no more."""
         if self._thread.ident is not None:
             self._thread.join()
+
+    def result(self) -> dict[str, str]:
+        """The checksums of this rank's files, once they are written; raises what kept them from it."""
+        self.wait()
         if self._error is not None:
             raise self._error
         return self._checksums
