@@ -66,7 +66,7 @@ def _one_rank_cannot_write(model, folder, failing, background):
         limit_files(50_000)
     with pytest.raises(CheckpointError) as caught:
         saver.start(TrainState(step=2), background)
-        assert background and saver.finish(wait=True) is None, "an error that was not told"
+        saver.finish(wait=True)
     left = names(folder)
     torch.distributed.barrier()
     limit_files(resource.RLIM_INFINITY)
