@@ -61,7 +61,6 @@ class Trainer:
     saved: TrainState = field(default_factory=TrainState)  # in the newest checkpoint; a run that has not begun needs none
     saving: TrainState | None = None  # in the one on its way to the disk
     failed_saves: int = 0
-    skipped_in_a_row: int = 0
     synced: dict[str, float] = field(default_factory=dict)  # what the last weight sync took
     time_limit: TimeLimit = field(init=False)
 
@@ -159,7 +158,7 @@ class Trainer:
         with self.timer("train"):
             try:
                 metrics = self.policy.train_step(batch, loss_fn, divisor)
-                self.skipped_in_a_row = 0
+                self.state.skipped_in_a_row = 0
             except NonFiniteError as error:
                 metrics = error.metrics
                 self.count_skip(error)
@@ -172,7 +171,7 @@ class Trainer:
     def count_skip(self, error: NonFiniteError) -> None:
         """Count and report an optimizer step that was left out, with the tensor's name as Hugging Face has it."""
         self.state.skipped_steps += 1
-        self.skipped_in_a_row += 1
+        self.state.skipped_in_a_row += 1
         tensor, where = error.tensor, "of no gradient, but of the loss"
         if tensor is not None:
             found = next((blocks for name, _, blocks in self.weights() if name == tensor.name), [])
@@ -180,14 +179,14 @@ class Trainer:
             where = f"in the {tensor.kind} of {', '.join(names)} on rank {tensor.rank}"
         self.writer.message(
             f"warning: step {self.state.step + 1}: optimizer step skipped, no weight has changed: NaN or infinity {where}; "
-            f"loss {error.metrics['loss']:g}; skipped in a row {self.skipped_in_a_row} of {self.config.train.max_skipped_steps} allowed"
+            f"loss {error.metrics['loss']:g}; skipped in a row {self.state.skipped_in_a_row} of {self.config.train.max_skipped_steps} allowed"
         )
 
     def stop_if_broken(self) -> None:
         """Raise BrokenTraining on every rank when too many optimizer steps in a row were skipped."""
-        if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
+        if self.state.skipped_in_a_row >= self.config.train.max_skipped_steps:
             raise BrokenTraining(
-                f"train.max_skipped_steps: {self.skipped_in_a_row} optimizer steps in a row met NaN or infinity; the warnings name the "
+                f"train.max_skipped_steps: {self.state.skipped_in_a_row} optimizer steps in a row met NaN or infinity; the warnings name the "
                 "tensors. Resume from a checkpoint with a lower train.learning_rate, or look into a step with debug.dump_steps"
             )
 

@@ -241,6 +241,7 @@ class TrainState:
     cursor: int = 0  # prompts drawn or passed over since the start
     pass_rates: list[tuple[int, float, int]] = field(default_factory=list)  # of the curriculum: prompt_id, pass rate, epoch of it
     skipped_steps: int = 0  # optimizer steps left out because their loss or gradient was NaN or infinite
+    skipped_in_a_row: int = 0  # of those, since the last one that was taken
     mismatch_alarms: int = 0  # steps whose train/rollout mismatch was above the threshold
     entropy_coef: float | None = None  # weight of the entropy bonus, where it is adaptive; None: still that of the configuration
     ahead: list[dict[str, Any]] = field(default_factory=list)  # groups that were generated ahead and not trained on, of all replicas

@@ -140,7 +140,7 @@ def _good_bad_good(case, plant, *arguments):
             unchanged = same(before, training.state())
             assert training.trainer.state.skipped_steps == 1 and "grad_norm" not in metrics
         metrics = training.step()
-        assert training.trainer.skipped_in_a_row == 0 and metrics["grad_norm"] > 0
+        assert training.trainer.state.skipped_in_a_row == 0 and metrics["grad_norm"] > 0
         ends.append((training.state(), metrics))
     (one, one_metrics), (other, other_metrics) = ends
     return training.said.lines, unchanged, same(one, other) and one_metrics == other_metrics

@@ -25,8 +25,10 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
     assert [line["checkpoint/failures"] for line in run.metrics] == [0, 0, 0, 0]
 
 
-def test_a_full_disk_is_reported_and_counted_and_training_goes_on(tmp_path):
-    with world.running(tmp_path, "run.max_steps=1000", "run.save_steps=1", "run.save_total_limit=1") as trainer:
+@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.full)])
+def test_a_full_disk_is_reported_and_counted_and_training_goes_on(background, tmp_path):
+    often = ["run.max_steps=1000", "run.save_steps=1", "run.save_total_limit=1", f"run.async_save={background}"]
+    with world.running(tmp_path, *often) as trainer:
         world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
         limit_files(trainer.pid)
         world.wait_for(lambda: trainer.out().count("warning: no checkpoint was written") >= 2, "second failure")
