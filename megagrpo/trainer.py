@@ -179,15 +179,16 @@ class Trainer:
             where = f"in the {tensor.kind} of {', '.join(names)} on rank {tensor.rank}"
         self.writer.message(
             f"warning: step {self.state.step + 1}: optimizer step skipped, no weight has changed: NaN or infinity {where}; "
-            f"loss {error.metrics['loss']:g}; skipped in a row {self.state.skipped_in_a_row} of {self.config.train.max_skipped_steps} allowed"
+            f"loss {error.metrics['loss']:g}; skipped in a row {self.state.skipped_in_a_row} of "
+            f"{self.config.train.max_skipped_steps} allowed"
         )
 
     def stop_if_broken(self) -> None:
         """Raise BrokenTraining on every rank when too many optimizer steps in a row were skipped."""
         if self.state.skipped_in_a_row >= self.config.train.max_skipped_steps:
             raise BrokenTraining(
-                f"train.max_skipped_steps: {self.state.skipped_in_a_row} optimizer steps in a row met NaN or infinity; the warnings name the "
-                "tensors. Resume from a checkpoint with a lower train.learning_rate, or look into a step with debug.dump_steps"
+                f"train.max_skipped_steps: {self.state.skipped_in_a_row} optimizer steps in a row met NaN or infinity; the warnings name "
+                "the tensors. Resume from a checkpoint with a lower train.learning_rate, or look into a step with debug.dump_steps"
             )
 
     def check_mismatch(self, metrics: dict[str, float]) -> None:
