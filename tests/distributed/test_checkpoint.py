@@ -117,14 +117,15 @@ def _save_with_best(model, folder):
         saver.start(TrainState(step=step, best_step=best, best_value=1.0), background)
         saver.finish(wait=True)
         torch.distributed.barrier()
-        there.append((" ".join(name.removeprefix("step_00000") for name in names(folder)), os.path.realpath(folder / "best")[-1]))
+        kept = [name.removeprefix("step_00000") for name in names(folder)]
+        there.append((" ".join(kept), os.path.realpath(folder / "best")[-1]))
         torch.distributed.barrier()
     return there
 
 
 def test_the_newest_and_the_best_stay_and_neither_takes_the_place_of_the_other(model, tmp_path):
     there = run_ranks(_save_with_best, 2, model, tmp_path)[0]
-    assert [text for text, _ in there] == ["1", "1 2 best", "2 3 best", "2 3 4 best", "2 4 5 best", "5 6 best", "6 7 best"]
+    assert [text for text, _ in there] == ["1", "best 1 2", "best 2 3", "best 2 3 4", "best 2 4 5", "best 5 6", "best 6 7"]
     assert [best for _, best in there[1:]] == ["2", "2", "2", "2", "6", "6"]
 
 

@@ -1,6 +1,7 @@
 """A run that is killed by SIGKILL in any phase of a step, and goes on, is the run that never stopped: the same weights, moments, reference,
 pass rates and rollouts, bit by bit."""
 
+import functools
 import hashlib
 import json
 import os
@@ -50,6 +51,7 @@ class Killer:
         """Have these called before and after `owner.name` in that step; what is to be killed in the middle then waits for it."""
         original = getattr(owner, name)
 
+        @functools.wraps(original)  # Megatron looks at signatures
         def wrapped(*args, **kwargs):
             if not always and self.step != KILLED_IN:
                 return original(*args, **kwargs)
