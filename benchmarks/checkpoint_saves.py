@@ -1,8 +1,8 @@
 """How long training stands still for a checkpoint that is waited for and for one written meanwhile, and what verifying one costs.
 
-    python benchmarks/checkpoint_saves.py FOLDER   # a random model of the size of SmolLM2-135M in float32: 2.2 GB, removed again
+    python benchmarks/checkpoint_saves.py FOLDER   # a random Llama of 57 M weights in float32: 1.8 GB at most, removed again
 
-Prints seconds, the best of three.
+Prints seconds, the best of two.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megagrpo.policy.hf_config import parse_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.types import TrainState
 
-SMOLLM2 = dict(
+LLAMA = dict(
     architectures=["LlamaForCausalLM"],
     model_type="llama",
     hidden_size=576,
     intermediate_size=1536,
-    num_hidden_layers=30,
+    num_hidden_layers=8,
     num_attention_heads=9,
     num_key_value_heads=3,
     vocab_size=49152,
@@ -50,7 +50,7 @@ def timed(action: Callable[[], object]) -> float:
 def measure(folder: Path) -> dict[str, list[float]]:
     model = folder / "model"
     model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(SMOLLM2))
+    (model / "config.json").write_text(json.dumps(LLAMA))
     values = dict(
         model=dict(path=str(model), precision="fp32"),
         data=dict(train=dict(source="none")),
@@ -58,7 +58,7 @@ def measure(folder: Path) -> dict[str, list[float]]:
     )
     config = RunConfig.model_validate(values)
     layout = init_layout(config.parallel)
-    policy = MegatronPolicy(config, layout, parse_hf_config(SMOLLM2))
+    policy = MegatronPolicy(config, layout, parse_hf_config(LLAMA))
     for chunk in policy.chunks:
         for parameter in chunk.parameters():
             parameter.main_grad = torch.randn(parameter.shape)
@@ -69,7 +69,7 @@ def measure(folder: Path) -> dict[str, list[float]]:
     def note(name: str, seconds: float) -> None:
         found.setdefault(name, []).append(seconds)
 
-    for step in range(1, 6, 2):
+    for step in range(1, 4, 2):
         note("waited for: training stands still", timed(lambda step=step: saver.save(TrainState(step=step))))
         began = time.perf_counter()
         saver.start(TrainState(step=step + 1), background=True)
