@@ -15,6 +15,7 @@ from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.bridge.checksums import checksums
+from megagrpo.bridge.sharded_write import ShardedWrite
 from megagrpo.checkpoint import Checkpointer, CheckpointError, checkpoints, newest_checkpoint
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
@@ -88,9 +89,12 @@ def _write_while_training(model, folder):
     policy, saver = checkpointer(model, folder, keep=9)
     saver.save(TrainState(step=1))
     before = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+    trained, write = threading.Event(), ShardedWrite._run
+    ShardedWrite._run = lambda self: trained.wait() and write(self)
     saver.start(TrainState(step=2), background=True)
-    for _ in range(3):
-        step_once(policy, saver.layout)
+    assert saver.finish(wait=False) is None
+    step_once(policy, saver.layout)
+    trained.set()
     assert not any(map(torch.equal, (p.detach() for chunk in policy.chunks for p in chunk.parameters()), before))
     on_the_way = [path.name for path in checkpoints(folder)]
     while (path := saver.finish(wait=False)) is None:
