@@ -21,7 +21,8 @@ class Starving:
 
     def generate(self, prompts, n, sampling, seed, on_group=None):
         self.asked.append(([prompt.prompt_id for prompt in prompts], n, seed))
-        on_group(0, [f"response {len(self.asked)}"])
+        for place in range(len(prompts)):
+            on_group(place, [f"response {len(self.asked)}"] * n)
         if not self.filled:
             raise EngineStarved("http://a: none has weight version 3")
 
@@ -57,7 +58,7 @@ def test_it_is_filled_and_asked_for_the_same_again(collector):
     collector.refill = refill
     scored, _ = collector.collect(PROMPTS, 4, SamplingParams(1.0, 8), seed=5)
     assert refills == [1] and engine.asked == [([0, 1, 2], 4, 5)] * 2
-    assert scored == ["response 2"]  # what came before the refill does not count
+    assert scored == ["response 2"] * 12  # what came before the refill does not count
 
 
 def test_a_request_to_stop_comes_first(collector):
