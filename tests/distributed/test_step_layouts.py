@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from dumped_steps import FUNCTIONS, make_model, rollouts
 from ranks import run_ranks
-from tiny_policy import Case, tiny_run
+from tiny_policy import Case, tiny_model, tiny_run
 
 from megagrpo.__main__ import main
 from megagrpo.algorithms.losses import make_loss
@@ -36,7 +36,9 @@ LAYOUTS = [Case("tp2 dp2", 4, dict(tp=2, sequence_parallel=True)), Case("cp2 pp2
 
 
 class Given:
-    """Prompts and a collector that always give the same."""
+    """Prompts and a collector that always give the same, and never stop."""
+
+    stop = None
 
     def next(self, count: int) -> list:
         return []
@@ -58,7 +60,7 @@ class Alone(Trainer):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "llama"
-    run_ranks(make_model, 1, folder, "llama_tied")
+    run_ranks(make_model, 1, folder, tiny_model("llama_tied"))
     return folder
 
 
