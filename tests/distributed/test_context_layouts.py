@@ -25,6 +25,7 @@ def verify(folder, shape: str, precision: str, *layouts: str) -> int:
     )
 
 
+@pytest.mark.full
 def test_four_context_parallel_ranks_take_the_step_of_one_process(tmp_path):
     layouts = ("cp=4", "cp=4,tp=2,sequence_parallel", "cp=3,pp=2,pipeline_layers=[10,14]")
     assert verify(tmp_path, "qwen3_tied", "fp32", *layouts) == 0

@@ -50,6 +50,7 @@ def _steps(case, deterministic=False):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_same_steps_give_the_same_bits(case):
     one, other = ([seen for seen, *_ in run_ranks(_steps, case.ranks, case)] for _ in range(2))

@@ -42,6 +42,7 @@ def audit(run, step):
     return main(["audit", str(run), "--step", str(step)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_steps_of_this_layout_agree_with_float64(name, models, tmp_path, capfd):
     ranks, shape, *_ = LAYOUTS[name]

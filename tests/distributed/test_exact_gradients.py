@@ -131,6 +131,7 @@ def test_without_advantages_and_kl_the_gradient_is_exactly_zero(case, skip):
     assert found.metrics["loss"] == 0 == found.metrics["grad_norm"] and not any(map(math.isnan, found.metrics.values()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", FEW_RANKS, ids=str)
 def test_without_advantages_the_gradient_is_that_of_the_kl_alone(case):
     once, twice = step(case, without_advantage(), beta=0.1), step(case, without_advantage(), beta=0.2)

@@ -79,6 +79,7 @@ def _check(name, found, expected):
     assert [d for d in compare(found[name], expected[name]) if not d.passed] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FAR)
 def test_a_loss_that_looks_beyond_its_token_is_the_same_over_context_parallel_ranks(name):
     _check(name, in_layout("cp2", *FAR), one_process(*FAR))

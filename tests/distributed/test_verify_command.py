@@ -107,6 +107,7 @@ def test_a_rank_that_fails_is_a_layout_that_fails_and_the_others_are_still_tried
     assert "FAIL: tp=2" in printed
 
 
+@pytest.mark.full
 def test_a_layout_that_hangs_fails_in_time(run, capsys, monkeypatch):
     stock = command.take_step
     monkeypatch.setattr(command, "TIMEOUT", 8)

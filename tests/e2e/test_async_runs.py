@@ -26,6 +26,7 @@ def synchronous(tmp_path_factory):
     return texts(run), [line["grad_norm"] for line in run.metrics]
 
 
+@pytest.mark.full
 def test_a_policy_that_stands_still_gets_the_very_responses_of_a_synchronous_run(tmp_path, synchronous):
     run = world.train(tmp_path, "run.max_steps=4", *STILL, *AHEAD)
     assert run.code == 0, run.err
@@ -48,6 +49,7 @@ def test_a_run_that_is_stopped_and_resumed_loses_no_prompt_and_repeats_none(tmp_
     assert run.code == 0 and texts(run) == synchronous[0][: (saved["step"] + 1) * GROUPS * GROUP], run.err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("in_flight", ["keep", "resume", pytest.param("wait", marks=pytest.mark.full)])
 def test_responses_under_way_live_through_a_sync(tmp_path, in_flight):
     run = world.train(tmp_path, *AHEAD, *SLOW, *STILL, "run.max_steps=3", f"rollout.in_flight={in_flight}")

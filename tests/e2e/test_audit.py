@@ -176,6 +176,7 @@ def _audit_tampered(dump, scratch):
     return found
 
 
+@pytest.mark.full
 def test_every_changed_number_is_the_first_that_is_named(dumped, tmp_path):
     found = run_ranks(_audit_tampered, 1, dumped.folder / "dumps" / "step_000002", tmp_path)[0]
     for name, (_, quantity) in TAMPERED.items():

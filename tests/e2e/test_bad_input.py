@@ -112,6 +112,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path):
     assert "vLLM server" in run.err and "ended with exit code" in run.err and "--no-such-flag" in run.err and "vllm_0.log" in run.err
 
 
+@pytest.mark.full
 def test_a_reward_that_fails_costs_its_reward_alone(tmp_path):
     own = f"{world.folder()}/rewards.py"
     functions = json.dumps([{"function": f"{own}:{name}"} for name in ("low_bytes", "raises", "hangs")])

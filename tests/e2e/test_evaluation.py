@@ -32,6 +32,7 @@ def test_sets_are_evaluated_with_their_own_sampling_before_between_and_after(tmp
     assert [line.split("  reward")[0] for line in shown] == ["evaluation after step 2" + of for of in ("", " of easy", " of hard")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "metric", [pytest.param("hard/reward", marks=pytest.mark.full), "easy/completions/max_length"]
 )  # one that rises, one that is the same every time

@@ -19,6 +19,7 @@ def limit_files(pid=0, limit=LIMIT):
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+@pytest.mark.full
 def test_the_newest_checkpoints_are_kept(tmp_path):
     run = world.train(tmp_path, "run.max_steps=4", "run.save_steps=1", "run.save_total_limit=2")
     assert run.code == 0 and run.saved == ["step_000003", "step_000004"]

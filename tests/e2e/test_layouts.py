@@ -44,6 +44,7 @@ def test_two_pipeline_stages_and_two_context_parallel_ranks(layout, one_rank, tm
     same_first_step(world.Run(max(codes), "", "", tmp_path / "run"), one_rank)
 
 
+@pytest.mark.full
 def test_two_copies_of_the_model_and_a_signal_to_their_launcher(one_rank, tmp_path):
     process = world.start(tmp_path, "run.max_steps=1000", NPROC="2")
     world.wait_for(lambda: world.steps_done(tmp_path) >= 2 or process.poll() is not None, "second step")

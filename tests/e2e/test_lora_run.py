@@ -33,6 +33,7 @@ def test_rewards_rise_with_adapters_alone(run):
     assert all(line["token_mult_prob_error"] < 1.001 for line in run.metrics)
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_with_the_adapters_of_one_that_never_stopped(run, tmp_path):
     whole = world.train(tmp_path, *LORA, "run.max_steps=8")
     expected, found = (load_file(r.newest / "adapter" / "adapter_model.safetensors") for r in (whole, run))
@@ -49,6 +50,7 @@ def test_a_run_continues_from_an_adapter_which_is_its_reference(run, tmp_path):
     assert refused.code == 2 and "lora.rank: 4, and the adapter in" in refused.err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("storage", ["fp8", "nf4"])
 def test_vllm_samples_from_the_rounded_weights_that_the_trainer_computes_with(storage, run, tmp_path):
     stored = world.train(tmp_path, *LORA, "run.max_steps=2", f"model.base_storage={storage}")

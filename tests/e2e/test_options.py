@@ -38,6 +38,7 @@ def test_a_run_learns(tmp_path):
     assert statistics.fmean(rewards[-3:]) > statistics.fmean(rewards[:3]) + 0.25
 
 
+@pytest.mark.full
 def test_a_deterministic_run_is_the_same_run(plain, tmp_path):
     run = succeeded(world.train(tmp_path, "run.deterministic=true"))
     assert texts(run) == texts(plain) and largest_difference(run, plain) < 1e-5
@@ -74,6 +75,7 @@ def test_without_shuffling_prompts_come_in_the_order_of_the_data_set(tmp_path):
     assert drawn == [position % 24 for position in range(40)]  # the second epoch begins within the second step
 
 
+@pytest.mark.full
 def test_the_second_iteration_on_a_batch_clips(plain, tmp_path):
     narrow = ["algorithm.epsilon=1e-4", "run.max_steps=1"]
     one = succeeded(world.train(tmp_path / "one", *narrow))
@@ -84,6 +86,7 @@ def test_the_second_iteration_on_a_batch_clips(plain, tmp_path):
     assert largest_difference(one, two) > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("estimator", ["k3", "full_reverse"])
 def test_the_kl_to_the_reference_is_zero_until_the_policy_moves(estimator, plain, tmp_path):
     run = succeeded(world.train(tmp_path, "algorithm.beta=0.5", f"algorithm.kl_estimator={estimator}", "run.max_steps=3"))
@@ -101,6 +104,7 @@ def test_evaluation_comes_first_last_and_every_so_many_steps(tmp_path):
     assert {row["step"] for row in run.completions} == {1, 2, 3}  # those of training alone
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_are_scaled_as_asked(scale, tmp_path):
     run = succeeded(world.train(tmp_path, f"algorithm.scale_rewards={scale}", "run.max_steps=1"))
@@ -111,6 +115,7 @@ def test_advantages_are_scaled_as_asked(scale, tmp_path):
     assert [row["advantage"] for row in run.completions] == pytest.approx(expected)
 
 
+@pytest.mark.full
 def test_leaving_out_samples_without_advantage_changes_no_weight(tmp_path):
     seldom = f"rewards.functions=[{{function: {world.folder()}/rewards.py:seldom}}]"
     runs = [succeeded(world.train(tmp_path / skip, seldom, f"algorithm.skip_zero_advantage={skip}")) for skip in ("true", "false")]
@@ -119,6 +124,7 @@ def test_leaving_out_samples_without_advantage_changes_no_weight(tmp_path):
     assert runs[0].metrics[0]["loss"] == pytest.approx(runs[1].metrics[0]["loss"], abs=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("option", ["model.recompute=full", "train.max_tokens_per_micro_batch=60", "train.distributed_optimizer=false"])
 def test_what_saves_memory_changes_no_weight(option, plain, tmp_path):
     run = succeeded(world.train(tmp_path, option))
@@ -126,6 +132,7 @@ def test_what_saves_memory_changes_no_weight(option, plain, tmp_path):
     assert largest_difference(run, plain) < 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 def test_the_learning_rate_follows_its_schedule(shape, tmp_path):
     steps, warmup, peak, end = 5, 2, 1e-3, 1e-4

@@ -67,6 +67,7 @@ def test_a_worker_that_gets_something_else_than_was_sent_refuses_it_and_takes_th
     assert sampled(synced.engine) == sampled(fresh.engine)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("read", [pytest.param(0, marks=pytest.mark.full), 10, pytest.param(19, marks=pytest.mark.full)])
 def test_a_push_whose_server_dies_is_done_over_when_it_is_back(read):
     synced, fresh = tied_llamas()

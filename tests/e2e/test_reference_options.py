@@ -39,6 +39,7 @@ def everything(tmp_path_factory):
     return succeeded(world.train(tmp_path_factory.mktemp("everything"), *in_reward, *slices, *moving, "debug.dump_steps=[1,2]"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [1, 2])
 def test_the_audit_agrees_with_slices_a_kl_in_the_reward_and_a_reference_that_moves(everything, step):
     code, said = world.audit(everything.folder, "--step", step, "--json")

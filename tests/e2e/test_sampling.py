@@ -71,6 +71,7 @@ def test_a_resumed_run_in_another_layout_draws_the_same(dynamic, tmp_path):
         assert [found[name] for name in found] == pytest.approx([expected[name] for name in found], rel=2e-4, abs=2e-4)
 
 
+@pytest.mark.full
 def test_a_step_that_cannot_be_filled_says_so_and_trains_on_what_there_is(tmp_path):
     hard = f"rewards.functions=[{{function: {world.folder()}/rewards.py:never}}]"
     run = succeeded(world.train(tmp_path, hard, "algorithm.dynamic_sample=true", "algorithm.max_resample_times=1", "run.max_steps=1"))
@@ -93,6 +94,7 @@ def test_a_step_that_cannot_be_filled_says_so_and_trains_on_what_there_is(tmp_pa
     assert code == 0, said
 
 
+@pytest.mark.full
 def test_a_curriculum_rests_what_is_always_or_never_passed_and_remembers_it(tmp_path):
     options = ["data.curriculum=pass_rate", "rollout.prompts_per_step=12", "data.train.size=12", "data.curriculum_pass_reward=0.5"]
     options += ["rollout.num_generations=2", "train.learning_rate=1e-9"]

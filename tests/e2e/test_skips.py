@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import pytest
+
 from megagrpo import train
 from tests.e2e import world
 
@@ -28,6 +30,7 @@ def spoil(steps):
 ONE_MICRO_BATCH = "train.max_tokens_per_micro_batch=4096"
 
 
+@pytest.mark.full
 def test_the_run_goes_on_behind_a_step_without_a_finite_loss(tmp_path):
     options = ["run.max_steps=3", ONE_MICRO_BATCH, "debug.dump_steps=[2]"]
     run = world.train(tmp_path, *options, prepare=lambda: spoil({2}))

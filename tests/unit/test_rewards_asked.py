@@ -237,6 +237,7 @@ def test_options_of_a_reward_model(model):
     assert found[:2] == [chat, short] and found[2] == pytest.approx(whole.expected, abs=0.1)
 
 
+@pytest.mark.full
 def test_what_is_no_reward_model_is_refused(model, tmp_path):
     three, causal = run_ranks(make_model, 1, tmp_path / "three", 3)[0], run_ranks(make_model, 1, tmp_path / "causal", 1, True)[0]
     cases = [(str(three), {}), (str(causal), {}), (str(model), {"dtype": "int8"}), (str(model), {"batch_size": 0})]

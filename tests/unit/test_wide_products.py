@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # In a process of its own: the kernels stay replaced until it ends.
 PRELUDE = """
 import torch
@@ -41,10 +43,12 @@ for product, exact in {PRODUCTS}.items():
 """)
 
 
+@pytest.mark.full
 def test_float32_products_are_torchs_own():
     run("assert torch.equal(a.float()[0] @ a.float()[0].t(), stock)")
 
 
+@pytest.mark.full
 def test_gradients_flow_in_bfloat16():
     run("""
 x = a[0].clone().requires_grad_()
