@@ -39,11 +39,6 @@ class Cut:
     view: Tensor | None
     constant: float = 0.0
 
-    def same_as(self, other: Cut) -> bool:
-        """Whether both put the same in the same place."""
-        mine, its = ((c.parameter, c.place, c.name, c.constant, *_seen(c.view)) for c in (self, other))
-        return mine == its
-
 
 class Recorder(TorchDispatchMode):
     """Sees what a model's loaders do to its parameters during a reload. `reason` says why it cannot be replayed, if it cannot."""
@@ -55,6 +50,7 @@ class Recorder(TorchDispatchMode):
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 self.homes[tensor.untyped_storage()._cdata] = module, name, tensor
         self.layers: dict[nn.Module, list[Cut]] = {}  # in the order in which they began to load
+        self.known: set[tuple] = set()
         self.reason = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,9 +77,10 @@ class Recorder(TorchDispatchMode):
             return
         if isinstance(module, (Attention, MLAAttention)) or not isinstance(whole, nn.Parameter):
             self._cannot(f"{type(module).__name__}.{name} is loaded, which is no parameter of a plain layer")
-        cuts = self.layers.setdefault(module, [])
-        if not any(cut.same_as(known) for known in cuts if known.parameter == name):  # what was never on the meta device is copied twice
-            cuts.append(cut)
+        key = module, cut.parameter, cut.place, cut.name, cut.constant, cut.view is not None and _place(cut.view)
+        if key not in self.known:  # what was never on the meta device is copied twice
+            self.known.add(key)
+            self.layers.setdefault(module, []).append(cut)
 
     def _cannot(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -147,10 +144,6 @@ def _processing() -> Iterator[Callable[[nn.Module], None]]:
 
 def _process(layer: nn.Module) -> None:
     _layerwise_process(layer, get_layerwise_info(layer))
-
-
-def _seen(view: Tensor | None) -> tuple:
-    return () if view is None else _place(view)
 
 
 def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -179,10 +179,9 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Leave the reload that is under way, if any. Layers that are not complete get back what they had."""
         if not self.reloading:
             return
+        # Otherwise vLLM would process a layer with a part of its weights, and leave one that failed half made.
         for module in self.model.modules():
-            get_layerwise_info(
-                module
-            ).load_numel = 0  # vLLM would process one with a part of its weights, and leave one half made that failed
+            get_layerwise_info(module).load_numel = 0
         finalize_layerwise_reload(self.model, self.model_config)
         self.reloading = False
 
