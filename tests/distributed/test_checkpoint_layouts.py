@@ -163,7 +163,7 @@ def test_experts_go_between_all_ways_of_cutting_them(saved, loaded, model_with_e
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [_full(EP2, ONE), _full(ONE, TP2_EP2), (PP2_EP2, TP2_ETP1), _full(TP2_EP2, PP2_EP2), (VPP_EP2, ETP2)], ids=str
+    ("saved", "loaded"), [_full(EP2, ONE), _full(ONE, TP2_EP2), _full(PP2_EP2, TP2_ETP1), _full(TP2_EP2, PP2_EP2), (VPP_EP2, ETP2)], ids=str
 )
 def test_experts_go_from_any_number_of_expert_parallel_ranks_to_any_other(saved, loaded, model_with_experts, tmp_path):
     assert_continues(saved, loaded, model_with_experts, tmp_path)

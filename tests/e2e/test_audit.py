@@ -72,8 +72,13 @@ def test_the_audit_agrees_with_what_the_run_computed(dumped, step):
     [
         ["algorithm.loss_type=grpo", "algorithm.scale_rewards=batch", "rollout.temperature=0.7"],
         ["algorithm.loss_type=dr_grpo", "algorithm.scale_rewards=none", "algorithm.beta=1", "algorithm.kl_estimator=full_reverse"],
-        ["algorithm.mask_truncated_completions=true", "rollout.num_generations=24", "algorithm.beta=0.1"],
-        ["algorithm.loss_type=bnpo", "algorithm.beta=1", "algorithm.kl_estimator=low_var", "train.share_prompts=false"],
+        pytest.param(
+            ["algorithm.mask_truncated_completions=true", "rollout.num_generations=24", "algorithm.beta=0.1"], marks=pytest.mark.full
+        ),
+        pytest.param(
+            ["algorithm.loss_type=bnpo", "algorithm.beta=1", "algorithm.kl_estimator=low_var", "train.share_prompts=false"],
+            marks=pytest.mark.full,
+        ),
     ],
     ids=lambda options: options[0].removeprefix("algorithm."),
 )

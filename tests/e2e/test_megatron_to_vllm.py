@@ -13,7 +13,12 @@ from tests.e2e.tiny_servers import PROMPTS, connect, launch, model_folder, naive
 
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
-    [(1, {}), (4, dict(tp=2, pp=2)), (2, dict(pp=2)), (4, dict(tp=2))],
+    [
+        pytest.param(1, {}, marks=pytest.mark.full),
+        (4, dict(tp=2, pp=2)),
+        pytest.param(2, dict(pp=2), marks=pytest.mark.full),
+        (4, dict(tp=2)),
+    ],
     ids=["one process", "tp2_pp2", "pp2", "tp2_dp2"],
 )
 def test_a_server_synced_from_megatron_shards_equals_a_fresh_one_on_the_exported_folder(ranks, parallel, tmp_path):

@@ -25,7 +25,11 @@ def continues(output, step, *overrides):
 
 @pytest.mark.parametrize(
     ("number", "to"),
-    [(signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg), pytest.param(signal.SIGINT, os.killpg, marks=pytest.mark.full)],
+    [
+        (signal.SIGTERM, os.kill),
+        pytest.param(signal.SIGTERM, os.killpg, marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, os.killpg, marks=pytest.mark.full),
+    ],
     ids=["SIGTERM", "SIGTERM to the group", "SIGINT to the group"],
 )
 def test_a_signal_saves_after_the_last_finished_step(number, to, tmp_path):
