@@ -86,7 +86,9 @@ def run_ranks(ranks: int, where: list[str], trainer: list[str], logs: LogsSpecs 
         return TO_BE_CONTINUED if stopped.sigval == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ else 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        if failure.exitcode != TO_BE_CONTINUED:
+        if failure.exitcode < 0:
+            print(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}, and the others end with it", file=sys.stderr)
+        elif failure.exitcode != TO_BE_CONTINUED:
             print(f"rank {rank} failed first, with exit code {failure.exitcode}; its own message is above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0

@@ -14,7 +14,7 @@ from megagrpo.metrics import PhaseTimer
 from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.together import together
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rollout.engine import Engine, EngineInterrupted, EngineStarved
+from megagrpo.rollout.engine import Engine, EngineError, EngineInterrupted, EngineStarved
 from megagrpo.rollout.pool import AsyncPool
 from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout, Truncation
 
@@ -28,6 +28,10 @@ class StopRequested(Exception):
     def __init__(self, number: int):
         super().__init__(f"signal {number}")
         self.number = number
+
+
+class NoRollouts(EngineError):
+    """A rank's engine gave none; the text names the rank and why. On every rank, and before anything of the step was trained."""
 
 
 @dataclass
@@ -49,12 +53,12 @@ class Collector:
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """`num_generations` scored rollouts of each prompt, in prompt order, and what was counted on the way. Collective.
 
-        Raises StopRequested on every rank when any of them was told to stop.
+        Raises StopRequested on every rank when any of them was told to stop, NoRollouts when the engine of one fails.
         """
         prompts = numbered(prompts)  # before they are shared out: replicas must not sample the same group twice
         ahead = self.pool is not None and all(prompt.place is not None for prompt in prompts)
 
-        def part() -> tuple[list[tuple[int, list[ScoredRollout]]], dict[str, float]] | str | None:
+        def part() -> tuple[list[tuple[int, list[ScoredRollout]]], dict[str, float]] | str | EngineError | None:
             self.rewards.step = self.step
             mine, engine = (self._own_places(prompts), self.pool) if ahead else (self._own_slice(prompts), self.engine)
             try:
@@ -64,16 +68,25 @@ class Collector:
                 return None
             except EngineStarved:
                 return STARVED
+            except EngineError as error:
+                return error
             counted = self.rewards.metrics() | (self.pool.counters() if ahead else {})
             return [*zip(mine, map(list, batched(scored, num_generations)), strict=True)], counted
 
-        while STARVED in (parts := together(self.layout, part, here=self.layout.is_dp_leader)):
-            self.stop_if_requested()
+        while STARVED in (parts := self._of_all(part)):
             self.refill()  # the same seeds give the same rollouts
-        self.stop_if_requested()
         parts = [part for part in parts if part is not None]
         groups = sorted((pair for groups, _ in parts for pair in groups), key=lambda pair: pair[0])
         return [s for _, scored in groups for s in scored], summed_counters([counted for _, counted in parts])
+
+    def _of_all(self, part: Callable[[], Any]) -> list[Any]:
+        """What `part` gives on each rank that speaks for a replica."""
+        parts = together(self.layout, part, here=self.layout.is_dp_leader)
+        self.stop_if_requested()
+        for rank, failure in enumerate(parts):
+            if isinstance(failure, EngineError):
+                raise NoRollouts(str(failure) if rank == self.layout.world_rank else f"rank {rank}: {failure}") from failure
+        return parts
 
     def ask(self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int) -> None:
         """Begin with this replica's share of prompts that are collected later, less those that were asked for before."""

@@ -14,7 +14,7 @@ from megagrpo.algorithms.advantages import advantages_of, less_kl, reward_statis
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.checkpoint import Checkpointer, CheckpointError
-from megagrpo.collect import Collector, StopRequested, rollout_metrics, staleness
+from megagrpo.collect import Collector, NoRollouts, StopRequested, rollout_metrics, staleness
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.prompts import PromptSource
@@ -119,6 +119,10 @@ class Trainer:
             self.writer.message(f"{why} after step {self.state.step}")
             self.save(must_succeed=True)
             return stop.number
+        except NoRollouts:
+            self.save(must_succeed=False)
+            self.finish_save(wait=True)
+            raise
         except (RankError, EngineError, BrokenTraining):
             with suppress(RuntimeError):  # of a rank that has left already: the others wait for none that still runs
                 self.finish_save(wait=True)

@@ -24,6 +24,7 @@ class Watcher:
     def __init__(self, engine: Updates, refill: Callable[[str], bool], say: Callable[[str], None] = print):
         self.engine, self.refill, self.say = engine, refill, say
         self._out: set[str] = set()
+        self._urls = engine.urls
         self._end, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
@@ -42,10 +43,15 @@ class Watcher:
             self._look()
 
     def _look(self) -> None:
-        dead = self.engine.dead - self.engine.waiting
+        dead, joining, urls = self.engine.dead - self.engine.waiting, self.engine.joining, self.engine.urls
+        for url in sorted(set(self._urls) - set(urls)):
+            self.say(f"vLLM server {url} is asked no more (rollout.urls_file)")
         for url in sorted(dead - self._out):
-            self.say(f"warning: vLLM server {url} is left out until it answers as it should")
-        self._out = dead
+            if url in joining:
+                self.say(f"vLLM server {url} is to join, once it answers and has the current weights (rollout.urls_file)")
+            else:
+                self.say(f"warning: vLLM server {url} is left out until it answers as it should")
+        self._out, self._urls = dead, urls
         for url in sorted(dead):
             if not self.engine.barred(url) and healthy(url):
                 self._fill(url)
@@ -58,12 +64,14 @@ class Watcher:
                 self._not_filled(url, error)
             return
         self._filled(url)
+        there = "has joined" if url in self.engine.joining else "is back"
+        self.engine.joining.discard(url)
         if not filled:
             self.engine.waiting.add(url)
-            self.say(f"vLLM server {url} is back and waits for the next weight sync")
+            self.say(f"vLLM server {url} {there} and waits for the next weight sync")
             return
         self.engine.dead.discard(url)
-        self.say(f"vLLM server {url} is back, with weight version {self.engine.weight_version}")
+        self.say(f"vLLM server {url} {there}, with weight version {self.engine.weight_version}")
 
     def _filled(self, url: str) -> None:
         """It is in again."""

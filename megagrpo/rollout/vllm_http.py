@@ -20,12 +20,14 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds that a server which cannot be 
 CONNECT_SECONDS = 30.0  # more than thousands of requests that begin at once keep this process from looking
 POOLS = 64  # of connections, for one client
 GOOD_SECONDS = 120.0  # that it must do well for before that begins with the first one again
+OF_PROXIES = (502, 503, 504)  # status codes that say that the server behind did not answer
 HEALTH_SECONDS = 5.0  # within which a server answers that it is well
 
 
 class Servers:
     """`urls` are the servers, `logs` their log files for messages, `token` what they ask for. `dead` are those that no request goes to,
-    `waiting` those of them that only need new weights. While there is a file `urls_file`, it names the servers: see `follow`."""
+    `waiting` those of them that only need new weights, `joining` those that were never asked. While there is a file `urls_file`, it names
+    the servers: see `follow`."""
 
     def __init__(
         self,
@@ -45,13 +47,15 @@ class Servers:
         self._barred_until: dict[str, float] = {}
         self.dead: set[str] = set()
         self.waiting: set[str] = set()
+        self.joining: set[str] = set()
 
     def follow(self) -> None:
         """Take in servers that `urls_file` names newly, as dead ones until they hold the current weights, and forget those that it names no
         more. What is not there, or names no server, changes nothing. Not while requests are under way."""
         named = [] if self.urls_file is None else read_urls(self.urls_file)
         if named and named != self.urls:
-            self.dead = (self.dead | (set(named) - set(self.urls))) & set(named)
+            new = set(named) - set(self.urls)
+            self.dead, self.joining = (self.dead | new) & set(named), (self.joining | new) & set(named)
             self.waiting &= set(named)
             self.urls = named
 
@@ -75,7 +79,8 @@ class Servers:
     async def _post(
         self, client: httpx.AsyncClient, url: str, path: str, body: Any = None, seconds: float | None = None, optional: bool = False
     ) -> Any:
-        """What the server answers; None from one that lacks an `optional` route. WeightSyncError when it does not, or with an error."""
+        """What the server answers; None from one that lacks an `optional` route. WeightSyncError when it answers with an error; its kinds
+        ServerTimeout and NoAnswer when it does not."""
         timeout = httpx.USE_CLIENT_DEFAULT if seconds is None else seconds
         return await self._control(client.post(f"{url}{path}", json=body, timeout=timeout), url, path, seconds, optional)
 
@@ -91,15 +96,19 @@ class Servers:
         except httpx.TimeoutException as error:
             raise ServerTimeout(f"{self._name(url)} did not answer {path} within {seconds or self.timeout:g} s") from error
         except httpx.HTTPError as error:
-            raise WeightSyncError(f"{self._name(url)} did not answer {path}: {error!r}") from error
+            raise NoAnswer(f"{self._name(url)} did not answer {path}: {error!r}") from error
         if answer.status_code == 404 and optional:
             return None
         if answer.status_code != 200:
-            raise WeightSyncError(f"{self._name(url)} answered {answer.status_code} to {path}: {error_text(answer)}")
+            kind = NoAnswer if answer.status_code in OF_PROXIES else WeightSyncError
+            raise kind(f"{self._name(url)} answered {answer.status_code} to {path}: {error_text(answer)}")
+        content = answer.headers.get("content-type", "")
         try:
-            return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
+            if content.startswith("text/html"):
+                raise ValueError(content)
+            return answer.json() if content.startswith("application/json") else None
         except ValueError as error:
-            raise WeightSyncError(f"{self._name(url)} answered no JSON to {path}: {answer.text[:80]!r}") from error
+            raise NoAnswer(f"{self._name(url)} answered no JSON to {path}: {answer.text[:80]!r}") from error
 
     async def _each(self, verb: Callable[..., Coroutine], *args: Any, only: Collection[str] | None = None) -> list[Any]:
         """`verb` on every living server, or on those in `only`, at once. All of them come to an end before the first error is raised."""
@@ -153,6 +162,10 @@ class Spread(httpx.AsyncBaseTransport):
 
 class ServerTimeout(WeightSyncError):
     """A server that took a request did not answer it in time."""
+
+
+class NoAnswer(WeightSyncError):
+    """A request was broken off, or something else than the server has answered it."""
 
 
 def read_urls(file: Path) -> list[str]:

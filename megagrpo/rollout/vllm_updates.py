@@ -1,7 +1,7 @@
 """New weights and adapters for vLLM servers: the verbs of an update, each with a deadline, and what the workers say about it.
 
-A server that dies on the way is left out: it is none that could answer with other weights. One that lives and cannot go on is an error
-that names server, phase, worker and tensor; it stays paused.
+A server that dies on the way, or cannot be spoken to, is left out: it is none that could answer with other weights. One that lives and
+cannot go on is an error that names server, phase, worker and tensor; it stays paused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import httpx
 
 from megagrpo.rollout.engine import ServerDied, WeightUpdate
 from megagrpo.rollout.shared_weights import WeightSyncError
-from megagrpo.rollout.vllm_http import HEALTH_SECONDS, Servers, ServerTimeout, answers
+from megagrpo.rollout.vllm_http import HEALTH_SECONDS, NoAnswer, Servers, ServerTimeout, answers
 
 INITIAL_VERSION = "default"  # what vLLM calls the weights it started with
 LOOK_SECONDS = 0.5  # between two looks at servers that do not answer
@@ -153,7 +153,7 @@ class Updates(Servers):
         except WeightSyncError as error:
             with contextlib.suppress(WeightSyncError):
                 await self._end_update(client, url)
-            raise WeightSyncError(f"phase {phase}: {error}") from error
+            raise type(error)(f"phase {phase}: {error}") from error
         return [report | {"server": url} for report in reports]
 
     async def _end_update(self, client: httpx.AsyncClient, url: str) -> None:
@@ -203,18 +203,23 @@ class Updates(Servers):
     # -- servers that die and come back
 
     def _update(self, verbs: Any, *args: Any, only: Sequence[str] | None = None, together: Collection[str] | None = None) -> list[Any]:
-        """What `verbs` gives on each server, in one list. A server that is gone afterwards counts as dead, and gives nothing; it is an
-        error where it is one of `only`, or was the last one and none comes back, and ServerDied where it is one of `together`."""
+        """What `verbs` gives on each server, in one list. A server that is gone afterwards counts as dead, and gives nothing, as does one
+        that cannot be spoken to; it is an error where it is one of `only`, or was the last one and none comes back, and ServerDied where it
+        is one of `together`."""
         failures: list[WeightSyncError] = []
 
         async def attempt(client: httpx.AsyncClient, url: str) -> list[Any]:
             try:
                 return await verbs(client, url, *args)
             except WeightSyncError as error:
-                hangs = isinstance(error, ServerTimeout)
-                if only is not None or (hangs and not self.patience) or await answers(client, url):
+                if only is not None or (isinstance(error, ServerTimeout) and not self.patience):
                     raise
-                self.dead.add(url)
+                if not await answers(client, url):
+                    self.dead.add(url)
+                elif isinstance(error, NoAnswer) and self.patience:
+                    self.leave_out(url)
+                else:
+                    raise
                 failures.append(error)
                 return []
 

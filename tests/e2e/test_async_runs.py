@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from megagrpo.checkpoint import checkpoints
 from tests.e2e import world
 
 AHEAD = ("rollout.max_staleness=1", "algorithm.importance_correction=token_truncate")
@@ -47,6 +48,24 @@ def test_a_run_that_is_stopped_and_resumed_loses_no_prompt_and_repeats_none(tmp_
     assert {group["place"] // GROUPS for group in saved["ahead"]} <= {saved["step"], saved["step"] + 1}
     run = world.train(tmp_path, f"run.max_steps={saved['step'] + 1}", *STILL, *AHEAD, "run.resume=true")
     assert run.code == 0 and texts(run) == synchronous[0][: (saved["step"] + 1) * GROUPS * GROUP], run.err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moves", [False, True], ids=["still", "moving"])
+def test_a_run_that_is_killed_and_resumed_trains_on_every_prompt_once(moves, tmp_path, synchronous):
+    words = [*(() if moves else STILL), *AHEAD, "run.save_steps=1", "run.save_total_limit=1", "run.async_save=true"]
+    with world.running(tmp_path, "run.max_steps=1000", *words) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 3, "third step")
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+    saved = int(checkpoints(tmp_path / "run" / "checkpoints")[-1].name.removeprefix("step_"))
+    steps = saved + 3
+    run = world.train(tmp_path, f"run.max_steps={steps}", *words, "--resume")
+    assert run.code == 0 and f"after step {saved}" in run.out, run.err
+    assert [line["step"] for line in run.metrics] == list(range(1, steps + 1))
+    expected = synchronous[0][: steps * GROUPS * GROUP]
+    assert [row[:2] for row in texts(run)] == [row[:2] for row in expected] and (texts(run) == expected) != moves
+    assert all(line["staleness/max"] <= 1 for line in run.metrics)
 
 
 @pytest.mark.full

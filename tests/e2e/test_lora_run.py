@@ -1,9 +1,13 @@
 """Runs that train adapters: rewards rise, a resumed run is the run that never stopped, and what they leave is what a run continues from."""
 
+import os
+import signal
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megagrpo.checkpoint import checkpoints
 from tests.e2e import world
 
 LORA = (
@@ -39,6 +43,22 @@ def test_a_resumed_run_ends_with_the_adapters_of_one_that_never_stopped(run, tmp
     expected, found = (load_file(r.newest / "adapter" / "adapter_model.safetensors") for r in (whole, run))
     assert len(found) == 2 * 7 * 2 and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert [row["completion"] for row in run.completions] == [row["completion"] for row in whole.completions]
+
+
+@pytest.mark.full
+def test_a_run_that_saves_beside_training_and_is_killed_ends_with_the_same_adapters_and_moments(run, tmp_path):
+    words = (*LORA, "run.max_steps=8", "run.save_steps=1", "run.async_save=true")
+    with world.running(tmp_path, *words) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 4, "fourth step")
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+    assert 0 < len(checkpoints(tmp_path / "run" / "checkpoints")) < 8
+    resumed = world.train(tmp_path, *words, "--resume")
+    assert resumed.code == 0 and [row["completion"] for row in resumed.completions] == [row["completion"] for row in run.completions]
+    expected, found = world.plain_tensors(run.newest), world.plain_tensors(resumed.newest)
+    assert expected.keys() == found.keys() and all(expected[name].equal(tensor) for name, tensor in found.items())
+    for path in checkpoints(resumed.folder / "checkpoints"):
+        assert load_file(path / "adapter" / "adapter_model.safetensors").keys() and (path / "adapter" / "adapter_config.json").exists()
 
 
 def test_a_run_continues_from_an_adapter_which_is_its_reference(run, tmp_path):

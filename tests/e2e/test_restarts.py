@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from megagrpo.rollout.access import headers
 from megagrpo.rollout.keeper import Keeper
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.types import SamplingParams
@@ -22,9 +23,9 @@ from tests.e2e.tiny_servers import PROMPTS, below, connect, greedy, halt, is_hal
 LONG = SamplingParams(1.0, 100)
 
 
-def requests_served(url):
+def requests_served(url, token=None):
     """How many requests the server has finished since it was started."""
-    text = httpx.get(f"{url}/metrics").text
+    text = httpx.get(f"{url}/metrics", headers=headers(token)).raise_for_status().text
     return sum(float(value) for value in re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", text, re.MULTILINE))
 
 

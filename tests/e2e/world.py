@@ -229,6 +229,7 @@ def running(output: Path, *overrides: str, prepare: Callable[[], None] = lambda:
     """A run into `output`/run, killed on the way out if it is still there. `prepare` is called in the fork before."""
     words = ["train", *arguments(output, *overrides, launched=launched)]
     with tempfile.TemporaryDirectory() as printed:
+        Path(printed, "out").touch()
         pid = _fork(words, Path(printed), prepare)
         try:
             yield Forked(pid, output, Path(printed))

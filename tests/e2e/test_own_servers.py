@@ -1,0 +1,169 @@
+"""Runs on servers that somebody else keeps: they die and are back at their address, join and leave, or are all gone; the run takes the
+steps that it would have taken."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from megagrpo.rollout.launcher import Launcher, ServerOptions
+from megagrpo.rollout.vllm_server import VllmEngine
+from tests.e2e import world
+from tests.e2e.test_restarts import requests_served
+from tests.e2e.tiny_servers import below
+
+TOKEN = "a-token-of-the-tests-1234"
+MANY = "run.max_steps=5000"
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    """Two servers that ask for a token."""
+    options = ServerOptions(str(world.folder() / "model"), "float32", 64, max_num_seqs=64, kv_cache_gb=1, omp_threads=1)
+    with Launcher(options, tmp_path_factory.mktemp("servers"), num_servers=2, token=TOKEN) as launcher:
+        launcher.start()
+        launcher.wait()
+        yield launcher
+
+
+@pytest.fixture
+def words(launcher, tmp_path):
+    """Options of a run on these servers."""
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_text(TOKEN)
+    return [f"rollout.urls=[{','.join(launcher.urls)}]", f"rollout.token_file={file}"]
+
+
+def kill(launcher, place):
+    server = launcher.servers[place]
+    for pid in below(server.supervisor.pid):
+        os.kill(pid, signal.SIGKILL)
+    world.wait_for(lambda: not server.alive, "end of the server")
+
+
+def start_again(launcher, *places):
+    launcher._started = time.monotonic()
+    for place in places:
+        launcher.start_again(place)
+    launcher.wait()
+
+
+def more_steps(output, count=3):
+    before = world.steps_done(output)
+    world.wait_for(lambda: world.steps_done(output) >= before + count, f"{count} steps more")
+
+
+def asked(run):
+    """Every rollout of a run, in order."""
+    return [(row["step"], row["prompt_id"], row["completion"], row["reward"]) for row in run.completions]
+
+
+def assert_undisturbed(run, output, words):
+    """The run has taken the steps that it takes when nothing happens to its servers."""
+    plain = world.train(output, *words, f"run.max_steps={len(run.metrics)}", launched=True)
+    assert plain.code == 0 and asked(run) == asked(plain), plain.err
+    assert [line["loss"] for line in run.metrics] == [line["loss"] for line in plain.metrics]
+    expected, found = world.plain_tensors(plain.newest), world.plain_tensors(run.newest)
+    assert len(expected) > 30 and expected.keys() == found.keys() and all(expected[name].equal(tensor) for name, tensor in found.items())
+
+
+def stopped(trainer):
+    """What has become of a run that is told to save and stop."""
+    os.kill(trainer.pid, signal.SIGTERM)
+    run = trainer.wait()
+    assert run.code == 128 + signal.SIGTERM, run.err
+    return run
+
+
+@pytest.mark.full
+def test_a_server_that_dies_is_left_out_and_back_with_the_current_weights(launcher, words, tmp_path):
+    url = launcher.urls[0]
+    with world.running(tmp_path, *words, MANY, launched=True) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
+        kill(launcher, 0)
+        more_steps(tmp_path)
+        start_again(launcher, 0)
+        world.wait_for(lambda: f"vLLM server {url} is back, with weight version" in trainer.out(), "its return")
+        before = requests_served(url, TOKEN)
+        more_steps(tmp_path)
+        assert requests_served(url, TOKEN) > before
+        run = stopped(trainer)
+    assert f"vLLM server {url} is left out until it answers as it should" in run.out
+    assert_undisturbed(run, tmp_path / "plain", words)
+
+
+@pytest.mark.full
+def test_servers_join_and_leave_while_a_run_trains(launcher, words, tmp_path):
+    (first, second), file = launcher.urls, tmp_path / "urls"
+    alone = [f"rollout.urls=[{first}]", words[1], f"rollout.urls_file={file}"]
+    with world.running(tmp_path, *alone, MANY, launched=True) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
+        before = requests_served(second, TOKEN)
+        file.write_text(f"{first}\n{second}\n")
+        world.wait_for(lambda: requests_served(second, TOKEN) > before, "requests to the one that joined")
+        more_steps(tmp_path)
+        file.write_text(second)
+        more_steps(tmp_path, 2)
+        before = requests_served(first, TOKEN)
+        more_steps(tmp_path)
+        assert requests_served(first, TOKEN) == before
+        run = stopped(trainer)
+    assert f"vLLM server {second} has joined, with weight version" in run.out and "warning" not in run.out
+    assert_undisturbed(run, tmp_path / "plain", words)
+
+
+@pytest.mark.full
+def test_when_all_servers_are_gone_the_run_saves_what_it_has_and_goes_on_when_they_are_back(launcher, words, tmp_path):
+    with world.running(tmp_path, *words, MANY, "rollout.reconnect_timeout=3", launched=True) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
+        for place in (0, 1):
+            kill(launcher, place)
+        began = time.monotonic()
+        run = trainer.wait()
+    assert run.code == 1 and 2 < time.monotonic() - began < 20, run.err
+    named = ", ".join(f"vLLM server {url}" for url in launcher.urls)
+    assert f"rank 0 stops: no vLLM server answers any more: {named}" in run.err and "Traceback" not in run.err
+    steps = len(run.metrics)
+    assert run.saved == [f"step_{steps:06d}"]
+    start_again(launcher, 0, 1)
+    run = world.train(tmp_path, *words, f"run.max_steps={steps + 2}", "--resume", launched=True)
+    assert run.code == 0 and len(run.metrics) == steps + 2, run.err
+    assert_undisturbed(run, tmp_path / "plain", words)
+
+
+def stop_in_the_third_sync(url, pids):
+    """Called in the trainer: these processes of the server at `url` are stopped when it is about to be sent weights for the third time."""
+    post, syncs = VllmEngine._post, []
+
+    def disturbed(self, client, asked, path, *args, **kwargs):
+        if (asked, path) == (url, "/update_weights"):
+            syncs.append(path)
+            for pid in pids if len(syncs) == 3 else ():
+                os.kill(pid, signal.SIGSTOP)
+        return post(self, client, asked, path, *args, **kwargs)
+
+    VllmEngine._post = disturbed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
+def test_a_server_that_hangs_in_a_sync_is_left_out_and_back_when_it_goes_on(transport, launcher, words, tmp_path):
+    url, pids = launcher.urls[0], below(launcher.servers[0].supervisor.pid)
+    words += ["rollout.weight_sync_timeout=3", f"rollout.weight_sync_transport={transport}"]
+    try:
+        with world.running(tmp_path, *words, MANY, launched=True, prepare=lambda: stop_in_the_third_sync(url, pids)) as trainer:
+            world.wait_for(lambda: f"vLLM server {url} is left out" in trainer.out(), "end of the wait for it")
+            more_steps(tmp_path)
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            world.wait_for(lambda: f"vLLM server {url} is back" in trainer.out(), "its return")
+            before = requests_served(url, TOKEN)
+            more_steps(tmp_path)
+            assert requests_served(url, TOKEN) > before
+            run = stopped(trainer)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert_undisturbed(run, tmp_path / "plain", words)
