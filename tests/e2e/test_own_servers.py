@@ -10,6 +10,7 @@ import pytest
 from megagrpo.rollout.launcher import Launcher, ServerOptions
 from megagrpo.rollout.vllm_server import VllmEngine
 from tests.e2e import world
+from tests.e2e.faulty_proxy import FaultyProxy
 from tests.e2e.test_restarts import requests_served
 from tests.e2e.tiny_servers import below
 
@@ -166,4 +167,22 @@ def test_a_server_that_hangs_in_a_sync_is_left_out_and_back_when_it_goes_on(tran
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
+    assert_undisturbed(run, tmp_path / "plain", words)
+
+
+SPOILED = [("/pause", "reset"), ("/update_weights", "lost"), ("/finish_weight_update", "html"), ("/resume", "gateway")]
+
+
+@pytest.mark.full
+def test_a_sync_whose_requests_are_broken_off_or_answered_by_something_else_costs_no_run(launcher, words, tmp_path):
+    with FaultyProxy(int(launcher.urls[0].rpartition(":")[2])) as proxy:
+        through = [f"rollout.urls=[{proxy.url},{launcher.urls[1]}]", words[1]]
+        with world.running(tmp_path, *through, MANY, launched=True) as trainer:
+            world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
+            for times, (path, fault) in enumerate(SPOILED, 1):
+                proxy.faults[path] = fault
+                back = f"vLLM server {proxy.url} is back, with weight version"
+                world.wait_for(lambda back=back, times=times: trainer.out().count(back) == times, f"return after {fault} of {path}")
+            run = stopped(trainer)
+    assert not proxy.faults
     assert_undisturbed(run, tmp_path / "plain", words)

@@ -105,6 +105,11 @@ class StandIn:
             while True:
                 wfile.write(b" ")
                 time.sleep(0.05)
+        elif self.mode == "slow":
+            wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text))
+            for start in range(0, len(text), 1 + len(text) // 10):
+                wfile.write(text[start : start + 1 + len(text) // 10])
+                time.sleep(0.02)
         elif self.mode == "half":
             wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text) + text[: len(text) // 2])
         elif self.mode == "no http":

@@ -62,6 +62,13 @@ def test_a_server_that_misbehaves_costs_no_prompt(mode, servers):
         assert engine.dead == {bad.url}
 
 
+def test_a_slow_connection_is_waited_for(servers):
+    slow = servers("slow")
+    engine = engine_of(slow, servers(delay=0.02))
+    generate(engine)
+    assert slow.asked and engine.dead == set()
+
+
 @pytest.mark.parametrize(
     ("mode", "told"), [("html", "no answer to a prompt .*<html>"), ("error", "out of order"), ("fewer", "1 responses came")]
 )
