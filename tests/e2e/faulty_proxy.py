@@ -47,21 +47,17 @@ class FaultyProxy:
         elif fault == "gateway":
             client.sendall(ANSWER % b"502 Bad Gateway")
         elif fault == "reset":
-            _reset(client)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
+            client.close()
         else:
             with socket.create_connection(("127.0.0.1", port)) as server:
                 server.sendall(head)
                 threading.Thread(target=_pump, args=(client, server), daemon=True).start()
                 if fault == "lost":
                     server.recv(1)
-                    _reset(client)
+                    client.shutdown(socket.SHUT_RDWR)  # wakes the other thread, which would keep the connection open
                 else:
                     _pump(server, client)
-
-
-def _reset(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
-    connection.close()
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
