@@ -78,8 +78,7 @@ def _watch(launcher: Launcher, stop: threading.Event) -> bool:
         for server in launcher.servers:
             if not server.alive and server.url not in told:
                 told.add(server.url)
-                code = server.supervisor.returncode
-                print(f"vLLM server {server.url} ended with exit code {code}; its log: {server.log}", file=sys.stderr, flush=True)
+                print(f"vLLM server {server.url} {server.fate}; its log: {server.log}", file=sys.stderr, flush=True)
         if len(told) == len(launcher.servers):
             return False
     return True

@@ -82,6 +82,7 @@ def make_launcher(
         startup_timeout=r.startup_timeout,
         host=host or address_of(r.interface),
         token=token or secrets.token_urlsafe(32),
+        max_restarts=r.max_restarts,
     )
 
 

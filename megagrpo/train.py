@@ -164,8 +164,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     with _problems_of_the_config():
         weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype, model_folder, transport, writer.message)
     resources.enter_context(weight_sync)
-    if launcher is not None and config.rollout.max_restarts:
-        resources.enter_context(Keeper(launcher, engine, weight_sync.refill, config.rollout.max_restarts, writer.message))
+    if launcher is not None and launcher.max_restarts:
+        resources.enter_context(Keeper(launcher, engine, weight_sync.refill, writer.message))
     elif first and config.rollout.urls:
         resources.enter_context(Watcher(engine, weight_sync.refill, writer.message))
     pool = None

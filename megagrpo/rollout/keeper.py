@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from megagrpo.rollout.launcher import Launcher, Server, healthy
@@ -82,15 +81,12 @@ class Watcher:
 
 
 class Keeper(Watcher):
-    """The same for servers of a launcher, which it starts again when they have ended, at the same address, up to `max_restarts` times each.
-    When no more is to come, `engine` gives up waiting."""
+    """The same for servers of a launcher, which it starts again when they have ended, at the same address, up to the launcher's
+    `max_restarts` times each. When no more is to come, `engine` gives up waiting."""
 
-    def __init__(
-        self, launcher: Launcher, engine: Updates, refill: Callable[[str], bool], max_restarts: int, say: Callable[[str], None] = print
-    ):
+    def __init__(self, launcher: Launcher, engine: Updates, refill: Callable[[str], bool], say: Callable[[str], None] = print):
         super().__init__(engine, refill, say)
-        self.launcher, self.max_restarts = launcher, max_restarts
-        self.restarts: Counter[str] = Counter()
+        self.launcher = launcher
         self._silent_since: dict[str, float] = {}
         self._starting: set[str] = set()
         self._given_up: set[str] = set()
@@ -118,27 +114,22 @@ class Keeper(Watcher):
             self._silent_since.pop(url, None)
 
     def _start_again(self, place: int, server: Server) -> None:
-        url, code = server.url, server.supervisor.returncode
+        url = server.url
         self._silent_since.pop(url, None)
-        if self.restarts[url] >= self.max_restarts:
+        if not self.launcher.may_start_again(server):
             self._given_up.add(url)
             if len(self._given_up) == len(self.launcher.servers):
                 self.engine.patience = 0.0
             self.say(
-                f"warning: vLLM server {url} ended with exit code {code} and stays so after {self.restarts[url]} restarts "
+                f"warning: vLLM server {url} {server.fate} and stays so after {self.launcher.restarts[url]} restarts "
                 f"(rollout.max_restarts); its log: {server.log}"
             )
             return
         with self._lock:
             if self._end.is_set():
                 return
-            self.restarts[url] += 1
             self._starting.add(url)
-            self.say(
-                f"warning: vLLM server {url} ended with exit code {code}; starting it again, "
-                f"{self.restarts[url]} of {self.max_restarts} times (rollout.max_restarts); its log: {server.log}"
-            )
-            self.launcher.start_again(place)
+            self.say(f"warning: {self.launcher.start_again(place)}")
 
     def _filled(self, url: str) -> None:
         self._starting.discard(url)

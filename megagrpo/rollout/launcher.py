@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile, groupby, takewhile
@@ -33,6 +34,7 @@ MAX_BATCHED_TOKENS = 4096  # of one prefill without a GPU
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 LOG_LINES = 30  # shown when a server does not start and none of its processes says why
 ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")  # before each line of what one of vLLM's processes logs
+KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number)}  # exit code -> signal
 TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -65,11 +67,23 @@ class Server:
     url: str
     log: Path
     supervisor: subprocess.Popen = field(repr=False)
+    started: float = 0.0  # by the monotonic clock
 
     @property
     def alive(self) -> bool:
         """Whether its process has not ended."""
         return self.supervisor.poll() is None
+
+    @property
+    def killed(self) -> bool:
+        """Whether somebody else has ended it, not it itself: the kernel, for want of memory, or a person."""
+        return self.supervisor.returncode in KILLED
+
+    @property
+    def fate(self) -> str:
+        """How it has ended, in words."""
+        code = self.supervisor.returncode
+        return f"was killed by {KILLED[code].name}" if self.killed else f"ended with exit code {code}"
 
     def end(self) -> None:
         """End it with all its processes: SIGTERM, then SIGKILL. Does nothing to one that has ended."""
@@ -108,7 +122,7 @@ class Launcher:
     `start` returns at once, so the trainer can build its model while vLLM starts. `port` is that of the first server, the next ones
     follow; 0 picks free ones. `devices` are the ids of the GPUs to share out, `options.tp` to each server; None runs vLLM for CPU. Servers
     listen on the address `host` of this machine alone, and with a `token` answer those alone who send it. Each server logs to
-    `log_dir/vllm_N.log`.
+    `log_dir/vllm_N.log`. One that has ended may be started again up to `max_restarts` times (`may_start_again`).
     """
 
     def __init__(
@@ -122,6 +136,7 @@ class Launcher:
         startup_timeout: float = 600.0,
         host: str = HOST,
         token: str | None = None,
+        max_restarts: int = 0,
     ):
         if devices is not None and len(devices) < num_servers * options.tp:
             raise ValueError(
@@ -131,6 +146,8 @@ class Launcher:
         self.options, self.log_dir, self.num_servers, self.port = options, Path(log_dir), num_servers, port
         self.devices, self.startup_timeout = devices, startup_timeout
         self.host, self.token = host, token
+        self.max_restarts = max_restarts
+        self.restarts: Counter[str] = Counter()  # address -> how often
         self.servers: list[Server] = []
 
     def __enter__(self) -> Launcher:
@@ -158,29 +175,33 @@ class Launcher:
         for port in ports:
             _check_port(self.host, port)
         atexit.register(self.stop)
-        self._started, self._pid = time.monotonic(), os.getpid()
+        self._pid = os.getpid()
         for index, port in enumerate(ports):
             self.servers.append(self._launch(index, port))
 
     def wait(self, progress: Callable[[str], None] = lambda text: None) -> list[str]:
         """Addresses of the servers once all of them answer. `progress` gets a line every few seconds.
 
-        Raises EngineStartError, with the reason or else the end of the log, when one exits or does not answer within `startup_timeout`
-        seconds; all servers are stopped then.
+        One that is killed is started again. Raises EngineStartError, with the reason or else the end of the log, when one ends by itself,
+        is killed too often or does not answer within `startup_timeout` seconds; all servers are stopped then.
         """
-        told = 0.0
-        waiting = list(self.servers)
+        begun, told = time.monotonic(), 0.0
+        waiting = list(range(self.num_servers))
         while waiting:
-            seconds = time.monotonic() - self._started
-            for server in waiting:
+            now = time.monotonic()
+            for place in waiting:
+                server = self.servers[place]
                 if not server.alive:
-                    self._give_up(server, f"ended with exit code {server.supervisor.returncode} after {seconds:.0f} s")
-                if seconds > self.startup_timeout:
+                    if not (server.killed and self.may_start_again(server)):
+                        self._give_up(server, f"{server.fate} after {now - server.started:.0f} s")
+                    progress(f"warning: {self.start_again(place)}")
+                elif now - server.started > self.startup_timeout:
                     self._give_up(server, f"did not answer within {self.startup_timeout:.0f} s (rollout.startup_timeout)")
-            waiting = [server for server in waiting if not healthy(server.url)]
-            if waiting and seconds - told >= 5:
-                told = seconds
-                progress(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {seconds:.0f} s, log {waiting[0].log}")
+            waiting = [place for place in waiting if not healthy(self.servers[place].url)]
+            if waiting and now - begun - told >= 5:
+                told = now - begun
+                log = self.servers[waiting[0]].log
+                progress(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {told:.0f} s, log {log}")
             time.sleep(0.2 if waiting else 0)
         return self.urls
 
@@ -196,11 +217,20 @@ class Launcher:
         self.servers.clear()
         atexit.unregister(self.stop)
 
-    def start_again(self, index: int) -> None:
-        """Start a server that has ended, at its address and with its log going on, without waiting for it."""
+    def may_start_again(self, server: Server) -> bool:
+        """Whether it has been started again fewer than `max_restarts` times."""
+        return self.restarts[server.url] < self.max_restarts
+
+    def start_again(self, index: int) -> str:
+        """Start a server that has ended, at its address and with its log going on, without waiting for it; the words for it."""
         server = self.servers[index]
-        assert not server.alive
+        assert not server.alive and self.may_start_again(server)
+        self.restarts[server.url] += 1
         self.servers[index] = self._launch(index, int(server.url.rpartition(":")[2]), how="ab")
+        return (
+            f"vLLM server {server.url} {server.fate}; starting it again, {self.restarts[server.url]} of {self.max_restarts} times "
+            f"(rollout.max_restarts); its log: {server.log}"
+        )
 
     def _launch(self, index: int, port: int, how: str = "wb") -> Server:
         log = self.log_dir / f"vllm_{index}.log"
@@ -214,7 +244,7 @@ class Launcher:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return Server(f"http://{self.host}:{port}", log, supervisor)
+        return Server(f"http://{self.host}:{port}", log, supervisor, time.monotonic())
 
     def _command(self, port: int) -> list[str]:
         o = self.options

@@ -25,7 +25,7 @@ WEIGHTS = "megagrpo-{}.*"  # what a trainer of that process id publishes its wei
 
 
 def main() -> int:
-    """Exit status of the server; 0 when it was stopped from here."""
+    """Exit status of the server, 128 + the signal's number when it was killed; 0 when it was stopped from here."""
     parent, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -49,7 +49,7 @@ def main() -> int:
     if os.getppid() != parent:
         for folder in Path(SHARED).glob(WEIGHTS.format(parent)):
             shutil.rmtree(folder, ignore_errors=True)
-    return 0 if status is None else status
+    return 0 if status is None else status if status >= 0 else 128 - status
 
 
 def end(server: subprocess.Popen, grace: float) -> None:

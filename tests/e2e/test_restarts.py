@@ -65,7 +65,9 @@ class Kept:
 
     def __enter__(self):
         self.sync = self.make_sync()
-        self.keeper = Keeper(self.server.launcher, self.server.engine, self.refill, 3, self.said.append).__enter__()
+        self.server.launcher.max_restarts = 3
+        self.server.launcher.restarts.clear()
+        self.keeper = Keeper(self.server.launcher, self.server.engine, self.refill, self.said.append).__enter__()
         self.server.engine.patience = 200.0
         self.push(self.fresh.folder)
         return self

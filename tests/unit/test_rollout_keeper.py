@@ -47,7 +47,7 @@ def wait_until(condition, seconds=20.0):
 def stand(tmp_path, monkeypatch):
     monkeypatch.setattr(keeper_module, "LOOK_SECONDS", 0.05)
     (tmp_path / "config.json").write_text("{}")
-    with Stand(ServerOptions(str(tmp_path), "float32", 64), tmp_path) as launcher:
+    with Stand(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
         launcher.start()
         launcher.wait()
         yield launcher
@@ -66,19 +66,21 @@ def test_a_server_is_started_again_at_its_address_filled_and_then_alive(stand):
         filled.append(url)
         return True
 
-    with Keeper(stand, engine, refill, 2, said.append):
+    stand.max_restarts = 2
+    with Keeper(stand, engine, refill, said.append):
         for time_ in (1, 2):
             kill(stand.servers[0])
             wait_until(lambda: len(said) == 2 * time_)  # noqa: B023
             assert filled == stand.urls * time_ and engine.dead == set()
-    assert "ended with exit code -9; starting it again, 1 of 2 times (rollout.max_restarts); its log: " in said[0]
+    assert "was killed by SIGKILL; starting it again, 1 of 2 times (rollout.max_restarts); its log: " in said[0]
     assert said[1].endswith("is back, with weight version 0")
 
 
 def test_a_server_that_ends_again_and_again_is_given_up_and_the_engine_waits_no_longer(stand, tmp_path):
     engine, said = VllmEngine(stand.urls, str, patience=60.0), []
     (tmp_path / "broken").touch()
-    with Keeper(stand, engine, lambda url: True, 2, said.append):
+    stand.max_restarts = 2
+    with Keeper(stand, engine, lambda url: True, said.append):
         kill(stand.servers[0])
         with pytest.raises(EngineDeadError, match="no vLLM server answers any more"):
             engine.generate([Prompt(0, (5, 6), "")], 1, SamplingParams(0.0, 4), seed=0)
@@ -91,7 +93,7 @@ def test_a_server_that_does_not_take_the_weights_is_ended(stand):
     def refill(url):
         raise WeightSyncError("phase update: worker 0: no")
 
-    with Keeper(stand, engine, refill, 1, said.append):
+    with Keeper(stand, engine, refill, said.append):
         kill(stand.servers[0])
         wait_until(lambda: len(said) == 3)
     assert "did not take the current weights, ending it: phase update: worker 0: no" in said[1] and "after 1 restarts" in said[2]
@@ -100,7 +102,7 @@ def test_a_server_that_does_not_take_the_weights_is_ended(stand):
 
 def test_a_server_that_cannot_be_filled_now_stays_out_until_the_next_sync(stand):
     engine, said = VllmEngine(stand.urls, str, patience=5.0), []
-    with Keeper(stand, engine, lambda url: False, 1, said.append):
+    with Keeper(stand, engine, lambda url: False, said.append):
         kill(stand.servers[0])
         wait_until(lambda: len(said) == 2)
         assert said[1].endswith("is back and waits for the next weight sync") and engine.dead == engine.waiting == set(stand.urls)
@@ -113,15 +115,15 @@ def test_a_server_that_is_there_and_says_nothing_is_ended_and_started_again(stan
     monkeypatch.setattr(keeper_module, "healthy", lambda url: len(said) > 1)
     engine, said = VllmEngine(stand.urls, str, patience=5.0), []
     engine.dead.add(stand.urls[0])  # a request had found no answer
-    with Keeper(stand, engine, lambda url: True, 1, said.append):
+    with Keeper(stand, engine, lambda url: True, said.append):
         wait_until(lambda: len(said) == 3)
     assert "has said nothing for 0.2 s; ending it" in said[0] and "starting it again" in said[1] and "is back" in said[2]
 
 
 def test_nothing_is_started_once_the_keeper_is_left(stand):
     engine = VllmEngine(stand.urls, str, patience=5.0)
-    with Keeper(stand, engine, lambda url: True, 3, lambda line: None) as keeper:
+    with Keeper(stand, engine, lambda url: True, lambda line: None):
         pass
     kill(stand.servers[0])
     time.sleep(0.3)
-    assert not stand.servers[0].alive and not keeper.restarts
+    assert not stand.servers[0].alive and not stand.restarts

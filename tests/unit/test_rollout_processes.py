@@ -90,6 +90,11 @@ def test_a_supervisor_passes_on_how_its_server_ended():
     assert subprocess.run(command, timeout=20).returncode == 7
 
 
+def test_a_supervisor_says_by_which_signal_its_server_was_killed():
+    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", "bash", "-c", "kill -KILL $$"]
+    assert subprocess.run(command, timeout=20).returncode == 128 + signal.SIGKILL
+
+
 def test_files_that_a_killed_server_had_mapped_are_removed():
     name = Path(f"/dev/shm/psm_test{os.getpid()}")
     code = f"import mmap, time; f = open({str(name)!r}, 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 0); print('up', flush=True); "
@@ -147,6 +152,40 @@ RuntimeError: Engine core initialization failed. See root cause above.
 def test_why_a_server_did_not_start_is_what_failed_first(log, cause, tmp_path):
     (tmp_path / "log").write_text(log)
     assert Server("http://here", tmp_path / "log", None).cause() == cause
+
+
+class Starting(Launcher):
+    """Servers that do `first` at their first start and `later` at every other; `well` answers."""
+
+    first, later = "kill -KILL $$", "kill -KILL $$"
+    well = f"exec {sys.executable} -m http.server --bind 127.0.0.1 --directory {{folder}} {{port}}"
+
+    def _command(self, port):
+        code = self.later if self.restarts.total() else self.first
+        (self.log_dir / "health").touch()
+        return ["bash", "-c", code.format(folder=self.log_dir, port=port)]
+
+
+def test_a_server_that_is_killed_while_it_starts_is_started_again(options, tmp_path):
+    said = []
+    with Starting(options, tmp_path, num_servers=2, max_restarts=1) as launcher:
+        launcher.later = launcher.well
+        launcher.start()
+        assert launcher.wait(said.append) == launcher.urls and all(map(launcher_module.healthy, launcher.urls))
+    killed = [line for line in said if "was killed by SIGKILL; starting it again, 1 of 1 times (rollout.max_restarts)" in line]
+    assert len(killed) == 2 and all(line.startswith("warning: vLLM server http://127.0.0.1:") for line in killed)
+
+
+@pytest.mark.parametrize(
+    ("first", "restarts", "fate"), [("kill -KILL $$", 2, "was killed by SIGKILL after"), ("exit 3", 0, "ended with exit code 3 after")]
+)
+def test_a_server_that_is_killed_too_often_or_ends_by_itself_while_it_starts_is_given_up(first, restarts, fate, options, tmp_path):
+    with Starting(options, tmp_path, max_restarts=2) as launcher:
+        launcher.first = first
+        launcher.start()
+        with pytest.raises(EngineStartError, match=f"vLLM server .* {fate}"):
+            launcher.wait()
+        assert launcher.restarts.total() == restarts and launcher.servers == []
 
 
 def test_too_few_gpus_for_the_servers_are_refused(options, tmp_path):

@@ -18,12 +18,7 @@ class Server:
     url: str
     alive: bool = True
     log: Path = Path("vllm.log")
-
-    @property
-    def supervisor(self):
-        return self
-
-    returncode: int = -9
+    fate: str = "was killed by SIGKILL"
 
 
 @dataclass
@@ -42,7 +37,7 @@ def test_it_ends_when_asked_to_or_with_its_last_server(monkeypatch, capsys):
     one, two, stop = Server("http://a"), Server("http://b", alive=False), threading.Event()
     threading.Timer(0.1, stop.set).start()
     assert serve._watch(Servers([one, two]), stop)
-    assert capsys.readouterr().err == "vLLM server http://b ended with exit code -9; its log: vllm.log\n"
+    assert capsys.readouterr().err == "vLLM server http://b was killed by SIGKILL; its log: vllm.log\n"
     one.alive = False
     assert not serve._watch(Servers([one, two]), threading.Event())
 
