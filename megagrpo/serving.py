@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from megagrpo.bridge.adapters import ADAPTER_FILES
+from megagrpo.bridge.checksums import verify_inside
 from megagrpo.bridge.convert import export_alone
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.checkpoint import BEST, STATE_FILE, newest_checkpoint
@@ -92,9 +93,10 @@ def servers_sleep(config: RunConfig) -> bool:
 
 
 def adapter_arguments(adapter: Path | None) -> list[str]:
-    """What has vLLM serve a LoRA adapter that PEFT saved; nothing for None. ValueError for a folder that is none."""
+    """What has vLLM serve a LoRA adapter that PEFT saved; nothing for None. ValueError for a folder that is none, or damaged."""
     if adapter is None:
         return []
+    verify_inside(adapter)
     try:
         rank = int(json.loads((adapter / "adapter_config.json").read_text())["r"])
     except (OSError, ValueError, KeyError, TypeError) as error:

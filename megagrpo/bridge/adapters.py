@@ -11,6 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from megagrpo.bridge.checksums import verify_inside
 from megagrpo.bridge.export import Held, Source, Stream, save_folder
 from megagrpo.bridge.families import adapter_blocks, fill
 from megagrpo.bridge.hf_files import File, Files, Writer
@@ -71,10 +72,11 @@ def load_adapter(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, f
 
 
 def read_lora(folder: Path) -> LoraSection:
-    """The section of a config that describes the adapter in `folder`. ValueError when it is none, or of another kind than ours."""
+    """The section of a config that describes the adapter in `folder`. ValueError when it is none, damaged, or of another kind than ours."""
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             raise ValueError(f"lora.adapter_path: {folder} holds no {file}; name a folder that PEFT or a checkpoint of a run has written")
+    verify_inside(folder)
     saved = json.loads((folder / CONFIG).read_text())
     if saved.get("peft_type") != "LORA" or (odd := [key for key, plain in PLAIN.items() if saved.get(key, plain) not in (plain, None)]):
         what = f"peft_type {saved.get('peft_type')}" if saved.get("peft_type") != "LORA" else f"{odd[0]} {saved[odd[0]]}"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.bridge.adapters import ADAPTER_FILES
+from megagrpo.bridge.checksums import CHECKSUMS, verify_others
 from megagrpo.bridge.export import Held, Stream, exhaust, find_sources, shapes, stream
 from megagrpo.bridge.families import fill
 from megagrpo.bridge.hf_files import Files, Writer, carry, copy_side_files, files_for, files_of
@@ -113,6 +114,8 @@ def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout) ->
     if model is None and not (checkpoint / HF_FILES).is_dir():
         raise ValueError(f"{checkpoint} carries no {HF_FILES} folder with config.json; name the model it started from with --model")
     check_is_checkpoint(checkpoint)
+    if (checkpoint / CHECKSUMS).is_file():
+        together(layout, lambda: verify_others(checkpoint), here=layout.world_rank == 0)
     source = own_part(layout, lambda: resolve_model(model)) if model else checkpoint / HF_FILES
     hf_config = load_hf_config(source)
     stored = own_part(layout, lambda: StoredTensors(checkpoint))

@@ -6,13 +6,15 @@ A file holds archives of torch.save one after another, one for each piece of a t
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
+import zipfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -139,7 +141,8 @@ def add_pieces(folder: Path, pieces: Iterable[Piece]) -> None:
 
 
 class StoredTensors:
-    """The tensors of a distributed checkpoint, each read when it is asked for. ValueError when `folder` is none, or cannot be read."""
+    """The tensors of a distributed checkpoint, each read when it is asked for, and compared with its CRC-32 then. ValueError when `folder`
+    is none, or cannot be read, or a tensor is not what was written."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -148,6 +151,7 @@ class StoredTensors:
         except Exception as error:  # unpickling raises whatever it likes
             raise ValueError(f"{folder} is no Megatron checkpoint, or its .metadata is corrupt: {error!r}") from None
         self._map = cache(self._map)
+        self._compared: set[tuple[str, int]] = set()  # file and place of pieces
 
     def check_files(self) -> None:
         """ValueError unless every piece lies whole in its file, an archive from its first bytes to its last. The numbers are not read."""
@@ -193,12 +197,24 @@ class StoredTensors:
         info = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
         buffer, path = self._whole(key, info), self.folder / info.relative_path
         try:
-            with open(path, "rb") as file, FakeTensorMode():  # in which torch.load reads no data and says where they lie
-                fake = torch.load(_create_file_view(file, info.offset, info.length), map_location="cpu", weights_only=True)
+            with open(path, "rb") as file:
+                self._compare(_Window(file.fileno(), info.offset, info.length), info)
+                with FakeTensorMode():  # in which torch.load reads no data and says where they lie
+                    fake = torch.load(_create_file_view(file, info.offset, info.length), map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(self._corrupt(key, info, f" ({error})")) from None
         assert fake.shape == chunk.sizes and fake.is_contiguous() and fake.storage_offset() == 0, f"{key}: {fake.shape} {fake.stride()}"
         return mapped_tensor(buffer, info.offset + fake.untyped_storage()._checkpoint_offset, fake.dtype, tuple(fake.shape))
+
+    def _compare(self, archive: BinaryIO, info: _StorageInfo) -> None:
+        """ValueError unless each record of an archive of torch.save has its CRC-32, which torch.load does not look at. The numbers come
+        from the disk here, and from the system's cache when they are used."""
+        if (info.relative_path, info.offset) in self._compared:
+            return
+        with zipfile.ZipFile(archive) as records:
+            if (bad := records.testzip()) is not None:
+                raise ValueError(f"{bad.partition('/')[2]} has another CRC-32 than when it was written")
+        self._compared.add((info.relative_path, info.offset))
 
     def _whole(self, key: str, info: _StorageInfo) -> mmap.mmap:
         """The file of a piece, when it does not end before the piece does."""
@@ -218,6 +234,29 @@ class StoredTensors:
             raise ValueError(f"{self.folder} is damaged: it lacks {name}, which .metadata names; copy the checkpoint again")
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file; torch's own view of one seeks to the wrong side of its end."""
+
+    def __init__(self, descriptor: int, offset: int, length: int):
+        self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, to: int, whence: int = os.SEEK_SET) -> int:
+        self._at = to + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:
+        count = max(0, min(len(buffer), self._length - self._at))
+        count = os.preadv(self._descriptor, [memoryview(buffer)[:count]], self._offset + self._at)
+        self._at += count
+        return count
 
 
 def _box(chunk: ChunkStorageMetadata) -> Box:

@@ -22,6 +22,7 @@ from test_build_and_bridge import run_tool
 from tiny_families import MODELS, tiny_model
 
 from megagrpo.bridge import convert, torch_dist, unfinished
+from megagrpo.bridge.checksums import CHECKSUMS, checksums
 from megagrpo.bridge.convert import export_hf, import_hf
 from megagrpo.bridge.hf_files import HEADERS, Writer
 from megagrpo.bridge.load import load_hf
@@ -346,6 +347,18 @@ def overwrite(folder: Path) -> None:
         file.write(b"\0" * 100_000)
 
 
+def flip_a_bit(folder: Path, name: str = "__0_1.distcp") -> None:
+    data = bytearray((folder / name).read_bytes())
+    data[len(data) // 2] ^= 4
+    (folder / name).write_bytes(data)
+
+
+def flip_a_bit_of_the_config(folder: Path) -> None:
+    """Of a checkpoint that says what its files were, as those of runs do."""
+    (folder / CHECKSUMS).write_text(json.dumps(checksums(folder, [folder / "hf" / "config.json"])))
+    flip_a_bit(folder, "hf/config.json")
+
+
 def change_config(**values):
     def change(folder: Path) -> None:
         path = folder / "hf" / "config.json"
@@ -364,6 +377,11 @@ def change_header(folder: Path) -> None:
     [
         (lambda folder: (folder / "__0_1.distcp").unlink(), "lacks __0_1.distcp, which .metadata names; copy the checkpoint again"),
         (truncate, r"__0_1.distcp is truncated: \S+ ends at byte \d+ of \d+"),
+        (
+            flip_a_bit,
+            r"__0_1.distcp is corrupt at byte \d+, where \S+ lies \(data/0 has another CRC-32 than when it was written\); copy the",
+        ),
+        (flip_a_bit_of_the_config, r"hf/config.json is corrupt: its CRC-32 is \w{8}, and was \w{8}"),
         (overwrite, r"__0_1.distcp is corrupt at byte \d+, where \S+ lies"),
         (lambda folder: (folder / ".metadata").write_bytes(b"no pickle"), ".metadata is corrupt"),
         (lambda folder: (folder / "metadata.json").unlink(), "is no Megatron checkpoint"),
@@ -372,7 +390,19 @@ def change_header(folder: Path) -> None:
         (change_config(vocab_size=300), r"has shape \(127, 96\); config.json implies \(300, 96\)"),
         (change_header, r"the files of \S+ lack model.layers.0.self_attn.k_proj.bias; it is of another model"),
     ],
-    ids=["no file", "truncated", "overwritten", "no metadata", "no checkpoint", "hidden size", "layers", "vocabulary", "headers"],
+    ids=[
+        "no file",
+        "truncated",
+        "a bit",
+        "a bit of the config",
+        "overwritten",
+        "no metadata",
+        "no checkpoint",
+        "hidden size",
+        "layers",
+        "vocabulary",
+        "headers",
+    ],
 )
 def test_a_damaged_checkpoint_is_refused_before_anything_appears(change, message, models, tmp_path, megatron):
     broken = spoil(megatron, tmp_path / "broken", change)

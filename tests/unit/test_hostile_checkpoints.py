@@ -1,5 +1,6 @@
-"""A checkpoint of somebody else is data: nothing in it runs."""
+"""A checkpoint of somebody else is data: nothing in it runs. One of our own is what was written."""
 
+import json
 import os
 import pickle
 
@@ -8,8 +9,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megagrpo.bridge.adapters import read_lora
+from megagrpo.bridge.checksums import checksums
 from megagrpo.bridge.stored_metadata import read_metadata
 from megagrpo.bridge.torch_dist import StoredTensors
+from megagrpo.serving import adapter_arguments
 
 
 class Evil:
@@ -54,3 +58,18 @@ def test_what_else_a_checkpoint_holds_is_read_without_running_it(tmp_path):
     with pytest.raises(Exception, match=r"weights_only|Weights only"):
         load_common(str(tmp_path))
     assert not (tmp_path / "it ran").exists()
+
+
+def test_an_adapter_in_a_checkpoint_is_what_was_written_whoever_reads_it(tmp_path):
+    adapter = tmp_path / "step_000001" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text(json.dumps(dict(peft_type="LORA", r=8, lora_alpha=16, target_modules=["q_proj"])))
+    (adapter / "adapter_model.safetensors").write_bytes(bytes(64))
+    (adapter.parent / "checksums.json").write_text(json.dumps(checksums(adapter.parent, adapter.iterdir())))
+    assert read_lora(adapter).rank == 8 and "--enable-lora" in adapter_arguments(adapter)
+    (adapter / "adapter_model.safetensors").write_bytes(bytes(63) + b"\1")
+    for read in (read_lora, adapter_arguments):
+        with pytest.raises(ValueError, match=r"adapter_model.safetensors is corrupt: its CRC-32 is \w{8}, and was \w{8} when it was"):
+            read(adapter)
+    (adapter.parent / "checksums.json").unlink()  # one of somebody else says nothing
+    assert read_lora(adapter).rank == 8
