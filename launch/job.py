@@ -128,6 +128,8 @@ def place(config: RunConfig, cluster: Cluster) -> Placement:
         return Placement(nodes, nodes, gpus or cluster.ranks_per_node)
     if nodes == 1:
         own = needed if gpus and r.placed == "dedicated" else 0
+        if gpus and needed > gpus:
+            raise ConfigError(f"rollout.servers: {r.servers} x rollout.tp {r.tp} need {needed} GPUs, and the node has {gpus}; lower one")
         if gpus and own >= gpus:
             raise ConfigError(
                 f"rollout.servers: {r.servers} x rollout.tp {r.tp} take all {gpus} GPUs of the node; leave one to the trainer"
@@ -139,7 +141,7 @@ def place(config: RunConfig, cluster: Cluster) -> Placement:
         hosts = min(r.servers, nodes)
         return Placement(nodes, nodes, cluster.ranks_per_node, hosts, r.servers // hosts)
     if r.tp > gpus:
-        raise ConfigError(f"rollout.tp: a server of {r.tp} GPUs does not fit a node of {gpus}; lower it")
+        raise ConfigError(f"rollout.tp: a server of {r.tp} GPUs does not fit a node of {gpus}, and none spans nodes; at most {gpus}")
     hosts, rest = divmod(r.servers, gpus // r.tp)
     if gpus % r.tp == 0 and rest == 0 and hosts < nodes:
         return Placement(nodes, nodes - hosts, gpus, hosts, gpus // r.tp)

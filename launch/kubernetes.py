@@ -13,6 +13,7 @@ from launch.job import Cluster, Placement
 from megagrpo.config import ConfigError, RunConfig
 
 PORT, SERVER_PORT = 29400, 8000
+LONGEST_NAME = 40  # of 63 characters that a pod's may have
 GRACE_SECONDS_SPARE = 60  # beyond the cluster's lead: servers and logs
 
 
@@ -26,7 +27,9 @@ def manifest(config: RunConfig, config_path: Path, overrides: Sequence[str], clu
         raise ConfigError("container, storage_claim: Kubernetes needs an image and a volume that all pods share; name both")
     if placement.server_nodes and placement.first_server_gpu:
         raise ConfigError("rollout.servers: on Kubernetes servers have nodes of their own; let them fill whole nodes")
-    name = re.sub(r"[^a-z0-9-]+", "-", config.run.name.lower()).strip("-")[:40]
+    name = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower())[:LONGEST_NAME].strip("-")
+    if not name[0].isalpha():
+        raise ConfigError(f"run.name: Kubernetes wants a name that begins with a letter, and {config.run.name} does not; use another")
     urls = [
         f"http://{name}-servers-0-{node}.{name}:{SERVER_PORT + server}"
         for node in range(placement.server_nodes)
@@ -60,7 +63,10 @@ def manifest(config: RunConfig, config_path: Path, overrides: Sequence[str], clu
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
             "successPolicy": {"operator": "All", "targetReplicatedJobs": ["trainer"]},
-            "failurePolicy": {"maxRestarts": cluster.restarts},
+            "failurePolicy": {
+                "maxRestarts": cluster.restarts,
+                "rules": [{"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+            },
             "replicatedJobs": jobs,
         },
     }
@@ -73,12 +79,12 @@ def _literal(word: str) -> str:
 
 
 def _job(role: str, nodes: int, command: list[str], name: str, cluster: Cluster) -> dict[str, Any]:
-    """One pod on each of `nodes`. A pod that fails fails its Job, and with it the JobSet, which starts all pods again."""
+    """One pod on each of `nodes`. A pod that fails fails its Job, and then the JobSet starts all pods again."""
     gpus = {"nvidia.com/gpu": cluster.gpus_per_node} if cluster.gpus_per_node else {}
     env = {"PYTHONPATH": ".", "PYTHONUNBUFFERED": "1", "MEGAGRPO_JOB": f"kubernetes-{name}", "MEGAGRPO_TOKEN_FILE": "/secret/token"}
     env |= {key: _literal(value) for key, value in cluster.env.items()}
     if cluster.interface:
-        env |= {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface}
+        env |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), _literal(cluster.interface))
     address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     mounts = [("shared", cluster.storage_path), ("secret", "/secret"), ("memory", "/dev/shm")]
     pod = {
@@ -89,7 +95,7 @@ def _job(role: str, nodes: int, command: list[str], name: str, cluster: Cluster)
                 "name": role,
                 "image": cluster.container.image,
                 "workingDir": str(Path(__file__).resolve().parents[1]),
-                "command": [cluster.python, *command],
+                "command": [_literal(cluster.python), *command],
                 "env": [address, *({"name": key, "value": value} for key, value in env.items())],
                 "resources": {"limits": gpus},
                 "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in mounts],
@@ -102,4 +108,7 @@ def _job(role: str, nodes: int, command: list[str], name: str, cluster: Cluster)
         ],
     }
     spec = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, "backoffLimit": 0, "template": {"spec": pod}}
+    if role == "trainer":  # whose exit code 2 is a mistake in the config, for which nothing is started again
+        mistake = {"action": "FailJob", "onExitCodes": {"containerName": role, "operator": "In", "values": [2]}}
+        spec["podFailurePolicy"] = {"rules": [mistake]}
     return {"name": role, "replicas": 1, "template": {"spec": spec}}

@@ -60,24 +60,31 @@ def _option(name: str, value: Any) -> str:
     return name if value is True else f"{name}={value}"
 
 
+def _array(words: Sequence[str]) -> str:
+    """Words as an array of bash. Commas are quoted too, for the eye: they separate nothing."""
+    quoted = [f"'{word}'" if "," in word and shlex.quote(word) == word else shlex.quote(word) for word in words]
+    return f"({' '.join(quoted)})"
+
+
 def _settings(config: RunConfig, config_path: Path, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
     container, q = cluster.container, shlex.quote
     root = Path(__file__).resolve().parents[1]
-    array = lambda words: f"({' '.join(map(q, words))})"  # noqa: E731
+    names = {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface} if cluster.interface else {}
+    environment = {**names, **cluster.env}
     srun, inside = [], []
     if container is not None and container.runtime == "pyxis":
         mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
         srun = [f"--container-image={container.image}", *mounts, f"--container-workdir={root}"]
+        srun.append(f"--container-env={','.join(['PYTHONPATH', *environment])}")  # else the image's own value wins
     elif container is not None:
         inside = ["apptainer", "exec", *["--nv"] * bool(cluster.gpus_per_node), "--pwd", str(root)]
         inside += [word for mount in container.mounts for word in ("--bind", mount)] + [container.image]
     preflight = ["--gpus", str(cluster.gpus_per_node)] + (["--interface", cluster.interface] if cluster.interface else [])
-    names = {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface} if cluster.interface else {}
-    exports = [f"export {name}={q(value)}" for name, value in {**names, **cluster.env}.items()]
+    exports = [f"export {name}={q(value)}" for name, value in environment.items()]
     values = {
         "REPOSITORY": q(str(root)),
         "CONFIG": q(str(config_path.resolve())),
-        "OVERRIDES": array(overrides),
+        "OVERRIDES": _array(overrides),
         "RUN_FOLDER": q(str(Path(config.run.output_dir) / config.run.name)),
         "PYTHON": q(cluster.python),
         "TRAINER_NODES": placement.trainer_nodes,
@@ -85,10 +92,10 @@ def _settings(config: RunConfig, config_path: Path, overrides: Sequence[str], cl
         "SERVER_NODES": placement.server_nodes,
         "SERVERS_PER_NODE": placement.servers_per_node,
         "FIRST_SERVER_GPU": placement.first_server_gpu,
-        "PLAN": array([f"gpu_memory_gb={cluster.gpu_memory_gb:g}"] if cluster.gpu_memory_gb and cluster.gpus_per_node else []),
-        "PREFLIGHT": array(preflight),
-        "SRUN_OPTIONS": array(srun),
-        "INSIDE": array(inside),
+        "PLAN": _array([f"gpu_memory_gb={cluster.gpu_memory_gb:g}"] if cluster.gpu_memory_gb and cluster.gpus_per_node else []),
+        "PREFLIGHT": _array(preflight),
+        "SRUN_OPTIONS": _array(srun),
+        "INSIDE": _array(inside),
         "MAX_RESTARTS": cluster.restarts,
         "RESTART_FAILED": int(cluster.restart_failed),
         "SERVER_SECONDS": int(config.rollout.startup_timeout),

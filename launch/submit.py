@@ -5,23 +5,35 @@
                      [--submit | --kubernetes]
 
 Prints an sbatch script, or with --kubernetes the manifest of a JobSet; --submit gives the script to sbatch instead. Needs pydantic and
-PyYAML, and neither torch nor a GPU. Exit code 2: config, cluster or command line is wrong, and nothing was sent.
+PyYAML, and neither torch nor a GPU; a python3 without them hands over to the repository's .venv. Exit code 2: config, cluster or command
+line is wrong, and nothing was sent.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+OWN_PYTHON = ROOT / ".venv" / "bin" / "python"
+sys.path.insert(0, str(ROOT))
 
-from launch.job import load_cluster, place
-from launch.kubernetes import manifest
-from launch.slurm import sbatch_script
-from megagrpo.config import ConfigError, load_config
-from megagrpo.plan import plan
+try:
+    from launch.job import load_cluster, place
+    from launch.kubernetes import manifest
+    from launch.slurm import sbatch_script
+    from megagrpo.config import ConfigError, load_config
+    from megagrpo.plan import plan
+except (ModuleNotFoundError, SyntaxError) as error:  # of a python3 without the packages, or too old
+    if Path(sys.prefix) == OWN_PYTHON.parents[1]:
+        raise
+    if OWN_PYTHON.exists():
+        os.execv(OWN_PYTHON, [str(OWN_PYTHON), *sys.argv])
+    print(f"{sys.executable}: needs Python 3.12 with pydantic and PyYAML, as launch/setup.sh installs them: {error}", file=sys.stderr)
+    raise SystemExit(2) from None
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,9 +1,11 @@
 """launch/submit.py on a real Slurm with two pretend nodes: a rank on each, a vLLM server on the second, weights from rank to worker over
 gloo. `make test-slurm` runs it."""
 
+import re
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -27,15 +29,39 @@ def cluster(tmp_path_factory):
         yield
 
 
-def submit(output: Path, name: str, *overrides: str, **cluster) -> str:
-    """The number of a job that runs the world's config into `output`/`name` and prints into `output`/`name`.out."""
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights of a job that nobody has disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    job = submit(folder, "whole", f"run.max_steps={STEPS}")
+    wait(lambda: told(job, "JobState") == "COMPLETED", job, folder / "whole.out", "end of the undisturbed job")
+    assert not processes_of(job)
+    return weights(folder / "whole")
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """Of the last checkpoint of a run that has ended."""
+    return world.plain_tensors(run / "checkpoints" / f"step_{STEPS:06d}")
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert len(expected) > 30 and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def submit(output: Path, name: str, *overrides: str, signalled: bool = True, **cluster) -> str:
+    """The number of a job that runs the world's config into `output`/`name` and prints into `output`/`name`.out. Without `signalled` it is
+    sent by hand, and Slurm says nothing before its time is over."""
     described = yaml.safe_load((world.REPOSITORY / "launch" / "clusters" / "local_pretend.yaml").read_text())
     output.mkdir(exist_ok=True)
     (output / f"{name}.cluster").write_text(yaml.safe_dump(described | {"python": sys.executable} | cluster))
     words = [str(world.folder() / "config.yaml"), f"run.output_dir={output}", f"run.name={name}", *PARTS, *overrides]
-    words += ["--cluster", str(output / f"{name}.cluster"), "--sbatch", f"output={output}/{name}.out", "--submit"]
+    words += ["--cluster", str(output / f"{name}.cluster"), "--sbatch", f"output={output}/{name}.out", *["--submit"] * signalled]
     sent = subprocess.run([sys.executable, str(world.REPOSITORY / "launch" / "submit.py"), *words], capture_output=True, text=True)
     assert sent.returncode == 0, sent.stderr
+    if not signalled:
+        script = re.sub("#SBATCH --signal=.*\n", "", sent.stdout)
+        sent = subprocess.run(["sbatch"], input=script, capture_output=True, text=True, check=True)
     return sent.stdout.split()[-1]
 
 
@@ -64,9 +90,7 @@ def start_now(job: str) -> None:
     command_output("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
-def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_one_that_is_not(tmp_path):
-    whole = submit(tmp_path, "whole", f"run.max_steps={STEPS}")
-    wait(lambda: told(whole, "JobState") == "COMPLETED", whole, tmp_path / "whole.out", "end of the undisturbed job")
+def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_one_that_is_not(whole, tmp_path):
     folder = tmp_path / "parts"
     job = submit(tmp_path, "parts", f"run.max_steps={STEPS}")
     wait(lambda: steps_of(folder) >= 3, job, tmp_path / "parts.out", "third step")
@@ -91,10 +115,51 @@ def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_one_that_is_not(tm
     attempts = sorted((tmp_path / "parts.jobs" / job).glob("attempt_*"))
     assert [path.name for path in attempts] == ["attempt_0", "attempt_1", "attempt_2"]
     assert all((path / f"rank_{rank:05d}.log").exists() and (path / "n2" / "vllm_0.log").exists() for path in attempts for rank in (0, 1))
-    expected, found = (world.plain_tensors(tmp_path / name / "checkpoints" / f"step_{STEPS:06d}") for name in ("whole", "parts"))
-    assert len(expected) > 30 and found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert not processes_of(job) and not processes_of(whole)
+    assert_same(weights(folder), whole)
+    assert not processes_of(job)
+
+
+SLOW = """
+import os, time
+from rewards import low_bytes as score
+
+def low_bytes(completions, answer, **columns):
+    time.sleep(5 if os.path.exists({file!r}) else 0)
+    return score(completions, answer)
+"""
+
+
+def test_a_job_whose_time_is_over_has_saved_by_itself_and_ends_with_the_weights_of_one_that_had_time(whole, tmp_path):
+    """It leaves what its checkpoints have taken, measured, and 15 s: not the 105 s of a run that has written none."""
+    slow, printed = tmp_path / "slow", tmp_path / "limited.out"
+    slow.touch()
+    (tmp_path / "rewards.py").write_text((world.folder() / "rewards.py").read_text())
+    (tmp_path / "slow_rewards.py").write_text(SLOW.format(file=str(slow)))
+    options = [f"rewards.functions=[{{function: {tmp_path}/slow_rewards.py:low_bytes}}]", "rewards.timeout=60", "run.save_steps=1"]
+    job = submit(tmp_path, "limited", f"run.max_steps={STEPS}", "run.time_limit=0:03:00", *options, signalled=False)
+    wait(lambda: "ended with exit code" in (printed.read_text() if printed.exists() else ""), job, printed, "end of the first attempt")
+    left = datetime.fromisoformat(told(job, "EndTime")) - datetime.now()
+    assert 5 < left.total_seconds() < 45, left
+    wait(lambda: told(job, "JobState") == "PENDING", job, printed, "requeue")
+    first = steps_of(tmp_path / "limited")
+    assert 0 < first < STEPS and "the time limit is near" in printed.read_text() and "exit code 85" in printed.read_text()
+    slow.unlink()
+    start_now(job)
+    wait(lambda: told(job, "JobState") == "COMPLETED", job, printed, "end of the job")
+    assert told(job, "Restarts") == "1" and printed.read_text().count("resumed from") == 1
+    assert_same(weights(tmp_path / "limited"), whole)
+
+
+def test_a_job_that_slurm_warns_saves_and_is_put_back_only_so_often(tmp_path):
+    printed = tmp_path / "warned.out"
+    job = submit(tmp_path, "warned", "run.max_steps=100000", "run.time_limit=0:03:00", lead_seconds=80, restarts=0)
+    world.wait_for(lambda: told(job, "JobState") == "FAILED", "end of the job", 200)
+    said = printed.read_text()
+    assert told(job, "ExitCode") == "85:0" and told(job, "Restarts") == "0"
+    assert "got SIGUSR1: the trainer saves and stops" in said and "stop requested (SIGTERM) after step" in said
+    assert "0 restarts are used up: sbatch it again with --resume" in said
+    assert [path.name for path in (tmp_path / "warned" / "checkpoints").glob("step_*")]
+    assert not processes_of(job)
 
 
 def test_a_cancelled_job_leaves_nothing_and_stays_cancelled(tmp_path):

@@ -217,6 +217,12 @@ def test_the_tasks_of_an_array_are_one_job_for_their_run(tmp_path):
     assert run(tmp_path, SLURM_ARRAY_JOB_ID="5").noted("environment").split()[0] == "slurm-5"
 
 
+def test_lines_of_setup_may_use_variables_that_are_not_set(tmp_path):
+    """As those of modules and conda do."""
+    job = run(tmp_path, cluster=Cluster(gpus_per_node=0, setup=('echo "modules: $NOT_SET"',)))
+    assert job.code == 0 and "modules: \n" in job.out
+
+
 def test_attempts_log_apart(tmp_path):
     job = run(tmp_path, SLURM_RESTART_COUNT="3")
     assert [path.name for path in job.folder.iterdir()] == ["attempt_3"] and str(job.folder / "attempt_3") in job.words("trainer")

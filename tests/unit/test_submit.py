@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -122,7 +123,10 @@ def test_containers_come_before_commands_or_into_srun():
         "--container-image=image.sqsh",
         "--container-mounts=/a:/a,/b:/b:ro",
         f"--container-workdir={ROOT}",
+        "--container-env=PYTHONPATH",
     ]
+    named = script_of(Cluster(interface="ib0", env={"MINE": "1"}, **KINDS["pyxis"]))
+    assert values(named, "SRUN_OPTIONS")[-1] == "--container-env=PYTHONPATH,NCCL_SOCKET_IFNAME,GLOO_SOCKET_IFNAME,MINE"
     assert values(pyxis, "INSIDE") == [] and values(pyxis, "PYTHON") == ["python3"]
     assert values(apptainer, "INSIDE") == ["apptainer", "exec", "--nv", "--pwd", str(ROOT), "--bind", "/a:/a", "image.sif"]
     assert values(apptainer, "PREFLIGHT") == ["--gpus", "8", "--interface", "ib0"]
@@ -172,7 +176,12 @@ def test_ranks_and_servers_get_their_nodes(overrides, gpus, expected):
     [
         (["rollout.placement=dedicated", "rollout.servers=8"], 8, r"rollout.servers: 8 x rollout.tp 1 take all 8 GPUs of the node"),
         (["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=5"], 8, r"rollout.servers: 5 x .* nearest: 4, 6"),
-        (["rollout.placement=dedicated", "run.nodes=2", "rollout.tp=9"], 8, r"rollout.tp: a server of 9 GPUs does not fit a node of 8"),
+        (["rollout.servers=9"], 8, r"rollout.servers: 9 x rollout.tp 1 need 9 GPUs, and the node has 8; lower one"),
+        (
+            ["rollout.placement=dedicated", "run.nodes=2", "rollout.tp=9"],
+            8,
+            r"rollout.tp: a server of 9 GPUs .* none spans nodes; at most 8",
+        ),
         (["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=3"], 0, r"rollout.servers: 3 cannot be shared out evenly"),
     ],
 )
@@ -187,6 +196,14 @@ def test_colocated_servers_on_several_nodes_are_refused():
 
 
 # ---------------------------------------------------------------------------------------------------------------- hostile values
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+def test_what_is_written_is_clean_shell():
+    scripts = [TEMPLATE.read_text(), *(script_of(Cluster(**kind)) for kind in KINDS.values())]
+    for script in [*scripts, *(path.read_text() for path in (ROOT / "launch").glob("*.sh"))]:
+        told = subprocess.run(["shellcheck", "--severity=style", "-"], input=script, capture_output=True, text=True)
+        assert told.returncode == 0, told.stdout
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
@@ -207,6 +224,38 @@ def test_no_value_becomes_a_command(hostile, tmp_path):
     told = subprocess.run(["bash", "-c", f'{block}\nsetup; printf %s "$MINE"'], capture_output=True, text=True, cwd=tmp_path)
     assert told.stdout == hostile and told.stderr == ""
     assert [path.name for path in tmp_path.iterdir()] == [file.name]  # nothing was run that makes `pwned`
+
+
+def expanded(word: str) -> str:
+    """What Kubernetes makes of a word of a command."""
+    return re.sub(r"\$(\$|\(POD_IP\))", lambda found: "$" if found[1] == "$" else "10.0.0.1", word)
+
+
+@pytest.mark.parametrize("hostile", [*HOSTILE, "x: {y: [z", "$(POD_IP)", "- a\n  hostNetwork: true", "!!python/object:os.system"])
+def test_no_value_becomes_a_part_of_a_manifest(hostile, tmp_path):
+    def told(value: str) -> dict:
+        overrides = ["run.nodes=2", "rollout.placement=dedicated", "rollout.servers=8", f"data.system_prompt={json.dumps(value)}"]
+        made = load_config(QUICKSTART, [*overrides, f"run.output_dir={json.dumps(value)}"])
+        cluster = Cluster(
+            python=value, interface=value, env={"MINE": value}, container=Container(value), storage_claim=value, storage_path=value
+        )
+        return yaml.safe_load(manifest(made, tmp_path / value.replace("/", ""), overrides, cluster, place(made, cluster)))
+
+    def shape(part):
+        if isinstance(part, dict):
+            return {key: shape(value) for key, value in part.items()}
+        return [shape(value) for value in part] if isinstance(part, list) else type(part)
+
+    found = told(hostile)
+    assert shape(found) == shape(told("plain"))
+    for job in found["spec"]["replicatedJobs"]:
+        pod = job["template"]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        environment = {entry["name"]: expanded(entry["value"]) for entry in container["env"] if "value" in entry}
+        assert environment["MINE"] == hostile and environment["NCCL_SOCKET_IFNAME"] == hostile
+        assert expanded(container["command"][0]) == container["image"] == container["volumeMounts"][0]["mountPath"] == hostile
+        assert f"data.system_prompt={json.dumps(hostile)}" in map(expanded, container["command"])
+        assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": hostile}
 
 
 @pytest.mark.parametrize("value", [v for v in HOSTILE if v not in ("-n", "*")] + [""])
@@ -255,6 +304,19 @@ def test_the_script_is_printed_and_nothing_of_torch_is_imported():
     assert ended.returncode == 0, ended.stderr
     assert is_shell(ended.stdout) and "#SBATCH --dependency=singleton\n" in ended.stdout
     assert values(ended.stdout, "OVERRIDES") == ["run.max_steps=3"]
+
+
+def test_a_python_without_pydantic_hands_over_to_the_repositorys_own(tmp_path):
+    (tmp_path / "launch").mkdir()
+    shutil.copy(ROOT / "launch" / "submit.py", tmp_path / "launch")
+    bare = [sys.executable, "-I", "-S", str(tmp_path / "launch" / "submit.py"), "a config"]
+    ended = subprocess.run(bare, capture_output=True, text=True)
+    assert ended.returncode == 2 and "needs Python 3.12 with pydantic and PyYAML, as launch/setup.sh installs" in ended.stderr
+    own = tmp_path / ".venv" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.write_text("#!/bin/bash\nprintf '%s\n' \"$@\"\n")
+    own.chmod(0o755)
+    assert subprocess.run(bare, capture_output=True, text=True).stdout.splitlines() == bare[3:]
 
 
 @pytest.mark.parametrize(
@@ -310,6 +372,27 @@ def test_a_manifest_has_the_trainers_and_the_servers_of_the_run():
     for container in (ranks, serve):
         assert container["resources"]["limits"] == {"nvidia.com/gpu": 8} and container["image"] == cluster.container.image
         assert {"name": "MEGAGRPO_TOKEN_FILE", "value": "/secret/token"} in container["env"]
+
+
+def test_a_mistake_in_the_config_is_not_started_again_by_kubernetes():
+    cluster = load_cluster(ROOT / "launch" / "clusters" / "kubernetes.yaml")
+    path = ROOT / "configs" / "llama3.1_70b_8nodes.yaml"
+    made = load_config(path, [])
+    told = yaml.safe_load(manifest(made, path, [], cluster, place(made, cluster)))["spec"]
+    trainer, servers = (job["template"]["spec"] for job in told["replicatedJobs"])
+    assert trainer["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2] and "podFailurePolicy" not in servers
+    (rule,) = told["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
+@pytest.mark.parametrize(("name", "expected"), [("A" * 39 + "-" + "b" * 30, "a" * 39), ("Qwen3_0.6b-", "qwen3-0-6b")])
+def test_a_run_has_a_name_that_kubernetes_takes(name, expected):
+    cluster = load_cluster(ROOT / "launch" / "clusters" / "kubernetes.yaml")
+    made = config(f"run.name={name}")
+    assert yaml.safe_load(manifest(made, QUICKSTART, [], cluster, place(made, cluster)))["metadata"]["name"] == expected
+    made = config("run.name=7b")
+    with pytest.raises(ConfigError, match=r"run\.name: Kubernetes wants a name that begins with a letter, and 7b does not"):
+        manifest(made, QUICKSTART, [], cluster, place(made, cluster))
 
 
 def test_a_run_that_kubernetes_cannot_take_is_refused():
