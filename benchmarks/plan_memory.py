@@ -4,34 +4,43 @@
 
 Every rank counts the bytes of all tensors' storages that are alive, from the moment before it builds the model: each one that an operation
 makes, in backward passes too, until it is freed. What an operation takes and gives back before it ends is not seen. Random weights, full
-micro-batches of sequences that are longer than the CPU attention keeps scores of. The fullest rank is compared.
+micro-batches of sequences that are longer than the CPU attention keeps scores of. The fullest rank is compared; of a checkpoint (`saving`:
+the peak of putting it together, `writing`: what is held until it is written) the sum of all ranks, which share the host's memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megagrpo.bridge import sharded_write
+from megagrpo.checkpoint import Checkpointer
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
 from megagrpo.parallel.ranks import run_ranks
+from megagrpo.plan.host import host_memory
 from megagrpo.plan.memory import GIB, trainer_memory
 from megagrpo.policy.hf_config import HfConfig, parse_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.types import LossInputs, LossOutput, TrainSample
+from megagrpo.types import LossInputs, LossOutput, TrainSample, TrainState
 
 MIB = 2**20
 LENGTH = 256
 TOKENS = 2048  # of a micro-batch
+HOST = ("saving", "writing")  # what a checkpoint takes of the host's memory, beside what is there
 DENSE = dict(model_type="qwen3", hidden_size=256, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
 DENSE |= dict(intermediate_size=768, vocab_size=8192, max_position_embeddings=4096, tie_word_embeddings=False)
 MIXED = DENSE | dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=384, norm_topk_prob=True)
@@ -92,6 +101,7 @@ def config_of(sections: dict[str, dict]) -> RunConfig:
         "model": {"path": "random", "precision": "fp32"},
         "algorithm": {"beta": 0},
         "data": {"train": {"source": "none"}},
+        "run": {"async_save": True},
         "rewards": {"functions": [{"function": "exact_number"}]},
         "rollout": {"max_prompt_length": 32, "max_completion_length": LENGTH - 32},
         "train": {"max_tokens_per_micro_batch": TOKENS, "distributed_optimizer": True, "share_prompts": False},
@@ -99,8 +109,8 @@ def config_of(sections: dict[str, dict]) -> RunConfig:
     return RunConfig.model_validate(base | {name: base.get(name, {}) | section for name, section in sections.items()})
 
 
-def measured(raw: dict, config: RunConfig, steps: int = 2) -> dict[str, float]:
-    """Phase -> MiB of this rank at its peak."""
+def measured(raw: dict, config: RunConfig, folder: Path, steps: int = 2) -> dict[str, float]:
+    """Phase -> MiB of this rank at its peak; of a checkpoint in `folder`, saving -> MiB that come on top, writing -> MiB that stay."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     peaks: dict[str, float] = {}
@@ -117,8 +127,26 @@ def measured(raw: dict, config: RunConfig, steps: int = 2) -> dict[str, float]:
                 policy.logprobs(batch)
             with count.phase(peaks, "train"):
                 policy.train_step(batch, policy_gradient, batch.num_tokens)
+        saver, before = Checkpointer(folder / "checkpoints", layout, policy, 1, folder), count.alive / MIB
+        with count.phase(peaks, "saving"), _noting_copies(peaks):
+            saver.start(TrainState(step=steps), background=config.run.async_save)
+        peaks["saving"] -= before
+        saver.finish(wait=True)
     layout.close()
     return peaks
+
+
+@contextmanager
+def _noting_copies(peaks: dict[str, float]) -> Iterator[None]:
+    """Notes the copies that a rank is to write, as long as it holds all of them: a short write ends before `start` does."""
+
+    def copy_and_note(lists: list, copy: bool) -> None:
+        copied(lists, copy)
+        peaks["writing"] = sum(tensor.nbytes for tensors in lists for _, tensor in tensors) / MIB
+
+    copied = sharded_write._to_host
+    with patch.object(sharded_write, "_to_host", copy_and_note):
+        yield
 
 
 def samples(config: RunConfig, dp: int) -> list[TrainSample]:
@@ -136,16 +164,20 @@ def policy_gradient(inputs: LossInputs) -> LossOutput:
 def predicted(model: HfConfig, config: RunConfig, ranks: int) -> dict[str, float]:
     """Phase -> MiB of the plan."""
     memory = trainer_memory(config, model, ranks // config.parallel.model_parallel_size, gpu=False)
-    return {phase: sum(parts.values()) * GIB / MIB for phase, parts in memory.items()}
+    phases = {phase: sum(parts.values()) for phase, parts in memory.items()}
+    return {phase: size * GIB / MIB for phase, size in (phases | host_memory(config, model, ranks)).items()}
 
 
 def compare(name: str) -> dict[str, tuple[float, float]]:
-    """Phase -> (measured, predicted) MiB of the fullest rank."""
+    """Phase -> (measured, predicted) MiB of the fullest rank; of a checkpoint, of all ranks together."""
     ranks, raw, sections = LAYOUTS[name]
     config = config_of(sections)
-    found = run_ranks(measured, ranks, raw, config, timeout=300)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(raw))
+        found = run_ranks(measured, ranks, raw, config, Path(folder), timeout=300)
     planned = predicted(parse_hf_config(raw), config, ranks)
-    return {phase: (max(peaks[phase] for peaks in found), planned[phase]) for phase in ("load", "logprobs", "train")}
+    of_ranks = {phase: [peaks[phase] for peaks in found] for phase in found[0]}
+    return {phase: (sum(sizes) if phase in HOST else max(sizes), planned[phase]) for phase, sizes in of_ranks.items()}
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.plan.files import data_notes, output_problems, tokenizer_notes
 from megagrpo.plan.gpus import GPUS, Gpu
+from megagrpo.plan.host import host_memory
 from megagrpo.plan.memory import engine_memory, smallest_gpu, trainer_memory
 from megagrpo.plan.problems import (
     adapter_problems,
@@ -31,6 +32,7 @@ from megagrpo.plan.shapes import model_shape
 from megagrpo.plan.text import (
     experts_text,
     gpu_text,
+    host_text,
     lora_text,
     memory_table,
     model_text,
@@ -40,7 +42,8 @@ from megagrpo.plan.text import (
     times_table,
     weights_text,
 )
-from megagrpo.plan.times import Lengths, StepTimes, expected_lengths, step_times
+from megagrpo.plan.times import StepTimes, step_times
+from megagrpo.plan.workload import Lengths, expected_lengths
 from megagrpo.policy.hf_config import HfConfig, model_problems, parse_hf_config
 
 
@@ -52,6 +55,7 @@ class Plan:
     problems: list[str]
     rows: list[tuple[str, str]]
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)  # what -> GiB of the fullest node's RAM
     smallest_gpu: float = 0.0  # GiB that a GPU needs to hold what is placed on it, a trainer rank or vLLM or both; 0 without a model
     notes: list[str] = field(default_factory=list)
     model: HfConfig | None = None
@@ -75,7 +79,7 @@ class Plan:
     def as_json(self) -> str:
         """Everything of the plan, sizes in GiB and times in seconds."""
         made: dict[str, Any] = {"problems": self.problems, "notes": self.notes, "rows": dict(row for row in self.rows if row[0])}
-        made |= {"memory_gib": self.memory, "smallest_gpu_gib": self.smallest_gpu}
+        made |= {"memory_gib": self.memory, "smallest_gpu_gib": self.smallest_gpu, "host_gib": self.host}
         made["rules"] = [{"number": v.rule.number, "rule": v.rule.what, "state": v.state, "told_by": v.rule.elsewhere} for v in self.rules]
         if self.times:
             made["times"] = _times_json(self.times)
@@ -180,14 +184,15 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
         return judged(Plan(problems, rows, notes=notes, model=model), gpu_memory_gb)
     memory = trainer_memory(config, model, dp, gpu=gpu_memory_gb is not None)
     smallest = smallest_gpu(config, model, memory)
-    rows.append(("GPU", gpu_text(config, smallest)))
+    host = host_memory(config, model, world_size)
+    rows += [("GPU", gpu_text(config, smallest)), ("host", host_text(host))]
     if gpu_memory_gb is not None and smallest > gpu_memory_gb:
         problems.append(too_big(config, memory, smallest, gpu_memory_gb))
     if config.rollout.placed == "colocated":  # asleep in the other phases
         memory["generate"] = memory["generate"] | engine_memory(config, model, gpu_memory_gb)
     for parts in memory.values():
         parts["total"] = sum(parts.values())
-    return judged(Plan(problems, rows, memory, smallest, notes, model), gpu_memory_gb)
+    return judged(Plan(problems, rows, memory, host, smallest, notes, model), gpu_memory_gb)
 
 
 def judged(made: Plan, gpu_memory_gb: float | None) -> Plan:

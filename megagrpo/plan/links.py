@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, log2
 
 from megagrpo.config import ParallelSection
 from megagrpo.plan.gpus import GPUS_PER_NODE, Gpu
 
 LINK_EFFICIENCY = 0.7  # share of a link's peak that large messages get
-COLLECTIVE_SECONDS = 20e-6  # to start one collective
+COLLECTIVE_SECONDS = 20e-6  # to start one collective, and for a small message to get through it inside of a node
+HOP_SECONDS = 20e-6  # more for each time that the number of nodes doubles
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,15 @@ class Links:
         rank of a node has such a ring, over its own share of the network cards."""
         if group == 1:
             return 0.0
-        return COLLECTIVE_SECONDS + self.seconds(size * (group - 1) / group, group * stride)
+        return self.latency(group * stride) + self.seconds(size * (group - 1) / group, group * stride)
+
+    def all_reduce(self, size: float, group: int) -> float:
+        """Of a small message, as in decoding: there and back in one collective."""
+        return 0.0 if group == 1 else self.latency(group) + 2 * self.seconds(size * (group - 1) / group, group)
+
+    def latency(self, span: int) -> float:
+        """Of a collective over a group that reaches over `span` neighbouring ranks: a tree over its nodes."""
+        return COLLECTIVE_SECONDS + HOP_SECONDS * log2(max(1, ceil(span / self.per_node)))
 
     def all_to_all(self, size: float, group: int, stride: int = 1) -> float:
         """Every rank of the group has `size` bytes and sends an equal part to each, itself included: to those of its own node over NVLink,
@@ -38,7 +48,7 @@ class Links:
         near = min(group, max(1, self.per_node // stride))
         inside = self.seconds(size * (near - 1) / group, 1)
         outside = self.seconds(size * (group - near) / group, self.per_node + 1)
-        return COLLECTIVE_SECONDS + max(inside, outside)
+        return self.latency(group * stride) + max(inside, outside)
 
 
 def layer_seconds(links: Links, p: ParallelSection, size: float, tokens: float, kv_size: float, sent: float) -> float:

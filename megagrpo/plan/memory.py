@@ -7,7 +7,15 @@ workspaces are not counted.
 from __future__ import annotations
 
 from megagrpo.config import RunConfig
-from megagrpo.plan.shapes import layers_of_ranks, num_parameters, stage_adapters, stage_experts, stage_linears, stage_parameters
+from megagrpo.plan.shapes import (
+    largest_chunks,
+    layers_of_ranks,
+    num_parameters,
+    stage_adapters,
+    stage_experts,
+    stage_linears,
+    stage_parameters,
+)
 from megagrpo.policy.hf_config import HfConfig
 
 GIB = 2**30
@@ -26,6 +34,7 @@ def trainer_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True
         stage_experts(model, p),
         stage_adapters(model, p, config.lora),
         stage_linears(model, p),
+        largest_chunks(model, p),
         strict=True,
     )
     given = num_parameters(model) * weight_bytes(config) / (dp * p.model_parallel_size)
@@ -48,6 +57,7 @@ def _stage_memory(
     experts: int,
     adapters: int,
     linears: int,
+    chunk: int,
     given: float,
     gpu: bool,
 ) -> dict[str, dict[str, float]]:
@@ -69,7 +79,7 @@ def _stage_memory(
         "reference": (trained + trained_experts) * element if config.algorithm.beta else 0,
     }
     tokens = train.max_tokens_per_micro_batch / p.cp
-    one_layer, kept, passing = (elements * tokens * element for elements in _activation_elements(config, model, gpu))
+    one_layer, kept, passing = (elements * tokens * element for elements in activation_elements(config, model, gpu))
     if p.vpp > 1:  # interleaved 1F1B: chunks of layers / (pp vpp) whose backward is still to come
         in_flight = (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
     else:
@@ -80,7 +90,7 @@ def _stage_memory(
     # The moments come with the first step. The sharded optimizer moves weights into buffers of its own before there are masters.
     largest = model.padded_vocab(p.tp) // p.tp * model.hidden_size * element
     masters = resident["optimizer"] * (optimizer_bytes - moment_bytes) / optimizer_bytes
-    moved = max(trained, trained_experts) * element if train.distributed_optimizer else 0
+    moved = min(chunk, max(trained, trained_experts)) * element if train.distributed_optimizer else 0
     loading = {"optimizer": masters, "staging": max(largest, moved - masters)}
     phases = {
         "load": resident | loading,
@@ -107,7 +117,7 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
     return logits, logits + gradients, responses * model.hidden_size * weight_bytes if exact else 0
 
 
-def _activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[float, float, float]:
+def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[float, float, float]:
     """Elements per token: that one layer keeps without recomputation, that it keeps with the configured one, that come and go in the pass
     through its MLP, forward or backward.
 

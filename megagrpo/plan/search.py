@@ -13,7 +13,8 @@ from megagrpo.config.rules import cross_field_problems
 from megagrpo.plan.gpus import GPUS_PER_NODE, Gpu
 from megagrpo.plan.memory import smallest_gpu, trainer_memory
 from megagrpo.plan.problems import expert_problems, layout_problems
-from megagrpo.plan.times import Lengths, StepTimes, generate_seconds, step_times
+from megagrpo.plan.times import StepTimes, generate_seconds, step_times
+from megagrpo.plan.workload import Lengths
 from megagrpo.policy.hf_config import HfConfig, model_problems, nearly_even
 
 USABLE = 0.95  # share of a GPU's memory to fill; the rest is for what the plan does not count

@@ -105,6 +105,14 @@ def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
     return sizes
 
 
+def largest_chunks(model: HfConfig, parallel: ParallelSection) -> list[int]:
+    """Of each pipeline stage, the trained parameters of the model chunk, and of its kind (experts or all else), that has most: what moves
+    at once when the sharded optimizer takes them into buffers. A stage without virtual ones is one chunk."""
+    apart = parallel.model_copy(update={"pp": parallel.pp * parallel.vpp, "vpp": 1})
+    of_chunks = [max(sizes) for sizes in zip(stage_parameters(model, apart), stage_experts(model, apart), strict=True)]
+    return [max(of_chunks[stage :: parallel.pp]) for stage in range(parallel.pp)]
+
+
 def stage_adapters(model: HfConfig, parallel: ParallelSection, lora: LoraSection) -> list[int]:
     """Parameters of adapters on one rank of each pipeline stage; 0 without LoRA."""
     if not lora.enabled:

@@ -81,6 +81,13 @@ def gpu_text(config: RunConfig, smallest: float) -> str:
     return f"each needs {smallest:.1f} GiB or more to hold {what[config.rollout.placed]}; without GPUs: RAM"
 
 
+def host_text(host: dict[str, float]) -> str:
+    """What the trainer takes of RAM on the node where it takes most."""
+    kept = f"{host['moments']:.1f} GiB for moments, " if host["moments"] else ""
+    after = f"; {host['writing']:.1f} GiB until it is written" if host["writing"] else ""
+    return f"{kept}{host['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is put together{after}"
+
+
 def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
     known = dict.fromkeys(part for phase in reversed(memory.values()) for part, size in phase.items() if size)
     parts = [part for part in known if part != "total"] + ["total"]

@@ -11,35 +11,22 @@ from math import ceil, exp
 from megagrpo.config import RunConfig
 from megagrpo.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.plan.gpus import GPUS_PER_NODE, Gpu
-from megagrpo.plan.links import Links, layer_seconds
+from megagrpo.plan.links import Links
 from megagrpo.plan.memory import GIB, kv_bytes, weight_bytes
+from megagrpo.plan.passes import pass_seconds
 from megagrpo.plan.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
+from megagrpo.plan.workload import Lengths
 from megagrpo.policy.hf_config import HfConfig
 
-DENSE_EFFICIENCY = 0.5  # share of the peak that products of large matrices and attention get, with all that stands between them
-EXPERT_EFFICIENCY = 0.25  # of many narrow experts, with the sorting of tokens
-PACKING_FILL = 0.9  # share of a micro-batch's budget that samples fill
 PREFILL_EFFICIENCY = 0.5
 DECODE_BANDWIDTH = 0.7  # share of the memory's peak when decoding
+EXPERT_DECODE_BANDWIDTH = 0.5  # when it reads many narrow experts for a few tokens each
 DECODE_STEP_SECONDS = 4e-3  # of vLLM's own in each step: scheduling, sampling
 LAYER_SECONDS = 20e-6  # kernels' starts in each layer of a decoding step
 SLEEP_SECONDS = 3.0  # for a colocated server to sleep and wake up, both together
 STORAGE_GB_PER_S = 2.0  # that one node reads weights at
 HOST_GB_PER_S = 25.0  # between a GPU and the host's memory
 CURVE_POINTS = 64
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of prompts and responses, on average, and the longest response there may be."""
-
-    prompt: float
-    response: float
-    longest: float
-
-    @property
-    def sample(self) -> float:
-        return self.prompt + self.response
 
 
 @dataclass(frozen=True)
@@ -70,12 +57,6 @@ class StepTimes:
         return self.tokens / self.step / self.gpus
 
 
-def expected_lengths(config: RunConfig, prompt: float | None = None, response: float | None = None) -> Lengths:
-    """Half of what the config allows where nothing is known."""
-    longest = config.max_response_length
-    return Lengths(prompt or config.rollout.max_prompt_length / 2, min(response or longest / 2, longest), longest)
-
-
 def server_gpus(config: RunConfig) -> int:
     """GPUs that generate."""
     return (len(config.rollout.urls) or config.rollout.servers) * config.rollout.tp
@@ -84,7 +65,8 @@ def server_gpus(config: RunConfig) -> int:
 def step_times(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, generate: float | None = None) -> StepTimes:
     """The prediction for a layout that fits the model and `world_size` ranks; `generate`: its seconds, when they are known."""
     a, samples = config.algorithm, config.rollout.prompts_per_step * config.rollout.num_generations
-    forward, backward, fraction = _pass_seconds(config, model, world_size, gpu, lengths)
+    passes = pass_seconds(config, model, world_size, gpu, lengths)
+    forward, backward, fraction = passes.forward, passes.backward, passes.bubble
     logprob_passes = int(a.updates_per_step > 1 or a.kl_in_reward) + int(a.beta > 0)
     updates = a.updates_per_step * _update_seconds(config, model, world_size, gpu)
     train = a.num_iterations * (forward + backward + (forward if a.router_aux_loss_coef else 0)) + updates
@@ -106,38 +88,6 @@ def step_times(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, le
     return replace(made, idle=waits / (made.step * made.gpus))
 
 
-def _pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths) -> tuple[float, float, float]:
-    """(forward pass of all samples, backward pass with what it recomputes, share of both that stages of the pipeline stand still)."""
-    p, recompute = config.parallel, config.model.recompute
-    samples = config.rollout.prompts_per_step * config.rollout.num_generations
-    dp = world_size // p.model_parallel_size
-    slices = config.algorithm.steps_per_generation
-    budget = config.train.max_tokens_per_micro_batch
-    per_update = samples * lengths.sample / dp / slices
-    count = max(p.pp, ceil(per_update / (budget * PACKING_FILL)))  # micro-batches of one pass of one replica
-    each = per_update / count / p.cp  # tokens on a rank
-    peak = gpu.bf16_tflops * 1e12 / (2 if config.model.precision == "fp32" else 1)
-    flops, attention = token_flops(model), attention_flops(model, lengths.sample)
-    of_blocks = (lengths.sample * flops.dense + attention) / DENSE_EFFICIENCY + lengths.sample * flops.experts / EXPERT_EFFICIENCY
-    head = lengths.response * flops.head / DENSE_EFFICIENCY
-    share = samples / (peak * world_size)
-    element = weight_bytes(config)
-    kv = 2 * (model.num_kv_heads / p.tp) * (model.head_dim + model.value_dim) / 2 * element
-    links, moe = Links(gpu), len(model.experts.blocks) if model.experts else 0
-    one = model.hidden_size * element
-    talk = (model.num_layers - moe) * layer_seconds(links, p, one, each, kv, 0)
-    talk += moe * layer_seconds(links, p, one, each, kv, model.experts.per_token) if moe else 0
-    talk /= p.pp
-    handed = (p.pp > 1) * p.vpp * links.seconds(each * one / p.tp, p.tp * p.cp * dp + 1)
-    messages = slices * count * (talk + handed)
-    trained = 1 if config.lora.enabled else 2  # products of the backward pass: with adapters weights have no gradients
-    again = {"none": 0.0, "selective": attention / DENSE_EFFICIENCY, "full": of_blocks}[recompute]
-    forward = (of_blocks + head) * share + messages
-    backward = (trained * of_blocks + 2 * head + again) * share + messages * (2 if recompute == "full" else 1)
-    bubble = (p.pp - 1) / (p.vpp * count)
-    return forward * (1 + bubble), backward * (1 + bubble), bubble / (1 + bubble)
-
-
 def _update_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> float:
     """Reduce the gradients of one optimizer step, in float32, read and write the optimizer's state, gather the weights."""
     p, links = config.parallel, Links(gpu)
@@ -156,23 +106,40 @@ def _update_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gp
 
 
 def generate_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> float:
-    """Until the last response of a step is there: prefill by FLOPs, then decoding steps, each as long as to read weights and cache."""
+    """Of a step's responses: prefill by FLOPs, then decoding steps, each as long as to read weights and cache."""
     r = config.rollout
     servers = len(r.urls) or r.servers
     each = ceil(r.prompts_per_step * r.num_generations / servers)
     prompts = ceil(each / r.num_generations)  # the group shares its prompt's cache
     flops, peak = token_flops(model), gpu.bf16_tflops * 1e12 * r.tp
     prefill = prompts * (lengths.prompt * flops.blocks + attention_flops(model, lengths.prompt)) / (peak * PREFILL_EFFICIENCY)
-    slots = min(each, r.max_num_seqs, _cached_sequences(config, model, gpu, lengths))
+    slots = min(r.max_num_seqs, _cached_sequences(config, model, gpu, lengths))
+    if r.max_staleness and r.in_flight != "wait":
+        return prefill + _steady_seconds(config, model, gpu, lengths, each, min(slots, each * (1 + r.max_staleness)))
+    sleep = SLEEP_SECONDS if r.placed == "colocated" else 0
+    return prefill + _drained_seconds(config, model, gpu, lengths, each, min(slots, each)) + sleep
+
+
+def _drained_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths, each: int, slots: int) -> float:
+    """Decoding of a server until the last of its `each` responses, and of the other servers', has ended, `slots` at once: as long as some
+    wait every slot is taken, then their number falls as the distribution of lengths does."""
     queued = (each - slots) * lengths.response / slots  # steps in which every slot is taken
-    total = prefill + queued * _decode_seconds(config, model, gpu, slots, lengths.prompt + lengths.response / 2)
+    total = queued * _decode_seconds(config, model, gpu, slots, lengths.prompt + lengths.response / 2)
     scale = exponential_mean(lengths.response, lengths.longest)
     width = lengths.longest / CURVE_POINTS
     for i in range(CURVE_POINTS):
         place = (i + 0.5) * width
-        active = max(1.0, slots * exp(-place / scale)) if scale else slots
-        total += width * _decode_seconds(config, model, gpu, active, lengths.prompt + place)
-    return total + (SLEEP_SECONDS if r.placed == "colocated" else 0)
+        left = exp(-place / scale) if scale else 1.0  # share of responses that are longer
+        going = 1 - (1 - left) ** (config.rollout.prompts_per_step * config.rollout.num_generations)  # the chance that any is
+        total += width * going * _decode_seconds(config, model, gpu, max(1.0, slots * left), lengths.prompt + place)
+    return total
+
+
+def _steady_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths, each: int, slots: int) -> float:
+    """Decoding of a server that goes on with the next steps' responses while this one's last are under way: every slot is taken always. The
+    longest response has all the steps that it may be older than its policy."""
+    one = _decode_seconds(config, model, gpu, slots, lengths.prompt + lengths.response / 2)
+    return max(each * lengths.response / slots, lengths.longest / (1 + config.rollout.max_staleness)) * one
 
 
 def exponential_mean(mean: float, longest: float) -> float:
@@ -197,14 +164,15 @@ def _cached_sequences(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Len
 def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, context: float) -> float:
     """One decoding step of a server for `batch` sequences of `context` tokens."""
     tp, experts = config.rollout.tp, model.experts
-    alone = num_parameters(model)
-    if experts:  # each token chooses per_token of count experts: how many of them does a batch touch
-        alone -= expert_parameters(model) * (1 - experts.per_token / experts.count) ** batch
-    read = 2 * alone / tp + batch * kv_bytes(model, tp, int(context))
+    of_experts = expert_parameters(model)
+    read = 2 * (num_parameters(model) - of_experts) / tp + batch * kv_bytes(model, tp, int(context))
     reading = read / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH)
+    if experts:  # each token chooses per_token of count experts: how many of them does a batch touch
+        touched = of_experts * (1 - (1 - experts.per_token / experts.count) ** batch)
+        reading += 2 * touched / tp / (gpu.memory_gb_per_s * 1e9 * EXPERT_DECODE_BANDWIDTH)
     flops = token_flops(model)
     computing = batch * (flops.blocks + flops.head) / (tp * gpu.bf16_tflops * 1e12 * PREFILL_EFFICIENCY)
-    talking = model.num_layers * 4 * Links(gpu).reduce_scatter(batch * model.hidden_size * 2, tp)
+    talking = model.num_layers * 2 * Links(gpu).all_reduce(batch * model.hidden_size * 2, tp)
     return max(reading, computing) + talking + DECODE_STEP_SECONDS + model.num_layers * LAYER_SECONDS
 
 

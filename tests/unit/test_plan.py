@@ -9,6 +9,7 @@ import transformers
 
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.plan import plan
+from megagrpo.plan.host import host_memory
 from megagrpo.plan.memory import PREFILL_TOKENS, engine_memory, kv_bytes, trainer_memory
 from megagrpo.plan.problems import vllm_can_split
 from megagrpo.plan.shapes import (
@@ -204,6 +205,37 @@ def test_bf16_weights_gradients_and_sharded_optimizer_state_add_up(folder):
     assert made == pytest.approx({"weights": 2 * gib, "gradients": 4 * gib, "optimizer": 12 * gib / 4, "reference": 2 * gib})
     whole = trainer_memory(config(folder, "train.distributed_optimizer=false", *layout), parse_hf_config(LLAMA), dp=4)["generate"]
     assert whole["optimizer"] == pytest.approx(12 * gib)
+
+
+def test_a_checkpoint_takes_host_memory_of_every_rank_and_of_those_that_write_a_copy(folder):
+    """Bytes of a bf16 weight: gathered 12 on each rank, in passing 12 and its own three parts; written 2 + 12."""
+    gib, model, keys = 134_515_008 / 2**30, parse_hf_config(LLAMA), ("model.precision=bf16", "train.distributed_optimizer=true")
+    waited, meanwhile = (host_memory(config(folder, *keys, f"run.async_save={on}"), model, 16) for on in ("false", "true"))
+    passing = 4 * (3 + 3 / 16)
+    assert waited == pytest.approx({"saving": 8 * (12 + passing) * gib, "writing": 0, "moments": 0})
+    assert meanwhile == pytest.approx({"saving": (8 * 12 + 7 * passing + 14) * gib, "writing": 14 * gib, "moments": 0})
+    off = host_memory(config(folder, *keys, "train.optimizer_offload=true"), model, 16)
+    assert off["moments"] == pytest.approx(8 * 8 / 16 * gib)
+    whole = host_memory(config(folder, "model.precision=bf16", "train.distributed_optimizer=false"), model, 16)
+    assert whole["saving"] == pytest.approx(14 * gib)
+    experts = stage_experts(parse_hf_config(MIXED), ParallelSection(ep=4))[0]
+    others = stage_parameters(parse_hf_config(MIXED), ParallelSection(ep=4))[0]
+    shared = host_memory(config(folder, *keys, "parallel.ep=4", "run.async_save=true"), parse_hf_config(MIXED), 8)
+    assert shared["writing"] == pytest.approx((4 * experts + others) * 14 / 2**30)
+    text = str(plan(config(folder, *keys, "run.async_save=true"), 16))
+    assert f"{meanwhile['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is put together" in text
+    assert f"; {meanwhile['writing']:.1f} GiB until it is written" in text
+
+
+def test_virtual_stages_move_into_the_optimizer_one_by_one(folder):
+    settings = ("parallel.pp=2", "train.distributed_optimizer=true", "algorithm.beta=0", "model.precision=fp32")
+    whole, virtual = (
+        trainer_memory(config(folder, *settings, f"parallel.vpp={vpp}"), model, dp=1)["load"]
+        for vpp in (1, 2)
+        for model in [parse_hf_config(LLAMA | {"num_hidden_layers": 60, "tie_word_embeddings": False})]
+    )
+    assert virtual["staging"] == pytest.approx((15 * layer_parameters(parse_hf_config(LLAMA), 0) + 49152 * 576) * 4 / 2**30, rel=1e-3)
+    assert virtual["staging"] < whole["staging"]
 
 
 def test_recomputation_and_smaller_micro_batches_lower_the_activations(folder):

@@ -14,19 +14,11 @@ from megagrpo.plan import main, plan, with_times
 from megagrpo.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.plan.gpus import GPUS
 from megagrpo.plan.links import LINK_EFFICIENCY, Links
-from megagrpo.plan.memory import smallest_gpu, trainer_memory
+from megagrpo.plan.memory import activation_elements, smallest_gpu, trainer_memory
+from megagrpo.plan.passes import ATTENTION_EFFICIENCY, BANDWIDTH, DENSE_EFFICIENCY, IMBALANCE, LAYER_STARTS, TOUCHES, fill, pass_seconds
 from megagrpo.plan.search import USABLE, search
-from megagrpo.plan.times import (
-    DECODE_BANDWIDTH,
-    DECODE_STEP_SECONDS,
-    DENSE_EFFICIENCY,
-    LAYER_SECONDS,
-    Lengths,
-    expected_lengths,
-    exponential_mean,
-    step_times,
-    sync_seconds,
-)
+from megagrpo.plan.times import DECODE_BANDWIDTH, DECODE_STEP_SECONDS, LAYER_SECONDS, exponential_mean, step_times, sync_seconds
+from megagrpo.plan.workload import Lengths, expected_lengths
 from megagrpo.policy.hf_config import parse_hf_config
 from megagrpo.rollout.cuts import EngineLayout
 
@@ -74,13 +66,43 @@ def test_experts_count_as_many_as_a_token_meets():
     assert (flops.blocks + flops.head) / 2 == pytest.approx(37e9, rel=0.03)  # DeepSeek-V3, arXiv 2412.19437: 37B activated
 
 
-def test_one_gpu_trains_at_its_efficiency_and_recomputing_costs_a_forward_pass():
-    alone = seconds(world=1)["train"]
-    full = 1024 * model_flops(MODEL, 200, 800) / (DENSE_EFFICIENCY * H100.bf16_tflops * 1e12)
-    assert full < alone < 1.02 * full
-    blocks = 1024 * (1000 * token_flops(MODEL).blocks + attention_flops(MODEL, 1000)) / (DENSE_EFFICIENCY * H100.bf16_tflops * 1e12)
-    assert seconds("model.recompute=full", world=1)["train"] - alone == pytest.approx(blocks)
-    assert alone < seconds("model.recompute=selective", world=1)["train"] < alone + 0.1 * blocks
+def test_a_pass_is_its_products_its_attention_and_the_memory_that_layers_touch_and_recomputing_costs_one_more():
+    settings, tokens, flops = config(), 1024 * 1000, token_flops(MODEL)
+    peak, memory = H100.bf16_tflops * 1e12, H100.memory_gb_per_s * 1e9 * BANDWIDTH
+    products = tokens * flops.dense / DENSE_EFFICIENCY / peak
+    attention = 1024 * attention_flops(MODEL, 1000) / ATTENTION_EFFICIENCY / peak
+    traffic = tokens * TOUCHES * 32 * activation_elements(settings, MODEL, gpu=True)[0] * 2 / memory
+    head = 1024 * 800 * flops.head / DENSE_EFFICIENCY / peak
+    passes = pass_seconds(settings, MODEL, 1, H100, LENGTHS)
+    assert passes.bubble == 0 and passes.forward == pytest.approx(products + attention + traffic + head)
+    assert passes.backward == pytest.approx(2 * passes.forward)
+    layers = products + attention + traffic
+    extra = {
+        how: pass_seconds(config(f"model.recompute={how}"), MODEL, 1, H100, LENGTHS).backward - passes.backward
+        for how in ("full", "selective")
+    }
+    assert extra == pytest.approx({"full": layers, "selective": attention})
+
+
+def test_short_micro_batches_take_as_long_as_their_kernels_take_to_start():
+    tiny = config("train.max_tokens_per_micro_batch=256", "rollout.max_prompt_length=20", "rollout.max_completion_length=100")
+    passes = pass_seconds(tiny, MODEL, 1, GPUS["b200"], Lengths(20, 100, 100))
+    count = math.ceil(1024 * 120 / (256 * fill(tiny, Lengths(20, 100, 100))))
+    assert passes.forward == pytest.approx(count * 32 * LAYER_STARTS, rel=0.1) and passes.backward == pytest.approx(passes.forward, rel=0.1)
+
+
+def test_half_a_sample_is_left_over_in_a_micro_batch_or_all_but_one():
+    settings = config()
+    assert fill(settings, Lengths(200, 3000, 3800)) == 3200 / 4096 and fill(settings, Lengths(200, 800, 1600)) == 1 - 1000 / 4096 / 2
+
+
+def test_ranks_that_share_experts_out_wait_for_the_fullest_micro_batch_and_the_fullest_experts():
+    mixed = dict(
+        model_type="qwen3_moe", head_dim=128, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True
+    )
+    model = parse_hf_config(LLAMA_8B | mixed)
+    alone, shared = (pass_seconds(config(f"parallel.ep={ep}"), model, 8, H100, LENGTHS).forward for ep in (1, 8))
+    assert shared > alone / fill(config(), LENGTHS) and IMBALANCE > 1
 
 
 def test_decoding_reads_weights_and_cache_until_the_longest_is_done():
@@ -103,6 +125,10 @@ def test_decoding_reads_weights_and_cache_until_the_longest_is_done():
 def test_stragglers_make_generation_longer_than_the_average_response():
     same, spread = (seconds("rollout.servers=8", lengths=Lengths(200, 800, longest))["generate"] for longest in (800, 3200))
     assert spread > 1.5 * same
+    few, many = (
+        seconds(f"rollout.prompts_per_step={8 * n}", f"rollout.servers={n}", lengths=Lengths(200, 100, 1600))["generate"] for n in (1, 8)
+    )
+    assert few < many < 1.6 * few  # of more responses the longest is longer, and it ends before the longest possible
     mean = exponential_mean(800, 1600)
     survival = sum(math.exp(-(i + 0.5) / mean) for i in range(1600))
     assert survival == pytest.approx(800, rel=1e-3) and exponential_mean(1600, 1600) == 0
@@ -139,6 +165,8 @@ def test_links_carry_bytes_at_their_speed_and_the_network_is_slower():
     links = Links(H100)
     assert links.reduce_scatter(1e9, 8) == pytest.approx(1e9 * 7 / 8 / (450e9 * LINK_EFFICIENCY), rel=0.02)
     assert links.reduce_scatter(1e9, 16) == pytest.approx(1e9 * 15 / 16 / (50e9 * LINK_EFFICIENCY), rel=0.02)
+    assert links.latency(8) < links.latency(16) < links.latency(64) and links.all_reduce(1e9, 1) == 0
+    assert links.all_reduce(1e9, 8) == pytest.approx(2 * links.reduce_scatter(1e9, 8), rel=0.01)
     assert links.reduce_scatter(1e9, 1) == links.all_to_all(1e9, 1) == 0
     assert links.all_to_all(1e9, 16) == pytest.approx(1e9 * 8 / 16 / (50e9 * LINK_EFFICIENCY), rel=0.02)
 
@@ -153,6 +181,18 @@ def test_the_sum_for_a_sync_is_that_of_its_exact_plan():
     assert sync_seconds(settings, MODEL, 8, H100) == pytest.approx(exact.seconds(H100.network_gb_per_s * LINK_EFFICIENCY)[0], rel=0.1)
 
 
+def test_generation_that_runs_ahead_keeps_every_slot_taken_and_a_response_has_as_many_steps_as_it_may_be_old():
+    """While a step's last responses are under way the next step's are as well, unless a sync waits for them."""
+    keys = ["rollout.placement=dedicated", "rollout.servers=8", "algorithm.importance_correction=token_truncate"]
+    keys.append("algorithm.importance_correction_max=2")
+    spread = Lengths(200, 300, 1600)
+    waits, ahead, wait, far = (
+        seconds(*keys, *more, lengths=spread)["generate"]
+        for more in ([], ["rollout.max_staleness=1"], ["rollout.max_staleness=1", "rollout.in_flight=wait"], ["rollout.max_staleness=8"])
+    )
+    assert wait == waits and 0.4 * waits < ahead < 0.8 * waits and far < ahead
+
+
 def test_waiting_for_the_other_side_is_idle_time_and_all_gpus_count():
     apart = step_times(config("rollout.placement=dedicated", "rollout.servers=8"), MODEL, 8, H100, LENGTHS)
     together = step_times(config("rollout.servers=8"), MODEL, 8, H100, LENGTHS)
@@ -164,11 +204,11 @@ def test_waiting_for_the_other_side_is_idle_time_and_all_gpus_count():
     correction = ["algorithm.importance_correction=token_truncate", "algorithm.importance_correction_max=2"]
     running_ahead = config("rollout.placement=dedicated", "rollout.servers=8", "rollout.max_staleness=1", *correction)
     ahead = step_times(running_ahead, MODEL, 8, H100, LENGTHS)
-    longer, shorter = sorted((apart.seconds["generate"], apart.seconds["train"]), reverse=True)
-    assert ahead.seconds == apart.seconds and ahead.step == pytest.approx(longer + apart.seconds["sync"])
+    longer, shorter = sorted((ahead.seconds["generate"], ahead.seconds["train"]), reverse=True)
+    assert ahead.seconds["train"] == apart.seconds["train"] and ahead.step == pytest.approx(longer + apart.seconds["sync"])
     assert ahead.idle == pytest.approx(8 * (longer - shorter) / (16 * ahead.step))
     staged = step_times(config("parallel.pp=8", "rollout.servers=8"), MODEL, 8, H100, LENGTHS)
-    assert staged.bubble == pytest.approx(7 / (7 + math.ceil(1024 * 1000 / 4096 / 0.9)))
+    assert staged.bubble == pytest.approx(7 / (7 + math.ceil(1024 * 1000 / 4096 / fill(config(), LENGTHS))))
     assert staged.idle == pytest.approx(staged.bubble * staged.seconds["train"] / staged.step, rel=0.02)
 
 

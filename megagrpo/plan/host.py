@@ -1,0 +1,60 @@
+"""What the trainer's ranks take of a node's own memory: for checkpoints, and for moments that stay off the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megagrpo.config import RunConfig
+from megagrpo.plan.gpus import GPUS_PER_NODE
+from megagrpo.plan.memory import GIB, MOMENT_BYTES, weight_bytes
+from megagrpo.plan.shapes import stage_adapters, stage_experts, stage_parameters
+from megagrpo.policy.hf_config import HfConfig
+
+
+def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: int = GPUS_PER_NODE) -> dict[str, float]:
+    """GiB of the fullest node: `saving`, at the peak of putting a checkpoint together; `writing`, held until it is written while training
+    goes on (0 without `run.async_save`); `moments` that `train.optimizer_offload` keeps there. Python and libraries are not counted.
+
+    Of a sharded optimizer Megatron gathers masters and moments, in float32, on every rank that shares the parameters (`fully_reshardable`),
+    one buffer after the other: a rank's own part of a buffer, and one of the three as it came, the one before, and joined. The first of the
+    ranks that share them writes: with `run.async_save` a copy of weights, masters and moments, else of the weights alone.
+    """
+    p = config.parallel
+    if config.lora.enabled:
+        trained, experts = stage_adapters(model, p, config.lora), [0] * p.pp
+    else:
+        trained, experts = stage_parameters(model, p), stage_experts(model, p)
+    ranks = []
+    for rank in range(world_size):  # numbered tp fastest, then cp, dp, pp; for experts those of a stage etp fastest, then ep
+        stage, place = divmod(rank, world_size // p.pp)
+        outside = _Shard(trained[stage], place // p.tp, world_size // (p.pp * p.tp))
+        inside = _Shard(experts[stage], place // (p.expert_tp * p.ep), world_size // p.expert_parallel_size)
+        ranks.append(_rank(config, [outside, inside]))
+    nodes = [ranks[first : first + per_node] for first in range(0, world_size, per_node)]
+    return {name: max(sum(rank[name] for rank in node) for node in nodes) / GIB for name in ("saving", "writing", "moments")}
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """Trained parameters that a rank holds, which of their `copies` it has."""
+
+    size: int
+    copy: int
+    copies: int
+
+
+def _rank(config: RunConfig, shards: list[_Shard]) -> dict[str, float]:
+    """Bytes of one rank."""
+    train, element = config.train, weight_bytes(config)
+    weights = element * (2 if config.algorithm.sync_ref_model else 1)
+    state = (4 if train.optimizer == "muon" else 8) + (4 if train.distributed_optimizer or element < 4 else 0)
+    first = sum(shard.size for shard in shards if shard.copy == 0)
+    copied = first * (weights + state)
+    moments = sum(shard.size / (shard.copies if train.distributed_optimizer else 1) for shard in shards)
+    moments *= MOMENT_BYTES[train.optimizer_state_dtype] if train.optimizer_offload else 0
+    if not train.distributed_optimizer:
+        return {"saving": copied, "writing": copied if config.run.async_save else 0, "moments": moments}
+    gathered = sum(12 * shard.size for shard in shards)
+    gathering = max(4 * shard.size * (3 + 3 / shard.copies) for shard in shards)
+    writing = copied if config.run.async_save else 0
+    return {"saving": gathered + max(gathering, writing, first * weights), "writing": writing, "moments": moments}
