@@ -30,6 +30,7 @@ from megagrpo.plan.rules import Verdict, rules_text, verdicts
 from megagrpo.plan.search import Candidate, search
 from megagrpo.plan.shapes import model_shape
 from megagrpo.plan.text import (
+    cache_text,
     experts_text,
     gpu_text,
     host_text,
@@ -184,6 +185,8 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
         return judged(Plan(problems, rows, notes=notes, model=model), gpu_memory_gb)
     memory = trainer_memory(config, model, dp, gpu=gpu_memory_gb is not None)
     smallest = smallest_gpu(config, model, memory)
+    if gpu_memory_gb is not None and not config.rollout.urls:
+        rows.insert([name for name, _ in rows].index("rollout") + 1, ("vLLM", cache_text(config, model, gpu_memory_gb)))
     host = host_memory(config, model, world_size)
     rows += [("GPU", gpu_text(config, smallest)), ("host", host_text(host))]
     if gpu_memory_gb is not None and smallest > gpu_memory_gb:

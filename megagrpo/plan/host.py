@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megagrpo.config import RunConfig
 from megagrpo.plan.gpus import GPUS_PER_NODE
 from megagrpo.plan.memory import GIB, MOMENT_BYTES, weight_bytes
-from megagrpo.plan.shapes import stage_adapters, stage_experts, stage_parameters
+from megagrpo.plan.shapes import largest_chunks, stage_adapters, stage_experts, stage_parameters
 from megagrpo.policy.hf_config import HfConfig
 
 
@@ -24,12 +24,12 @@ def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: i
         trained, experts = stage_adapters(model, p, config.lora), [0] * p.pp
     else:
         trained, experts = stage_parameters(model, p), stage_experts(model, p)
-    ranks = []
+    chunks, ranks = largest_chunks(model, p), []
     for rank in range(world_size):  # numbered tp fastest, then cp, dp, pp; for experts those of a stage etp fastest, then ep
         stage, place = divmod(rank, world_size // p.pp)
         outside = _Shard(trained[stage], place // p.tp, world_size // (p.pp * p.tp))
         inside = _Shard(experts[stage], place // (p.expert_tp * p.ep), world_size // p.expert_parallel_size)
-        ranks.append(_rank(config, [outside, inside]))
+        ranks.append(_rank(config, [outside, inside], chunks[stage]))
     nodes = [ranks[first : first + per_node] for first in range(0, world_size, per_node)]
     return {name: max(sum(rank[name] for rank in node) for node in nodes) / GIB for name in ("saving", "writing", "moments")}
 
@@ -43,8 +43,8 @@ class _Shard:
     copies: int
 
 
-def _rank(config: RunConfig, shards: list[_Shard]) -> dict[str, float]:
-    """Bytes of one rank."""
+def _rank(config: RunConfig, shards: list[_Shard], chunk: int) -> dict[str, float]:
+    """Bytes of one rank, whose largest buffer is that of `chunk` parameters."""
     train, element = config.train, weight_bytes(config)
     weights = element * (2 if config.algorithm.sync_ref_model else 1)
     state = (4 if train.optimizer == "muon" else 8) + (4 if train.distributed_optimizer or element < 4 else 0)
@@ -55,6 +55,6 @@ def _rank(config: RunConfig, shards: list[_Shard]) -> dict[str, float]:
     if not train.distributed_optimizer:
         return {"saving": copied, "writing": copied if config.run.async_save else 0, "moments": moments}
     gathered = sum(12 * shard.size for shard in shards)
-    gathering = max(4 * shard.size * (3 + 3 / shard.copies) for shard in shards)
+    gathering = max(4 * min(shard.size, chunk) * (3 + 3 / shard.copies) for shard in shards)
     writing = copied if config.run.async_save else 0
     return {"saving": gathered + max(gathering, writing, first * weights), "writing": writing, "moments": moments}

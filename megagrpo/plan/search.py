@@ -20,6 +20,7 @@ from megagrpo.policy.hf_config import HfConfig, model_problems, nearly_even
 USABLE = 0.95  # share of a GPU's memory to fill; the rest is for what the plan does not count
 TOKENS_PER_CONTEXT_RANK = 4096  # of the longest sample: fewer are not worth the messages
 MICRO_BATCHES = (1, 2, 4, 8)  # longest samples in one
+STAGE_COST = 0.01  # of the trainer's seconds, for each stage after the first, when layouts are compared: micro-batches are never quite even
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,16 @@ class Candidate:
     overrides: tuple[str, ...]
     gib: float  # that a GPU needs
     times: StepTimes
+    stages: int  # of the pipeline, virtual ones included
+
+    @property
+    def cost(self) -> float:
+        """Seconds of a step, and a little for each stage: of layouts that are nearly as fast the simpler one is better."""
+        return _cost(self.times, self.stages)
+
+
+def _cost(times: StepTimes, stages: int) -> float:
+    return times.step + STAGE_COST * (stages - 1) * times.computing
 
 
 def search(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, keep: int = 5) -> list[Candidate]:
@@ -43,11 +54,12 @@ def search(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, length
             continue
         for virtual in _virtual(model, parallel):
             for times, made in _by_speed(config, model, world_size, gpu, lengths, generate, virtual):
-                if len(best) == keep and times.step >= best[-1].times.step:
+                stages = virtual.pp * virtual.vpp
+                if len(best) == keep and _cost(times, stages) >= best[-1].cost:
                     break
                 gib = _gib(made, model, dp)
                 if gib <= room and not cross_field_problems(made) and not layout_problems(made, world_size):
-                    best = sorted([*best, Candidate(_overrides(made), gib, times)], key=lambda one: one.times.step)[:keep]
+                    best = sorted([*best, Candidate(_overrides(made), gib, times, stages)], key=lambda one: one.cost)[:keep]
                     break
     return best
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from megagrpo.config import LoraSection, ParallelSection, RunConfig, weight_path
+from megagrpo.plan.memory import GIB, PREFILL_TOKENS, engine_memory, kv_bytes
 from megagrpo.plan.search import Candidate
 from megagrpo.plan.shapes import adapted_projections, num_active_parameters, num_parameters, stage_adapters
 from megagrpo.plan.times import StepTimes
@@ -43,6 +44,17 @@ def rollout_text(config: RunConfig) -> str:
     return (
         f"{r.servers} vLLM server(s) x tp {r.tp}, up to {config.max_model_len} tokens a sequence; each takes "
         f"{r.gpu_memory_utilization:.0%} of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
+    )
+
+
+def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
+    """What a server that the run starts has on each of its GPUs, and how many sequences that is."""
+    held, r = engine_memory(config, model, gpu), config.rollout
+    fit = int(held["kv_cache"] * GIB / kv_bytes(model, r.tp, config.max_model_len, PREFILL_TOKENS))
+    wanted = min(r.max_num_seqs, ceil(r.prompts_per_step * r.num_generations / r.servers))
+    return (
+        f"on each GPU {held['vllm_weights']:.1f} GiB of weights and {held['kv_cache']:.1f} GiB of KV cache, {fit:,} sequences of "
+        f"{config.max_model_len} tokens; a server is asked for {wanted:,} at once"
     )
 
 
@@ -113,7 +125,10 @@ def times_table(times: StepTimes) -> Sequence[str]:
 
 def search_table(found: Sequence[Candidate]) -> Sequence[str]:
     """The layouts, the fastest first, as the keys that make the config so."""
-    lines = ["the fastest layouts that fit", f"{'step s':>9}{'train s':>9}{'GiB':>7}  overrides"]
+    lines = [
+        "the fastest layouts that fit; of nearly equal ones those of fewer stages first",
+        f"{'step s':>9}{'train s':>9}{'GiB':>7}  overrides",
+    ]
     for one in found:
         lines.append(f"{one.times.step:9.1f}{one.times.seconds['train']:9.1f}{one.gib:7.1f}  {' '.join(one.overrides)}")
     return lines
