@@ -25,8 +25,14 @@ STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # of a weight, with i
 
 
 def trainer_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) -> dict[str, dict[str, float]]:
-    """Phase -> part -> GiB of the trainer, in each phase on the rank of the pipeline stage that needs most. `auto` precision is taken as
-    bf16. Without a `gpu` attention is ours in plain torch, which keeps more."""
+    """Phase -> part -> GiB of the trainer, in each phase on the rank of the pipeline stage that needs most."""
+    stages = stage_memory(config, model, dp, gpu)
+    return {phase: max((stage[phase] for stage in stages), key=lambda parts: sum(parts.values())) for phase in stages[0]}
+
+
+def stage_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) -> list[dict[str, dict[str, float]]]:
+    """Of a rank of each pipeline stage, phase -> part -> GiB. `auto` precision is taken as bf16. Without a `gpu` attention is ours in plain
+    torch, which keeps more."""
     p = config.parallel
     held = zip(
         layers_of_ranks(model, p),
@@ -38,8 +44,7 @@ def trainer_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True
         strict=True,
     )
     given = num_parameters(model) * weight_bytes(config) / (dp * p.model_parallel_size)
-    stages = [_stage_memory(config, model, dp, stage, *sizes, given, gpu) for stage, sizes in enumerate(held)]
-    return {phase: max((stage[phase] for stage in stages), key=lambda parts: sum(parts.values())) for phase in stages[0]}
+    return [_stage_memory(config, model, dp, stage, *sizes, given, gpu) for stage, sizes in enumerate(held)]
 
 
 def weight_bytes(config: RunConfig) -> int:

@@ -59,7 +59,7 @@ def search(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, length
                     break
                 gib = _gib(made, model, dp)
                 if gib <= room and not cross_field_problems(made) and not layout_problems(made, world_size):
-                    best = sorted([*best, Candidate(_overrides(made), gib, times, stages)], key=lambda one: one.cost)[:keep]
+                    best = sorted([*best, Candidate(_overrides(made, config), gib, times, stages)], key=lambda one: one.cost)[:keep]
                     break
     return best
 
@@ -124,12 +124,17 @@ def _gib(config: RunConfig, model: HfConfig, dp: int) -> float:
     return smallest_gpu(config, model, trainer_memory(config, model, dp))
 
 
-def _overrides(config: RunConfig) -> tuple[str, ...]:
-    p = config.parallel
-    sizes = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep}
-    given = [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
-    given += [f"parallel.etp={p.etp}"] if p.etp and p.etp != p.tp else []
-    given += ["parallel.sequence_parallel=true"] if p.sequence_parallel else []
-    given += [f"parallel.pipeline_layers={str(p.pipeline_layers).replace(' ', '')}"] if p.pipeline_layers else []
+def _overrides(config: RunConfig, own: RunConfig) -> tuple[str, ...]:
+    """The keys that make `own` this config, and those of its sizes above 1."""
+    p, before = config.parallel, own.parallel
+    given = [
+        f"parallel.{name}={getattr(p, name)}"
+        for name in ("tp", "pp", "vpp", "cp", "ep")
+        if max(getattr(p, name), getattr(before, name)) > 1
+    ]
+    given += [f"parallel.etp={p.expert_tp}"] if p.expert_tp != p.tp or before.etp else []
+    given += [f"parallel.sequence_parallel={str(p.sequence_parallel).lower()}"] if p.sequence_parallel or before.sequence_parallel else []
+    layers = str(p.pipeline_layers or "null").replace(" ", "")
+    given += [f"parallel.pipeline_layers={layers}"] if p.pipeline_layers or before.pipeline_layers else []
     given.append(f"train.max_tokens_per_micro_batch={config.train.max_tokens_per_micro_batch}")
     return (*given, f"model.recompute={config.model.recompute}")

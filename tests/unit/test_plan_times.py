@@ -1,5 +1,6 @@
 """Predicted seconds: against sums done by hand, against the exact plan of a sync, and as functions that must fall or rise."""
 
+import importlib.util
 import json
 import math
 import subprocess
@@ -228,6 +229,18 @@ def test_the_search_finds_layouts_that_fit_and_none_is_slower_than_the_configs_o
         assert one.times.step == pytest.approx(step_times(changed, MODEL, world, H100, LENGTHS).step)
 
 
+def test_what_the_search_proposes_also_undoes_what_the_config_had():
+    """Of a config with tp, ep and stages of its own: each proposal, as overrides of that file, is the layout that it was planned as."""
+    path = REPOSITORY / "configs" / "qwen3_30b_a3b_1node.yaml"
+    own = load_config(path, ["parallel.pp=2", "parallel.ep=4", "parallel.pipeline_layers=[23,25]"])
+    model = parse_hf_config(json.loads((REPOSITORY / "configs/models/Qwen/Qwen3-30B-A3B/config.json").read_text()))
+    found = search(own, model, 8, GPUS["h200"], LENGTHS, keep=40)
+    assert any(one.stages == 1 for one in found) and any(one.stages == 8 for one in found)
+    for one in found:
+        changed = load_config(path, ["parallel.pp=2", "parallel.ep=4", "parallel.pipeline_layers=[23,25]", *one.overrides])
+        assert step_times(changed, model, 8, GPUS["h200"], LENGTHS) == one.times
+
+
 def test_671_billion_parameters_on_2048_gpus_are_searched_in_seconds():
     settings = config(
         f"model.path={DEEPSEEK}", "rollout.placement=dedicated", "rollout.servers=32", "rollout.tp=32", "rollout.gpu_memory_utilization=0.9"
@@ -273,6 +286,22 @@ def test_what_is_asked_wrongly_is_refused(asked, message):
     with pytest.raises(ConfigError) as error:
         main(config(), **asked)
     assert str(error.value).startswith(message)
+
+
+def test_most_published_steps_are_within_thirty_percent_and_published_peaks_within_twenty():
+    spent, held = benchmark("published_steps"), benchmark("published_memory")
+    errors = [abs(spent.predicted(row).step / row.seconds - 1) for row in spent.ROWS]
+    assert sum(error < 0.3 for error in errors) >= 0.9 * len(errors) and max(errors) < 0.35
+    assert all(error < 0.3 for error, row in zip(errors, spent.ROWS, strict=True) if row.held_out)
+    # What the GPU's allocator holds is more than the tensors in it.
+    assert all(0.8 * row.gib < held.predicted(row) < row.gib for row in held.ROWS)
+
+
+def benchmark(name: str):
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "benchmarks" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_a_plan_without_a_model_has_no_seconds(monkeypatch):
