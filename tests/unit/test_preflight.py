@@ -51,6 +51,27 @@ def test_a_python_without_the_packages_is_told(tmp_path, monkeypatch):
     assert [problem.partition(":")[0] for problem in found] == ["no_such_package", "no_such_package.core"]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "environment", "told"),
+    [
+        ("GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)", {}, True),
+        ("GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, True),
+        ("GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, False),
+        ("GPU 0: NVIDIA B200 (UUID: GPU-1)", {}, False),
+    ],
+)
+def test_one_connection_is_asked_for_where_messages_and_products_overlap(gpu, environment, told, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "_nvidia_smi", lambda *arguments: [gpu])
+    found = preflight.problems(tmp_path, 1, [], environment, one_connection=True)
+    assert [problem.partition(":")[0] for problem in found] == ["CUDA_DEVICE_MAX_CONNECTIONS"] * told
+    assert preflight.problems(tmp_path, 1, [], environment) == []
+
+
+def test_the_other_apex_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "_version", lambda package: "0.9.10.dev0" if package == "apex" else "")
+    assert [problem.partition(":")[0] for problem in preflight.problems(tmp_path, 0, [], {})] == ["apex"]
+
+
 def test_a_full_disk_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "FREE_GIB", 1e9)
     assert "GiB are free in" in preflight.problems(tmp_path, 0, [], {})[0]

@@ -102,6 +102,7 @@ def test_configs_for_clusters_fit_their_gpus_and_render(name):
         script = script_of(Cluster(gpus_per_node=gpus, gpu_memory_gb=memory, **kind), name=name)
         assert is_shell(script) and f"#SBATCH --nodes={made.run.nodes}\n" in script and f"#SBATCH --gpus-per-node={gpus}\n" in script
         assert values(script, "PLAN") == [f"gpu_memory_gb={memory}"]
+        assert ("--one-connection" in values(script, "PREFLIGHT")) == (made.parallel.tp > 1)
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda p: p.stem)
