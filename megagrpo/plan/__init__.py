@@ -187,8 +187,11 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
     smallest = smallest_gpu(config, model, memory)
     if gpu_memory_gb is not None and not config.rollout.urls:
         rows.insert([name for name, _ in rows].index("rollout") + 1, ("vLLM", cache_text(config, model, gpu_memory_gb)))
-    host = host_memory(config, model, world_size)
-    rows += [("GPU", gpu_text(config, smallest)), ("host", host_text(host))]
+    rows.append(("GPU", gpu_text(config, smallest)))
+    host = {}
+    if world_size % parallel.model_parallel_size == world_size % parallel.expert_parallel_size == 0:  # else there is no such layout
+        host = host_memory(config, model, world_size)
+        rows.append(("host", host_text(host)))
     if gpu_memory_gb is not None and smallest > gpu_memory_gb:
         problems.append(too_big(config, memory, smallest, gpu_memory_gb))
     if config.rollout.placed == "colocated":  # asleep in the other phases
