@@ -25,6 +25,7 @@ from pathlib import Path
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.config import load_config
 from megagrpo.parallel import device
+from megagrpo.rollout.access import TOKEN_VARIABLE
 from megagrpo.serving import make_launcher, name_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +47,7 @@ COLUMNS = (
 )
 
 
-def train(max_staleness: int, url: str, folder: Path, args: argparse.Namespace) -> list[dict[str, float]]:
+def train(max_staleness: int, url: str, token: str, folder: Path, args: argparse.Namespace) -> list[dict[str, float]]:
     """The lines of metrics.jsonl of one run on `args.trainer_core`."""
     name = f"staleness{max_staleness}"
     options = [f"run.name={name}", f"run.output_dir={folder}", f"run.max_steps={args.steps}", "run.tensorboard=false"]
@@ -54,7 +55,7 @@ def train(max_staleness: int, url: str, folder: Path, args: argparse.Namespace) 
     if max_staleness:
         options += ["algorithm.importance_correction=token_truncate"]
     command = ["taskset", "-c", str(args.trainer_core), sys.executable, "-m", "megagrpo", "train", str(QUICKSTART), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", TOKEN_VARIABLE: token}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr)  # to watch it; the table alone goes to stdout
     if done.returncode:
         raise SystemExit(f"{name} ended with exit code {done.returncode}")
@@ -98,7 +99,7 @@ def main() -> None:
             (url,) = launcher.wait()
             first, rows = None, {}
             for max_staleness in args.staleness:
-                seconds, rows[max_staleness] = row(train(max_staleness, url, Path(folder), args), first)
+                seconds, rows[max_staleness] = row(train(max_staleness, url, launcher.token, Path(folder), args), first)
                 first = first or seconds
     print(f"{args.steps} steps, {os.getloadavg()[0]:.1f} load at the end\n\n| max_staleness | {' | '.join(COLUMNS)} |")
     print("|---" * (1 + len(COLUMNS)) + "|")

@@ -59,18 +59,16 @@ class Collector:
         ahead = self.pool is not None and all(prompt.place is not None for prompt in prompts)
 
         def part() -> tuple[list[tuple[int, list[ScoredRollout]]], dict[str, float]] | str | EngineError | None:
-            self.rewards.step = self.step
-            mine, engine = (self._own_places(prompts), self.pool) if ahead else (self._own_slice(prompts), self.engine)
+            mine = self._own_places(prompts) if ahead else self._own_slice(prompts)
+            given = [prompts[i] for i in mine], num_generations, sampling, seed, self.timer, self.step
             try:
-                chosen = [prompts[i] for i in mine]
-                scored = generate_and_score(engine, self.rewards, chosen, num_generations, sampling, seed, self.timer)
+                scored, counted = take_scored(self.pool, *given) if ahead else generate_and_score(self.engine, self.rewards, *given)
             except EngineInterrupted:
                 return None
             except EngineStarved:
                 return STARVED
             except EngineError as error:
                 return error
-            counted = self.rewards.metrics() | (self.pool.counters() if ahead else {})
             return [*zip(mine, map(list, batched(scored, num_generations)), strict=True)], counted
 
         while STARVED in (parts := self._of_all(part)):
@@ -88,10 +86,10 @@ class Collector:
                 raise NoRollouts(str(failure) if rank == self.layout.world_rank else f"rank {rank}: {failure}") from failure
         return parts
 
-    def ask(self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int) -> None:
-        """Begin with this replica's share of prompts that are collected later, less those that were asked for before."""
+    def ask(self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int, step: int) -> None:
+        """Begin with this replica's share of prompts that are collected after `step` steps, less those that were asked for before."""
         mine, asked = [numbered(prompts)[i] for i in self._own_places(prompts)], self.pool.asked
-        self.pool.ask([prompt for prompt in mine if prompt.place not in asked], num_generations, sampling, seed)
+        self.pool.ask([prompt for prompt in mine if prompt.place not in asked], num_generations, sampling, seed, step)
 
     def finished_ahead(self) -> list[dict[str, Any]]:
         """What has been generated and not collected, of all replicas, for `AsyncPool.load_state_dict`. Collective."""
@@ -139,25 +137,47 @@ def numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def generate_and_score(
-    engine: Engine | AsyncPool,
+    engine: Engine,
     rewards: RewardScorer,
     prompts: Sequence[Prompt],
     num_generations: int,
     sampling: SamplingParams,
     seed: int,
     timer: PhaseTimer,
-) -> list[ScoredRollout]:
-    """`num_generations` scored rollouts of each prompt, in prompt order. Raises EngineInterrupted when the engine was interrupted."""
-    with rewards.begin() as scoring:  # a group is scored while others are still generated
+    step: int = 0,
+) -> tuple[list[ScoredRollout], dict[str, float]]:
+    """`num_generations` scored rollouts of each prompt, in prompt order, and what was counted. `step` as in `RewardScorer.begin`. Raises
+    EngineInterrupted when the engine was interrupted."""
+    with rewards.begin(step) as scoring:  # a group is scored while others are still generated
         with timer("generate"):
             engine.generate(prompts, num_generations, sampling, seed, on_group=scoring.add)
         with timer("reward"):
-            return scoring.finish()
+            return scoring.finish(), summed_counters([scoring.metrics()])
+
+
+def take_scored(
+    pool: AsyncPool,
+    prompts: Sequence[Prompt],
+    num_generations: int,
+    sampling: SamplingParams,
+    seed: int,
+    timer: PhaseTimer,
+    step: int,
+) -> tuple[list[ScoredRollout], dict[str, float]]:
+    """The same of prompts that may have been asked for ahead."""
+    with timer("generate"):
+        scorings = pool.take(prompts, num_generations, sampling, seed, step)
+    with timer("reward"):
+        scored = [s for scoring in scorings for s in scoring.finish()]
+    return scored, summed_counters([scoring.metrics() for scoring in scorings]) | pool.counters()
 
 
 def summed_counters(counted: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The counters among the metrics of several scorers, added up."""
-    return {name: sum(metrics[name] for metrics in counted) for name in counted[0] if name.endswith(COUNTERS)}
+    """The counters among several metrics, added up."""
+    total: Counter[str] = Counter()
+    for metrics in counted:
+        total.update({name: value for name, value in metrics.items() if name.endswith(COUNTERS)})
+    return dict(total)
 
 
 def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:

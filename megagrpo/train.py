@@ -170,7 +170,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         resources.enter_context(Watcher(engine, weight_sync.refill, writer.message))
     pool = None
     if engine is not None and config.rollout.max_staleness:
-        pool = resources.enter_context(AsyncPool(engine, config.rollout.max_staleness, config.rollout.straggler_seconds))
+        pool = resources.enter_context(AsyncPool(engine, rewards, config.rollout.max_staleness, config.rollout.straggler_seconds))
     checkpointer = Checkpointer(run_folder / "checkpoints", layout, policy, config.run.save_total_limit, model_folder, reference)
     timer = PhaseTimer()
     trainer = Trainer(

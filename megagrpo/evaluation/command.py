@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megagrpo.collect import generate_and_score, summed_counters
+from megagrpo.collect import generate_and_score
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.evaluation.sets import HeldOut, check_columns, evaluate, load_sets
@@ -63,8 +63,7 @@ def run(
         engine = dialogues.over(engine)
 
     def collect(prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> tuple[list[ScoredRollout], dict[str, float]]:
-        scored = generate_and_score(engine, rewards, prompts, n, sampling, seed, timer)
-        return scored, summed_counters([rewards.metrics()])
+        return generate_and_score(engine, rewards, prompts, n, sampling, seed, timer)
 
     responses: dict[str, list[dict[str, Any]]] = {}
 

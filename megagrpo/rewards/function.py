@@ -1,4 +1,4 @@
-"""A configured reward function as the scorer sees it: how it is called, and what was counted in the last scoring."""
+"""A configured reward function as the scorer sees it: how it is called, and what a scoring has got from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST_PART = 32  # completions in a call while the pace of the function is unkn
 
 @dataclass(eq=False)
 class Function:
-    """`signature` is what `worker.load` found out; `values` are those of the last scoring, one per rollout."""
+    """`signature` is what `worker.load` found out."""
 
     name: str
     target: Target
@@ -27,18 +27,10 @@ class Function:
     lane: str
     signature: dict[str, Any] = field(default_factory=dict)
     pace: float = 0.0  # seconds per completion, as last seen
-    values: list[float | None] = field(default_factory=list)
-    timeouts: int = 0
-    exceptions: int = 0
-    seconds: float = 0.0
 
     @property
     def is_coroutine(self) -> bool:
         return self.signature["is_coroutine"]
-
-    def reset(self) -> None:
-        """Forget the last scoring, but for the pace."""
-        self.values, self.timeouts, self.exceptions, self.seconds = [], 0, 0, 0.0
 
     def parts(self, rollouts: list[Rollout], workers: int) -> Iterator[list[int]]:
         """Places in `rollouts` of each call: as many completions as the function asks for; else each group by itself for a coroutine;
@@ -57,6 +49,17 @@ class Function:
                 part.extend(members)
         if part:
             yield part
+
+
+@dataclass
+class Tally:
+    """What one scoring has got from `function`: one of `values` per rollout, and what was counted."""
+
+    function: Function
+    values: list[float | None] = field(default_factory=list)
+    timeouts: int = 0
+    exceptions: int = 0
+    seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         """Mean and unbiased std over what could be scored, and the counters."""

@@ -160,6 +160,7 @@ class WorkerPool:
     def __init__(self, workers: int, search_path: str | None = None):
         self._search_path = search_path
         self._workers: list[Worker] = []
+        self._pending: dict[str, deque[Call]] = {}
         self.add_lane(SHARED, workers)
 
     def add_lane(self, lane: str, workers: int = 1, capacity: int | None = None) -> None:
@@ -171,35 +172,46 @@ class WorkerPool:
         return sum(worker.lane == lane for worker in self._workers)
 
     def run(self, calls: Iterable[Call], on_done: Callable[[Call, Outcome], Iterable[Call]], feed: Feed | None = None) -> None:
-        """Run all calls. `on_done` gets each outcome, in no order, and may return more calls to run; `feed` brings more until it ends."""
+        """Run all calls. `on_done` gets each outcome, in no order, and may return more calls to run. A `feed` brings more, until it raises
+        Ended, which this passes on."""
         if not self._workers:
             raise ValueError("the reward workers are closed")
-        pending = {worker.lane: deque() for worker in self._workers}
-
-        def enqueue(more: Iterable[Call]) -> None:
-            for call in more:
-                pending[call.lane].append(call)
-
-        enqueue(calls)
+        self._pending = {worker.lane: deque() for worker in self._workers}
+        self._enqueue(calls)
         try:
-            while any(pending.values()) or any(w.running for w in self._workers) or (feed is not None and not feed.ended):
+            while any(self._pending.values()) or any(w.running for w in self._workers) or feed is not None:
                 for worker in self._workers:
-                    while pending[worker.lane] and worker.has_room(pending[worker.lane][0]):
-                        worker.start(pending[worker.lane].popleft())
+                    while self._pending[worker.lane] and worker.has_room(self._pending[worker.lane][0]):
+                        worker.start(self._pending[worker.lane].popleft())
                 for call, outcome in self._wait(feed):
-                    enqueue([replace(call, alone=True)] if outcome is None else on_done(call, outcome))
+                    self._enqueue([replace(call, alone=True)] if outcome is None else on_done(call, outcome))
                 if feed is not None:
-                    enqueue(feed.take())
+                    self._enqueue(feed.take())
         finally:  # an interrupt: answers still under way must not be taken for answers to the next calls
             for worker in self._workers:
                 if worker.running:
                     worker.restart()
 
+    def drop(self, is_wanted: Callable[[Call], bool]) -> None:
+        """In the middle of `run`, by `on_done` or what the feed expands: forget calls that are not wanted and have not begun, and free the
+        workers that run none that is. Outcomes of others that are under way still come."""
+        for calls in self._pending.values():
+            wanted = [call for call in calls if is_wanted(call)]
+            calls.clear()
+            calls.extend(wanted)
+        for worker in self._workers:
+            if worker.running and not any(is_wanted(running.call) for running in worker.running.values()):
+                worker.restart()
+
+    def _enqueue(self, calls: Iterable[Call]) -> None:
+        for call in calls:
+            self._pending[call.lane].append(call)
+
     def _wait(self, feed: Feed | None) -> list[tuple[Call, Outcome | None]]:
         """Wait for an answer, more work or the next deadline; the calls that are over, or (None) to be called again."""
         busy = {w.connection: w for w in self._workers if w.running}
         until = min((w.deadline for w in busy.values()), default=None)
-        watched = [*busy, *([feed.connection] if feed is not None else [])]  # after its end too: it may still be given up
+        watched = [*busy, *([feed.connection] if feed is not None else [])]
         ready = wait(watched, timeout=None if until is None else max(0.0, until - time.monotonic()))
         over = []
         for connection, worker in busy.items():

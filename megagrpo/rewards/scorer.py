@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 from megagrpo.config import RewardsSection
 from megagrpo.rewards.function import Function
 from megagrpo.rewards.pool import SHARED, Call, Outcome, WorkerPool
 from megagrpo.rewards.registry import did_you_mean, display_names, resolve
-from megagrpo.rewards.scoring import Scoring
+from megagrpo.rewards.scoring import Scoring, Work
 from megagrpo.types import Rollout, ScoredRollout
 
 COROUTINES = "coroutines"  # the lane of one worker that runs many calls of async functions at once
@@ -39,18 +40,20 @@ class RewardScorer:
             Function(name, target, f.weight, f.args, f.timeout or section.timeout, f"own {i}" if f.own_worker or target.heavy else SHARED)
             for i, (name, target, f) in enumerate(zip(names, targets, section.functions, strict=True))
         ]
-        self.step = 0  # outer iterations finished, for functions that follow the run
         self._max_completion_length, self._concurrency = max_completion_length, section.concurrency
         self._seen_failures: set[tuple[str, str]] = set()
         # The kernel kills a worker when the thread that started it ends, so one thread starts them all and lives as long as they do.
         self._thread = ThreadPoolExecutor(1, "rewards")
         folder = None if base_folder is None else str(Path(base_folder).resolve())
         self._pool = self._thread.submit(WorkerPool, section.workers, folder).result()
+        self._work: Work | None = None
+        self._last: Scoring | None = None
         try:
             self._thread.submit(self._load).result()
         except BaseException:
             self.close()
             raise
+        self._work = Work(self._pool, self._thread)
 
     @property
     def names(self) -> list[str]:
@@ -106,25 +109,28 @@ class RewardScorer:
         if problems:
             raise ValueError("\n".join(problems))
 
-    def begin(self) -> Scoring:
-        """Scoring that goes on while rollouts are still generated: `add` them as they come, then `finish`. One at a time."""
-        for function in self._functions:
-            function.reset()
-        return Scoring(self._functions, self._pool, self._thread, self._max_completion_length, self.step, self._seen_failures)
+    def begin(self, step: int = 0) -> Scoring:
+        """Scoring that goes on while rollouts are still generated: `add` them as they come, then `finish`. Several may go on at once.
 
-    def score(self, rollouts: list[Rollout]) -> list[ScoredRollout]:
+        `step` is how many outer iterations are finished when the rollouts are trained on, for functions that follow the run."""
+        common = {"max_completion_length": self._max_completion_length, "trainer_state": SimpleNamespace(global_step=step)}
+        return Scoring(self._functions, self._work, common, self._seen_failures)
+
+    def score(self, rollouts: list[Rollout], step: int = 0) -> list[ScoredRollout]:
         """One scored rollout per rollout, in order. `reward` is the weighted sum over the functions that could score; NaN if none could."""
-        with self.begin() as scoring:
-            scoring.add(0, rollouts)
-            return scoring.finish()
+        with self.begin(step) as self._last:
+            self._last.add(0, rollouts)
+            return self._last.finish()
 
     def metrics(self) -> dict[str, float]:
-        """Of the last scoring: per function mean and unbiased std (over what it could score), counts of timeouts, exceptions and
-        completions it could not score, and the seconds that workers spent in it."""
-        return {f"rewards/{f.name}/{name}": value for f in self._functions for name, value in f.metrics().items()}
+        """`Scoring.metrics` of the last `score`."""
+        return self._last.metrics()
 
     def close(self) -> None:
         """Kill the workers. Safe to call twice."""
+        if self._work is not None:
+            self._work.close()
+            self._work = None
         self._pool.close()
         self._thread.shutdown()
 

@@ -1,15 +1,17 @@
-"""The scoring of one step's rollouts, which goes on in a thread of its own while more of them are generated."""
+"""The scoring of some rollouts, which goes on in a thread of its own while others are generated, and beside other scorings."""
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
-from megagrpo.rewards.feed import Aborted, Feed
-from megagrpo.rewards.function import Function
+from megagrpo.rewards.feed import Feed
+from megagrpo.rewards.function import Function, Tally
 from megagrpo.rewards.pool import Call, Outcome, WorkerPool
 from megagrpo.types import Rollout, ScoredRollout
 
@@ -18,64 +20,60 @@ _SHOWN = 1000  # characters of a text that a report of a failure shows
 
 
 class Scoring:
-    """`add` groups of rollouts as they come, in any order; `finish` waits for their rewards. Leaving the `with` before drops all."""
+    """`add` groups of rollouts as they come, in any order; `finish` waits for their rewards. Leaving the `with` before drops all.
 
-    def __init__(
-        self,
-        functions: list[Function],
-        pool: WorkerPool,
-        thread: ThreadPoolExecutor,
-        max_completion_length: int,
-        step: int,
-        seen_failures: set[tuple[str, str]],
-    ):
-        self._functions, self._pool = functions, pool
-        self._common = {"max_completion_length": max_completion_length, "trainer_state": SimpleNamespace(global_step=step)}
-        self._seen_failures = seen_failures
+    `common` are arguments that every function is offered; `seen_failures` are those that were shown, and need no more words.
+    """
+
+    def __init__(self, functions: Sequence[Function], work: Work, common: dict[str, Any], seen_failures: set[tuple[str, str]]):
+        self._tallies = [Tally(function) for function in functions]
+        self._work, self._common, self._seen_failures = work, common, seen_failures
         self._rollouts: list[Rollout] = []  # in the order in which they came
         self._places: list[int] = []
-        self._feed = Feed(self._calls)
-        self._run = thread.submit(pool.run, [], self._done, self._feed)
 
     def add(self, place: int, rollouts: list[Rollout]) -> None:
-        """Start to score these; `place` orders them among the results."""
-        self._feed.put((place, rollouts))
+        """Start to score these; `place` orders them among the results. From any thread."""
+        self._work.put(self, place, rollouts)
 
     def finish(self) -> list[ScoredRollout]:
         """One scored rollout per rollout, by place, then as added. `reward` is the weighted sum over the functions that could score it; NaN
         when none could."""
-        self._feed.end()
-        self._run.result()
+        self._work.wait(self)
         order = sorted(range(len(self._rollouts)), key=self._places.__getitem__)
         return [self._scored(i) for i in order]
+
+    def metrics(self) -> dict[str, float]:
+        """Once it is finished: per function mean and unbiased std (over what it could score), counts of timeouts, exceptions and
+        completions it could not score, and the seconds that workers spent in it."""
+        return {f"rewards/{t.function.name}/{name}": value for t in self._tallies for name, value in t.metrics().items()}
+
+    def drop(self) -> None:
+        """Do not score what is not scored yet."""
+        self._work.drop(self)
 
     def __enter__(self) -> Scoring:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._run.done():
-            self._feed.end(abort=True)
-        if not isinstance(self._run.exception(), Aborted | None):
-            raise self._run.exception()
-        self._feed.close()
+        self.drop()
 
     # -- in the thread of the pool
 
-    def _calls(self, item: tuple[int, list[Rollout]]) -> list[Call]:
+    def calls(self, place: int, rollouts: list[Rollout]) -> list[Call]:
         """The calls that score what was added."""
-        place, rollouts = item
         first = len(self._rollouts)
         self._rollouts += rollouts
         self._places += [place] * len(rollouts)
-        for function in self._functions:
-            function.values += [None] * len(rollouts)
+        for tally in self._tallies:
+            tally.values += [None] * len(rollouts)
         return [
-            self._call(function, [first + i for i in part])
-            for function in self._functions
-            for part in function.parts(rollouts, self._pool.size(function.lane))
+            self._call(tally, [first + i for i in part])
+            for tally in self._tallies
+            for part in tally.function.parts(rollouts, self._work.num_workers(tally.function))
         ]
 
-    def _call(self, function: Function, part: list[int]) -> Call:
+    def _call(self, tally: Tally, part: list[int]) -> Call:
+        function = tally.function
         chosen = [self._rollouts[i] for i in part]
         columns = {name for r in chosen for name in r.prompt.columns}
         arguments: dict[str, Any] = {name: [r.prompt.columns.get(name) for r in chosen] for name in columns}
@@ -86,34 +84,35 @@ class Scoring:
             "finish_reason": [r.finish_reason for r in chosen],
             "is_truncated": [r.finish_reason == "length" for r in chosen],
         }
-        return Call(function.target, function.args, "score", arguments, function.timeout, function.lane, tag=(function, part))
+        return Call(function.target, function.args, "score", arguments, function.timeout, function.lane, tag=(self, tally, part))
 
-    def _done(self, call: Call, outcome: Outcome) -> list[Call]:
+    def done(self, call: Call, outcome: Outcome) -> list[Call]:
         """Take in one outcome. A part that failed is called again one by one, to lose no more than the culprit."""
-        function, part = call.tag
-        function.seconds += outcome.seconds
+        _, tally, part = call.tag
+        tally.seconds += outcome.seconds
         if outcome.kind == "result":
-            function.pace = outcome.seconds / len(part)
+            tally.function.pace = outcome.seconds / len(part)
             for i, value in zip(part, outcome.value, strict=True):
-                function.values[i] = value
+                tally.values[i] = value
                 if value is not None and math.isnan(value):
-                    self._failed(function, i, "exceptions", "it gave no finite number")
+                    self._failed(tally, i, "exceptions", "it gave no finite number")
             return []
         if len(part) > 1:
-            return [self._call(function, [i]) for i in part]
-        self._failed(function, part[0], "timeouts" if outcome.kind == "timeout" else "exceptions", outcome.value)
+            return [self._call(tally, [i]) for i in part]
+        self._failed(tally, part[0], "timeouts" if outcome.kind == "timeout" else "exceptions", outcome.value)
         return []
 
-    def _failed(self, function: Function, i: int, counter: str, reason: str) -> None:
+    def _failed(self, tally: Tally, i: int, counter: str, reason: str) -> None:
         """Count a failure; the first of its kind in the run is shown, with the sample that caused it."""
-        function.values[i] = function.signature["value_of_failure"]
-        setattr(function, counter, getattr(function, counter) + 1)
+        function = tally.function
+        tally.values[i] = function.signature["value_of_failure"]
+        setattr(tally, counter, getattr(tally, counter) + 1)
         if (function.name, counter) in self._seen_failures:
             return
         self._seen_failures.add((function.name, counter))
         rollout = self._rollouts[i]
         sample = {"prompt": rollout.prompt.messages, "completion": rollout.text, **rollout.prompt.columns}
-        given = "was left out" if function.values[i] is None else f"scored {function.values[i]:g}"
+        given = "was left out" if tally.values[i] is None else f"scored {tally.values[i]:g}"
         log.warning(
             "reward `%s` %s for prompt %d (more of the kind are only counted, in rewards/%s/%s): %s\n%s",
             *(function.name, given, rollout.prompt.prompt_id, function.name, counter, reason),
@@ -124,12 +123,83 @@ class Scoring:
 
     def _scored(self, i: int) -> ScoredRollout:
         rollout = self._rollouts[i]
-        rewards = {f.name: f.values[i] for f in self._functions}
-        weighted = [f.weight * f.values[i] for f in self._functions if f.values[i] is not None]
+        rewards = {t.function.name: t.values[i] for t in self._tallies}
+        weighted = [t.function.weight * t.values[i] for t in self._tallies if t.values[i] is not None]
         if rollout.dialogue is not None:
             rewards |= rollout.dialogue.rewards
             weighted += [value for value in rollout.dialogue.rewards.values() if value is not None]
         return ScoredRollout(rollout, rewards, math.fsum(weighted) if weighted else math.nan)
+
+
+class Work:
+    """What all scorings that are under way ask of the workers, which are used from `thread` alone."""
+
+    def __init__(self, pool: WorkerPool, thread: ThreadPoolExecutor):
+        self._pool, self._feed = pool, Feed(self._calls)
+        self._open: Counter[Scoring] = Counter()  # what was put in and what is called, and not over
+        self._changed = threading.Condition()
+        self._run = thread.submit(pool.run, [], self._done, self._feed)
+        self._run.add_done_callback(lambda _: self._wake())
+
+    def num_workers(self, function: Function) -> int:
+        """How many there are for a function."""
+        return self._pool.size(function.lane)
+
+    def put(self, scoring: Scoring, place: int, rollouts: list[Rollout]) -> None:
+        """Ask for these on behalf of `scoring`."""
+        with self._changed:
+            self._open[scoring] += 1
+        self._feed.put((scoring, place, rollouts))
+
+    def wait(self, scoring: Scoring) -> None:
+        """Until all is over that was put in for `scoring`. Raises what has ended the thread, if something has."""
+        with self._changed:
+            self._changed.wait_for(lambda: scoring not in self._open or self._run.done())
+            is_over = scoring not in self._open
+        if not is_over:
+            self._run.result()
+
+    def drop(self, scoring: Scoring) -> None:
+        """Forget what is not over of `scoring`."""
+        with self._changed:
+            under_way = self._open.pop(scoring, 0)
+        if under_way:
+            self._feed.put((scoring, 0, []))
+
+    def close(self) -> None:
+        """Drop everything and let go of the thread."""
+        self._feed.end()
+        self._run.exception()
+        self._feed.close()
+
+    def _calls(self, item: tuple[Scoring, int, list[Rollout]]) -> list[Call]:
+        scoring, place, rollouts = item
+        if scoring not in self._open:
+            self._pool.drop(lambda call: call.tag[0] in self._open)
+            return []
+        calls = scoring.calls(place, rollouts)
+        self._count(scoring, len(calls) - 1)
+        return calls
+
+    def _done(self, call: Call, outcome: Outcome) -> list[Call]:
+        scoring = call.tag[0]
+        if scoring not in self._open:
+            return []
+        calls = scoring.done(call, outcome)
+        self._count(scoring, len(calls) - 1)
+        return calls
+
+    def _count(self, scoring: Scoring, change: int) -> None:
+        with self._changed:
+            if scoring in self._open:  # it may have been dropped just now
+                self._open[scoring] += change
+                if not self._open[scoring]:
+                    del self._open[scoring]
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
 
 def _short(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Generation that runs ahead of training: groups of responses that are asked for early and picked up when their step comes.
+"""Generation that runs ahead of training: groups of responses that are asked for early, scored, and picked up when their step comes.
 
 A group is asked for at most `max_staleness` steps before the step that trains on it, and every step is followed by one weight sync: so
 no token is older than that many weight versions, unless something held its group up. Such a group is not handed out, but generated again.
@@ -14,27 +14,36 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Container, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megagrpo.rollout.engine import Engine, OnGroup
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rewards.scoring import Scoring
+from megagrpo.rollout.engine import Engine
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 
+class Finished(NamedTuple):
+    """A group, and its rewards, which are under way or there."""
+
+    rollouts: list[Rollout]
+    scoring: Scoring
+
+
 class AsyncPool:
-    """`ask` begins to generate in threads of its own, `generate` hands out. Prompts are known by their `place`. A context manager: leaving
-    it interrupts the engine.
+    """`ask` begins to generate in threads of its own, `take` hands out. Each group is scored from when it is finished. Prompts are known by
+    their `place`. A context manager: leaving it interrupts the engine.
 
     What it waits for without a group for `straggler_seconds` is cut.
     """
 
-    def __init__(self, engine: Engine, max_staleness: int, straggler_seconds: float | None = None):
-        self.engine, self.max_staleness, self.straggler_seconds = engine, max_staleness, straggler_seconds
+    def __init__(self, engine: Engine, rewards: RewardScorer, max_staleness: int, straggler_seconds: float | None = None):
+        self.engine, self.rewards, self.max_staleness, self.straggler_seconds = engine, rewards, max_staleness, straggler_seconds
         self._counted = Counter()
         self._changed = threading.Condition()
         self._under_way: set[int] = set()
-        self._finished: dict[int, list[Rollout]] = {}
+        self._finished: dict[int, Finished] = {}
         self._restored: dict[int, dict[str, Any]] = {}  # groups of `load_state_dict` that were not asked for yet
         self._passed = -1  # the greatest place that was handed out
         self._failure: BaseException | None = None
@@ -57,10 +66,10 @@ class AsyncPool:
         with self._changed:
             return self._under_way | self._finished.keys()
 
-    def ask(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, at_once: bool = False) -> None:
+    def ask(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, step: int, at_once: bool = False) -> None:
         """Begin with `n` rollouts of each prompt, when the engine works on all that was asked for before, or `at_once`; returns
-        immediately. Those that a checkpoint has kept are there already."""
-        prompts = [prompt for prompt in prompts if not self._restore(prompt, n)]
+        immediately. Those that a checkpoint has kept are there already. `step` as in `RewardScorer.begin`."""
+        prompts = [prompt for prompt in prompts if not self._restore(prompt, n, step)]
         if not prompts:
             return
         before, begun = None if at_once else self._begun, threading.Event()
@@ -69,38 +78,35 @@ class AsyncPool:
         with self._changed:
             self._count_idle()
             self._under_way |= {prompt.place for prompt in prompts}
-        thread = threading.Thread(target=self._work, args=(prompts, n, sampling, seed, before, begun), name="pool", daemon=True)
+        thread = threading.Thread(target=self._work, args=(prompts, n, sampling, seed, step, before, begun), name="pool", daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
-    ) -> list[list[Rollout]]:
-        """`n` rollouts of each prompt, in the order of `prompts`, as `Engine.generate`; at once where they were asked for early enough.
-        `sampling` and `seed` are for those that were not. What failed in the background is raised here."""
+    def take(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, step: int) -> list[Scoring]:
+        """The scoring of `n` rollouts of each prompt, in the order of `prompts`, to be finished; at once where they were asked for early
+        enough. `sampling`, `seed` and `step` are for those that were not. What failed in the background is raised here."""
         asked = self.asked
-        self.ask([prompt for prompt in prompts if prompt.place not in asked], n, sampling, seed, at_once=True)
-        groups: list[list[Rollout] | None] = [None] * len(prompts)
-        missing = {prompt.place: i for i, prompt in enumerate(prompts)}
+        self.ask([prompt for prompt in prompts if prompt.place not in asked], n, sampling, seed, step, at_once=True)
+        missing = {prompt.place: prompt for prompt in prompts}
         while missing:
             if not (ready := self._await_any(missing)):
                 self._counted["cut"] += len(missing)
                 self.engine.cut(missing)
-            old = [place for place, group in ready.items() if self._is_too_old(group)]
-            for place in ready.keys() - old:
-                i = missing.pop(place)
-                groups[i] = ready[place]
-                if on_group is not None:
-                    on_group(i, groups[i])
-            self._drop(old)
-            self.ask([prompts[missing[place]] for place in old], n, sampling, seed, at_once=True)
-        self._drop([place for place in self._hand_out(prompts) if place <= self._passed])
-        return groups
+            old = [missing[place] for place, group in ready.items() if self._is_too_old(group.rollouts)]
+            for place in ready:
+                del missing[place]
+            self._drop([prompt.place for prompt in old])
+            self.ask(old, n, sampling, seed, step, at_once=True)
+            missing |= {prompt.place: prompt for prompt in old}
+        scorings, left = self._hand_out(prompts)
+        self._drop([place for place in left if place <= self._passed])
+        return scorings
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The groups that are finished and not handed out, as values for JSON. What is under way is not kept: it is asked for again."""
+        """The groups that are finished and not handed out, as values for JSON, without rewards, which are computed again. What is under way
+        is not kept: it is asked for again."""
         with self._changed:
-            return [packed(place, group) for place, group in sorted(self._finished.items())]
+            return [packed(place, group.rollouts) for place, group in sorted(self._finished.items())]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Hand out the groups of `state` when their prompts are asked for. To be called before the sync that begins a resumed run: it
@@ -125,16 +131,16 @@ class AsyncPool:
                 "async/waiting": float(len(self._finished)),
             }
 
-    def _restore(self, prompt: Prompt, n: int) -> bool:
+    def _restore(self, prompt: Prompt, n: int, step: int) -> bool:
         """Whether a checkpoint has kept `n` rollouts of the prompt; they are finished then."""
         kept = self._restored.pop(prompt.place, None)
         if kept is None or (kept["prompt_id"], len(kept["rollouts"])) != (prompt.prompt_id, n):
             return False
         with self._changed:
-            self._finished[prompt.place] = unpacked(kept, prompt)
+            self._finish(prompt.place, unpacked(kept, prompt), step)
         return True
 
-    def _await_any(self, places: Container[int]) -> dict[int, list[Rollout]]:
+    def _await_any(self, places: Container[int]) -> dict[int, Finished]:
         """Those of `places` that are finished, as soon as there is one; none after `straggler_seconds`."""
         with self._changed:
             self._changed.wait_for(
@@ -148,28 +154,33 @@ class AsyncPool:
     def _is_too_old(self, group: Sequence[Rollout]) -> bool:
         return min(rollout.weight_version for rollout in group) < self.engine.weight_version - self.max_staleness
 
-    def _hand_out(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Forget the groups of `prompts`, which are the caller's from here on; the places of those that are left."""
+    def _hand_out(self, prompts: Sequence[Prompt]) -> tuple[list[Scoring], list[int]]:
+        """The groups of `prompts`, which are the caller's from here on, and the places of those that are left."""
         with self._changed:
-            for prompt in prompts:
-                del self._finished[prompt.place]
-                self._passed = max(self._passed, prompt.place)
-            return list(self._finished)
+            self._passed = max([self._passed, *(prompt.place for prompt in prompts)])
+            return [self._finished.pop(prompt.place).scoring for prompt in prompts], list(self._finished)
 
     def _drop(self, places: Sequence[int]) -> None:
         """Forget groups that are too old, or of prompts that will never be drawn, for the curriculum has passed them over."""
         with self._changed:
             for place in places:
-                del self._finished[place]
+                self._finished.pop(place).scoring.drop()
             self._counted["dropped"] += len(places)
 
     def _work(
-        self, prompts: list[Prompt], n: int, sampling: SamplingParams, seed: int, before: threading.Event | None, begun: threading.Event
+        self,
+        prompts: list[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        step: int,
+        before: threading.Event | None,
+        begun: threading.Event,
     ) -> None:
         if before is not None:
             before.wait()
         try:
-            self.engine.generate(prompts, n, sampling, seed, lambda i, group: self._keep(prompts[i].place, group), begun.set)
+            self.engine.generate(prompts, n, sampling, seed, lambda i, group: self._keep(prompts[i].place, group, step), begun.set)
         except BaseException as error:
             with self._changed:
                 self._count_idle()
@@ -179,15 +190,21 @@ class AsyncPool:
         finally:
             begun.set()
 
-    def _keep(self, place: int, group: list[Rollout]) -> None:
+    def _keep(self, place: int, group: list[Rollout], step: int) -> None:
         with self._changed:
             self._count_idle()
             self._under_way.discard(place)
             if place > self._passed:
-                self._finished[place] = group
+                self._finish(place, group, step)
             else:
                 self._counted["dropped"] += 1
             self._changed.notify_all()
+
+    def _finish(self, place: int, group: list[Rollout], step: int) -> None:
+        """Begin to score a group. To be called with the lock held."""
+        scoring = self.rewards.begin(step)
+        scoring.add(0, group)
+        self._finished[place] = Finished(group, scoring)
 
     def _count_idle(self) -> None:
         """To be called, with the lock held, before what is under way changes."""

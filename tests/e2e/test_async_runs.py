@@ -69,6 +69,17 @@ def test_a_run_that_is_killed_and_resumed_trains_on_every_prompt_once(moves, tmp
 
 
 @pytest.mark.full
+def test_what_is_generated_ahead_is_scored_while_the_step_before_trains(tmp_path):
+    (tmp_path / "stamp.py").write_text("import time\n\ndef stamp(completions, **_):\n    return [time.time() for _ in completions]\n")
+    run = world.train(tmp_path, *AHEAD, *STILL, "run.max_steps=4", f"rewards.functions.0.function={tmp_path}/stamp.py:stamp")
+    assert run.code == 0, run.err
+    ended = {line["step"]: line["wall_time"] for line in run.metrics}
+    scored = {step: [row["rewards"]["stamp"] for row in run.completions if row["step"] == step] for step in ended}
+    assert any(min(scored[step]) < ended[step - 1] - 0.05 for step in (2, 3, 4)), (ended, scored)
+    assert all(max(scored[step]) < ended[step] for step in ended)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("in_flight", ["keep", "resume", pytest.param("wait", marks=pytest.mark.full)])
 def test_responses_under_way_live_through_a_sync(tmp_path, in_flight):
     run = world.train(tmp_path, *AHEAD, *SLOW, *STILL, "run.max_steps=3", f"rollout.in_flight={in_flight}")

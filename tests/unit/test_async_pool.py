@@ -51,8 +51,34 @@ class Engine:
         self.stop.set()
 
 
+class Rewards:
+    """Remembers what it was given to score, and at which step."""
+
+    def __init__(self):
+        self.begun = []
+
+    def begin(self, step):
+        self.begun.append(Scoring(step))
+        return self.begun[-1]
+
+
+class Scoring:
+    def __init__(self, step):
+        self.step, self.group, self.dropped = step, None, False
+
+    def add(self, place, group):
+        self.group = group
+
+    def drop(self):
+        self.dropped = True
+
+
 def prompts(start, stop):
     return [Prompt(place % 7, (1,), "", place=place) for place in range(start, stop)]
+
+
+def take(pool, wanted, step=0):
+    return [scoring.group for scoring in pool.take(wanted, 2, SAMPLING, step, step)]
 
 
 def train(pool, engine, steps, max_staleness, pace=0.004):
@@ -60,11 +86,8 @@ def train(pool, engine, steps, max_staleness, pace=0.004):
     trained, ages, pauses = [], [], random.Random(5)
     for step in range(steps):
         asked, end = pool.asked, min(steps, step + 1 + max_staleness) * WANTED
-        pool.ask([p for p in prompts(step * WANTED, end) if p.place not in asked], 2, SAMPLING, step)
-        arrived = []
-        mine = prompts(step * WANTED, (step + 1) * WANTED)
-        groups = pool.generate(mine, 2, SAMPLING, step, lambda i, group: arrived.append((i, group)))  # noqa: B023
-        assert sorted(i for i, _ in arrived) == list(range(WANTED)) and all(groups[i] is group for i, group in arrived)
+        pool.ask([p for p in prompts(step * WANTED, end) if p.place not in asked], 2, SAMPLING, step, step)
+        groups = take(pool, prompts(step * WANTED, (step + 1) * WANTED), step)
         trained.append([rollout.prompt.place for group in groups for rollout in group[:1]])
         ages += [engine.weight_version - rollout.weight_version for group in groups for rollout in group]
         time.sleep(pauses.random() * pace)
@@ -76,7 +99,7 @@ def train(pool, engine, steps, max_staleness, pace=0.004):
 @pytest.mark.parametrize("pace", [0.0, 0.02], ids=["fast trainer", "slow trainer"])
 def test_every_group_is_trained_on_once_in_order_and_none_is_too_old(max_staleness, pace):
     engine = Engine(seed=max_staleness)
-    with AsyncPool(engine, max_staleness) as pool:
+    with AsyncPool(engine, Rewards(), max_staleness) as pool:
         trained, ages = train(pool, engine, 12, max_staleness, pace)
         assert pool.asked == set()
     assert trained == [list(range(step * WANTED, (step + 1) * WANTED)) for step in range(12)]
@@ -86,7 +109,7 @@ def test_every_group_is_trained_on_once_in_order_and_none_is_too_old(max_stalene
 
 def test_no_group_is_begun_earlier_than_the_bound_allows():
     engine = Engine()
-    with AsyncPool(engine, 2) as pool:
+    with AsyncPool(engine, Rewards(), 2) as pool:
         train(pool, engine, 6, 2, pace=0.03)
     late = [version - max(1, place // WANTED - 1) for place, version in engine.begun]
     assert min(late) == 0 and engine.begun == sorted(engine.begun)
@@ -95,68 +118,82 @@ def test_no_group_is_begun_earlier_than_the_bound_allows():
 def test_what_is_asked_for_later_does_not_go_before():
     engine = Engine()
     engine.held_up = {0: "slow", 1: "slow"}
-    with AsyncPool(engine, 3) as pool:
+    with AsyncPool(engine, Rewards(), 3) as pool:
         for first in range(0, 12, 4):
-            pool.ask(prompts(first, first + 4), 2, SAMPLING, 0)
+            pool.ask(prompts(first, first + 4), 2, SAMPLING, 0, 0)
         time.sleep(0.05)
         assert [place for place, _ in engine.begun] == [0, 1, 2, 3]
         engine.slow.set()
-        pool.generate(prompts(0, 12), 2, SAMPLING, 0)
+        take(pool, prompts(0, 12))
         assert [place for place, _ in engine.begun] == list(range(12))
 
 
+def test_groups_are_scored_from_when_they_are_finished_each_for_its_step():
+    rewards = Rewards()
+    with AsyncPool(Engine(), rewards, 1) as pool:
+        for step in range(2):
+            pool.ask(prompts(step * 4, step * 4 + 4), 2, SAMPLING, 0, step)
+        wait_until(lambda: len(rewards.begun) == 8)
+        assert {s.group[0].prompt.place: s.step for s in rewards.begun} == {place: place // 4 for place in range(8)}
+        assert pool.take(prompts(0, 8), 2, SAMPLING, 0, 0) == sorted(rewards.begun, key=lambda s: s.group[0].prompt.place)
+    assert not any(scoring.dropped for scoring in rewards.begun)
+
+
 def test_a_group_that_was_held_up_too_long_is_generated_again_and_counted():
-    engine = Engine()
+    engine, rewards = Engine(), Rewards()
     engine.held_up = {9: -1, 17: -1}
-    with AsyncPool(engine, 1) as pool:
+    with AsyncPool(engine, rewards, 1) as pool:
         trained, ages = train(pool, engine, 6, 1)
     assert [place for step in trained for place in step] == list(range(6 * WANTED)) and max(ages) <= 1
     assert sorted(place for place, _ in engine.begun if place in (9, 17)) == [9, 9, 17, 17]
     assert [pool.counters()["async/dropped"] for _ in range(2)] == [2.0, 0.0]
+    assert sorted(s.group[0].prompt.place for s in rewards.begun if s.dropped) == [9, 17] and len(rewards.begun) == 6 * WANTED + 2
 
 
 def test_what_was_asked_for_and_passed_over_is_forgotten():
-    engine = Engine()
-    with AsyncPool(engine, 2) as pool:
-        pool.ask(prompts(0, 8), 2, SAMPLING, 0)
-        pool.generate(prompts(0, 2) + prompts(6, 8), 2, SAMPLING, 0)
+    engine, rewards = Engine(), Rewards()
+    with AsyncPool(engine, rewards, 2) as pool:
+        pool.ask(prompts(0, 8), 2, SAMPLING, 0, 0)
+        take(pool, prompts(0, 2) + prompts(6, 8))
         wait_until(lambda: not pool.asked)
         assert pool.counters()["async/dropped"] == 4.0
+    assert [s.group[0].prompt.place in range(2, 6) for s in rewards.begun] == [s.dropped for s in rewards.begun]
 
 
 def test_what_a_step_waits_for_too_long_is_cut_and_the_rest_is_left_alone():
     engine = Engine()
     engine.held_up = {2: "slow"}
-    with AsyncPool(engine, 1, straggler_seconds=0.1) as pool:
+    with AsyncPool(engine, Rewards(), 1, straggler_seconds=0.1) as pool:
         for mine in (prompts(0, 2) + prompts(3, 8), prompts(2, 3)):
-            pool.ask(mine, 2, SAMPLING, 0)
-        pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+            pool.ask(mine, 2, SAMPLING, 0, 0)
+        take(pool, prompts(0, 4))
         assert engine.cuts == [[2]] and pool.counters() == {"async/dropped": 0.0, "async/cut": 1.0}
 
 
 def test_a_resumed_pool_hands_out_what_was_finished_and_asks_for_the_rest():
     engine = Engine()
-    with AsyncPool(engine, 1) as pool:
-        pool.ask(prompts(0, 6), 2, SAMPLING, 0)
-        before = pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+    with AsyncPool(engine, Rewards(), 1) as pool:
+        pool.ask(prompts(0, 6), 2, SAMPLING, 0, 0)
+        before = take(pool, prompts(0, 4))
         wait_until(lambda: len(pool.state_dict()) == 2)
         saved = json.loads(json.dumps(pool.state_dict()))
     assert before and [group["place"] for group in saved] == [4, 5]
     engine = Engine()
     engine.weight_version = 2  # the first sync of the resumed run
-    with AsyncPool(engine, 1) as pool:
+    with AsyncPool(engine, rewards := Rewards(), 1) as pool:
         pool.load_state_dict(saved)
-        groups = pool.generate(prompts(4, 8), 2, SAMPLING, 0)
+        groups = take(pool, prompts(4, 8), 3)
     assert [place for place, _ in sorted(engine.begun)] == [6, 7]
     assert groups[0] == [Rollout(prompts(4, 5)[0], (1, 2), (-1.0, -1.0), "stop", 2, "")] * 2
+    assert [scoring.step for scoring in rewards.begun] == [3] * 4
 
 
 @pytest.mark.parametrize("changed", [dict(prompt_id=6), dict(rollouts=[])], ids=["other data", "other group size"])
 def test_what_a_checkpoint_has_kept_of_another_prompt_is_generated_anew(changed):
     engine = Engine()
-    with AsyncPool(engine, 1) as pool:
+    with AsyncPool(engine, Rewards(), 1) as pool:
         pool.load_state_dict([packed(0, [Rollout(prompts(0, 1)[0], (5,), (-1.0,), "stop", 1, "")] * 2) | changed])
-        assert pool.generate(prompts(0, 1), 2, SAMPLING, 0)[0][0].response_ids == (1, 2)
+        assert take(pool, prompts(0, 1))[0][0].response_ids == (1, 2)
 
 
 def test_the_version_of_each_token_is_known():
@@ -168,53 +205,53 @@ def test_the_version_of_each_token_is_known():
 
 def test_prompts_that_nobody_asked_for_are_generated_at_once():
     engine = Engine()
-    with AsyncPool(engine, 1) as pool:
-        groups = pool.generate(prompts(0, 3), 2, SAMPLING, 0)
-        assert [group[0].prompt.place for group in groups] == [0, 1, 2] and pool.generate([], 2, SAMPLING, 0) == []
+    with AsyncPool(engine, Rewards(), 1) as pool:
+        groups = take(pool, prompts(0, 3))
+        assert [group[0].prompt.place for group in groups] == [0, 1, 2] and take(pool, []) == []
 
 
 def test_what_fails_in_the_background_is_raised_where_its_groups_are_wanted():
     engine = Engine()
     engine.error = EngineError("no server is left")
-    with AsyncPool(engine, 1) as pool:
-        pool.ask(prompts(0, 4), 2, SAMPLING, 0)
+    with AsyncPool(engine, Rewards(), 1) as pool:
+        pool.ask(prompts(0, 4), 2, SAMPLING, 0, 0)
         with pytest.raises(EngineError, match="no server is left"):
-            pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+            take(pool, prompts(0, 4))
 
 
 def test_after_a_failure_that_was_mended_what_is_missing_is_asked_for_again():
     engine = Engine()
-    with AsyncPool(engine, 1) as pool:
-        pool.ask(prompts(0, 2), 2, SAMPLING, 0)
+    with AsyncPool(engine, Rewards(), 1) as pool:
+        pool.ask(prompts(0, 2), 2, SAMPLING, 0, 0)
         wait_until(lambda: len(pool.state_dict()) == 2)
         engine.error = EngineStarved("no server has the current weights")
-        pool.ask(prompts(2, 4), 2, SAMPLING, 0)
+        pool.ask(prompts(2, 4), 2, SAMPLING, 0, 0)
         with pytest.raises(EngineStarved):
-            pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+            take(pool, prompts(0, 4))
         engine.error = None
-        groups = pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+        groups = take(pool, prompts(0, 4))
     assert [group[0].prompt.place for group in groups] == [0, 1, 2, 3] and [place for place, _ in engine.begun] == [0, 1, 2, 3]
 
 
 def test_an_interrupted_engine_ends_the_wait_and_no_thread_is_left():
     engine = Engine(seconds=60)
-    with AsyncPool(engine, 1) as pool:
-        pool.ask(prompts(0, 8), 2, SAMPLING, 0)
+    with AsyncPool(engine, Rewards(), 1) as pool:
+        pool.ask(prompts(0, 8), 2, SAMPLING, 0, 0)
         threading.Timer(0.05, engine.interrupt).start()
         with pytest.raises(EngineInterrupted):
-            pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+            take(pool, prompts(0, 4))
     assert not [thread for thread in threading.enumerate() if thread.name == "pool"]
 
 
 def test_idle_is_the_time_in_which_nothing_is_under_way():
     engine = Engine(seconds=0.0)
-    with AsyncPool(engine, 1) as pool:
-        pool.generate(prompts(0, 4), 2, SAMPLING, 0)
+    with AsyncPool(engine, Rewards(), 1) as pool:
+        take(pool, prompts(0, 4))
         pool.measured()
         time.sleep(0.05)
         assert pool.measured() == pytest.approx({"idle/servers": 1.0, "async/in_flight": 0.0, "async/waiting": 0.0}, abs=0.01)
         engine.seconds = 60
-        pool.ask(prompts(4, 8), 2, SAMPLING, 0)
+        pool.ask(prompts(4, 8), 2, SAMPLING, 0, 0)
         time.sleep(0.05)
         assert pool.measured() == pytest.approx({"idle/servers": 0.0, "async/in_flight": 4.0, "async/waiting": 0.0}, abs=0.05)
 

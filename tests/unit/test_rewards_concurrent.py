@@ -26,6 +26,11 @@ async def never(completions):
     await asyncio.sleep(3600 if "hang" in completions else 0.2)
     return [1.0] * len(completions)
 
+def hangs(completions):
+    if "hang" in completions:
+        time.sleep(3600)
+    return [1.0] * len(completions)
+
 async def blocks(completions):
     if "hang" in completions:
         time.sleep(3600)
@@ -249,6 +254,28 @@ def test_groups_are_scored_while_others_are_still_to_come(folder):
         assert values(scored, "stamp")[2] < between - 0.1 < between < values(scored, "stamp")[0]
 
 
+def test_scorings_go_on_beside_each_other_and_each_counts_its_own(folder):
+    with scorer(folder, "never", "raises", timeout=1.0) as s, s.begin() as slow, s.begin() as quick:
+        slow.add(0, rollouts("hang"))
+        quick.add(0, rollouts("a", "b", group=2))
+        begun = time.monotonic()
+        assert values(quick.finish(), "never") == [1.0, 1.0] and time.monotonic() - begun < 0.9
+        assert values(slow.finish(), "never") == [0.0]
+        counted = [[scoring.metrics()[f"rewards/{name}"] for name in ("never/timeouts", "raises/exceptions")] for scoring in (slow, quick)]
+        assert counted == [[1.0, 1.0], [0.0, 2.0]]
+
+
+def test_a_scoring_that_is_dropped_frees_the_worker_that_the_others_wait_for(folder):
+    with scorer(folder, "hangs", timeout=60, workers=1) as s, s.begin() as kept:
+        begun = time.monotonic()
+        with s.begin() as dropped:
+            for place in range(3):
+                dropped.add(place, rollouts("hang"))
+            time.sleep(0.3)
+            kept.add(0, rollouts("a"))
+        assert values(kept.finish(), "hangs") == [1.0] and time.monotonic() - begun < 5
+
+
 def test_scoring_that_is_given_up_leaves_the_workers_ready_for_the_next(folder):
     with scorer(folder, "never", "slowly", timeout=60) as s:
         begun = time.monotonic()
@@ -260,8 +287,13 @@ def test_scoring_that_is_given_up_leaves_the_workers_ready_for_the_next(folder):
 
 
 def test_an_error_of_ours_in_the_middle_reaches_the_caller(folder):
-    with scorer(folder, "slowly") as s, pytest.raises(AttributeError):
-        s.score(["no rollout"])
+    with scorer(folder, "slowly") as s:
+        with s.begin() as ahead:
+            ahead.add(0, ["no rollout"])
+            with pytest.raises(AttributeError):
+                s.score(rollouts("a"))
+        with pytest.raises(AttributeError):
+            s.score(rollouts("b"))
 
 
 def test_a_pool_that_is_closed_says_so():

@@ -262,8 +262,7 @@ def test_a_function_gets_the_arguments_it_names_with_its_columns_and_args(folder
     with scorer(folder, {"function": "mine.py:sees", "args": {"scale": 10.0}}) as s:
         s.check_columns(["question"])
         assert [r.reward for r in s.score(batch)] == [60.0, 70.0]
-        s.step = 2
-        assert [r.reward for r in s.score(batch)] == [180.0, 210.0]
+        assert [r.reward for r in s.score(batch, step=2)] == [180.0, 210.0]
     with scorer(folder, "mine.py:sees_messages") as s:
         batch = rollouts("a", "a", messages=[{"role": "user", "content": "Q"}])
         assert [r.reward for r in s.score(batch)] == [1.0, 1.0]
