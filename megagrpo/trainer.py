@@ -99,7 +99,7 @@ class Trainer:
             if self.state.step == 0:
                 self.evaluate()
             while self.state.step < run.max_steps:
-                self.timer.collect()
+                self.start_clocks()
                 self.time_limit.step_begins()
                 metrics = self.step()
                 self.state.step, self.state.cursor = self.state.step + 1, self.prompts.cursor
@@ -315,6 +315,12 @@ class Trainer:
         self.state.ahead = []
         self.collector.step = self.state.step
         self.writer.message(f"resumed from {path} after step {self.state.step}")
+
+    def start_clocks(self) -> None:
+        """Leave out of what is measured of the next step what came before it."""
+        self.timer.collect()
+        if self.collector.pool is not None:
+            self.collector.pool.measured()
 
     def with_speed(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adds the seconds of each phase, tokens per second (prompts and responses), peak memory of this process, and run counters."""

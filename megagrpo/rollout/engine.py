@@ -77,8 +77,8 @@ class Engine(Protocol):
     ) -> list[list[Rollout]]:
         """`n` rollouts of each prompt, in the order of `prompts`. The same arguments and weights give the same tokens.
 
-        `on_group` gets each prompt's place and rollouts as soon as they are there; `on_begun` is called when a server works on the last
-        one. Neither must block."""
+        `on_group` gets each prompt's place and rollouts as soon as they are there; `on_begun` is called, once or more often, when servers
+        work on all of them and have room for more. Neither must block."""
 
     def extend(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Rollout]:
         """One rollout of each prompt, with limits and a seed of its own, in order."""

@@ -80,7 +80,8 @@ class VllmEngine(Updates):
     ) -> list[list[Rollout]]:
         """`n` rollouts of each prompt, in order. Each prompt's seed follows from `seed`, its prompt_id and its occurrence.
 
-        `on_group` gets the place and the rollouts of each prompt as they come; `on_begun` is called when a server works on the last one.
+        `on_group` gets the place and the rollouts of each prompt as they come; `on_begun` is called, once or more often, when all are on
+        servers that have room for more.
 
         Raises EngineDeadError when no server is left, EngineStarved when all that are left wait for weights, EngineInterrupted after
         `interrupt`, EngineError when a server refuses a request or its answer does not add up.
@@ -142,21 +143,27 @@ class VllmEngine(Updates):
             self._under_way.discard(mine)
 
     async def _serve_all(self, jobs: deque[_Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
-        left, more = len(jobs), asyncio.Event()
+        left, busy, more = len(jobs), 0, asyncio.Event()
+        slots = max(1, math.ceil(self.max_num_seqs / n))
+
+        def tell_if_begun() -> None:
+            if not jobs and busy < slots * len(self._living()):
+                on_begun()
 
         async def serve(client: httpx.AsyncClient, url: str) -> None:
-            nonlocal left
+            nonlocal left, busy
             while left and (self.patience or url not in self.dead):
                 if not jobs or url in self.dead:  # another server may still give its prompts back, and this one come back
                     await more.wait()
                     continue
-                job = jobs.popleft()
-                if not jobs:
-                    on_begun()
+                job, busy = jobs.popleft(), busy + 1
+                tell_if_begun()
                 choices = await self._finished(client, url, job)
+                busy -= 1
                 if choices is None:
                     jobs.append(job)
                     continue
+                tell_if_begun()
                 take_in(job.place, [self._rollout(url, job, choice) for choice in choices])
                 self._cut.discard(job.prompt.place)
                 left -= 1
@@ -181,7 +188,7 @@ class VllmEngine(Updates):
                     raise EngineStarved(f"{', '.join(map(self._name, self.urls))}: none has weight version {self.weight_version}")
                 elif time.monotonic() - silent_since >= self.patience:
                     self._alive()  # raises
-                await asyncio.sleep(LOOK_SECONDS)
+                await _pause(LOOK_SECONDS, lambda: not left)
 
         async def watch(client: httpx.AsyncClient) -> None:
             heard: dict[str, float] = {}
@@ -197,7 +204,6 @@ class VllmEngine(Updates):
                         self._deadlines.end(url)
                 await _pause(PULSE_SECONDS, lambda: not left)
 
-        slots = max(1, math.ceil(self.max_num_seqs / n))
         async with self._client() as client:
             urls = self.urls if self.patience else self._alive()
             work = [serve(client, url) for _ in range(min(slots, len(jobs))) for url in urls]  # servers take turns

@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import json
 import threading
+import time
 
 import pytest
 
@@ -74,6 +75,31 @@ def test_a_response_that_was_broken_off_goes_on_from_its_tokens():
     assert [body["token_ids"] for body in bodies] == [[1, 2], [1, 2, 5, 6], [1, 2, 5, 6, 7]]
     params = [body["sampling_params"] for body in bodies]
     assert [(p["n"], p["max_tokens"]) for p in params] == [(2, 6), (1, 4), (1, 3)] and len({p["seed"] for p in params}) == 3
+
+
+@pytest.mark.parametrize(("room", "first"), [(2, "answered"), (3, "begun")], ids=["full", "not full"])
+def test_what_comes_next_may_begin_when_servers_have_room_for_more(room, first):
+    order = []
+
+    def late():
+        time.sleep(0.2)
+        order.append("answered")
+        return [choice([4], "stop", ("7", 0, 1))]
+
+    with scripted(late, late) as (url, _):
+        engine = VllmEngine([url], str, in_flight="keep", max_num_seqs=room)
+        engine.weight_version = 7
+        engine.generate([PROMPT, PROMPT], 1, SAMPLING, seed=0, on_begun=lambda: order.append("begun"))
+    assert order[0] == first and order.count("answered") == 2 and "begun" in order
+
+
+def test_generation_ends_with_its_last_answer_also_where_servers_may_come_back():
+    with scripted([choice([4], "stop", ("7", 0, 1))]) as (url, _):
+        engine = VllmEngine([url], str, patience=30.0)
+        engine.weight_version = 7
+        began = time.monotonic()
+        engine.generate([PROMPT], 1, SAMPLING, seed=0)
+        assert time.monotonic() - began < 0.8 * vllm_server.LOOK_SECONDS
 
 
 def test_a_response_that_was_broken_off_before_its_first_token_is_asked_for_again():
