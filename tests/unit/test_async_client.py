@@ -93,13 +93,14 @@ def test_what_comes_next_may_begin_when_servers_have_room_for_more(room, first):
     assert order[0] == first and order.count("answered") == 2 and "begun" in order
 
 
-def test_generation_ends_with_its_last_answer_also_where_servers_may_come_back():
+def test_generation_ends_with_its_last_answer_also_where_servers_may_come_back(monkeypatch):
+    monkeypatch.setattr(vllm_server, "LOOK_SECONDS", 20.0)
     with scripted([choice([4], "stop", ("7", 0, 1))]) as (url, _):
         engine = VllmEngine([url], str, patience=30.0)
         engine.weight_version = 7
         began = time.monotonic()
         engine.generate([PROMPT], 1, SAMPLING, seed=0)
-        assert time.monotonic() - began < 0.8 * vllm_server.LOOK_SECONDS
+        assert time.monotonic() - began < 10
 
 
 def test_a_response_that_was_broken_off_before_its_first_token_is_asked_for_again():
