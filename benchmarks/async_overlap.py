@@ -1,7 +1,7 @@
 """How much faster is a run whose generation runs ahead of training? The quickstart, synchronous and with `rollout.max_staleness`.
 
     python benchmarks/async_overlap.py --steps 12 rollout.prompts_per_step=4 train.learning_rate=2e-5
-    python benchmarks/async_overlap.py --staleness 0 1 2            some minutes without a GPU; nothing else should run
+    python benchmarks/async_overlap.py --staleness 0,1,2            some minutes without a GPU; nothing else should run
 
 The trainer has one core and the vLLM server another (taskset), so that neither can take what the other leaves idle. One server serves all
 runs, one after the other; each run gives it its own weights before its first step. Everything but the placement, and with it the correction
@@ -82,7 +82,7 @@ def row(lines: Sequence[dict[str, float]], first: float | None) -> tuple[float, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1], help="one run for each")
+    parser.add_argument("--staleness", type=lambda text: [int(n) for n in text.split(",")], default="0,1", help="one run for each")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--trainer-core", type=int, default=0)
     parser.add_argument("--server-core", type=int, default=1)
