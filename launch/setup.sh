@@ -55,7 +55,10 @@ echo "setup: installing into .venv ($KIND; some minutes the first time, about 7 
 [ -x .venv/bin/python ] || "$UV" venv -q --clear --python "$PYTHON" .venv
 export VIRTUAL_ENV=$PWD/.venv
 if [ "$KIND" = gpu ]; then # transformer-engine-torch builds against these
-  "$UV" pip install -q -c "$CONSTRAINTS" torch numpy setuptools wheel ninja pybind11 transformer-engine-cu13
+  "$UV" pip install -q -c "$CONSTRAINTS" torch numpy setuptools wheel ninja pybind11 transformer-engine-cu13 nvidia-cuda-crt nvidia-cuda-cccl
+  # The headers of CUDA, cuDNN and NCCL come with packages too; the compiler looks there before it looks into a toolkit of the system's.
+  HEADERS=$(printf ':%s' "$PWD"/.venv/lib/python3.12/site-packages/nvidia/*/include)
+  export CPLUS_INCLUDE_PATH=${HEADERS#:}${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}
 fi
 # Compiling now, on all cores, halves the time of every process's first imports of torch and vLLM.
 "$UV" pip install -q --compile-bytecode -c "$CONSTRAINTS" -e ".[$EXTRAS]"
