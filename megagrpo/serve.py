@@ -24,7 +24,7 @@ LOOK_SECONDS = 0.5
 
 def main(config: RunConfig, urls: Path | None = None, logs: Path | None = None, reach: str | None = None, first_gpu: int = 0) -> int:
     """Starts `rollout.servers` servers on the GPUs from `first_gpu` on and keeps them until SIGTERM or Ctrl-C; the exit code is 0 then,
-    and 1 when all of them have died.
+    and 1 when all of them have died more often than `rollout.max_restarts`, for whoever started this to start it again.
 
     They listen on the address that this machine has on the way to `reach`, by default on `rollout.interface`, and answer those who know the
     token of `rollout.token_file` or the environment. Once all of them answer, the file NODE.url in the folder `urls`
@@ -72,13 +72,20 @@ def _launcher(config: RunConfig, logs: Path, reach: str | None, first_gpu: int) 
 
 
 def _watch(launcher: Launcher, stop: threading.Event) -> bool:
-    """True when asked to stop, False when the last server has died."""
-    told: set[str] = set()
+    """Starts servers that have died again, as often as the launcher lets it. True when asked to stop, False when the last one is gone for
+    good. One that is back has the weights it was started with; the trainer gives it the current ones before it asks it anything."""
+    gone: set[str] = set()
     while not stop.wait(LOOK_SECONDS):
-        for server in launcher.servers:
-            if not server.alive and server.url not in told:
-                told.add(server.url)
-                print(f"vLLM server {server.url} {server.fate}; its log: {server.log}", file=sys.stderr, flush=True)
-        if len(told) == len(launcher.servers):
+        for place, server in enumerate(launcher.servers):
+            if server.alive or server.url in gone:
+                continue
+            if launcher.may_start_again(server):
+                said = launcher.start_again(place)
+            else:
+                gone.add(server.url)
+                often = f"after {launcher.restarts[server.url]} restarts (rollout.max_restarts)"
+                said = f"vLLM server {server.url} {server.fate} and stays so {often}; its log: {server.log}"
+            print(f"warning: {said}", file=sys.stderr, flush=True)
+        if len(gone) == len(launcher.servers):
             return False
     return True

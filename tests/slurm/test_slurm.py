@@ -1,7 +1,9 @@
 """launch/submit.py on a real Slurm with two pretend nodes: a rank on each, a vLLM server on the second, weights from rank to worker over
 gloo. `make test-slurm` runs it."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -162,20 +164,34 @@ def test_a_job_that_slurm_warns_saves_and_is_put_back_only_so_often(tmp_path):
     assert not processes_of(job)
 
 
-def test_a_cancelled_job_leaves_nothing_and_stays_cancelled(tmp_path):
-    job = submit(tmp_path, "cancelled", "run.max_steps=10000")
-    wait(lambda: steps_of(tmp_path / "cancelled") >= 3, job, tmp_path / "cancelled.out", "third step")
+def kill_server(job: str) -> None:
+    """SIGKILL to the server of a job and all that it has started, but its supervisor."""
+    for pid in processes_of(job):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if any(word.endswith((b"vllm_main.py", b"spawn_main", b"vllm")) for word in words) and not any(
+            b"supervisor.py" in w for w in words
+        ):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_job_outlives_a_server_and_when_cancelled_leaves_nothing_and_stays_cancelled(tmp_path):
+    job, printed = submit(tmp_path, "cancelled", "run.max_steps=10000"), tmp_path / "cancelled.out"
+    wait(lambda: steps_of(tmp_path / "cancelled") >= 3, job, printed, "third step")
+    kill_server(job)
+    wait(lambda: "is back, with weight version" in printed.read_text(), job, printed, "return of the server")
+    log = tmp_path / "cancelled.jobs" / job / "attempt_0" / "servers.log"
+    assert "was killed by SIGKILL; starting it again, 1 of 3 times (rollout.max_restarts)" in log.read_text()
+    before = steps_of(tmp_path / "cancelled")
+    wait(lambda: steps_of(tmp_path / "cancelled") >= before + 3, job, printed, "steps with it")
     family = processes_of(job)
     assert len(family) > 8  # the script, two launchers, two ranks, the server with its engine and worker, and what is above them
     before = world.shared_memory(family)
     command_output("scancel", job)
-    wait(
-        lambda: told(job, "JobState") == "CANCELLED" and not processes_of(job), job, tmp_path / "cancelled.out", "end of all processes", 60
-    )
+    wait(lambda: told(job, "JobState") == "CANCELLED" and not processes_of(job), job, printed, "end of all processes", 60)
     assert not any(path.exists() for path in before if "megagrpo" in path.name or path.name.startswith(("psm_", "vllm_")))
     assert not (tmp_path / "cancelled.jobs" / job / "token").exists()
     time.sleep(1)
-    assert told(job, "JobState") == "CANCELLED" and "goes back into the queue" not in (tmp_path / "cancelled.out").read_text()
+    assert told(job, "JobState") == "CANCELLED" and "goes back into the queue" not in printed.read_text()
 
 
 def test_a_node_that_is_not_as_it_must_be_ends_the_job_before_the_trainer(tmp_path):

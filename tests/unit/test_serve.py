@@ -1,29 +1,25 @@
 """`megagrpo serve`: what it tells a trainer elsewhere, and when it ends. tests/slurm runs it with real servers."""
 
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from megagrpo import serve
 from megagrpo.__main__ import main, parse
+from megagrpo.rollout.launcher import ServerOptions, healthy
 from tests.unit.test_placement import QUICKSTART
+from tests.unit.test_rollout_keeper import Stand, kill, wait_until
 
 
-@dataclass
-class Server:
-    """A server that has ended, or not."""
-
-    url: str
-    alive: bool = True
-    log: Path = Path("vllm.log")
-    fate: str = "was killed by SIGKILL"
-
-
-@dataclass
-class Servers:
-    servers: list[Server] = field(default_factory=list)
+@pytest.fixture
+def stand(tmp_path):
+    """One server, which may be started again once."""
+    (tmp_path / "config.json").write_text("{}")
+    with Stand(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
+        launcher.start()
+        launcher.wait()
+        yield launcher
 
 
 def test_addresses_are_in_a_file_of_the_node_which_is_complete_or_absent(tmp_path):
@@ -32,14 +28,26 @@ def test_addresses_are_in_a_file_of_the_node_which_is_complete_or_absent(tmp_pat
     assert (tmp_path / "urls" / "n2.url").read_text() == "http://10.0.0.2:1\nhttp://10.0.0.2:2\n"
 
 
-def test_it_ends_when_asked_to_or_with_its_last_server(monkeypatch, capsys):
+def test_a_server_that_dies_is_started_again_and_with_the_last_one_for_good_it_ends(stand, monkeypatch, capsys):
     monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
-    one, two, stop = Server("http://a"), Server("http://b", alive=False), threading.Event()
+    ended, watching = [], threading.Thread(target=lambda: ended.append(serve._watch(stand, threading.Event())))
+    watching.start()
+    kill(stand.servers[0])
+    wait_until(lambda: stand.restarts[stand.urls[0]] and healthy(stand.urls[0]))
+    assert not ended
+    kill(stand.servers[0])
+    watching.join(timeout=20)
+    assert ended == [False]
+    first, second = capsys.readouterr().err.splitlines()
+    assert f"warning: vLLM server {stand.urls[0]} was killed by SIGKILL; starting it again, 1 of 1 times (rollout.max_restarts)" in first
+    assert f"{stand.urls[0]} was killed by SIGKILL and stays so after 1 restarts (rollout.max_restarts); its log: " in second
+
+
+def test_it_ends_when_it_is_asked_to(stand, monkeypatch):
+    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
+    stop = threading.Event()
     threading.Timer(0.1, stop.set).start()
-    assert serve._watch(Servers([one, two]), stop)
-    assert capsys.readouterr().err == "vLLM server http://b was killed by SIGKILL; its log: vllm.log\n"
-    one.alive = False
-    assert not serve._watch(Servers([one, two]), threading.Event())
+    assert serve._watch(stand, stop)
 
 
 def test_servers_listen_where_the_trainer_reaches_them_and_leave_it_its_gpus(monkeypatch, tmp_path):
