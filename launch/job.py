@@ -13,6 +13,7 @@ import yaml
 from megagrpo.config import ConfigError, RunConfig
 
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|(API|ACCESS|SECRET)_KEY)$", re.IGNORECASE)  # as HF_TOKEN and WANDB_API_KEY
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Container:
 @dataclass(frozen=True)
 class Cluster:
     """A file of `launch/clusters`. `sbatch` holds more options of sbatch by their long names; `setup` are lines of shell, run as they are
-    on the first node before anything else; `interface` is the network interface of NCCL and gloo."""
+    on the first node before anything else; `env` are variables, no secrets; `interface` is the network interface of NCCL and gloo."""
 
     gpus_per_node: int = 8
     ranks_per_node: int = 1  # without GPUs
@@ -69,6 +70,8 @@ def load_cluster(path: str | Path) -> Cluster:
     for name in raw["env"] if isinstance(raw.get("env"), dict) else ():
         if not ENVIRONMENT_NAME.fullmatch(str(name)):
             problems.append(f"env: {name!r} is no name of an environment variable; use letters, digits and _")
+        elif SECRET_NAME.search(name):
+            problems.append(f"env: {name} would stand in the job for others to read; `export` it where you submit, or read it in `setup`")
     if problems:
         raise ConfigError("\n".join([f"{path}: {len(problems)} problem(s)", *(f"  {problem}" for problem in problems)]))
     if container is not None:

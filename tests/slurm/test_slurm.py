@@ -126,7 +126,7 @@ import os, time
 from rewards import low_bytes as score
 
 def low_bytes(completions, answer, **columns):
-    time.sleep(5 if os.path.exists({file!r}) else 0)
+    time.sleep(len(completions) * (0.5 if os.path.exists({file!r}) else 0))  # 8 s a step
     return score(completions, answer)
 """
 
@@ -138,7 +138,7 @@ def test_a_job_whose_time_is_over_has_saved_by_itself_and_ends_with_the_weights_
     (tmp_path / "rewards.py").write_text((world.folder() / "rewards.py").read_text())
     (tmp_path / "slow_rewards.py").write_text(SLOW.format(file=str(slow)))
     options = [f"rewards.functions=[{{function: {tmp_path}/slow_rewards.py:low_bytes}}]", "rewards.timeout=60", "run.save_steps=1"]
-    job = submit(tmp_path, "limited", f"run.max_steps={STEPS}", "run.time_limit=0:03:00", *options, signalled=False)
+    job = submit(tmp_path, "limited", f"run.max_steps={STEPS}", "run.time_limit=0:04:00", *options, signalled=False)
     wait(lambda: "ended with exit code" in (printed.read_text() if printed.exists() else ""), job, printed, "end of the first attempt")
     left = datetime.fromisoformat(told(job, "EndTime")) - datetime.now()
     assert 5 < left.total_seconds() < 45, left

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -213,8 +214,10 @@ def test_no_value_becomes_a_command(hostile, tmp_path):
     file.write_text(QUICKSTART.read_text())
     overrides = [f"run.output_dir={json.dumps(hostile)}", f"data.system_prompt={json.dumps(hostile)}"]
     made = load_config(file, overrides)
-    container = Container(hostile, "apptainer", (hostile,))
-    cluster = Cluster(python=hostile, interface=hostile, env={"MINE": hostile}, container=container)
+    cluster = Cluster(python=hostile, interface=hostile, env={"MINE": hostile}, container=Container(hostile, "pyxis", (hostile,)))
+    in_srun = settings(sbatch_script(made, file, overrides, cluster, place(made, cluster)))["SRUN_OPTIONS"]
+    assert in_srun[:2] == [f"--container-image={hostile}", f"--container-mounts={hostile}"]
+    cluster = replace(cluster, container=Container(hostile, "apptainer", (hostile,)))
     script = sbatch_script(made, file, overrides, cluster, place(made, cluster))
     assert is_shell(script)
     found = settings(script)
@@ -259,6 +262,22 @@ def test_no_value_becomes_a_part_of_a_manifest(hostile, tmp_path):
         assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": hostile}
 
 
+@pytest.mark.parametrize("hostile", [*HOSTILE, "run\n", "run\n#SBATCH --x"])
+def test_a_name_or_a_time_that_would_leave_its_line_is_refused(hostile):
+    for key in ("run.name", "run.time_limit"):
+        with pytest.raises(ConfigError, match=f"{key}: String should match pattern"):
+            config(f"{key}={json.dumps(hostile)}")
+
+
+def test_a_config_and_a_cluster_are_plain_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("python: !!python/object/apply:os.system [touch pwned]\n")
+    for load in (load_cluster, load_config):
+        with pytest.raises(ConfigError, match="could not determine a constructor for the tag"):
+            load("c.yaml")
+    assert not Path("pwned").exists()
+
+
 @pytest.mark.parametrize("value", [v for v in HOSTILE if v not in ("-n", "*")] + [""])
 def test_options_of_sbatch_cannot_leave_their_line(value):
     with pytest.raises(ConfigError, match="cannot stand in a script"):
@@ -285,6 +304,7 @@ def test_options_that_are_set_elsewhere_are_refused(name):
         ("container: x", "container: must hold an image"),
         ("env: {'a b': 1}", "env: 'a b' is no name of an environment variable"),
         ("env: {'X=$(touch pwned)': 1}", "is no name of an environment variable"),
+        ("env: {HF_TOKEN: hf_abc}", "env: HF_TOKEN would stand in the job for others to read; `export` it where you submit"),
         ("- a", "must hold keys and values"),
         ("a: [", "while parsing"),
     ],
