@@ -48,6 +48,7 @@ def manifest(config: RunConfig, config_path: Path, overrides: Sequence[str], clu
         trainer += [
             "rollout.placement=external",
             f"rollout.urls=[{','.join(urls)}]",
+            f"rollout.reconnect_timeout={config.rollout.startup_timeout:g}",
             "--wait-seconds",
             f"{config.rollout.startup_timeout:g}",
         ]

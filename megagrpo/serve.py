@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +28,8 @@ def main(config: RunConfig, urls: Path | None = None, logs: Path | None = None, 
     and 1 when all of them have died more often than `rollout.max_restarts`, for whoever started this to start it again.
 
     They listen on the address that this machine has on the way to `reach`, by default on `rollout.interface`, and answer those who know the
-    token of `rollout.token_file` or the environment. Once all of them answer, the file NODE.url in the folder `urls`
-    holds a line for each. They log into the folder `logs`, else the current one, in a folder of this machine's name. ConfigError when one
+    token of `rollout.token_file` or the environment. Once all of them answer, the file NODE.url in the folder `urls` holds a line for each.
+    They log into the folder `logs`, else the current one, in a folder of this machine's name. ConfigError, and a file NODE.failed, when one
     does not start, or there is no token.
     """
     quiet()
@@ -42,9 +43,12 @@ def main(config: RunConfig, urls: Path | None = None, logs: Path | None = None, 
             found = launcher.wait(partial(_progress, node, stop))
             print(f"{node}: {', '.join(found)}", flush=True)
             if urls is not None:
-                write_urls(urls, node, found)
+                write(urls, f"{node}.url", "".join(f"{url}\n" for url in found))
             return 0 if _watch(launcher, stop) else 1
     except (ValueError, OSError, EngineStartError) as error:
+        if urls is not None:
+            with suppress(OSError):
+                write(urls, f"{node}.failed", f"{error}\n")
         raise ConfigError(str(error)) from error
 
 
@@ -54,12 +58,12 @@ def _progress(node: str, stop: threading.Event, text: str) -> None:
     print(f"{node}: {text}", flush=True)
 
 
-def write_urls(folder: Path, node: str, found: list[str]) -> None:
+def write(folder: Path, name: str, text: str) -> None:
     """A file that is complete or absent."""
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".{node}"
-    unfinished.write_text("".join(f"{url}\n" for url in found))
-    unfinished.rename(folder / f"{node}.url")
+    unfinished = folder / f".{name}"
+    unfinished.write_text(text)
+    unfinished.rename(folder / name)
 
 
 def _launcher(config: RunConfig, logs: Path, reach: str | None, first_gpu: int) -> Launcher:

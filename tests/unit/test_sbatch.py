@@ -27,7 +27,13 @@ trap 'exit 0' TERM
 if [ "$name" = servers ] && [ "${SERVERS_FAIL:-}" = "" ]; then
   while [ $# -gt 0 ]; do [ "$1" = --urls ] && urls=$2; shift; done
   [ -n "${SERVERS_WAIT:-}" ] || echo http://127.0.0.1:1 >"$urls/n2.url"
+  [ -z "${NODE_FAILS:-}" ] || echo "no GPU" >"$urls/n1.failed"
   echo $$ >"$BOOK/servers.pid"
+  if [ -n "${SERVERS_DIE:-}" ]; then
+    until [ -e "$BOOK/trainer.0" ]; do sleep 0.05; done
+    echo "the last one is gone"
+    exit 1
+  fi
   /bin/sleep 30 & wait
 fi
 if [ "$name" = trainer ] && [ -n "${TRAINER_WAITS:-}" ]; then
@@ -129,7 +135,8 @@ def test_a_job_checks_then_starts_servers_then_the_trainer_with_their_addresses(
     assert job.code == 0, job.out
     assert job.steps == ["preflight", "plan", "servers", "trainer"]
     assert "--nodelist=n1,n2" in job.words("trainer") and "--nodelist=n2" in job.words("servers")
-    assert job.words("trainer")[-2:] == ["rollout.placement=external", "rollout.urls=[http://127.0.0.1:1]"]
+    urls = ["rollout.placement=external", "rollout.urls=[http://127.0.0.1:1]", "rollout.reconnect_timeout=600"]
+    assert job.words("trainer")[-3:] == urls
     assert job.words("plan")[-1] == "world_size=2" and "127.0.0.1:20007" in job.words("trainer")
     assert job.noted("environment").split() == ["slurm-7", str(int(time.mktime((2030, 1, 1, 0, 0, 0, 0, 0, -1))))]
     assert "--signal=TERM 7.1" in job.noted("scancel") and job.noted("requeue") == ""
@@ -152,6 +159,12 @@ def test_nothing_is_started_when_a_check_fails(step, steps, tmp_path):
 def test_servers_that_do_not_start_end_the_job_with_their_last_words(tmp_path):
     job = run(tmp_path, SERVERS_FAIL="1", CODE_servers="2")
     assert job.code == 1 and "trainer" not in job.steps and "not all servers answer; the end of" in job.out
+
+
+def test_one_node_without_servers_ends_the_job_although_the_others_go_on(tmp_path):
+    job = run(tmp_path, SERVERS_WAIT="1", NODE_FAILS="1")
+    assert job.code == 1 and "trainer" not in job.steps and "not all servers answer" in job.out
+    assert "--wait=0" in job.words("servers") and "--wait=60" in job.words("preflight")
 
 
 @pytest.mark.parametrize("code", ["1", "2", "137"])
@@ -215,6 +228,14 @@ def test_a_job_without_an_end_has_no_time_limit(ends, tmp_path):
 
 def test_the_tasks_of_an_array_are_one_job_for_their_run(tmp_path):
     assert run(tmp_path, SLURM_ARRAY_JOB_ID="5").noted("environment").split()[0] == "slurm-5"
+
+
+@pytest.mark.parametrize(("again", "requeued"), [(False, ""), (True, "requeued\n")])
+def test_when_all_servers_are_gone_for_good_the_trainer_saves_and_the_job_fails(again, requeued, tmp_path):
+    job = run(tmp_path, cluster=Cluster(gpus_per_node=0, restart_failed=again), SERVERS_DIE="1", TRAINER_WAITS="85")
+    assert job.noted("scancel") == "--signal=TERM 7.0\n" and job.noted("requeue") == requeued
+    assert "all servers have ended for good" in job.out and "the last one is gone" in job.out
+    assert job.code == 1 or again
 
 
 def test_lines_of_setup_may_use_variables_that_are_not_set(tmp_path):

@@ -23,7 +23,7 @@ def stand(tmp_path):
 
 
 def test_addresses_are_in_a_file_of_the_node_which_is_complete_or_absent(tmp_path):
-    serve.write_urls(tmp_path / "urls", "n2", ["http://10.0.0.2:1", "http://10.0.0.2:2"])
+    serve.write(tmp_path / "urls", "n2.url", "http://10.0.0.2:1\nhttp://10.0.0.2:2\n")
     assert [path.name for path in (tmp_path / "urls").iterdir()] == ["n2.url"]
     assert (tmp_path / "urls" / "n2.url").read_text() == "http://10.0.0.2:1\nhttp://10.0.0.2:2\n"
 
@@ -70,11 +70,13 @@ def test_the_command_line_of_serve():
     assert options == {"urls": Path("u"), "reach": "h", "first_gpu": 4}
 
 
-def test_a_server_that_cannot_start_ends_it_with_code_2(monkeypatch, capsys):
+def test_a_server_that_cannot_start_ends_it_with_code_2_and_says_so_to_the_job(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest's own stay
     monkeypatch.setenv("MEGAGRPO_TOKEN", "a-token-of-the-tests-1234")
-    assert main(["serve", str(QUICKSTART), "model.path=/nowhere"]) == 2
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    assert main(["serve", str(QUICKSTART), "model.path=/nowhere", "--urls", str(tmp_path)]) == 2
     assert "model.path: /nowhere does not exist" in capsys.readouterr().err
+    assert "model.path: /nowhere does not exist" in (tmp_path / "n2.failed").read_text()
 
 
 def test_it_gives_up_waiting_for_servers_when_asked_to_stop():

@@ -389,6 +389,7 @@ def test_a_manifest_has_the_trainers_and_the_servers_of_the_run():
     assert "data.system_prompt=$$(HOME) 'x'" in ranks["command"] and "data.system_prompt=$$(HOME) 'x'" in serve["command"]
     urls = [f"http://llama3-1-70b-servers-0-{node}.llama3-1-70b:{port}" for node in (0, 1) for port in (8000, 8001)]
     assert f"rollout.urls=[{','.join(urls)}]" in ranks["command"] and ranks["command"][-1] == ",".join(urls)
+    assert "rollout.reconnect_timeout=1800" in ranks["command"]
     assert serve["command"][-3:] == ["rollout.port=8000", "--reach", "$(POD_IP)"] and "rollout.servers=2" in serve["command"]
     for container in (ranks, serve):
         assert container["resources"]["limits"] == {"nvidia.com/gpu": 8} and container["image"] == cluster.container.image
