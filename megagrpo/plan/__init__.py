@@ -193,7 +193,7 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
         host = host_memory(config, model, world_size)
         rows.append(("host", host_text(host)))
     if gpu_memory_gb is not None and smallest > gpu_memory_gb:
-        problems.append(too_big(config, memory, smallest, gpu_memory_gb))
+        problems.append(too_big(config, model, memory, smallest, gpu_memory_gb))
     if config.rollout.placed == "colocated":  # asleep in the other phases
         memory["generate"] = memory["generate"] | engine_memory(config, model, gpu_memory_gb)
     for parts in memory.values():

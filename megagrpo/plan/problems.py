@@ -203,24 +203,23 @@ def _mlp_widths(model: HfConfig, experts_shared_out: bool) -> list[int]:
     return dense + cut + [model.experts.shared_size] * (model.experts.shared_size > 0)
 
 
-def too_big(config: RunConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float) -> str:
+def too_big(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float) -> str:
     r = config.rollout
     trainer = max(sum(parts.values()) for parts in memory.values())
+    cuts = "parallel.tp, parallel.ep, parallel.pp or parallel.cp" if model.experts else "parallel.tp, parallel.pp or parallel.cp"
+    less = f"raise {cuts}, lower train.max_tokens_per_micro_batch, or set model.recompute=full"
     if r.placed != "colocated" and trainer < gpu:
         return (
             f"rollout.tp: vLLM's {r.gpu_memory_utilization:g} of a GPU must hold its part of the weights and the longest sequence, which "
             f"needs {smallest:.1f} GiB, and a GPU has {gpu:g}; raise rollout.tp or rollout.gpu_memory_utilization"
         )
     if r.placed != "colocated":
-        return (
-            f"parallel.tp: a trainer rank needs {trainer:.1f} GiB, and a GPU has {gpu:g}; raise parallel.tp, parallel.pp or parallel.cp, "
-            "lower train.max_tokens_per_micro_batch, or set model.recompute=full"
-        )
+        return f"parallel.tp: a trainer rank needs {trainer:.1f} GiB, and a GPU has {gpu:g}; {less}"
     room = (gpu - trainer) / gpu
     if room > 0.05:
         fix = f"lower it to {int(room * 100) / 100:g} or raise rollout.tp" if room < r.gpu_memory_utilization else "raise it or rollout.tp"
     else:
-        fix = "raise parallel.tp, parallel.pp or parallel.cp, lower train.max_tokens_per_micro_batch, or set model.recompute=full"
+        fix = less
     return (
         f"rollout.gpu_memory_utilization: a trainer rank of {trainer:.1f} GiB and vLLM's {r.gpu_memory_utilization:g} of the GPU need "
         f"{smallest:.1f} GiB, and it has {gpu:g}; {fix}"

@@ -20,7 +20,7 @@ from megagrpo.policy.hf_config import HfConfig, model_problems, nearly_even
 USABLE = 0.95  # share of a GPU's memory to fill; the rest is for what the plan does not count
 TOKENS_PER_CONTEXT_RANK = 4096  # of the longest sample: fewer are not worth the messages
 MICRO_BATCHES = (1, 2, 4, 8)  # longest samples in one
-STAGE_COST = 0.01  # of the trainer's seconds, for each stage after the first, when layouts are compared: micro-batches are never quite even
+STAGE_COST = 0.01  # of the trainer's seconds, for each stage, when layouts are compared: micro-batches are never quite even
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,13 @@ class Candidate:
 
     @property
     def cost(self) -> float:
-        """Seconds of a step, and a little for each stage: of layouts that are nearly as fast the simpler one is better."""
+        """Seconds of a step, and a little of the trainer's for each stage: of layouts that are nearly as fast the simpler one is better,
+        and where servers take longer the one that trains faster."""
         return _cost(self.times, self.stages)
 
 
 def _cost(times: StepTimes, stages: int) -> float:
-    return times.step + STAGE_COST * (stages - 1) * times.computing
+    return times.step + STAGE_COST * stages * times.computing
 
 
 def search(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, keep: int = 5) -> list[Candidate]:
@@ -70,7 +71,7 @@ def _by_speed(
     """A layout with every micro-batch and way of recomputing, the fastest first."""
     made = [_changed(config, parallel, samples, recompute) for samples, recompute in product(MICRO_BATCHES, ("none", "selective", "full"))]
     timed = [(step_times(one, model, world_size, gpu, lengths, generate), one) for one in made]
-    return sorted(timed, key=lambda pair: pair[0].step)
+    return sorted(timed, key=lambda pair: _cost(pair[0], parallel.pp * parallel.vpp))
 
 
 def _layouts(config: RunConfig, model: HfConfig, world_size: int) -> Iterator[ParallelSection]:

@@ -393,6 +393,8 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
     assert 0 < share < 0.4 and problems(64, f"rollout.gpu_memory_utilization={share}") == []
     (problem,) = problems(40)
     assert "raise parallel.tp, parallel.pp or parallel.cp" in problem
+    (mixed,) = plan(load_config(REPOSITORY / "configs" / "qwen3_30b_a3b_4nodes.yaml"), 16, 40).problems
+    assert "raise parallel.tp, parallel.ep, parallel.pp or parallel.cp" in mixed
 
 
 def test_layers_with_a_window_keep_its_tokens_and_a_batch(folder):
