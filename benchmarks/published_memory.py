@@ -1,10 +1,11 @@
-"""The memory that `megagrpo plan` predicts for a rank that trains, beside peaks that Megatron-SWIFT has published.
+"""What `megagrpo plan` predicts for a rank that trains, memory and seconds, beside what Megatron-SWIFT has published.
 
     python benchmarks/published_memory.py
 
-Published: first lines of scripts in examples/megatron of ms-swift (Aug 2026), which give all settings; the first row also in its
-Quick-start.md. They are supervised: a micro-batch is one packed sequence of 8,192 tokens. Its figure is `torch.cuda.max_memory_reserved` of
-the fullest rank, rounded by its authors: what PyTorch took from the GPU, so more than the tensors at their peak, which the plan counts.
+Published: first lines of scripts in examples/megatron of ms-swift (Aug 2026), which give all settings; those with seconds also in its
+Quick-start.md, which names the GPUs, A800. They are supervised: a micro-batch is one packed sequence of 8,192 tokens, and a timed step has
+16. The memory is `torch.cuda.max_memory_reserved` of the fullest rank, rounded by its authors: what PyTorch took from the GPU, so more than
+the tensors at their peak, which the plan counts.
 
 Megatron's loss has all logits of a micro-batch at once, where this project's trainer has those of a chunk: counted are 10 bytes for each,
 in bf16, and probabilities and gradient in float32.
@@ -14,15 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megagrpo.config import load_config
+from megagrpo.config import RunConfig, load_config
+from megagrpo.plan.gpus import GPUS
 from megagrpo.plan.memory import GIB, stage_memory
+from megagrpo.plan.times import step_times
+from megagrpo.plan.workload import Lengths
 from megagrpo.policy.hf_config import parse_hf_config
 
 REPOSITORY = Path(__file__).parents[1]
-TOKENS = 8192
+TOKENS, SEQUENCES = 8192, 16
 LOGIT_BYTES = 2 + 4 + 4
 QWEN2_14B = dict(model_type="qwen2", hidden_size=5120, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8)
 QWEN2_14B |= dict(intermediate_size=13824, vocab_size=152064, max_position_embeddings=131072, tie_word_embeddings=False)
@@ -37,7 +41,8 @@ MOONLIGHT |= dict(n_group=1, topk_group=1, q_lora_rank=None, vocab_size=163840, 
 
 @dataclass(frozen=True)
 class Row:
-    """A published run: script, model, GPUs, (tp, pp, ep), layers of the stages, recomputation, type of the moments, GiB."""
+    """A published run: script, model, GPUs, (tp, pp, ep), layers of the stages, recomputation, type of the moments, GiB, and seconds of a
+    step on A800, 0 where the kind of GPU is not told."""
 
     script: str
     name: str
@@ -48,19 +53,19 @@ class Row:
     recompute: str
     moments: str
     gib: float
+    seconds: float = 0
 
 
 ROWS = (
-    Row("base_to_chat.sh", "Qwen2.5-14B", QWEN2_14B, 8, (4, 1, 1), (48,), "selective", "fp32", 65),
+    Row("base_to_chat.sh", "Qwen2.5-14B", QWEN2_14B, 8, (4, 1, 1), (48,), "selective", "fp32", 65, 9.04),
     Row("fp8/benchmark.sh, bf16", "Qwen3-14B", QWEN3_14B, 8, (4, 1, 1), (40,), "selective", "bf16", 52),
-    Row("moe/qwen3_moe.sh", "Qwen3-30B-A3B", QWEN_30B, 16, (1, 2, 8), (24, 24), "full", "fp32", 60),
+    Row("moe/qwen3_moe.sh", "Qwen3-30B-A3B", QWEN_30B, 16, (1, 2, 8), (24, 24), "full", "fp32", 60, 9.6),
     Row("mcore_bridge/full/moe.sh", "Qwen3-30B-A3B", QWEN_30B, 8, (4, 2, 4), (25, 23), "full", "fp32", 76),
     Row("moe/deepseek_v3.sh", "Moonlight-16B-A3B", MOONLIGHT, 8, (1, 2, 4), (14, 13), "full", "fp32", 60),
 )
 
 
-def predicted(row: Row) -> float:
-    """GiB of the fullest rank in the train phase."""
+def config_of(row: Row) -> RunConfig:
     model, (tp, pp, ep) = parse_hf_config(row.model), row.layout
     keys = {
         "model.precision": "bf16",
@@ -70,6 +75,8 @@ def predicted(row: Row) -> float:
         "parallel.ep": ep,
         "parallel.sequence_parallel": str(tp > 1).lower(),
         "algorithm.beta": 0,
+        "rollout.prompts_per_step": SEQUENCES // 2,
+        "rollout.num_generations": 2,
         "rollout.max_completion_length": TOKENS - 64,
         "train.max_tokens_per_micro_batch": TOKENS,
         "train.optimizer_state_dtype": row.moments,
@@ -77,19 +84,33 @@ def predicted(row: Row) -> float:
     }
     keys |= {"parallel.etp": 1} if model.experts else {}
     keys |= {"parallel.pipeline_layers": list(row.layers)} if pp > 1 else {}
-    config = load_config(REPOSITORY / "configs" / "quickstart.yaml", [f"{key}={value}" for key, value in keys.items()])
+    return load_config(REPOSITORY / "configs" / "quickstart.yaml", [f"{key}={value}" for key, value in keys.items()])
+
+
+def predicted(row: Row) -> float:
+    """GiB of the fullest rank in the train phase."""
+    config, model, (tp, pp, _) = config_of(row), parse_hf_config(row.model), row.layout
     logits = TOKENS * model.padded_vocab(tp) / tp * LOGIT_BYTES / GIB
     stages = [phases["train"] for phases in stage_memory(config, model, row.gpus // (tp * pp))]
     return max(sum(parts.values()) - parts["logits"] + (logits if stage == pp - 1 else 0) for stage, parts in enumerate(stages))
 
 
+def predicted_seconds(row: Row) -> float:
+    """Of a step of training; an A800 is an A100 with two thirds of its NVLink."""
+    gpu = replace(GPUS["a100"], nvlink_gb_per_s=200)
+    return step_times(config_of(row), parse_hf_config(row.model), row.gpus, gpu, Lengths(1, TOKENS - 1, TOKENS - 1)).seconds["train"]
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print("| script | model | GPUs | tp, pp, ep | published GiB | planned GiB | |\n|---|---|---|---|---|---|---|")
+    print("| script | model | GPUs | tp, pp, ep | published GiB | planned GiB | | published s | planned s |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in ROWS:
         planned = predicted(row)
         layout = ", ".join(map(str, row.layout))
-        print(f"| {row.script} | {row.name} | {row.gpus} | {layout} | {row.gib:g} | {planned:.1f} | {planned / row.gib - 1:+.0%} |")
+        seconds = f"{row.seconds:g} | {predicted_seconds(row):.1f}" if row.seconds else " | "
+        memory = f"{row.gib:g} | {planned:.1f} | {planned / row.gib - 1:+.0%}"
+        print(f"| {row.script} | {row.name} | {row.gpus} | {layout} | {memory} | {seconds} |")
 
 
 if __name__ == "__main__":
