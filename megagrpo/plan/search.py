@@ -18,6 +18,7 @@ from megagrpo.plan.workload import Lengths
 from megagrpo.policy.hf_config import HfConfig, model_problems, nearly_even
 
 USABLE = 0.95  # share of a GPU's memory to fill; the rest is for what the plan does not count
+USABLE_WITH_EXPERTS = 0.9  # which get more tokens on some ranks than on others
 TOKENS_PER_CONTEXT_RANK = 4096  # of the longest sample: fewer are not worth the messages
 MICRO_BATCHES = (1, 2, 4, 8)  # longest samples in one
 STAGE_COST = 0.01  # of the trainer's seconds, for each stage, when layouts are compared: micro-batches are never quite even
@@ -46,7 +47,7 @@ def _cost(times: StepTimes, stages: int) -> float:
 def search(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, keep: int = 5) -> list[Candidate]:
     """The `keep` fastest layouts of `world_size` ranks that fit `gpu` and pass the rules; what generates stays as the config has it."""
     best: list[Candidate] = []
-    room = USABLE * gpu.memory_gib
+    room = (USABLE_WITH_EXPERTS if model.experts else USABLE) * gpu.memory_gib
     generate = generate_seconds(config, model, gpu, lengths)
     for parallel in _layouts(config, model, world_size):
         dp = world_size // parallel.model_parallel_size

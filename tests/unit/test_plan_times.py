@@ -17,7 +17,7 @@ from megagrpo.plan.gpus import GPUS
 from megagrpo.plan.links import LINK_EFFICIENCY, Links
 from megagrpo.plan.memory import activation_elements, smallest_gpu, trainer_memory
 from megagrpo.plan.passes import ATTENTION_EFFICIENCY, BANDWIDTH, DENSE_EFFICIENCY, IMBALANCE, LAYER_STARTS, TOUCHES, fill, pass_seconds
-from megagrpo.plan.search import USABLE, search
+from megagrpo.plan.search import USABLE, USABLE_WITH_EXPERTS, search
 from megagrpo.plan.times import DECODE_BANDWIDTH, DECODE_STEP_SECONDS, LAYER_SECONDS, exponential_mean, step_times, sync_seconds
 from megagrpo.plan.workload import Lengths, expected_lengths
 from megagrpo.policy.hf_config import parse_hf_config
@@ -236,6 +236,7 @@ def test_what_the_search_proposes_also_undoes_what_the_config_had():
     model = parse_hf_config(json.loads((REPOSITORY / "configs/models/Qwen/Qwen3-30B-A3B/config.json").read_text()))
     found = search(own, model, 8, GPUS["h200"], LENGTHS, keep=40)
     assert any(one.stages == 1 for one in found) and any(one.stages == 8 for one in found)
+    assert all(one.gib <= USABLE_WITH_EXPERTS * GPUS["h200"].memory_gib for one in found)
     for one in found:
         changed = load_config(path, ["parallel.pp=2", "parallel.ep=4", "parallel.pipeline_layers=[23,25]", *one.overrides])
         assert step_times(changed, model, 8, GPUS["h200"], LENGTHS) == one.times
