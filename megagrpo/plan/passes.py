@@ -41,6 +41,7 @@ def fill(config: RunConfig, lengths: Lengths) -> float:
 
 
 def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths) -> PassSeconds:
+    """For a layout that fits the model and the ranks. Of one optimizer step's micro-batches, all data-parallel replicas have as many."""
     p, recompute = config.parallel, config.model.recompute
     samples = config.rollout.prompts_per_step * config.rollout.num_generations
     dp = world_size // p.model_parallel_size
