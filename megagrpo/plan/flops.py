@@ -44,8 +44,10 @@ def attention_flops(model: HfConfig, length: float) -> float:
     return total
 
 
-def model_flops(model: HfConfig, prompt: float, response: float) -> float:
+def model_flops(model: HfConfig, prompt: float, response: float, frozen: bool = False) -> float:
     """Forward and backward pass of one sample, the backward one taken as two forward ones, nothing recomputed: what MFU counts (Chowdhery
-    et al. 2022, arXiv 2204.02311, appendix B), with the LM head for response tokens alone."""
+    et al. 2022, arXiv 2204.02311, appendix B), with the LM head for response tokens alone. `frozen` weights have no gradients of their own,
+    as below adapters, whose own products are nothing."""
     flops = token_flops(model)
-    return 3 * ((prompt + response) * flops.blocks + response * flops.head + attention_flops(model, prompt + response))
+    products = (prompt + response) * flops.blocks + response * flops.head
+    return (2 if frozen else 3) * products + 3 * attention_flops(model, prompt + response)

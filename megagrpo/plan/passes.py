@@ -55,13 +55,14 @@ def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, 
     cost = _Layers(config, model, gpu, tokens / p.cp, lengths)
     forward, talk = cost.forward, cost.messages
     kept = {"none": 0.0, "selective": cost.attention, "full": max(forward, cost.starts) + talk}[recompute]
-    backward = max((1 if config.lora.enabled else 2) * cost.products + 2 * (cost.attention + cost.traffic), cost.starts) + talk + kept
+    trained = 1 if config.lora.enabled else 2  # products of the backward pass: with adapters weights have no gradients
+    backward = max(trained * cost.products + 2 * (cost.attention + cost.traffic), cost.starts) + talk + kept
     handed = (p.pp > 1) * p.vpp * Links(gpu).seconds(tokens / p.cp * cost.token_bytes / p.tp, p.tp * p.cp * dp + 1)
     head = lengths.response / lengths.sample * tokens / p.cp * token_flops(model).head / (cost.peak * DENSE_EFFICIENCY * p.tp)
     passes = slices * count
     bubble = (p.pp - 1) / (p.vpp * count)
     ahead = passes * ((max(forward, cost.starts) + talk) / p.pp + head + handed) * (1 + bubble)
-    back = passes * (backward / p.pp + 2 * head + handed) * (1 + bubble)
+    back = passes * (backward / p.pp + trained * head + handed) * (1 + bubble)
     return PassSeconds(ahead, back, bubble / (1 + bubble))
 
 

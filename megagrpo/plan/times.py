@@ -77,7 +77,7 @@ def step_times(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, le
         "train": train,
         "sync": sync_seconds(config, model, world_size, gpu),
     }
-    useful = a.num_iterations * samples * model_flops(model, lengths.prompt, lengths.response)
+    useful = a.num_iterations * samples * model_flops(model, lengths.prompt, lengths.response, frozen=config.lora.enabled)
     mfu = useful / (train * world_size * gpu.bf16_tflops * 1e12)
     servers = 0 if config.rollout.placed == "colocated" else server_gpus(config)
     made = StepTimes(seconds, world_size + servers, samples * lengths.sample, mfu, 0.0, fraction, config.rollout.max_staleness > 0)

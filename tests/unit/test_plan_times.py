@@ -51,6 +51,8 @@ def test_flops_are_those_of_the_products_of_one_token():
     assert flops.head == 2 * h * vocab
     scores = sum(2 * 2 * 128 * 32 * (place + 0.5) for place in range(300))  # a query sees half of its own key
     assert attention_flops(MODEL, 300) == pytest.approx(layers * scores)
+    gradients_of_weights = 300 * flops.dense + 200 * flops.head
+    assert model_flops(MODEL, 100, 200) - model_flops(MODEL, 100, 200, frozen=True) == pytest.approx(gradients_of_weights)
     assert model_flops(MODEL, 100, 200) == pytest.approx(3 * (300 * flops.dense + 200 * flops.head + attention_flops(MODEL, 300)))
 
 
@@ -201,7 +203,8 @@ def test_waiting_for_the_other_side_is_idle_time_and_all_gpus_count():
     working = 8 * apart.seconds["generate"] + 8 * apart.seconds["train"]
     assert apart.idle == pytest.approx(1 - (working + 16 * apart.seconds["sync"]) / (16 * apart.step))
     assert apart.tokens_per_gpu == pytest.approx(1024 * 1000 / apart.step / 16)
-    assert 0.3 < together.mfu < DENSE_EFFICIENCY
+    adapters = step_times(config("rollout.servers=8", "lora.rank=8"), MODEL, 8, H100, LENGTHS)
+    assert 0.3 < adapters.mfu < DENSE_EFFICIENCY and 0.3 < together.mfu < DENSE_EFFICIENCY
     correction = ["algorithm.importance_correction=token_truncate", "algorithm.importance_correction_max=2"]
     running_ahead = config("rollout.placement=dedicated", "rollout.servers=8", "rollout.max_staleness=1", *correction)
     ahead = step_times(running_ahead, MODEL, 8, H100, LENGTHS)
