@@ -5,17 +5,33 @@ import signal
 
 import pytest
 
+from megagrpo.rollout import keeper
 from megagrpo.rollout.exchange import Exchange
+from megagrpo.rollout.vllm_server import VllmEngine
 from megagrpo.weight_sync.point_to_point import PointToPoint
 from tests.e2e import world
 from tests.e2e.tiny_servers import below
 
 
-def kill_server(trainer_pid):
-    """SIGKILL to all processes of the run's vLLM server, not to the supervisor above them."""
+def kill_server(trainer_pid, number=signal.SIGKILL):
+    """A signal to all processes of the run's vLLM server, not to the supervisor above them."""
     (supervisor,) = [pid for pid in world.family(trainer_pid) if "supervisor.py" in open(f"/proc/{pid}/cmdline").read()]
     for pid in below(supervisor):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
+
+
+def in_the_third_update(strike, url=None):
+    """Called in the trainer: have `strike` called when a server, or the one at `url`, is about to be sent weights for the third time."""
+    post, updates = VllmEngine._post, []
+
+    def disturbed(self, client, asked, path, *args, **kwargs):
+        if path == "/update_weights" and url in (None, asked):
+            updates.append(path)
+            if len(updates) == 3:
+                strike()
+        return post(self, client, asked, path, *args, **kwargs)
+
+    VllmEngine._post = disturbed
 
 
 @pytest.mark.full
@@ -41,6 +57,23 @@ def test_a_run_whose_server_may_not_be_started_again_ends_and_names_it(tmp_path)
         kill_server(trainer.pid)
         run = trainer.wait(seconds=60)
     assert run.code == 1 and ("no vLLM server answers any more" in run.err or "did not reach the engine" in run.err), run.err
+
+
+def hang_in_the_third_update():
+    """Called in the trainer: from then on its server is stopped, until the keeper ends it."""
+    pid, keeper.SILENT_SECONDS = os.getpid(), 2.0
+    in_the_third_update(lambda: kill_server(pid, signal.SIGSTOP))
+
+
+@pytest.mark.full
+def test_a_run_whose_server_hangs_in_a_sync_ends_it_and_takes_the_same_steps(tmp_path):
+    options = ["run.max_steps=4", "rollout.weight_sync_timeout=3"]
+    plain = world.train(tmp_path / "plain", *options)
+    run = world.train(tmp_path / "hung", *options, prepare=hang_in_the_third_update, launched=True)
+    assert run.code == 0, run.err
+    assert "has said nothing for 2 s; ending it" in run.out and "starting it again, 1 of 3 times" in run.out
+    assert [row["completion"] for row in run.completions] == [row["completion"] for row in plain.completions]
+    assert [line["weight_version"] for line in run.metrics] == [line["weight_version"] for line in plain.metrics]
 
 
 def die_in_the_fourth_sync():

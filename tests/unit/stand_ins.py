@@ -49,10 +49,12 @@ def choices_for(body: dict, version: str = "default") -> list[dict]:
 
 class StandIn:
     """A server on a port of its own. `mode` is what it does with prompts: answer, or what `_misbehave` knows; with `ill` it fails health
-    checks. It holds weights of `version`. `asked` are the bodies of prompts."""
+    checks. It holds weights of `version`. `spoiled` says by path how it misbehaves when it is told something. `asked` are the bodies of
+    prompts."""
 
     def __init__(self, mode: str = "answer", delay: float = 0.0, version: str = "default", port: int = 0):
         self.mode, self.delay, self.version, self.ill, self.asked = mode, delay, version, False, []
+        self.spoiled: dict[str, str] = {}
         stand_in = self
 
         class Handler(socketserver.StreamRequestHandler):
@@ -82,6 +84,8 @@ class StandIn:
             name, _, value = line.partition(b":")
             length = int(value) if name.lower() == b"content-length" else length
         body = json.loads(rfile.read(length) or b"null")
+        if path in self.spoiled:
+            return self._break(self.spoiled[path], b'{"world_size": 1}', wfile, connection)
         if path == "/health":
             return _reply(wfile, b"{}", 503 if self.ill else 200)
         if path == "/is_paused":
@@ -95,32 +99,40 @@ class StandIn:
         text = json.dumps({"choices": choices_for(body, self.version)}).encode()
         return _reply(wfile, text) if self.mode == "answer" else self._misbehave(body, text, wfile, connection)
 
-    def _misbehave(self, body, text, wfile, connection) -> None:
-        choices = choices_for(body, self.version)
-        if self.mode == "reset":
+    def _break(self, mode, text, wfile, connection) -> bool:
+        """Whether `mode` is a way in which a connection or a proxy misbehaves, which it does then."""
+        if mode == "reset":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             connection.close()
-        elif self.mode == "drip":
+        elif mode == "drip":
             wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
             while True:
                 wfile.write(b" ")
                 time.sleep(0.05)
-        elif self.mode == "slow":
+        elif mode == "slow":
             wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text))
             for start in range(0, len(text), 1 + len(text) // 10):
                 wfile.write(text[start : start + 1 + len(text) // 10])
                 time.sleep(0.02)
-        elif self.mode == "half":
+        elif mode == "half":
             wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text) + text[: len(text) // 2])
-        elif self.mode == "no http":
+        elif mode == "no http":
             wfile.write(b"\x00\x01hello\r\n\r\n")
-        elif self.mode == "html":
+        elif mode == "html":
             _reply(wfile, b"<html>proxy</html>", kind="text/html")
-        elif self.mode == "truncated":
+        elif mode == "truncated":
             _reply(wfile, text[: len(text) // 2])
-        elif self.mode == "error":
+        elif mode == "error":
             _reply(wfile, b'{"error": {"message": "out of order"}}', 500)
+        elif mode == "gateway":
+            _reply(wfile, b"<html>bad gateway</html>", 502, "text/html")
         else:
+            return False
+        return True
+
+    def _misbehave(self, body, text, wfile, connection) -> None:
+        choices = choices_for(body, self.version)
+        if not self._break(self.mode, text, wfile, connection):
             first = choices[0]
             changes = {
                 "fewer": lambda: choices.pop(),

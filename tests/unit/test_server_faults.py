@@ -11,6 +11,7 @@ import megagrpo.rollout.vllm_http as http_module
 import megagrpo.rollout.vllm_server as client_module
 from megagrpo.rollout.engine import EngineDeadError, EngineError, derive_seed
 from megagrpo.rollout.keeper import Watcher
+from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_http import read_urls
 from megagrpo.rollout.vllm_server import VllmEngine
 from tests.unit.stand_ins import SAMPLING, Process, StandIn, ids_for, prompts
@@ -143,6 +144,45 @@ def test_servers_of_others_are_given_the_current_weights_before_they_are_asked_a
     assert filled == [back.url] * 2 and engine.dead == set()
     assert said[0].endswith("is left out until it answers as it should") and "did not take the current weights" in said[1]
     assert said[2].endswith("is back, with weight version 3")
+
+
+@pytest.mark.parametrize("way", ["reset", "half", "no http", "html", "gateway"])
+def test_a_server_that_cannot_be_told_anything_is_left_out_of_that(way, servers):
+    good, bad = servers(), servers()
+    bad.spoiled["/get_world_size"] = way
+    engine = engine_of(good, bad)
+    assert engine.workers() == {good.url: 1} and engine.dead == {bad.url}
+    with pytest.raises(WeightSyncError, match=f"phase publish: vLLM server {bad.url} "):
+        engine_of(bad, patience=0.0).workers()  # none would come back
+
+
+def test_what_a_server_says_of_itself_in_a_sync_is_an_error(servers):
+    good, bad = servers(), servers()
+    bad.spoiled["/get_world_size"] = "error"
+    with pytest.raises(WeightSyncError, match=f"vLLM server {bad.url} answered 500 to /get_world_size: out of order"):
+        engine_of(good, bad).workers()
+
+
+def test_servers_that_join_and_leave_are_told_of_once(servers, tmp_path):
+    first, second, said, file = servers(), servers(version="7"), [], tmp_path / "urls"
+    engine = engine_of(first, urls_file=file)
+    engine.weight_version = 3
+
+    def wait_for(lines):
+        deadline = time.monotonic() + 5
+        while len(said) < lines and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    with Watcher(engine, lambda url: True, said.append):
+        for turn, urls in enumerate(([first.url, second.url], [second.url]), 1):
+            file.write_text("\n".join(urls))
+            engine.follow()
+            wait_for(turn + 1)
+    assert said == [
+        f"vLLM server {second.url} is to join, once it answers and has the current weights (rollout.urls_file)",
+        f"vLLM server {second.url} has joined, with weight version 3",
+        f"vLLM server {first.url} is asked no more (rollout.urls_file)",
+    ]
 
 
 def test_servers_join_and_leave_by_a_file_between_steps(servers, tmp_path):
