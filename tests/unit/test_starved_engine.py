@@ -1,13 +1,14 @@
-"""An engine that has lost its weights while it generates gets them again from all ranks, and is asked again."""
+"""An engine that has lost its weights while it generates gets them again from all ranks, and is asked again; one that gives nothing any more
+ends the step on every rank."""
 
 import contextlib
 from types import SimpleNamespace
 
 import pytest
 
-from megagrpo.collect import Collector, StopRequested
+from megagrpo.collect import Collector, NoRollouts, StopRequested
 from megagrpo.metrics import PhaseTimer
-from megagrpo.rollout.engine import EngineStarved
+from megagrpo.rollout.engine import EngineDeadError, EngineStarved
 from megagrpo.types import Prompt, SamplingParams
 
 PROMPTS = [Prompt(i, (1, 2), "") for i in range(3)]
@@ -66,3 +67,13 @@ def test_a_request_to_stop_comes_first(collector):
     with pytest.raises(StopRequested):
         collector.collect(PROMPTS, 4, SamplingParams(1.0, 8), seed=5)
     assert len(collector.engine.asked) == 1
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, "^nobody answers$"), (1, "^rank 1: nobody answers$")])
+def test_an_engine_that_is_dead_on_one_rank_ends_the_step_on_all_and_the_rank_is_named(rank, told, collector):
+    collector.engine.filled = True
+    dead = EngineDeadError("nobody answers"), None
+    collector.layout.all_gather_objects = lambda mine: [dead, mine] if rank == 0 else [mine, dead]
+    collector.stop_requested = lambda: 0
+    with pytest.raises(NoRollouts, match=told):
+        collector.collect(PROMPTS, 4, SamplingParams(1.0, 8), seed=5)
