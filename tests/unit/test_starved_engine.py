@@ -1,5 +1,5 @@
-"""An engine that has lost its weights while it generates gets them again from all ranks, and is asked again; one that gives nothing any more
-ends the step on every rank."""
+"""An engine that has lost its weights while it generates gets them again from all ranks, and is asked again; one that is dead ends the
+step on every rank."""
 
 import contextlib
 from types import SimpleNamespace
