@@ -25,7 +25,7 @@ from megagrpo.parallel.ranks import RankFailed, run_ranks
 from megagrpo.rollout.access import address_of, read_token
 from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.launcher import LORA_RANKS, Launcher, ServerOptions
-from megagrpo.rollout.vllm_http import check_urls
+from megagrpo.rollout.vllm_http import check_urls, named_urls
 from megagrpo.rollout.vllm_server import VllmEngine
 
 ADAPTER = "adapter"  # what a server calls a LoRA adapter it was started with
@@ -145,7 +145,7 @@ class Serving:
     def find(self, checkpoint: str | None, adapter: str | None) -> Path:
         """The Hugging Face folder whose tokenizer and weights are used. ValueError for what is not there, and for a choice of weights
         where the servers have theirs already."""
-        urls = self._config.rollout.urls
+        urls = named_urls(self._config.rollout)
         if urls and (checkpoint or adapter):
             raise ValueError(f"rollout.urls: {', '.join(urls)} serve what they have; leave out --checkpoint and --adapter, or the urls")
         check_urls(urls)
@@ -168,7 +168,7 @@ class Serving:
     def engine(self, tokenizer: Tokenizer) -> VllmEngine:
         """The client, once they answer. EngineStartError, with the end of the log, when they do not."""
         r, launcher = self._config.rollout, self._launcher
-        urls = launcher.wait(self._say) if launcher else r.urls
+        urls = launcher.wait(self._say) if launcher else named_urls(r)
         model = ADAPTER if self.adapter else None
         logs = launcher.logs if launcher else ()
         return VllmEngine(

@@ -50,7 +50,7 @@ from megagrpo.rollout.keeper import Keeper, Watcher
 from megagrpo.rollout.pool import AsyncPool
 from megagrpo.rollout.probe import check_plugin
 from megagrpo.rollout.shared_weights import WeightSyncError
-from megagrpo.rollout.vllm_http import check_urls
+from megagrpo.rollout.vllm_http import check_urls, named_urls
 from megagrpo.rollout.vllm_server import VllmEngine
 from megagrpo.serving import make_launcher, name_of, servers_sleep
 from megagrpo.time_limit import OUT_OF_TIME, end_of_run
@@ -102,7 +102,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     run_folder = Path(config.run.output_dir) / config.run.name
     first = layout.world_rank == 0
     with _problems_of_the_config():
-        token = together(layout, lambda: _check_servers(config), here=first)[0]
+        token, named = together(layout, lambda: _check_servers(config), here=first)[0]
         os.environ.pop(TOKEN_VARIABLE, None)  # reward functions are none of those who must know it
         model_folder = resolve_model(config.model.path)
         hf_config = load_hf_config(model_folder)
@@ -150,7 +150,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     if reference is None and config.algorithm.beta:
         reference = Reference(policy)
 
-    wait = partial(launcher.wait, writer.message) if launcher else lambda: config.rollout.urls
+    wait = partial(launcher.wait, writer.message) if launcher else lambda: named
     urls, token = together(layout, lambda: (wait(), launcher.token if launcher else token), here=first)[0]
     logs = launcher.logs if launcher else []
     with _problems_of_the_config():
@@ -295,13 +295,14 @@ def _limits(rollout: RolloutSection) -> dict[str, Any]:
     return dict(max_num_seqs=rollout.max_num_seqs, patience=patience, urls_file=urls_file, **timeouts)
 
 
-def _check_servers(config: RunConfig) -> str | None:
-    """The token of the servers of `rollout.urls`, which answer and take weights. ValueError when they do not."""
-    token = read_token(config.rollout.token_file)
-    check_urls(config.rollout.urls)
+def _check_servers(config: RunConfig) -> tuple[str | None, list[str]]:
+    """The token and the addresses of the servers of `rollout.urls`, or of the file that counts instead. They answer and take weights;
+    ValueError when they do not."""
+    token, urls = read_token(config.rollout.token_file), named_urls(config.rollout)
+    check_urls(urls)
     if not config.lora.syncs_adapters:
-        check_plugin(config.rollout.urls, token)
-    return token
+        check_plugin(urls, token)
+    return token, urls
 
 
 def _transport(config: RunConfig, layout: Layout, urls: Sequence[str]) -> tuple[str, str]:

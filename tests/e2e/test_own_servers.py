@@ -115,6 +115,9 @@ def test_servers_join_and_leave_while_a_run_trains(launcher, words, tmp_path):
         assert requests_served(first, TOKEN) == before
         run = stopped(trainer)
     assert f"vLLM server {second} has joined, with weight version" in run.out and "warning" not in run.out
+    nobody = ["rollout.urls=[http://127.0.0.1:1]", *alone[1:]]  # the file counts
+    run = world.train(tmp_path, *nobody, f"run.max_steps={len(run.metrics) + 2}", "--resume", launched=True)
+    assert run.code == 0, run.err
     assert_undisturbed(run, tmp_path / "plain", words)
 
 
