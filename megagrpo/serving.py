@@ -145,7 +145,7 @@ class Serving:
     def find(self, checkpoint: str | None, adapter: str | None) -> Path:
         """The Hugging Face folder whose tokenizer and weights are used. ValueError for what is not there, and for a choice of weights
         where the servers have theirs already."""
-        urls = named_urls(self._config.rollout)
+        urls = named_urls(self._config.rollout.urls, self._config.rollout.urls_file)
         if urls and (checkpoint or adapter):
             raise ValueError(f"rollout.urls: {', '.join(urls)} serve what they have; leave out --checkpoint and --adapter, or the urls")
         check_urls(urls)
@@ -168,7 +168,7 @@ class Serving:
     def engine(self, tokenizer: Tokenizer) -> VllmEngine:
         """The client, once they answer. EngineStartError, with the end of the log, when they do not."""
         r, launcher = self._config.rollout, self._launcher
-        urls = launcher.wait(self._say) if launcher else named_urls(r)
+        urls = launcher.wait(self._say) if launcher else named_urls(r.urls, r.urls_file)
         model = ADAPTER if self.adapter else None
         logs = launcher.logs if launcher else ()
         return VllmEngine(

@@ -298,7 +298,8 @@ def _limits(rollout: RolloutSection) -> dict[str, Any]:
 def _check_servers(config: RunConfig) -> tuple[str | None, list[str]]:
     """The token and the addresses of the servers of `rollout.urls`, or of the file that counts instead. They answer and take weights;
     ValueError when they do not."""
-    token, urls = read_token(config.rollout.token_file), named_urls(config.rollout)
+    token = read_token(config.rollout.token_file)
+    urls = named_urls(config.rollout.urls, config.rollout.urls_file)
     check_urls(urls)
     if not config.lora.syncs_adapters:
         check_plugin(urls, token)

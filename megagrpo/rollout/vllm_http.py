@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 
-from megagrpo.config import RolloutSection
 from megagrpo.rollout.access import headers
 from megagrpo.rollout.engine import EngineDeadError
 from megagrpo.rollout.shared_weights import WeightSyncError
@@ -178,9 +177,9 @@ def read_urls(file: Path) -> list[str]:
     return list(dict.fromkeys(line for line in lines if line.startswith(("http://", "https://"))))
 
 
-def named_urls(rollout: RolloutSection) -> list[str]:
-    """The servers that `rollout.urls_file` names now, those of `rollout.urls` where it names none."""
-    return (read_urls(Path(rollout.urls_file)) if rollout.urls_file else []) or rollout.urls
+def named_urls(urls: Sequence[str], file: str | None) -> list[str]:
+    """The servers that the file names now; `urls` where it names none."""
+    return (read_urls(Path(file)) if file else []) or list(urls)
 
 
 def check_urls(urls: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ import pytest
 import megagrpo.rollout.keeper as keeper_module
 import megagrpo.rollout.vllm_http as http_module
 import megagrpo.rollout.vllm_server as client_module
-from megagrpo.config import RolloutSection
 from megagrpo.rollout.engine import EngineDeadError, EngineError, derive_seed
 from megagrpo.rollout.keeper import Watcher
 from megagrpo.rollout.shared_weights import WeightSyncError
@@ -205,7 +204,6 @@ def test_servers_join_and_leave_by_a_file_between_steps(servers, tmp_path):
         file.write_text(nothing)
         generate(engine, 2)
         assert engine.urls == [second.url] and read_urls(file) == []
-    section = RolloutSection(urls=[first.url], urls_file=str(file))
-    assert named_urls(section) == [first.url]
+    assert named_urls([first.url], str(file)) == named_urls([first.url], None) == [first.url]
     file.write_text(second.url)
-    assert named_urls(section) == [second.url]
+    assert named_urls([first.url], str(file)) == [second.url]
