@@ -40,6 +40,7 @@ from megagrpo.bridge.families import blocks
 from megagrpo.bridge.load import load_hf
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.config import ParallelSection
+from megagrpo.parallel import device
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.attention import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
@@ -83,7 +84,7 @@ def model_folder(model: str, scratch: Path) -> Path:
 def change(chunks: list[nn.Module]) -> None:
     """Multiply every weight by something near 1 that depends on its place."""
     for parameter in (p for chunk in chunks for p in chunk.parameters()):
-        parameter.mul_(1 + 0.05 * torch.randn(parameter.shape[-1], dtype=parameter.dtype))
+        parameter.mul_(1 + 0.05 * torch.randn(parameter.shape[-1], dtype=parameter.dtype, device=parameter.device))
 
 
 @torch.no_grad()
@@ -124,10 +125,11 @@ def difference(chunks: list[nn.Module], engine: VllmEngine, seed: int) -> float:
     rows = [rollout.prompt.token_ids + rollout.response_ids for rollout in rollouts]
     cu_seqlens = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0).int()
     ids, positions = torch.tensor([i for row in rows for i in row]), torch.cat([torch.arange(len(row)) for row in rows])
+    ids, positions = ids.to(device.device()), positions.to(device.device())
     with hidden_states(chunks):
-        packed = pack_params(cu_seqlens)
+        packed = pack_params(cu_seqlens.to(device.device()))
         hidden = chunks[0](input_ids=ids[None], position_ids=positions[None], attention_mask=None, packed_seq_params=packed)
-    logprobs = (head_input(chunks[0], hidden) @ lm_head(chunks[0]).T).float().log_softmax(-1)
+    logprobs = (head_input(chunks[0], hidden) @ lm_head(chunks[0]).T).float().log_softmax(-1).cpu()
     worst = 0.0
     for rollout, end in zip(rollouts, cu_seqlens[1:].tolist(), strict=True):
         told, places = torch.tensor(rollout.rollout_logprobs), torch.arange(end - len(rollout.response_ids), end) - 1

@@ -98,7 +98,8 @@ def main(config: RunConfig, config_path: Path) -> int:
 
 
 def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> Trainer:
-    """Every component of a run, in an order that lets vLLM start while Megatron loads. What must be closed is entered into `resources`."""
+    """Every component of a run, in an order that lets vLLM start while Megatron loads, unless they share GPUs. What must be closed is
+    entered into `resources`."""
     run_folder = Path(config.run.output_dir) / config.run.name
     first = layout.world_rank == 0
     with _problems_of_the_config():
@@ -136,6 +137,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         resources.callback(launcher.stop)
     with _problems_of_the_config():
         own_part(layout, launcher.start if launcher else lambda: None, here=first)
+        if servers_sleep(config):  # vLLM measures its GPU as it starts, and takes what the trainer allocates meanwhile for its own
+            own_part(layout, lambda: launcher.wait(writer.message), here=first)
 
     torch.manual_seed(config.run.seed)
     with _problems_of_the_config():

@@ -1,0 +1,151 @@
+"""All benchmarks on one GPU, and the tests that need one, each under its own time limit; what matters most comes first.
+
+    python -m benchmarks.gpu.all                    # 25 minutes at most, into runs/gpu
+    python -m benchmarks.gpu.all --minutes 9        # as far as that goes; called again, it goes on with what is not done
+    python -m benchmarks.gpu.all --only train_7b sleep_wake
+    python -m benchmarks.gpu.all --dry-run
+
+What each part prints goes to runs/gpu/NAME.txt as it comes, and all of them together to runs/gpu/results.txt after each part. A part that
+fails, or is ended at its limit, keeps what it has printed and does not stop the others. The exit code is the number of parts that are not
+done well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu.setting import ROOT
+
+MINUTES = 25.0
+GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL: servers are ended in it
+LEAST_SECONDS = 20.0  # that are worth beginning a part for
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command and the seconds that it may take."""
+
+    name: str
+    words: tuple[str, ...]
+    limit: float
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, *self.words]
+
+    @property
+    def dry(self) -> list[str]:
+        """The same without a GPU."""
+        return [*self.command, "--collect-only", "-q"] if "pytest" in self.words else [*self.command, "--dry-run"]
+
+
+def benchmark(name: str, module: str, limit: float, *words: str) -> Part:
+    return Part(name, ("-m", f"benchmarks.gpu.{module}", *words), limit)
+
+
+def tests(name: str, limit: float, *files: str) -> Part:
+    return Part(name, ("-m", "pytest", "-m", "gpu", "-q", "-rs", "--no-header", "-p", "no:cacheprovider", *files), limit)
+
+
+PARTS = (
+    benchmark("ceilings", "setting", 60),
+    tests("parity", 300, "tests/gpu/test_gpu_parity.py"),
+    benchmark("train_7b", "train_step", 240, "--models", "7b"),
+    Part("transport", ("-m", "pytest", "-q", "-rs", "--no-header", "tests/distributed/test_cuda_sync.py"), 90),
+    benchmark("weight_sync_7b", "weight_sync", 180),
+    benchmark("sleep_wake", "sleep_wake", 180),
+    benchmark("whole_step_135m", "whole_step", 200, "--limit", "180"),
+    benchmark("train_small", "train_step", 150, "--models", "0.5b", "1.5b"),
+    benchmark("train_moe", "train_step", 150, "--models", "30b-a3b"),
+    benchmark("whole_step_1.5b", "whole_step", 300, "--model", "1.5b", "--limit", "270"),
+    tests("tests", 500, "--ignore=tests/gpu/test_gpu_parity.py"),
+)
+
+
+def run(part: Part, folder: Path, limit: float) -> str:
+    """One part, into its file; the line that says what became of it."""
+    file, started = folder / f"{part.name}.txt", time.monotonic()
+    with file.open("wb") as out:
+        out.write(f"$ {' '.join(('python', *part.words))}\n".encode())
+        out.flush()
+        process = subprocess.Popen(part.command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            outcome = f"exit code {process.wait(limit)}"
+        except subprocess.TimeoutExpired:
+            outcome = f"ended at its limit of {limit:.0f} s"
+            end(process)
+    line = f"=== {part.name}: {outcome} after {time.monotonic() - started:.0f} s"
+    with file.open("a") as out:
+        out.write(f"{line}\n")
+    return line
+
+
+def end(process: subprocess.Popen) -> None:
+    """A process with its group: SIGTERM, then SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(GRACE_SECONDS)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+        except ProcessLookupError:
+            return
+
+
+def is_done(part: Part, folder: Path) -> bool:
+    """Whether an earlier call has brought it to a good end."""
+    file = folder / f"{part.name}.txt"
+    return file.exists() and f"=== {part.name}: exit code 0 " in file.read_text(errors="replace")
+
+
+def gather(folder: Path, parts: Sequence[Part]) -> None:
+    """results.txt: what all parts have printed so far, in their order."""
+    texts = [(folder / f"{part.name}.txt").read_text(errors="replace") for part in parts if (folder / f"{part.name}.txt").exists()]
+    (folder / "results.txt").write_text("\n".join(texts))
+
+
+def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--minutes", type=float, default=MINUTES, help="for all parts together")
+    made.add_argument(
+        "--only", nargs="+", choices=[part.name for part in parts], metavar="NAME", help="these, whether they are done or not"
+    )
+    made.add_argument("--folder", type=Path, default=ROOT / "runs" / "gpu")
+    made.add_argument("--dry-run", action="store_true", help="each part's dry run; of tests, which there are")
+    args = made.parse_args(arguments)
+    ends = time.monotonic() + 60 * args.minutes
+    args.folder.mkdir(parents=True, exist_ok=True)
+    chosen = (
+        [part for part in parts if part.name in args.only]
+        if args.only
+        else [p for p in parts if args.dry_run or not is_done(p, args.folder)]
+    )
+    bad = 0
+    for part in chosen:
+        if args.dry_run:
+            print(f"\n=== {part.name}, {part.limit:.0f} s at most: python {' '.join(part.words)}", flush=True)
+            bad += subprocess.run(part.dry, cwd=ROOT).returncode != 0
+            continue
+        left = ends - time.monotonic()
+        if left < LEAST_SECONDS:
+            print(f"=== {part.name}: no time left", flush=True)
+            bad += 1
+            continue
+        line = run(part, args.folder, min(part.limit, left))
+        bad += "exit code 0 " not in line
+        print((args.folder / f"{part.name}.txt").read_text(errors="replace"), flush=True)
+        gather(args.folder, parts)
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main())

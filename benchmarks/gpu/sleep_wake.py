@@ -1,0 +1,114 @@
+"""Who holds how much of a GPU that trainer and vLLM share, at each moment of a step, and how long sleeping and waking takes.
+
+    python -m benchmarks.gpu.sleep_wake                       # Qwen2.5-1.5B's shape, all layers, random weights
+    python -m benchmarks.gpu.sleep_wake --model 7b            # as many layers as fit beside vLLM
+    python -m benchmarks.gpu.sleep_wake --dry-run
+
+The moments are those of `Trainer.step` with a colocated server: generate, sleep, train, sync. Memory in GiB: of the trainer what torch's
+allocator holds, freed blocks that it keeps included; of vLLM all that the GPU has in use beside that, the trainer's CUDA context apart,
+which is measured before vLLM starts. Trainer while vLLM generates: weights, gradients and optimizer stay on the GPU, and so does what the
+allocator keeps, which is why it is shown again after it was emptied. Medians of `--rounds` rounds after a first one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parser, run_config, shape, wait, write_shape
+from benchmarks.gpu.train_step import USABLE, WITHOUT_GPU_GIB, Case, planned_gib, samples_of, sizes_of
+from megagrpo.plan.memory import trainer_memory
+from megagrpo.policy.hf_config import parse_hf_config
+
+TARGET = "target on one H200: trainer while vLLM generates <= 5 GiB"
+MOMENTS = ("generating", "generating, cache emptied", "vLLM asleep", "after the train step", "after the sync")
+Round = dict[str, tuple[float, float | None, float | None]]  # moment -> seconds up to it, GiB of the trainer, of vLLM
+
+
+def make_case(name: str, gib: float, folder: Path, overrides: Sequence[str]) -> Case:
+    """As many layers as leave vLLM its share."""
+    whole, path = shape(name)["num_hidden_layers"], write_shape(shape(name), folder / name)
+    config = run_config(path, *overrides)
+    room = USABLE * gib * (1 - config.rollout.gpu_memory_utilization)
+    layers = next((n for n in range(whole, 1, -1) if planned_gib(config, parse_hf_config(shape(name, n))) <= room), 1)
+    write_shape(shape(name, layers), path)
+    return Case(name, parse_hf_config(shape(name, layers)), config, sizes_of(config))
+
+
+def describe(case: Case, gib: float) -> str:
+    """On paper: what the plan says of the trainer, phase by phase, and vLLM's share."""
+    memory, share = trainer_memory(case.config, case.model, dp=1), case.config.rollout.gpu_memory_utilization
+    lines = [f"{case.name}: {case.model.num_layers} layers; vLLM's share {share:g} x {gib:g} = {share * gib:.1f} GiB; the trainer:"]
+    for phase in ("generate", "train", "sync"):
+        parts = ", ".join(f"{part} {size:.1f}" for part, size in memory[phase].items() if size > 0.05)
+        lines.append(f"  {phase:9} {sum(memory[phase].values()):6.1f} GiB: {parts}")
+    return "\n".join(lines)
+
+
+def measure(case: Case, scratch: Path, rounds: int) -> tuple[list[Round], list[Counter[str]], float | None]:
+    """(each round's moments, seconds of its requests to the server, GiB of vLLM before it ever slept)."""
+    from benchmarks.gpu.pair import pair
+    from benchmarks.weight_sync import PROMPTS, SAMPLING, requests_timed
+    from megagrpo.algorithms.losses import make_loss
+    from megagrpo.algorithms.reductions import denominator
+    from megagrpo.data.packing import pack, packing_rules
+    from megagrpo.parallel import device
+
+    found, requests = [], []
+    with pair(case.config, scratch, trains=True) as both:
+        config, policy = case.config, both.policy
+        started_gib = both.held_gib()[1]
+        batch = pack(samples_of(case), packing_rules(config, policy.shares_prompts))
+        divisor, loss_fn = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length), make_loss(config)
+
+        both.push()
+        for number in range(1 + rounds):
+            moments: Round = {}
+            with requests_timed() as timed:
+                for name, action in (
+                    (MOMENTS[0], lambda: both.engine.generate(PROMPTS, 1, SAMPLING, number)),  # noqa: B023
+                    (MOMENTS[1], device.release_memory),
+                    (MOMENTS[2], both.sleep),
+                    (MOMENTS[3], lambda: policy.train_step(batch, loss_fn, divisor)),
+                    (MOMENTS[4], both.push),
+                ):
+                    started = time.perf_counter()
+                    action()
+                    wait()
+                    moments[name] = (time.perf_counter() - started, *both.held_gib())
+            found.append(moments)
+            requests.append(timed)
+        return found, requests, started_gib
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    made = parser(__doc__)
+    made.add_argument("--model", choices=(*SMALL, *LARGE, TINY), default="1.5b")
+    made.add_argument("--rounds", type=int, default=3, help="after a first one")
+    args = made.parse_intermixed_args(arguments)
+    gpu, _ = begin(args)
+    gib = gpu.memory_gib if gpu else WITHOUT_GPU_GIB
+    with tempfile.TemporaryDirectory(prefix="sleep_wake_") as scratch:
+        case = make_case(args.model, gib, Path(scratch), args.overrides)
+        print(describe(case, gib), flush=True)
+        if args.dry_run:
+            print(TARGET)
+            return 0
+        rounds, requests, started_gib = measure(case, Path(scratch), args.rounds)
+    shown = Table(moment="<28", s="8.3f", trainer_GiB="12.2f", vLLM_GiB="9.2f")
+    shown.row("vLLM started", None, None, started_gib)
+    for moment in MOMENTS:
+        columns = zip(*(one[moment] for one in rounds[1:]), strict=True)
+        shown.row(moment, *(None if column[0] is None else statistics.median(column) for column in columns))
+    seconds = {key: statistics.median(one[key] for one in requests[1:]) for key in ("sleep", "wake_up")}
+    print(f"requests: sleep {seconds['sleep']:.3f} s, wake_up {seconds['wake_up']:.3f} s (weights and KV cache together)\n{TARGET}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

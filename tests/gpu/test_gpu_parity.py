@@ -1,0 +1,69 @@
+"""The step that Transformer Engine takes on a GPU in bf16, against the same step on the CPU: same weights, same samples, in processes of
+their own. `cpu` runs the same code without a GPU."""
+
+import pytest
+import torch
+from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
+
+from megagrpo.config import ParallelSection
+from megagrpo.parallel import device
+from megagrpo.parallel.ranks import run_ranks
+from megagrpo.verify.compare import compare, silent_tensors
+from megagrpo.verify.shrink import plainly, random_samples, shrink_model
+from megagrpo.verify.step import Outcome, take_step
+
+LOGPROB, GRADIENT = 0.05, 0.05  # nats; relative error of all gradients together: what bf16 may do to these models
+DENSE = ("llama_tied", "qwen2_untied", "qwen3_tied", "glm4", "phi3", "gemma2", "gemma3")
+EXPERTS = ("qwen3_moe", "mixtral")
+ON_CPU = dict(env={"CUDA_VISIBLE_DEVICES": ""}, start="spawn" if device.has_gpu() else None)
+PLACES = [pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.full)]
+
+
+def need(place: str) -> None:
+    if (place == "gpu") != device.has_gpu():
+        pytest.skip("needs a GPU" if place == "gpu" else "the GPU has its own turn")
+
+
+def small(shape: str):
+    """Heads and widths that are multiples of 64: what kernels of GPUs are made for."""
+    return shrink_model((SHAPES | MORE_SHAPES)[shape], ParallelSection(), unit=64)
+
+
+def step(shape: str, precision: str, on_cpu: bool, **model) -> Outcome:
+    settings = plainly(tiny_run({}, model=dict(precision=precision, **model)))
+    options = ON_CPU if on_cpu else {}
+    (found,) = run_ranks(take_step, 1, settings, small(shape), random_samples(), timeout=300, **options)
+    return found
+
+
+def whole_error(found: Outcome, expected: Outcome) -> float:
+    """Relative error of the gradients of all tensors together."""
+    difference, size = (
+        torch.cat([tensors(name).flatten() for name in expected.gradients]).norm().item()
+        for tensors in (lambda name: found.gradients[name] - expected.gradients[name], lambda name: expected.gradients[name])
+    )
+    return difference / size
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shape", DENSE)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_in_bf16_is_as_near_to_float32_as_ours_on_the_cpu(place, shape):
+    need(place)
+    exact, rounded = step(shape, "fp32", on_cpu=True), step(shape, "bf16", on_cpu=True)
+    found = step(shape, "bf16", on_cpu=False)
+    assert silent_tensors(found) == []
+    assert (found.logprobs - exact.logprobs).abs().max() < LOGPROB
+    assert 0 < whole_error(found, exact) < GRADIENT
+    assert [d for d in compare(found, exact, rounded, True) if not d.passed] == []
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shape", EXPERTS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_mixture_of_experts_in_bf16_differs_by_the_few_tokens_that_change_their_experts(place, shape):
+    need(place)
+    exact, found = step(shape, "fp32", on_cpu=True), step(shape, "bf16", on_cpu=False)
+    assert silent_tensors(found) == []
+    assert (found.logprobs - exact.logprobs).abs().median() < LOGPROB / 5
+    assert 0 < whole_error(found, exact) < 5 * GRADIENT
