@@ -102,6 +102,17 @@ def command_output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 
+def told(job: str, key: str) -> str:
+    """What Slurm says of a job, as JobState or Restarts."""
+    words = command_output("scontrol", "show", "job", "--oneliner", job).split()
+    return next((word.partition("=")[2] for word in words if word.startswith(f"{key}=")), "")
+
+
+def start_now(job: str) -> None:
+    """Skip the two minutes for which Slurm holds back a job that was put back into the queue."""
+    command_output("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
 def processes_of(job: str) -> list[int]:
     """Living processes that Slurm has started for a job, and what these have started."""
     found = []

@@ -16,7 +16,7 @@ import yaml
 
 from tests.e2e import world
 from tests.slurm import pretend_cluster
-from tests.slurm.pretend_cluster import command_output, processes_of
+from tests.slurm.pretend_cluster import command_output, processes_of, start_now, told
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 STEPS = 24
@@ -67,12 +67,6 @@ def submit(output: Path, name: str, *overrides: str, signalled: bool = True, **c
     return sent.stdout.split()[-1]
 
 
-def told(job: str, key: str) -> str:
-    """What Slurm says of a job, as JobState or Restarts."""
-    words = command_output("scontrol", "show", "job", "--oneliner", job).split()
-    return next((word.partition("=")[2] for word in words if word.startswith(f"{key}=")), "")
-
-
 def steps_of(folder: Path) -> int:
     """Steps in the metrics of a run."""
     file = folder / "metrics.jsonl"
@@ -85,11 +79,6 @@ def wait(happened, job: str, output: Path, what: str, seconds: float = 300) -> N
         failed = told(job, "JobState") in ("FAILED", "NODE_FAIL", "TIMEOUT")
         assert time.monotonic() < deadline and not failed, f"no {what}\n{output.read_text() if output.exists() else ''}"
         time.sleep(0.1)
-
-
-def start_now(job: str) -> None:
-    """Skip the two minutes for which Slurm holds back a job that was put back into the queue."""
-    command_output("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
 def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_one_that_is_not(whole, tmp_path):
@@ -141,7 +130,7 @@ def test_a_job_whose_time_is_over_has_saved_by_itself_and_ends_with_the_weights_
     job = submit(tmp_path, "limited", f"run.max_steps={STEPS}", "run.time_limit=0:04:00", *options, signalled=False)
     wait(lambda: "ended with exit code" in (printed.read_text() if printed.exists() else ""), job, printed, "end of the first attempt")
     left = datetime.fromisoformat(told(job, "EndTime")) - datetime.now()
-    assert 5 < left.total_seconds() < 45, left
+    assert 5 < left.total_seconds() < 75, left
     wait(lambda: told(job, "JobState") == "PENDING", job, printed, "requeue")
     first = steps_of(tmp_path / "limited")
     assert 0 < first < STEPS and "the time limit is near" in printed.read_text() and "exit code 85" in printed.read_text()
@@ -150,18 +139,6 @@ def test_a_job_whose_time_is_over_has_saved_by_itself_and_ends_with_the_weights_
     wait(lambda: told(job, "JobState") == "COMPLETED", job, printed, "end of the job")
     assert told(job, "Restarts") == "1" and printed.read_text().count("resumed from") == 1
     assert_same(weights(tmp_path / "limited"), whole)
-
-
-def test_a_job_that_slurm_warns_saves_and_is_put_back_only_so_often(tmp_path):
-    printed = tmp_path / "warned.out"
-    job = submit(tmp_path, "warned", "run.max_steps=100000", "run.time_limit=0:03:00", lead_seconds=80, restarts=0)
-    world.wait_for(lambda: told(job, "JobState") == "FAILED", "end of the job", 200)
-    said = printed.read_text()
-    assert told(job, "ExitCode") == "85:0" and told(job, "Restarts") == "0"
-    assert "got SIGUSR1: the trainer saves and stops" in said and "stop requested (SIGTERM) after step" in said
-    assert "0 restarts are used up: sbatch it again with --resume" in said
-    assert [path.name for path in (tmp_path / "warned" / "checkpoints").glob("step_*")]
-    assert not processes_of(job)
 
 
 def kill_server(job: str) -> None:
