@@ -31,7 +31,8 @@ def launcher(tmp_path_factory):
 
 @pytest.fixture
 def words(launcher, tmp_path):
-    """Options of a run on these servers."""
+    """Options of a run on these servers, which are there whatever an earlier test has left."""
+    start_again(launcher, *(place for place, server in enumerate(launcher.servers) if not server.alive))
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text(TOKEN)
