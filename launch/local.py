@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from megagrpo.__main__ import parse
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.plan import plan
+from megagrpo.scratch import temporary_files
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import LogsSpecs
@@ -68,6 +69,7 @@ def torchrun(ranks: int, trainer: list[str]) -> int:
     return run_ranks(ranks, own, trainer)
 
 
+@temporary_files()  # torchrun leaves an empty folder for logs
 def run_ranks(ranks: int, where: list[str], trainer: list[str], logs: LogsSpecs | None = None) -> int:
     """Runs this machine's ranks under torchrun's agent, in this process, so that a signal reaches it and it forwards it to the ranks.
     `where` are torchrun's options for the meeting point, `logs` says where the ranks print."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig, load_config, render_help
+from megagrpo.scratch import temporary_files
 
 USAGE = """\
 megagrpo train CONFIG [key=value ...] [--resume]    run GRPO as one rank; launch/local.sh starts every rank of this machine
@@ -102,8 +103,9 @@ def _take_sizes(overrides: list[str]) -> tuple[list[str], dict[str, float]]:
     return kept, sizes
 
 
+@temporary_files()
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; its exit code."""
+    """Runs one command; its exit code. Its temporary files are gone then."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if arguments[:1] == ["audit"]:

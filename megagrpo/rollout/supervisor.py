@@ -3,7 +3,8 @@
     python supervisor.py PARENT_PID GRACE_SECONDS COMMAND...
 
 Whatever kills the trainer, SIGKILL included, the kernel gives this process a new parent; it looks ten times a second. Descendants whose own
-parent died become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. A file of its own without imports from this
+parent died become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. What the server leaves in shared memory and among
+temporary files goes with it; so does what a trainer that was killed has left there. A file of its own without imports from this
 project: it must start at once and stay small.
 """
 
@@ -15,12 +16,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED = "/dev/shm/"
 VLLM_FILES = ("psm_", "vllm_")
+SCRATCH = "megagrpo_tmp_"  # begins the name of a trainer's own temporary folder (scratch.py)
+LONGEST = 107 - len("/vllm-12345678/") - 36  # of a temporary folder: vLLM makes sockets there, with names of 36 characters
 WEIGHTS = "megagrpo-{}.*"  # what a trainer of that process id publishes its weights in (weight_sync/)
 
 
@@ -33,7 +37,10 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: asked.append(1))
     # If this process itself is killed, the server goes at once; its own children notice that by vLLM's means.
-    server = subprocess.Popen(command, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    around = Path(tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix="vllm-", dir=around if len(str(around)) <= LONGEST else "/tmp")
+    environment = {**os.environ, "TMPDIR": folder}
+    server = subprocess.Popen(command, env=environment, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     files: set[str] = set()
     seen = time.monotonic()
     while server.poll() is None and not asked and os.getppid() == parent:
@@ -46,7 +53,10 @@ def main() -> int:
     end(server, grace)
     for file in files:
         Path(file).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
     if os.getppid() != parent:
+        if around.name.startswith(SCRATCH):
+            shutil.rmtree(around, ignore_errors=True)
         for folder in Path(SHARED).glob(WEIGHTS.format(parent)):
             shutil.rmtree(folder, ignore_errors=True)
     return 0 if status is None else status if status >= 0 else 128 - status

@@ -1,26 +1,163 @@
 """Two hundred steps while something dies every few seconds: the run that comes out is the one that nobody disturbed.
 
-python -m pytest -q -m full tests/e2e/test_soak.py
+python -m pytest -q -s -m full tests/e2e/test_soak.py
 """
 
+import contextlib
 import os
 import random
 import signal
 import statistics
+import tempfile
 import threading
 import time
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
+from megagrpo.rollout.keeper import Keeper
+from megagrpo.rollout.launcher import Launcher
+from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.weight_sync import WeightSync
 from tests.e2e import world
 from tests.e2e.test_server_dies import kill_server
 from tests.e2e.tiny_servers import below
 
 STEPS = 200
 SEED = 6
-OPTIONS = [f"run.max_steps={STEPS}", "run.save_steps=5", "run.save_total_limit=2", "rollout.max_restarts=1000"]
-FAULTS = ["server killed", "server stopped for two seconds", "trainer killed", "trainer told to stop"]
+
+
+def options(steps):
+    return [f"run.max_steps={steps}", "run.save_steps=5", "run.save_total_limit=2", "rollout.max_restarts=1000"]
+
+
+@dataclass
+class Struck:
+    """A run that is disturbed: its folder `home` with its temporary files, where it stands, the faults so far, and what it has had."""
+
+    home: Path
+    rng: random.Random
+    listed: list[tuple[int, str, str]] = field(default_factory=list)  # step, fault, phase that it met
+    memory: list[tuple[int, float]] = field(default_factory=list)  # step, MiB; every second
+    processes: set[tuple[int, str]] = field(default_factory=set)
+    files: set[Path] = field(default_factory=set)
+    sockets: set[str] = field(default_factory=set)
+
+    def __post_init__(self):
+        (self.home / "tmp").mkdir(parents=True)
+
+    def tell(self):
+        """Called in the trainer: it writes down which phase it is in, and how its server is, and has temporary files of its own."""
+        os.environ["TMPDIR"], tempfile.tempdir = str(self.home / "tmp"), None
+        for owner, method, during, after in [
+            (VllmEngine, "generate", "generation", "other"),
+            (WeightSync, "push", "sync", "other"),
+            (Launcher, "_launch", "start-up", "start-up"),
+            (Launcher, "wait", "start-up", "up"),
+            (Keeper, "_filled", "start-up", "up"),
+        ]:
+            told = self.home / ("trainer" if after == "other" else "server")
+            setattr(owner, method, telling(getattr(owner, method), told, during, after))
+
+    @property
+    def phase(self):
+        """start-up (of a server, which the trainer may be waiting for), generation, sync or other."""
+        trainer, server = ((self.home / name).read_text() for name in ("trainer", "server"))
+        return "start-up" if server == "start-up" else trainer or "other"
+
+    def look(self, trainer):
+        """Note what the run has at the moment."""
+        family = world.family(trainer.pid)
+        self.memory.append((world.steps_done(self.home), megabytes(family)))
+        self.processes |= {(pid, born(pid)) for pid in family if born(pid)}
+        self.files |= world.shared_memory(family)
+        self.sockets |= listening(family)
+
+    def left(self):
+        """What there still is of all that the run has had."""
+        processes = [pid for pid, at in self.processes if born(pid) == at]
+        files = [file for file in self.files if file.exists()] + [*(self.home / "tmp").iterdir()]
+        return processes + files + [*(self.sockets & listeners())]
+
+
+def telling(original, told, during, after):
+    def wrapped(*args, **kwargs):
+        told.write_text(during)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            told.write_text(after)
+
+    return wrapped
+
+
+def born(pid):
+    """When a living process was started: ids are used again. Empty when it has ended."""
+    with contextlib.suppress(OSError):
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return rest[18] if state != "Z" else ""
+    return ""
+
+
+def listeners():
+    """Inodes of all TCP sockets on this machine that listen."""
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    return {row[9] for row in rows if row[3] == "0A"}
+
+
+def listening(pids):
+    """Those of the processes."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    return found & listeners()
+
+
+def megabytes(pids):
+    """Memory of the processes in all, what they share counted once (PSS)."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total / 1024
+
+
+def kill_the_server(struck, trainer):
+    phase = struck.phase
+    kill_server(trainer.pid)
+    return phase
+
+
+def kill_the_server_in_a_sync(struck, trainer):
+    processes = server_processes(trainer)
+    world.wait_for(lambda: struck.phase == "sync" or not world.alive(trainer.pid), "sync", seconds=60)
+    for pid in processes:
+        os.kill(pid, signal.SIGKILL)
+    return "sync"
+
+
+def kill_the_server_twice(struck, trainer):
+    """The second time while it starts again."""
+    kill_server(trainer.pid)
+    world.wait_for(lambda: struck.phase == "start-up" or not world.alive(trainer.pid), "start-up", seconds=60)
+    time.sleep(struck.rng.uniform(0, 3))
+    return kill_the_server(struck, trainer)
+
+
+def stop_the_server_for_a_while(struck, trainer):
+    phase, processes = struck.phase, server_processes(trainer)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in filter(world.alive, processes):
+            os.kill(pid, number)
+        time.sleep(2)
+    return phase
 
 
 def server_processes(trainer):
@@ -28,98 +165,125 @@ def server_processes(trainer):
     return below(supervisor)
 
 
-def stop_server_for_a_while(trainer):
-    processes = server_processes(trainer)
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in processes:
-            if world.alive(pid):
-                os.kill(pid, number)
-        time.sleep(2)
+def end_the_trainer(number):
+    def end(struck, trainer):
+        phase = struck.phase
+        os.kill(trainer.pid, number)
+        return phase
+
+    return end
 
 
-def strike(fault, trainer):
-    """Do it; False when there is no server at the moment that could be struck."""
+AT_THE_START = "server killed at the start of the run"
+FAULTS = {
+    "server killed": kill_the_server,
+    "server killed in a sync": kill_the_server_in_a_sync,
+    "server killed, and again while it starts": kill_the_server_twice,
+    "server stopped for two seconds": stop_the_server_for_a_while,
+    "trainer killed": end_the_trainer(signal.SIGKILL),
+    "trainer told to stop": end_the_trainer(signal.SIGTERM),
+}
+
+
+def strike(struck, trainer, fault, do):
+    """Do it and list it; False when there is no server, or no run any more, that could be struck."""
     try:
-        if fault == "server killed":
-            kill_server(trainer.pid)
-        elif fault == "server stopped for two seconds":
-            stop_server_for_a_while(trainer)
-        else:
-            os.kill(trainer.pid, signal.SIGKILL if fault == "trainer killed" else signal.SIGTERM)
+        struck.look(trainer)
+        phase = do(struck, trainer)
     except (ValueError, OSError):
         return False
+    struck.listed.append((world.steps_done(struck.home), fault, phase))
     return True
 
 
-def megabytes(pids):
-    """Memory of the processes in all, what they share counted once (PSS)."""
-    total = 0
-    for pid in pids:
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total / 1024
+def wait_for_a_step(struck, trainer, what):
+    """A resumed run first forgets the steps after its checkpoint, which is none."""
+    fewest = world.steps_done(struck.home)
+
+    def more():
+        nonlocal fewest
+        fewest = min(fewest, world.steps_done(struck.home))
+        return world.steps_done(struck.home) > fewest or not world.alive(trainer.pid)
+
+    world.wait_for(more, what, seconds=180)
 
 
-def wait_for_a_step(output, trainer, what):
-    done = world.steps_done(output)
-    world.wait_for(lambda: world.steps_done(output) != done or not world.alive(trainer.pid), what, seconds=180)
+def faults_in_turn(rng):
+    """Each kind once, then each once again, in an order of its own each time."""
+    while True:
+        yield from rng.sample(list(FAULTS), len(FAULTS))
 
 
-def one_attempt(output, trainer, rng, listed):
+def one_attempt(struck, trainer, faults):
     """Strike the run until a fault ends it, or it is done; then nothing of it may be left."""
-    wait_for_a_step(output, trainer, "a step after a start")
-    family, fatal = [], False
+    if struck.listed and struck.rng.random() < 0.5:
+        world.wait_for(lambda: struck.phase == "start-up", "server", seconds=60)
+        time.sleep(struck.rng.uniform(0, 3))
+        strike(struck, trainer, AT_THE_START, kill_the_server)
+    wait_for_a_step(struck, trainer, "a step after a start")
+    fatal = False
     while world.alive(trainer.pid) and not fatal:
-        time.sleep(rng.uniform(2, 5))
-        fault = rng.choice(FAULTS)
-        family = world.family(trainer.pid) if world.alive(trainer.pid) else family
-        files = world.shared_memory(family)
-        if world.alive(trainer.pid) and strike(fault, trainer):
-            listed.append((world.steps_done(output), fault))
+        time.sleep(struck.rng.uniform(2, 5))
+        fault = next(faults)
+        if world.alive(trainer.pid) and strike(struck, trainer, fault, FAULTS[fault]):
             fatal = fault.startswith("trainer")
             if not fatal:
-                wait_for_a_step(output, trainer, f"a step after {fault}")
+                wait_for_a_step(struck, trainer, f"a step after {fault}")
     run = trainer.wait(seconds=180)
-    world.wait_for(lambda: not any(map(world.alive, family)), "end of all processes", seconds=20)
-    world.wait_for(lambda: not any(file.exists() for file in files), "end of all files in shared memory", seconds=10)
+    with contextlib.suppress(AssertionError):
+        world.wait_for(lambda: not struck.left(), "end of everything", seconds=20)
+    assert not struck.left(), f"{struck.listed}\n{struck.left()}"
     return run
 
 
-def watch(output, trainer, ended, memory):
+def watch(struck, trainer, ended):
     while not ended.wait(1.0):
-        memory.append((world.steps_done(output), megabytes(world.family(trainer.pid))))
+        struck.look(trainer)
 
 
-def struck_run(output, rng):
-    """The run to its end through faults drawn by `rng`; the faults with the step that each met, and its memory every second."""
-    listed, memory, resume = [], [], []
+def to_the_end(struck, steps):
+    """The run to its end through all faults."""
+    faults, resume = faults_in_turn(struck.rng), []
     while True:
-        with world.running(output, *OPTIONS, *resume, launched=True) as trainer:
+        for name in ("trainer", "server"):
+            (struck.home / name).write_text("")
+        with world.running(struck.home, *options(steps), *resume, prepare=struck.tell, launched=True) as trainer:
             ended = threading.Event()
-            watcher = threading.Thread(target=watch, args=(output, trainer, ended, memory))
+            watcher = threading.Thread(target=watch, args=(struck, trainer, ended))
             watcher.start()
             try:
-                run = one_attempt(output, trainer, rng, listed)
+                run = one_attempt(struck, trainer, faults)
             finally:
                 ended.set()
                 watcher.join()
         if run.code == 0:
-            return run, listed, memory
-        assert run.code in (-signal.SIGKILL, 128 + signal.SIGTERM), f"{listed}\n{run.out}\n{run.err}"
+            return run
+        assert run.code in (-signal.SIGKILL, 128 + signal.SIGTERM), f"{struck.listed}\n{run.out}\n{run.err}"
         resume = ["--resume"]
 
 
+def flat(memory, steps):
+    """Medians of the second and the last quarter of the steps, in MiB."""
+    return [statistics.median(mb for step, mb in memory if low <= step < low + steps / 4) for low in (steps / 4, steps * 3 / 4)]
+
+
 @pytest.mark.full
+@pytest.mark.timeout(3 * 3600)
 def test_a_run_that_is_struck_every_few_seconds_is_the_run_that_nobody_disturbed(tmp_path):
-    plain = world.train(tmp_path / "plain", *OPTIONS, launched=True)
+    with world.running(tmp_path / "plain", *options(STEPS), launched=True) as undisturbed:
+        plain = undisturbed.wait(seconds=3600)
     assert plain.code == 0, plain.err
-    run, listed, memory = struck_run(tmp_path / "struck", random.Random(SEED))
-    print("\n".join(f"step {step}: {fault}" for step, fault in listed))
-    assert {fault for _, fault in listed} == set(FAULTS)
+    struck, begun = Struck(tmp_path / "struck", random.Random(SEED)), time.monotonic()
+    run = to_the_end(struck, STEPS)
+    early, late = flat(struck.memory, STEPS)
+    print("\n".join(f"step {step}: {fault}, in phase {phase}" for step, fault, phase in struck.listed))
+    kinds, phases = (Counter(entry[place] for entry in struck.listed) for place in (1, 2))
+    print(f"{STEPS} steps, {len(struck.listed)} faults in {time.monotonic() - begun:.0f} s: {dict(kinds)}; {dict(phases)}")
+    print(f"memory {early:.0f} MiB, {late:.0f} MiB")
+    assert set(kinds) == {*FAULTS, AT_THE_START} and {"generation", "sync", "start-up"} <= set(phases)
     assert [line["step"] for line in run.metrics] == list(range(1, STEPS + 1))
-    assert [(row["step"], row["completion"]) for row in run.completions] == [(row["step"], row["completion"]) for row in plain.completions]
-    early, late = ([mb for step, mb in memory if low <= step < low + STEPS / 4] for low in (STEPS / 4, STEPS * 3 / 4))
-    assert statistics.median(late) < 1.1 * statistics.median(early)
+    told = [[(row["step"], row["prompt_id"], row["completion"]) for row in each.completions] for each in (run, plain)]
+    assert told[0] == told[1] and Counter(step for step, *_ in told[0]) == {step: 16 for step in range(1, STEPS + 1)}
+    weights = [world.plain_tensors(each.newest) for each in (run, plain)]
+    assert weights[0].keys() == weights[1].keys() and all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert late < 1.1 * early

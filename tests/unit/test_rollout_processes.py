@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -93,6 +94,45 @@ def test_a_supervisor_passes_on_how_its_server_ended():
 def test_a_supervisor_says_by_which_signal_its_server_was_killed():
     command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", "bash", "-c", "kill -KILL $$"]
     assert subprocess.run(command, timeout=20).returncode == 128 + signal.SIGKILL
+
+
+SAYS_WHERE = "import os, tempfile, time; open(tempfile.mkstemp()[1]).close(); print(tempfile.gettempdir(), flush=True); time.sleep({})"
+
+
+@pytest.mark.parametrize("seconds", [0, 60], ids=["ends", "is stopped"])
+def test_what_a_server_leaves_among_temporary_files_goes_with_it(seconds):
+    with tempfile.TemporaryDirectory() as around:
+        command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", SAYS_WHERE.format(seconds)]
+        supervisor = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": around}, text=True)
+        folder = Path(supervisor.stdout.readline().strip())
+        assert folder.parent == Path(around) and (not seconds or list(folder.iterdir()))
+        supervisor.terminate()
+        supervisor.wait(20)
+        assert not list(Path(around).iterdir())
+
+
+def test_a_server_whose_sockets_would_have_too_long_names_has_its_temporary_files_elsewhere(tmp_path):
+    around = tmp_path / ("long" * 20)
+    around.mkdir()
+    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", SAYS_WHERE.format(0)]
+    said = subprocess.run(command, capture_output=True, env={**os.environ, "TMPDIR": str(around)}, text=True, timeout=20).stdout.strip()
+    assert Path(said).parent == Path("/tmp") and not Path(said).exists()
+
+
+TRAINER = "import os, subprocess, sys, tempfile, time\nfrom megagrpo.scratch import temporary_files\nwith temporary_files() as folder:\n"
+TRAINER += "    tempfile.mkstemp(); subprocess.Popen(sys.argv[1:4] + [str(os.getpid()), '1', 'sleep', '60']); time.sleep(0.3)\n"
+TRAINER += "    print(folder, flush=True); time.sleep(60)"
+
+
+def test_what_a_killed_trainer_leaves_among_temporary_files_goes_with_its_server():
+    with tempfile.TemporaryDirectory() as around:
+        command = [sys.executable, "-c", TRAINER, sys.executable, "-S", str(SUPERVISOR)]
+        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": around}, text=True)
+        folder = Path(trainer.stdout.readline().strip())
+        assert folder.parent == Path(around) and list(folder.glob("vllm-*"))
+        trainer.kill()
+        trainer.wait()
+        wait_until(lambda: not list(Path(around).iterdir()))
 
 
 def test_files_that_a_killed_server_had_mapped_are_removed():
