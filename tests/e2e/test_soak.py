@@ -78,8 +78,8 @@ class Struck:
 
     def left(self):
         """What there still is of all that the run has had."""
-        processes = [pid for pid, at in self.processes if born(pid) == at]
-        files = [file for file in self.files if file.exists()] + [*(self.home / "tmp").iterdir()]
+        processes = [pid for pid, at in [*self.processes] if born(pid) == at]
+        files = [file for file in [*self.files] if file.exists()] + [*(self.home / "tmp").iterdir()]
         return processes + files + [*(self.sockets & listeners())]
 
 
