@@ -25,7 +25,8 @@ def temporary_files() -> Iterator[Path]:
 
     What others that are gone have left is removed at both ends. What torch has compiled stays where it is, for the next run.
     """
-    around = Path(tempfile.gettempdir())
+    given = Path(tempfile.gettempdir())
+    around = given.parent if given.name.startswith(PREFIX) else given  # beside that of the process above: names of sockets are short
     remove_left(around)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=around))
     lock, owner = (folder / LOCK).open("w"), os.getpid()
@@ -38,7 +39,7 @@ def temporary_files() -> Iterator[Path]:
         yield folder
     finally:
         if os.getpid() == owner:  # not in a fork
-            tempfile.tempdir = str(around)
+            tempfile.tempdir = str(given)
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
             shutil.rmtree(folder, ignore_errors=True)

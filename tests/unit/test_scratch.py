@@ -32,6 +32,14 @@ def test_temporary_files_are_in_a_folder_that_is_gone_afterwards(around):
     assert not list(around.iterdir()) and tempfile.gettempdir() == str(around) and dict(os.environ) == before
 
 
+def test_a_process_below_has_its_folder_beside_that_of_the_one_above(around):
+    with temporary_files() as above:
+        with temporary_files() as below:
+            assert below.parent == above.parent == around and tempfile.gettempdir() == str(below)
+        assert not below.exists() and tempfile.gettempdir() == str(above)
+    assert not list(around.iterdir())
+
+
 def test_a_fork_that_leaves_takes_nothing_away(around):
     with temporary_files() as folder:
         pid = os.fork()
