@@ -42,12 +42,13 @@ def main() -> int:
     environment = {**os.environ, "TMPDIR": folder}
     server = subprocess.Popen(command, env=environment, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     files: set[str] = set()
-    seen = time.monotonic()
+    begun = seen = time.monotonic()
     while server.poll() is None and not asked and os.getppid() == parent:
         time.sleep(0.1)
-        if time.monotonic() - seen > 5:  # a server that dies by itself leaves files that nobody maps any more
+        now = time.monotonic()
+        if now - seen > (1 if now - begun < 60 else 5):  # what a server that dies by itself has left, nobody maps any more
             files |= shared_files(descendants())
-            seen = time.monotonic()
+            seen = now
     status = server.poll()
     files |= shared_files(descendants())
     end(server, grace)

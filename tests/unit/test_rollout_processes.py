@@ -148,6 +148,14 @@ def test_files_that_a_killed_server_had_mapped_are_removed():
     assert not name.exists()
 
 
+def test_files_that_a_server_had_mapped_which_is_killed_soon_are_removed():
+    name = Path(f"/dev/shm/psm_soon{os.getpid()}")
+    code = f"import mmap, os, time; f = open({str(name)!r}, 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 0); time.sleep(1.6); "
+    code += "os.kill(os.getpid(), 9)"
+    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", code]
+    assert subprocess.run(command, timeout=20).returncode == 128 + signal.SIGKILL and not name.exists()
+
+
 @pytest.fixture
 def options(tmp_path):
     (tmp_path / "config.json").write_text("{}")
