@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parser, run_config, shape, wait, write_shape
-from benchmarks.gpu.train_step import USABLE, WITHOUT_GPU_GIB, Case, planned_gib, samples_of, sizes_of
+from benchmarks.gpu.train_step import USABLE, Case, memory_here, planned_gib, samples_of, sizes_of
 from megagrpo.plan.memory import trainer_memory
 from megagrpo.policy.hf_config import parse_hf_config
 
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--rounds", type=int, default=3, help="after a first one")
     args = made.parse_intermixed_args(arguments)
     gpu, _ = begin(args)
-    gib = gpu.memory_gib if gpu else WITHOUT_GPU_GIB
+    gib = gpu.memory_gib if args.dry_run else memory_here()
     with tempfile.TemporaryDirectory(prefix="sleep_wake_") as scratch:
         case = make_case(args.model, gib, Path(scratch), args.overrides)
         print(describe(case, gib), flush=True)

@@ -92,6 +92,13 @@ def planned_gib(config: RunConfig, model: HfConfig) -> float:
     return sum(trainer_memory(config, model, dp=1)["train"].values())
 
 
+def memory_here() -> float:
+    """GiB of this GPU, by CUDA's count."""
+    from megagrpo.parallel import device
+
+    return device.gpu_memory_gb() or WITHOUT_GPU_GIB
+
+
 def make_case(name: str, layers: int | None, gib: float, folder: Path, overrides: Sequence[str]) -> Case:
     """With `layers` None: all of them, or as many as fit."""
     whole, path = shape(name)["num_hidden_layers"], write_shape(shape(name, layers), folder / name)
@@ -255,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpu, ceilings = begin(args)
     failed = False
     with tempfile.TemporaryDirectory(prefix="train_step_") as scratch:
-        gib = gpu.memory_gib if gpu else WITHOUT_GPU_GIB
+        gib = gpu.memory_gib if args.dry_run else memory_here()
         cases = [make_case(name, args.layers, gib, Path(scratch), args.overrides) for name in args.models]
         if args.dry_run:
             for case in cases:
