@@ -162,6 +162,9 @@ def begin(args: argparse.Namespace) -> tuple[Gpu | None, Ceilings | None]:
         gpu = GPUS[args.gpu or "h200"]
         print(f"dry run: nothing is measured | {gpu.name} by its data sheet: {sheet_text(gpu)}")
         return gpu, None
+    from megagrpo.parallel import quiet
+
+    quiet()
     print(header(), flush=True)
     gpu, ceilings = data_sheet(args.gpu), measured_ceilings()
     print(f"{ceilings or 'nothing measured without a GPU'} | data sheet: {sheet_text(gpu) if gpu else 'unknown'}", flush=True)

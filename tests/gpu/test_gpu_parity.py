@@ -12,7 +12,9 @@ from megagrpo.verify.compare import compare, silent_tensors
 from megagrpo.verify.shrink import plainly, random_samples, shrink_model
 from megagrpo.verify.step import Outcome, take_step
 
-LOGPROB, GRADIENT = 0.05, 0.05  # nats; relative error of all gradients together: what bf16 may do to these models
+# What bf16 may do to these models: to the median log-prob, in nats, and to all gradients together, relative. Ours does half of it on a CPU:
+# 0.017 (of Gemma 3; 0.012 of the others) and 0.041.
+LOGPROB, GRADIENT = 0.034, 0.082
 DENSE = ("llama_tied", "qwen2_untied", "qwen3_tied", "glm4", "phi3", "gemma2", "gemma3")
 EXPERTS = ("qwen3_moe", "mixtral")
 ON_CPU = dict(env={"CUDA_VISIBLE_DEVICES": ""}, start="spawn" if device.has_gpu() else None)
@@ -53,7 +55,7 @@ def test_a_step_in_bf16_is_as_near_to_float32_as_ours_on_the_cpu(place, shape):
     exact, rounded = step(shape, "fp32", on_cpu=True), step(shape, "bf16", on_cpu=True)
     found = step(shape, "bf16", on_cpu=False)
     assert silent_tensors(found) == []
-    assert (found.logprobs - exact.logprobs).abs().max() < LOGPROB
+    assert (found.logprobs - exact.logprobs).abs().median() < LOGPROB
     assert 0 < whole_error(found, exact) < GRADIENT
     assert [d for d in compare(found, exact, rounded, True) if not d.passed] == []
 
@@ -61,9 +63,9 @@ def test_a_step_in_bf16_is_as_near_to_float32_as_ours_on_the_cpu(place, shape):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shape", EXPERTS)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_mixture_of_experts_in_bf16_differs_by_the_few_tokens_that_change_their_experts(place, shape):
+def test_a_mixture_of_experts_in_bf16_is_as_near_but_for_the_few_tokens_that_change_their_experts(place, shape):
     need(place)
     exact, found = step(shape, "fp32", on_cpu=True), step(shape, "bf16", on_cpu=False)
     assert silent_tensors(found) == []
-    assert (found.logprobs - exact.logprobs).abs().median() < LOGPROB / 5
-    assert 0 < whole_error(found, exact) < 5 * GRADIENT
+    assert (found.logprobs - exact.logprobs).abs().median() < LOGPROB
+    assert 0 < whole_error(found, exact) < GRADIENT

@@ -23,7 +23,7 @@ def cases():
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("gpus", "transport", "words"), cases())
+@pytest.mark.parametrize(("gpus", "transport", "words"), [*cases()])
 def test_a_run_takes_its_steps_and_server_and_trainer_agree(gpus, transport, words, tmp_path):
     there = len(device.visible_gpus() or [])
     if there < gpus or (not gpus and there):
