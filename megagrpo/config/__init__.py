@@ -74,6 +74,11 @@ class RunConfig(Section):
         held_out = [s.max_completion_length for s in evaluation_sets(self).values()]
         return max(self.max_model_len, self.rollout.max_prompt_length + max(held_out, default=0))
 
+    @property
+    def micro_batch_align(self) -> int:
+        """Every micro-batch is padded to a multiple of this many tokens, for the layout and for products in FP8."""
+        return self.parallel.micro_batch_align(self.model.token_align)
+
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         problems = cross_field_problems(self)

@@ -17,11 +17,34 @@ class ModelSection(Section):
     """Tokenizer folder, hub name, or a bare SentencePiece `.model` file; the model's own when empty."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute precision. bf16 keeps fp32 master weights. auto: bf16 on a GPU and on CPUs with bf16 instructions, fp32 on others."""
+    fp8_recipe: Literal["none", "tensorwise", "blockwise", "mxfp8"] = "none"
+    """Multiply in FP8 in the blocks' linears, forward and backward, with a scale for each tensor (`tensorwise`: current scaling), each 128
+    numbers (`blockwise`; of weights 128 x 128) or each 32 (`mxfp8`: Blackwell). Everything else stays in `precision`. docs/gpu.md."""
+    fp8_format: Literal["auto", "hybrid", "e4m3"] = "auto"
+    """What FP8 numbers are: e4m3, or `hybrid`: gradients e5m2, of more range and less precision. auto: hybrid where a tensor has one scale,
+    e4m3 where there are many."""
+    bf16_layers: list[int] = []
+    """Decoder layers, counted from 0 or with -1 from the last, whose linears multiply in `precision` as without FP8."""
     base_storage: Literal["none", "fp8", "nf4"] = "none"
     """With LoRA: keep the frozen weights of the blocks' linears in 8 bits (e4m3) or 4 (NF4 of QLoRA) and a scale per 64 elements, and make
     them dense for each use. The model that is trained is the rounded one, and so is what vLLM gets."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: `selective` the core attention, `full` every layer."""
+
+    @property
+    def hybrid_fp8(self) -> bool:
+        """Whether gradients are e5m2 numbers."""
+        return self.fp8_format == "hybrid" or (self.fp8_format == "auto" and self.fp8_recipe == "tensorwise")
+
+    @property
+    def token_align(self) -> int:
+        """Tokens that a rank multiplies at once are a multiple of this: products in FP8 add up over them in the backward pass."""
+        return {"none": 1, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.fp8_recipe]
+
+    @property
+    def width_align(self) -> int:
+        """Inputs and outputs that a rank has of a linear are a multiple of this: what Transformer Engine multiplies in FP8."""
+        return {"none": 1, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}[self.fp8_recipe]
 
 
 class ParallelSection(Section):
@@ -57,10 +80,10 @@ class ParallelSection(Section):
         """Every packed sequence is padded to a multiple of this many tokens, so that it can be cut into 2 x cp equal chunks."""
         return 2 * self.cp if self.cp > 1 else 1
 
-    @property
-    def micro_batch_align(self) -> int:
-        """Every micro-batch is padded to a multiple of this many tokens: sequence parallelism cuts each context-parallel rank's part."""
-        return self.sequence_align * (self.tp if self.sequence_parallel else 1)
+    def micro_batch_align(self, token_align: int) -> int:
+        """Every micro-batch is padded to a multiple of this many tokens: sequence parallelism cuts each context-parallel rank's part, and
+        what is left for a rank is a multiple of `token_align`."""
+        return lcm(self.sequence_align, self.cp * token_align) * (self.tp if self.sequence_parallel else 1)
 
     @property
     def expert_tp(self) -> int:

@@ -20,7 +20,7 @@ def cross_field_problems(config: RunConfig) -> list[str]:
     p, t, r, a = config.parallel, config.train, config.rollout, config.algorithm
     problems = (
         kl_problems(config) + loss_problems(a) + advantage_problems(a) + multi_turn_problems(config.multi_turn) + lora_problems(config)
-    )
+    ) + fp8_problems(config)
     if p.sequence_parallel and p.tp == 1:
         problems.append("parallel.sequence_parallel: needs parallel.tp > 1; set it to false or raise tp")
     if p.vpp > 1 and p.pp == 1:
@@ -151,6 +151,20 @@ def advantage_problems(a: AlgorithmSection) -> list[str]:
             "advantage_estimator grpo and scale_rewards group"
         )
     return problems
+
+
+def fp8_problems(config: RunConfig) -> list[str]:
+    """Options of products in FP8 where there are none, and adapters, whose linears are not multiplied so."""
+    m = config.model
+    if m.fp8_recipe != "none":
+        why = "linears with an adapter are multiplied in model.precision"
+        return [f"model.fp8_recipe: {m.fp8_recipe}, and {why}; choose none, or set lora.rank to 0"] if config.lora.enabled else []
+    said = {"model.fp8_format": m.fp8_format != "auto" and m.fp8_format, "model.bf16_layers": m.bf16_layers}
+    return [
+        f"{key}: {value} is about FP8, and model.fp8_recipe is none; choose a recipe, or leave it out"
+        for key, value in said.items()
+        if value
+    ]
 
 
 def optimizer_problems(config: RunConfig) -> list[str]:

@@ -45,7 +45,7 @@ def packing_rules(config: RunConfig, share_prompts: bool) -> PackingRules:
         max_tokens=config.train.max_tokens_per_micro_batch,
         at_least=parallel.pp,
         multiple_of=parallel.pp if parallel.vpp > 1 else 1,
-        align=parallel.micro_batch_align,
+        align=config.micro_batch_align,
         sequence_align=parallel.sequence_align,
         skip_zero_advantage=algorithm.leaves_out_zero_advantage,
         share_prompts=share_prompts,

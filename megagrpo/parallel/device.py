@@ -129,6 +129,20 @@ def has_transformer_engine() -> bool:
     return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def fp8_problem(recipe: str) -> str | None:
+    """Why this GPU or its software cannot multiply as `recipe`, tensorwise, blockwise or mxfp8, says; None when they can, and without a
+    GPU."""
+    if not has_gpu():
+        return None
+    if not has_transformer_engine():
+        return "it takes Transformer Engine, which is not installed"
+    from transformer_engine.pytorch import is_fp8_available, is_fp8_block_scaling_available, is_mxfp8_available
+
+    available = {"blockwise": is_fp8_block_scaling_available, "mxfp8": is_mxfp8_available}.get(recipe, is_fp8_available)
+    possible, reason = available(return_reason=True)
+    return None if possible else reason.rstrip(".")
+
+
 def install() -> None:
     """Prepare torch and megatron-core for this machine. Idempotent; call it before anything else imports megatron.core."""
     global _installed

@@ -18,6 +18,8 @@ from megagrpo.plan.memory import engine_memory, smallest_gpu, trainer_memory
 from megagrpo.plan.problems import (
     adapter_problems,
     expert_problems,
+    fp8_problems,
+    gpu_problems,
     layout_notes,
     layout_problems,
     multi_turn_problems,
@@ -138,15 +140,16 @@ def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths
     rows.append(
         ("lengths", f"{lengths.prompt:g} tokens a prompt and {lengths.response:g} a response on average, {lengths.longest:g} at most")
     )
-    times = step_times(config, made.model, world_size, gpu, lengths) if made.memory else None
-    found = search(config, made.model, world_size, gpu, lengths) if searching else []
+    unfit = gpu_problems(config, gpu)
+    times = step_times(config, made.model, world_size, gpu, lengths) if made.memory and not unfit else None
+    found = search(config, made.model, world_size, gpu, lengths) if searching and not unfit else []
     notes = list(made.notes)
-    if searching and not found:
+    if searching and not found and not unfit:
         notes.append(
             f"--search: no layout of {world_size} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, another "
             "rollout.tp or rollout.gpu_memory_utilization"
         )
-    return replace(made, rows=rows, times=times, found=found, notes=notes)
+    return replace(made, problems=made.problems + unfit, rows=rows, times=times, found=found, notes=notes)
 
 
 def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None) -> Plan:
@@ -180,7 +183,13 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
         rows.insert(2, ("experts", experts_text(config, model, world_size)))
     if config.lora.enabled:
         rows.insert(1, ("LoRA", lora_text(config.lora, model)))
-    problems += unfit + expert_problems(config, model) + adapter_problems(config, model) + rollout_problems(config, model)
+    problems += (
+        unfit
+        + expert_problems(config, model)
+        + adapter_problems(config, model)
+        + fp8_problems(config, model)
+        + rollout_problems(config, model)
+    )
     if unfit:
         return judged(Plan(problems, rows, notes=notes, model=model), gpu_memory_gb)
     memory = trainer_memory(config, model, dp, gpu=gpu_memory_gb is not None)

@@ -13,6 +13,7 @@ from megagrpo.plan.shapes import (
     num_parameters,
     stage_adapters,
     stage_experts,
+    stage_fp8,
     stage_linears,
     stage_parameters,
 )
@@ -21,6 +22,7 @@ from megagrpo.policy.hf_config import HfConfig
 GIB = 2**30
 PREFILL_TOKENS = 8192  # of one batch of vLLM's, by its default on large GPUs
 MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}  # of both, with their share of two scales
+FP8_BYTES = 2  # of a weight that is multiplied in FP8, beside it: rounded along its rows and along its columns, kept for the next time
 STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # of a weight, with its share of a scale
 
 
@@ -41,6 +43,7 @@ def stage_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) 
         stage_adapters(model, p, config.lora),
         stage_linears(model, p),
         largest_chunks(model, p),
+        stage_fp8(model, p, config.model.bf16_layers) if gpu and config.model.fp8_recipe != "none" else [0] * p.pp,
         strict=True,
     )
     given = num_parameters(model) * weight_bytes(config) / (dp * p.model_parallel_size)
@@ -63,6 +66,7 @@ def _stage_memory(
     adapters: int,
     linears: int,
     chunk: int,
+    in_fp8: int,
     given: float,
     gpu: bool,
 ) -> dict[str, dict[str, float]]:
@@ -83,6 +87,8 @@ def _stage_memory(
         * (trained / copies + trained_experts / expert_copies if train.distributed_optimizer else trained + trained_experts),
         "reference": (trained + trained_experts) * element if config.algorithm.beta else 0,
     }
+    if in_fp8:
+        resident["fp8_weights"] = in_fp8 * FP8_BYTES
     tokens = train.max_tokens_per_micro_batch / p.cp
     one_layer, kept, passing = (elements * tokens * element for elements in activation_elements(config, model, gpu))
     if p.vpp > 1:  # interleaved 1F1B: chunks of layers / (pp vpp) whose backward is still to come

@@ -17,6 +17,7 @@ from megagrpo.policy.hf_config import HfConfig
 DENSE_EFFICIENCY = 0.6  # share of the peak that products of large matrices get
 ATTENTION_EFFICIENCY = 0.5
 EXPERT_EFFICIENCY = 0.45  # of many narrow matrices, one for each expert
+FP8_GAIN = 0.5  # of what the peak in FP8 has above that in bf16, the share that products get: operands are rounded first
 IMBALANCE = 1.5  # tokens of the fullest rank's experts over those of the average, where ranks share experts out
 BANDWIDTH = 0.8  # share of the memory's peak
 TOUCHES = 4  # times that a tensor which a layer keeps is read or written in a forward pass
@@ -78,6 +79,7 @@ class _Layers:
         uneven = IMBALANCE if p.ep > 1 else 1.0
         scores = attention_flops(model, lengths.sample) / lengths.sample
         self.products = tokens / p.tp / self.peak * (flops.dense / DENSE_EFFICIENCY + uneven * flops.experts / EXPERT_EFFICIENCY)
+        self.products *= fp8_time(config, model, gpu)
         self.attention = tokens / p.tp / self.peak * scores / ATTENTION_EFFICIENCY
         touched = TOUCHES * activation_elements(config, model, gpu=True)[0] * element * model.num_layers
         self.traffic = tokens * touched / (gpu.memory_gb_per_s * 1e9 * BANDWIDTH)
@@ -91,3 +93,11 @@ class _Layers:
     @property
     def forward(self) -> float:
         return self.products + self.attention + self.traffic
+
+
+def fp8_time(config: RunConfig, model: HfConfig, gpu: Gpu) -> float:
+    """What becomes of a second of products: 1 without FP8, less with it where layers use it."""
+    if config.model.fp8_recipe == "none":
+        return 1.0
+    share = 1 - len({layer % model.num_layers for layer in config.model.bf16_layers}) / model.num_layers
+    return 1 - share + share / (1 + FP8_GAIN * (gpu.fp8_tflops / gpu.bf16_tflops - 1))

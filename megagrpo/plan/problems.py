@@ -6,6 +6,7 @@ from math import ceil
 
 from megagrpo.config import MultiTurnSection, RunConfig, evaluation_sets
 from megagrpo.multi_turn.registry import targets
+from megagrpo.plan.gpus import Gpu
 from megagrpo.plan.memory import GIB, kv_bytes
 from megagrpo.policy.hf_config import HfConfig, projections
 from megagrpo.rewards import registry
@@ -25,14 +26,24 @@ def layout_problems(config: RunConfig, world_size: int) -> list[str]:
             f"world_size: {world_size} is not a multiple of parallel.ep x parallel.etp x parallel.pp = {p.ep} x {p.expert_tp} x {p.pp} = "
             f"{p.expert_parallel_size}; use {' or '.join(nearest)} ranks"
         )
-    longest, budget, align = config.max_model_len, config.train.max_tokens_per_micro_batch, p.micro_batch_align
+    longest, budget, align = config.max_model_len, config.train.max_tokens_per_micro_batch, config.micro_batch_align
     if budget // align * align < longest <= budget:
-        factors = " x ".join(["2 x parallel.cp"] * (p.cp > 1) + ["parallel.tp"] * p.sequence_parallel)
+        factors = " x ".join(_align_factors(config))
         problems.append(
             f"train.max_tokens_per_micro_batch: {budget} is cut to {budget // align * align}, a multiple of {factors} = {align}, "
             f"and the longest sample has {longest} tokens; use {ceil(longest / align) * align}"
         )
     return problems
+
+
+def _align_factors(config: RunConfig) -> list[str]:
+    """What `config.micro_batch_align` is made of."""
+    p, recipe = config.parallel, config.model.fp8_recipe
+    if recipe == "none":
+        return ["2 x parallel.cp"] * (p.cp > 1) + ["parallel.tp"] * p.sequence_parallel
+    return (
+        [f"{config.model.token_align} (model.fp8_recipe {recipe})"] + ["parallel.cp"] * (p.cp > 1) + ["parallel.tp"] * p.sequence_parallel
+    )
 
 
 def layout_notes(config: RunConfig, world_size: int) -> list[str]:
@@ -109,6 +120,52 @@ def adapter_problems(config: RunConfig, model: HfConfig) -> list[str]:
             "choose all-linear, which is everything else"
         )
     return problems
+
+
+def fp8_problems(config: RunConfig, model: HfConfig) -> list[str]:
+    """Linears too narrow for products in FP8, and layers that are named but not there."""
+    m, align, problems = config.model, config.model.width_align, []
+    if m.fp8_recipe == "none":
+        return []
+    if wrong := [i for i in m.bf16_layers if not -model.num_layers <= i < model.num_layers]:
+        ends = f"-{model.num_layers} to {model.num_layers - 1}"
+        problems.append(f"model.bf16_layers: {wrong[0]}, and the model has {model.num_layers} layers; use {ends}")
+    odd = [(what, size) for what, size in _linear_sizes(config, model).items() if size % align]
+    return problems + [
+        f"model.fp8_recipe: {m.fp8_recipe} multiplies by multiples of {align}, and a rank's part of {what} is {size:g}; choose none or "
+        "another layout"
+        for what, size in odd
+    ]
+
+
+def gpu_problems(config: RunConfig, gpu: Gpu) -> list[str]:
+    """Recipes of FP8 that the GPU does not have."""
+    recipe = config.model.fp8_recipe
+    if recipe == "none" or (gpu.fp8_tflops and (recipe != "mxfp8" or gpu.mxfp8)):
+        return []
+    others = "none, tensorwise or blockwise" if gpu.fp8_tflops else "none"
+    return [f"model.fp8_recipe: {recipe} does not run on {gpu.name}; choose {others}"]
+
+
+def _linear_sizes(config: RunConfig, model: HfConfig) -> dict[str, float]:
+    """Inputs and outputs of the blocks' linears on one rank, by what makes them."""
+    p, mla, heads = config.parallel, model.mla, model.num_heads / config.parallel.tp
+    sizes: dict[str, float] = {"hidden_size": model.hidden_size}
+    if mla:
+        sizes |= {"q_lora_rank": mla.query_rank or 0, "kv_lora_rank": mla.kv_rank, "heads x qk_head_dim": heads * model.head_dim}
+        sizes |= {
+            "heads x (qk_nope_head_dim + v_head_dim)": heads * (mla.nope_dim + mla.value_dim),
+            "heads x v_head_dim": heads * mla.value_dim,
+        }
+    else:
+        both = heads + 2 * model.num_kv_heads / p.tp
+        sizes |= {"heads x head_dim": heads * model.head_dim, "all heads x head_dim": both * model.head_dim}
+    if not all(map(model.has_experts, range(model.num_layers))):
+        sizes["intermediate_size"] = model.intermediate_size / p.tp
+    if model.experts:
+        sizes |= {"moe_intermediate_size": model.experts.intermediate_size / p.expert_tp}
+        sizes |= {"the shared experts' width": model.experts.shared_size / p.tp}
+    return sizes
 
 
 def storage_problems(config: RunConfig, model: HfConfig) -> list[str]:

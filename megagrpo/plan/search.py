@@ -12,7 +12,7 @@ from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.config.rules import cross_field_problems
 from megagrpo.plan.gpus import GPUS_PER_NODE, Gpu
 from megagrpo.plan.memory import smallest_gpu, trainer_memory
-from megagrpo.plan.problems import expert_problems, layout_problems
+from megagrpo.plan.problems import expert_problems, fp8_problems, layout_problems
 from megagrpo.plan.times import StepTimes, generate_seconds, step_times
 from megagrpo.plan.workload import Lengths
 from megagrpo.policy.hf_config import HfConfig, model_problems, nearly_even
@@ -88,7 +88,8 @@ def _layouts(config: RunConfig, model: HfConfig, world_size: int) -> Iterator[Pa
             experts = sorted((ep, etp) for ep, etp in each if world_size % (ep * etp * pp) == 0)
         for ep, etp in experts:
             made = _section(config, model, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence_parallel=tp > 1)
-            if not model_problems(model.raw, made) and not expert_problems(config.model_copy(update={"parallel": made}), model):
+            cut = config.model_copy(update={"parallel": made})
+            if not (model_problems(model.raw, made) or expert_problems(cut, model) or fp8_problems(cut, model)):
                 yield made
 
 
@@ -116,7 +117,8 @@ def _powers(largest: int) -> list[int]:
 
 
 def _changed(config: RunConfig, parallel: ParallelSection, samples: int, recompute: str) -> RunConfig:
-    budget = ceil(samples * config.max_model_len / parallel.micro_batch_align) * parallel.micro_batch_align
+    align = parallel.micro_batch_align(config.model.token_align)
+    budget = ceil(samples * config.max_model_len / align) * align
     train = config.train.model_copy(update={"max_tokens_per_micro_batch": budget})
     model = config.model.model_copy(update={"recompute": recompute})
     return config.model_copy(update={"parallel": parallel, "train": train, "model": model})

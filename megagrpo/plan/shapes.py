@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -135,6 +136,26 @@ def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> 
 def adapted_projections(model: HfConfig, lora: LoraSection) -> list[str]:
     """The model's projections with an adapter, in the order of the forward pass."""
     return [name for names in projections(model).values() for name in names if name in lora.projections]
+
+
+def stage_fp8(model: HfConfig, parallel: ParallelSection, bf16_layers: Sequence[int]) -> list[int]:
+    """Parameters of linears that multiply in FP8 on one rank of each pipeline stage: all of a layer's, with its experts'."""
+    kept = {layer % model.num_layers for layer in bf16_layers}
+    sizes = []
+    for layers in layers_of_ranks(model, parallel):
+        dense = sum(_cut_linears(model, layer) // parallel.tp for layer in layers if layer not in kept)
+        mixed = sum(model.has_experts(layer) for layer in layers if layer not in kept)
+        experts = 3 * model.hidden_size * model.experts.intermediate_size * model.experts.count if model.experts else 0
+        sizes.append(dense + mixed * experts // parallel.ep // parallel.expert_tp)
+    return sizes
+
+
+def _cut_linears(model: HfConfig, layer: int) -> int:
+    """Parameters of one layer's linears that tensor-parallel ranks share out."""
+    width = model.intermediate_size
+    if model.has_experts(layer):
+        width = model.experts.shared_size
+    return attention_parameters(model)[0] + 3 * model.hidden_size * width
 
 
 def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:

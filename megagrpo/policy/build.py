@@ -19,6 +19,7 @@ from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.attention import Rotary, TorchAttention
 from megagrpo.policy.experts import prepare_experts
+from megagrpo.policy.fp8 import Fp8, keep_in_bf16, quantise_linears
 from megagrpo.policy.hf_config import HfConfig, model_problems, stage_layers
 from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_engine_spec
 
@@ -50,20 +51,21 @@ def build_model(
     init_weights: bool = True,
     own_linears: bool = False,
     longest_sequence: int | None = None,
+    fp8: Fp8 | None = None,
 ) -> list[nn.Module]:
     """This rank's chunks of the model, one per virtual pipeline stage, in `dtype` on this rank's device.
 
     The last chunk of the last stage returns logits [1, T, V/tp] in `dtype`, or hidden states inside `hidden_states(chunks)`. With
     `init_weights=False` weights are uninitialised memory, for callers that load all of them. With `own_linears` linears are Megatron's own
-    everywhere, for what is put on them. `longest_sequence` is for `rotary_frequencies`. Raises ValueError when the model cannot be cut
-    into the layout.
+    everywhere, for what is put on them. `longest_sequence` is for `rotary_frequencies`. With `fp8` the blocks' linears multiply as it says.
+    Raises ValueError when the model cannot be cut into the layout, or the GPU cannot multiply so.
     """
     problems = model_problems(hf_config.raw, _sizes(layout))
     if problems:
         raise ValueError("\n".join(problems))
     device.prepare_precision(dtype)
     config = transformer_config(
-        hf_config, layout, dtype=dtype, recompute=recompute, sequence_parallel=sequence_parallel, init_weights=init_weights
+        hf_config, layout, dtype=dtype, recompute=recompute, sequence_parallel=sequence_parallel, init_weights=init_weights, fp8=fp8
     )
     if device.has_transformer_engine():
         spec = partial(transformer_engine_spec, own_linears=own_linears, own_attention=_own_attention(hf_config, layout))
@@ -72,6 +74,8 @@ def build_model(
     chunks = [_build_chunk(hf_config, config, layout, chunk, spec(hf_config)) for chunk in range(layout.vpp)]
     for chunk in chunks:
         _set_rotary(chunk, hf_config, longest_sequence)
+    if fp8 is not None and not device.has_transformer_engine():
+        quantise_linears(chunks, fp8, BLOCK)
     return chunks
 
 
@@ -109,6 +113,7 @@ def transformer_config(
     recompute: str = "none",
     sequence_parallel: bool = False,
     init_weights: bool = True,
+    fp8: Fp8 | None = None,
 ) -> TransformerConfig:
     """Megatron's configuration of this model in this layout."""
     fused = device.has_transformer_engine()
@@ -166,7 +171,10 @@ def transformer_config(
         **_activation(hf_config, fused),
         **_experts_config(hf_config, layout),
         **latent,
+        **(fp8.megatron_config() if fp8 else {}),
     )
+    if fp8 is not None:
+        keep_in_bf16(config, (BLOCK * layer + half for layer in fp8.bf16_layers for half in range(BLOCK)))
     # Set late: with biases megatron-core 0.19 refuses experts cut by tensor parallelism, whose biases `prepare_experts` sees to.
     config.add_bias_linear = hf_config.linear_bias
     return config

@@ -19,6 +19,7 @@ from megagrpo.policy.attention import pack_params
 from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_weight, culprit
+from megagrpo.policy.fp8 import Fp8
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.lora import attach_adapters, without_dropout
 from megagrpo.policy.optimizer import build_optimizer, build_scheduler, learning_rate, wrap_data_parallel
@@ -48,6 +49,7 @@ class MegatronPolicy:
             own_linears=config.lora.enabled,
             init_weights=config.model.base_storage == "none",
             longest_sequence=config.longest_sequence,
+            fp8=Fp8.of(config.model, hf_config.num_layers),
         )
         if config.lora.enabled:
             attach_adapters(self.chunks, hf_config, config.lora, config.model.recompute)

@@ -82,7 +82,7 @@ def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int |
     ranks = ranks or (dp * replica if dp else config.parallel.smallest_world)
     if problems := plan(config, ranks).problems:
         raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *problems]))
-    unit = 1 if config.model.base_storage == "none" else BLOCK_SIZE
+    unit = config.model.width_align if config.model.base_storage == "none" else BLOCK_SIZE
     model = shrink_model(model_shape(config.model.path), config.parallel, unit)
     return Case(layout_text(config.parallel, ranks // replica), config, ranks, shrink_config(config), model)
 
@@ -148,8 +148,8 @@ def _report(path: Path, cases: Sequence[Case], step: Callable, one_process: OneP
         try:
             expected, rounded = one_process.step(case)
             found, seconds = step(case)
-            bf16 = device.resolve_precision(case.config.model.precision) == torch.bfloat16
-            verdict = Verdict(case.text, case.ranks, found, expected, compare(found, expected, rounded, bf16), seconds)
+            distances = compare(found, expected, rounded, coarse=_rounds(case.config))
+            verdict = Verdict(case.text, case.ranks, found, expected, distances, seconds)
         except (RankFailed, ValueError) as error:
             verdict = Verdict(case.text, case.ranks, failure=str(error))
         verdicts.append(verdict)
@@ -157,6 +157,11 @@ def _report(path: Path, cases: Sequence[Case], step: Callable, one_process: OneP
             print(as_text(verdict, full), flush=True)
     print(as_json(path, verdicts) if json else summary(verdicts))
     return 0 if all(v.passed for v in verdicts) else 1
+
+
+def _rounds(config: RunConfig) -> bool:
+    """Whether products are of less than float32."""
+    return config.model.fp8_recipe != "none" or device.resolve_precision(config.model.precision) == torch.bfloat16
 
 
 class OneProcess:
@@ -168,8 +173,9 @@ class OneProcess:
     def step(self, case: Case) -> tuple[Outcome, Outcome | None]:
         """In float32 on the CPU; and once more in the precision and on the device of the run, None where these are the same."""
         plain = plainly(case.small)
-        exact = plain.model_copy(update=dict(model=plain.model.model_copy(update=dict(precision="fp32"))))
-        same = device.resolve_precision(plain.model.precision) == torch.float32 and not device.has_gpu()
+        float32 = dict(precision="fp32", fp8_recipe="none", fp8_format="auto", bf16_layers=[])
+        exact = plain.model_copy(update=dict(model=plain.model.model_copy(update=float32)))
+        same = not _rounds(plain) and not device.has_gpu()
         return self._run(exact, case.model, on_cpu=True), None if same else self._run(plain, case.model, on_cpu=False)
 
     def _run(self, config: RunConfig, model: HfConfig, on_cpu: bool) -> Outcome:

@@ -19,7 +19,7 @@ FLOAT32 = {
     "padding": 0.0,  # gradient of the vocabulary's padding
 }
 # Other precisions and devices round more, and how that adds up differs from tensor to tensor. So it is measured: one process in the same
-# precision is that far from one process in float32. A layout may be NOISE times as far; in bfloat16 it may always be ROUNDING away.
+# precision is that far from one process in float32. A layout may be NOISE times as far; in bfloat16 and FP8 it may always be ROUNDING away.
 NOISE, ROUNDING = 3.0, 2.0**-7
 SMALLEST = 1.0  # losses and metrics, in nats or shares, are compared absolutely below this
 
@@ -45,22 +45,22 @@ class Distance:
         return self.error / self.tolerance if self.tolerance else (float("inf") if self.error else 0.0)
 
 
-def compare(found: Outcome, expected: Outcome, rounded: Outcome | None = None, bf16: bool = False) -> list[Distance]:
+def compare(found: Outcome, expected: Outcome, rounded: Outcome | None = None, coarse: bool = False) -> list[Distance]:
     """The distance of everything that `found` holds from `expected`, one process in float32.
 
     `rounded` is one process in the precision and on the device of `found`, where these are others: what rounding alone does.
     """
     noise = distances(rounded, expected) if rounded is not None else {}
     return [
-        Distance(kind, name, error, _tolerance(kind, noise.get((kind, name)), bf16))
+        Distance(kind, name, error, _tolerance(kind, noise.get((kind, name)), coarse))
         for (kind, name), error in distances(found, expected).items()
     ]
 
 
-def _tolerance(kind: str, noise: float | None, bf16: bool) -> float:
+def _tolerance(kind: str, noise: float | None, coarse: bool) -> float:
     if noise is None or kind == "padding":
         return FLOAT32[kind]
-    return max(FLOAT32[kind], NOISE * max(noise, ROUNDING if bf16 else 0.0))
+    return max(FLOAT32[kind], NOISE * max(noise, ROUNDING if coarse else 0.0))
 
 
 def distances(found: Outcome, expected: Outcome) -> dict[tuple[str, str], float]:

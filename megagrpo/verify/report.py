@@ -49,6 +49,7 @@ def header(config: RunConfig, model: HfConfig, samples: Sequence[TrainSample]) -
     """What is run, in two lines."""
     algorithm, tokens = config.algorithm, sum(int(s.response_mask.sum()) for s in samples)
     dtype = str(device.resolve_precision(config.model.precision)).removeprefix("torch.")
+    dtype += "" if config.model.fp8_recipe == "none" else f" with FP8 ({config.model.fp8_recipe})"
     return (
         f"model   {config.model.path} made small: {model.family}, {model.num_layers} layers of width {model.hidden_size}, "
         f"{model.num_heads} heads, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}; random weights\n"

@@ -34,6 +34,7 @@ def shrink_config(config: RunConfig) -> RunConfig:
     changes: dict[str, dict[str, Any]] = {
         "run": dict(max_steps=100),
         "algorithm": dict(steps_per_generation=1),  # one optimizer step is verified
+        "model": dict(bf16_layers=[end for end in (0, -1) if end in config.model.bf16_layers]),
         "lora": dict(rank=min(config.lora.rank, 4), alpha=1.0, dropout=0.0, adapter_path=None),
         "parallel": dict(
             timeout_minutes=min(config.parallel.timeout_minutes, HANG_MINUTES), pipeline_layers=_few_layers(config.parallel.pipeline_layers)
@@ -47,7 +48,7 @@ def shrink_config(config: RunConfig) -> RunConfig:
             lr_scheduler_type="constant",
             warmup_steps=0,
             min_learning_rate=0.0,
-            max_tokens_per_micro_batch=max(2 * longest, padded(longest, config.parallel.micro_batch_align)),
+            max_tokens_per_micro_batch=max(2 * longest, padded(longest, config.micro_batch_align)),
             logprob_chunk=LOGPROB_CHUNK,
         ),
     }
@@ -71,8 +72,8 @@ def plainly(config: RunConfig) -> RunConfig:
 
 
 def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) -> HfConfig:
-    """A small model of the architecture that `raw`, a config.json, describes, large enough for `parallel`. The width of the hidden states,
-    and what a rank holds of heads and of the MLP, are multiples of `unit`.
+    """A small model of the architecture that `raw`, a config.json, describes, large enough for `parallel`. The widths of hidden states and
+    latents, and what a rank holds of heads and of MLPs, are multiples of `unit`.
 
     Kept: the family with its biases and norms, tied or untied embeddings, query heads per KV head, whether a rank holds several KV heads,
     whether heads add up to the hidden size, rotary scaling, whether all layers have a window, or some, or none; of a mixture of experts,
@@ -93,8 +94,9 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         vocab_size=VOCABULARY,
     )
     if real.mla is not None:
-        small |= dict(q_lora_rank=20 if real.mla.query_rank else None, kv_lora_rank=12)
-        small |= dict(qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, head_dim=4)
+        latent, half = padded(12, unit), padded(4, unit)
+        small |= dict(q_lora_rank=padded(20, unit) if real.mla.query_rank else None, kv_lora_rank=latent)
+        small |= dict(qk_nope_head_dim=padded(8, unit), qk_rope_head_dim=half, v_head_dim=padded(6, unit), head_dim=half)
     if real.experts is not None:
         count = max(4, 2 * parallel.ep)
         small |= dict(
@@ -106,7 +108,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             topk_group=1,
             first_k_dense_replace=1 if 0 not in real.experts.blocks else 0,
             num_experts_per_tok=min(2, real.experts.per_token),
-            moe_intermediate_size=padded(32, lcm(parallel.expert_tp, parallel.tp)),
+            moe_intermediate_size=padded(32, unit * lcm(parallel.expert_tp, parallel.tp)),
             mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
             decoder_sparse_step=1,
         )

@@ -77,5 +77,5 @@ def config_of(row: Row) -> RunConfig:
     )
     if row["budget"] == "roomy":
         return config
-    tight = padded(config.max_model_len, config.parallel.micro_batch_align)
+    tight = padded(config.max_model_len, config.micro_batch_align)
     return config.model_copy(update=dict(train=config.train.model_copy(update=dict(max_tokens_per_micro_batch=tight))))

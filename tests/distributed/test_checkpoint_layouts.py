@@ -70,7 +70,7 @@ def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool) ->
     policy.weights_changed()
     checkpointer = Checkpointer(checkpoints, layout, policy, 1, model)
     p = config.parallel
-    rules = PackingRules(max_tokens=64, at_least=p.pp, multiple_of=p.pp, align=p.micro_batch_align, sequence_align=p.sequence_align)
+    rules = PackingRules(max_tokens=64, at_least=p.pp, multiple_of=p.pp, align=config.micro_batch_align, sequence_align=p.sequence_align)
     batch = pack(samples(), rules, layout.dp_rank, layout.dp_size)
     divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
     if resume:

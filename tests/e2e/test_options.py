@@ -39,6 +39,16 @@ def test_a_run_learns(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+def test_a_run_learns_in_fp8_which_vllm_does_not_compute_in(tmp_path, recipe):
+    learning = ("run.max_steps=12", "rollout.num_generations=8", "train.learning_rate=3e-3")
+    run = succeeded(world.train(tmp_path, *learning, f"model.fp8_recipe={recipe}", "model.bf16_layers=[-1]"))
+    rewards = [line["reward"] for line in run.metrics]
+    assert statistics.fmean(rewards[-3:]) > statistics.fmean(rewards[:3]) + 0.25
+    assert 1 + 1e-5 < run.metrics[0]["token_mult_prob_error"] < 1.1 and all(line["train/skipped_steps"] == 0 for line in run.metrics)
+
+
+@pytest.mark.full
 def test_a_deterministic_run_is_the_same_run(plain, tmp_path):
     run = succeeded(world.train(tmp_path, "run.deterministic=true"))
     assert texts(run) == texts(plain) and largest_difference(run, plain) < 1e-5

@@ -520,6 +520,48 @@ def test_an_adapter_that_vllm_does_not_take_is_refused(folder):
     assert plan(config(folder, *alone, "lora.target_modules=[q_proj, o_proj]"), 1).problems == []
 
 
+def test_products_in_fp8_need_wide_linears_whole_blocks_of_tokens_and_layers_that_exist(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    fp8 = ("model.fp8_recipe=mxfp8", "train.max_tokens_per_micro_batch=96")
+    assert plan(config(folder, *fp8, "model.bf16_layers=[0, -32]"), 1).problems == []
+    (problem,) = plan(config(folder, *fp8, "model.bf16_layers=[32]"), 1).problems
+    assert problem == "model.bf16_layers: 32, and the model has 32 layers; use -32 to 31"
+    (problem,) = plan(config(folder, *fp8, "parallel.cp=2"), 2).problems
+    assert problem.startswith(
+        "train.max_tokens_per_micro_batch: 96 is cut to 64, a multiple of 32 (model.fp8_recipe mxfp8) x parallel.cp = 64"
+    )
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B | dict(intermediate_size=14336 + 16)))
+    assert plan(config(folder, "model.fp8_recipe=tensorwise"), 1).problems == []
+    (problem,) = plan(config(folder, *fp8), 1).problems
+    said = "mxfp8 multiplies by multiples of 32, and a rank's part of intermediate_size is 14352; choose none or another layout"
+    assert problem == f"model.fp8_recipe: {said}"
+    (folder / "config.json").write_text(json.dumps(MIXED | dict(moe_intermediate_size=24)))
+    assert "a rank's part of moe_intermediate_size is 24" in plan(config(folder, "model.fp8_recipe=blockwise"), 1).problems[-1]
+
+
+def test_products_in_fp8_keep_two_rounded_copies_of_each_linear_on_a_gpu(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+
+    def copies(*overrides: str, gpu: bool = True) -> float:
+        settings = config(folder, "model.precision=bf16", *overrides)
+        return trainer_memory(settings, parse_hf_config(LLAMA_8B), dp=1, gpu=gpu)["generate"].get("fp8_weights", 0)
+
+    layer = 2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) / 2**30
+    assert copies() == copies("model.fp8_recipe=blockwise", gpu=False) == 0
+    assert copies("model.fp8_recipe=blockwise") == pytest.approx(32 * layer)
+    assert copies("model.fp8_recipe=blockwise", "model.bf16_layers=[0, 31, -1]", "parallel.tp=2") == pytest.approx(30 * layer / 2)
+    raw = MIXED | dict(intermediate_size=96)
+    (folder / "config.json").write_text(json.dumps(raw))
+    mixed = parse_hf_config(raw)
+    settings = config(folder, "model.fp8_recipe=tensorwise", "model.precision=bf16")
+    found = trainer_memory(settings, mixed, dp=1)["train"]["fp8_weights"] * 2**30 / 2
+    dense = [name for name in range(mixed.num_layers) if not mixed.has_experts(name)]
+    h, e = mixed.hidden_size, mixed.experts
+    attention = h * mixed.head_dim * 2 * (mixed.num_heads + mixed.num_kv_heads)
+    experts = 3 * h * e.intermediate_size * e.count
+    assert found == pytest.approx(mixed.num_layers * attention + len(dense) * 3 * h * 96 + (mixed.num_layers - len(dense)) * experts)
+
+
 def test_weights_in_fewer_bits_take_less_room_and_must_be_cut_into_blocks(folder):
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
 

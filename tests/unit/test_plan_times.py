@@ -29,6 +29,7 @@ LLAMA_8B = dict(model_type="llama", hidden_size=4096, num_hidden_layers=32, num_
 LLAMA_8B |= dict(intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False)
 MODEL = parse_hf_config(LLAMA_8B)
 DEEPSEEK = REPOSITORY / "configs" / "models" / "deepseek-ai" / "DeepSeek-V3"
+BF16_HALF = f"model.bf16_layers={list(range(16))}"
 LENGTHS = Lengths(200, 800, 1600)
 
 
@@ -41,6 +42,18 @@ def config(*overrides: str):
 
 def seconds(*overrides: str, world: int = 8, lengths: Lengths = LENGTHS, gpu: str = "h100") -> dict[str, float]:
     return step_times(config(*overrides), MODEL, world, GPUS[gpu], lengths).seconds
+
+
+def test_fp8_shortens_what_linears_take_and_is_refused_where_the_gpu_has_none():
+    bf16, fp8, half = (seconds(*keys)["train"] for keys in ([], ["model.fp8_recipe=blockwise"], ["model.fp8_recipe=blockwise", BF16_HALF]))
+    assert bf16 / 1.5 < fp8 < half < bf16 and half == pytest.approx((bf16 + fp8) / 2)
+    assert seconds("model.fp8_recipe=tensorwise")["generate"] == seconds()["generate"]
+    made = plan(config("model.fp8_recipe=mxfp8"), 8)
+    for gpu, said in {"a100": "choose none", "h100": "choose none, tensorwise or blockwise", "b200": None}.items():
+        settings = config("model.fp8_recipe=mxfp8")
+        found = with_times(made, settings, 8, GPUS[gpu], LENGTHS)
+        assert found.problems[len(made.problems) :] == ([f"model.fp8_recipe: mxfp8 does not run on {gpu}; {said}"] if said else [])
+        assert (found.times is None) == bool(said)
 
 
 def test_flops_are_those_of_the_products_of_one_token():

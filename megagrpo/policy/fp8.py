@@ -1,0 +1,149 @@
+"""Products in FP8: what Megatron is told where Transformer Engine multiplies, and the same numbers in torch where it cannot run.
+
+The torch form rounds the operands of all three products of a linear (forward, gradient of the input, gradient of the weight) to what FP8
+and the recipe's scales can hold, as Transformer Engine 2.20 does, and adds up in float32. It shows what FP8 does to a model's numbers; it
+is slower than not using FP8, and its memory is that of dense numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megagrpo.config import ModelSection
+from megagrpo.parallel import device
+
+from megatron.core import fp8_utils  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BLOCKS = {"tensorwise": None, "blockwise": 128, "mxfp8": 32}  # numbers along the sum of a product that share a scale; None: all
+Tile = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """A recipe as `model.fp8_recipe` names it, whether gradients are e5m2 numbers, and the decoder layers, from 0, that it leaves alone."""
+
+    recipe: str
+    hybrid: bool
+    bf16_layers: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, model: ModelSection, num_layers: int) -> Fp8 | None:
+        """What the config asks of a model with so many decoder layers; None without FP8. ValueError for a layer that it does not have."""
+        if model.fp8_recipe == "none":
+            return None
+        if wrong := [i for i in model.bf16_layers if not -num_layers <= i < num_layers]:
+            raise ValueError(f"model.bf16_layers: {wrong[0]}, and the model has {num_layers} layers; use -{num_layers} to {num_layers - 1}")
+        return cls(model.fp8_recipe, model.hybrid_fp8, frozenset(i % num_layers for i in model.bf16_layers))
+
+    def megatron_config(self) -> dict[str, Any]:
+        """The part of Megatron's configuration that says so to Transformer Engine; `keep_in_bf16` says the rest. Without Transformer Engine
+        empty: `quantise_linears` is for that. ValueError when the GPU that is here cannot do it."""
+        if problem := device.fp8_problem(self.recipe):
+            raise ValueError(f"model.fp8_recipe: {self.recipe} does not run here: {problem}; choose none or another recipe")
+        return dict(fp8="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe) if device.has_transformer_engine() else {}
+
+    @property
+    def gradients(self) -> torch.dtype:
+        return E5M2 if self.hybrid else E4M3
+
+    def round(self, x: Tensor, dtype: torch.dtype, dim: int, square: bool = False) -> Tensor:
+        """x [rows, width] as an operand of a product that adds up over `dim`. Blocks of a weight are `square` where the recipe has such."""
+        block = BLOCKS[self.recipe]
+        if block is None:
+            return round_to(x, dtype, tuple(x.shape))
+        other = block if square and self.recipe == "blockwise" else 1
+        return round_to(x, dtype, (block, other) if dim == 0 else (other, block), power_of_two=True)
+
+
+def keep_in_bf16(config: TransformerConfig, hybrid_layers: Iterable[int]) -> None:
+    """Have Megatron enter no FP8 context for these of its layers, counted from 0 over all stages. Itself it knows only a number of first
+    and one of last ones."""
+    config.bf16_layers = frozenset(hybrid_layers)
+    fp8_utils.is_first_last_bf16_layer = _in_bf16
+
+
+def _in_bf16(config: TransformerConfig, layer_no: int) -> bool:
+    return layer_no in getattr(config, "bf16_layers", ())
+
+
+def round_to(x: Tensor, dtype: torch.dtype, tile: Tile, power_of_two: bool = False) -> Tensor:
+    """x [rows, width] in float32, each number replaced by what `dtype` holds of number x scale; a tile of numbers shares a scale.
+
+    It maps the tile's largest magnitude to the largest number of the dtype, or to what the next lower `power_of_two` makes of it. Where all
+    numbers are 0, and where the largest is not finite, it is 1.
+    """
+    rows, width = x.shape
+    if not x.numel():
+        return x.float()
+    high, wide = (-(-size // by) * by for size, by in zip(x.shape, tile, strict=True))
+    tiles = F.pad(x.float(), (0, wide - width, 0, high - rows)).view(high // tile[0], tile[0], wide // tile[1], tile[1])
+    largest, most = tiles.abs().amax((1, 3), keepdim=True), torch.finfo(dtype).max
+    scale = (most / largest).clamp(max=torch.finfo(torch.float32).max)
+    if power_of_two:
+        mantissa, exponent = torch.frexp(scale)  # scale = mantissa 2^exponent, mantissa in [1/2, 1)
+        scale = torch.ldexp(torch.ones_like(mantissa), exponent - 1)
+    scale = torch.where(largest.isfinite() & (largest > 0), scale, 1.0)
+    held = (tiles * scale).clamp(-most, most).to(dtype).float() / scale
+    return held.view(high, wide)[:rows, :width]
+
+
+def quantise_linears(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int) -> None:
+    """Have the linears of the bare chunks' decoder layers, experts' among them, multiply as the recipe says. Weights are what they were."""
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            if (layer.layer_number - 1) // layers_per_block in fp8.bf16_layers:
+                continue
+            for linear in layer.modules():
+                if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)):
+                    linear.fp8, linear.__class__ = fp8, _quantised(type(linear))
+
+
+@functools.cache
+def _quantised(linear: type) -> type:
+    return type(f"Fp8{linear.__name__}", (Quantised, linear), {})
+
+
+class Quantised:
+    """A parallel linear whose products are those of `fp8`. A rank's part of a tensor has scales of its own, except that what sequence
+    parallelism gathers has those of the whole: both as in Transformer Engine."""
+
+    fp8: Fp8
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, **options) -> Tensor:
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
+        output = Product.apply(input, weight, self.fp8, self.tp_group if options["allreduce_dgrad"] else None)
+        return output if bias is None else output + bias
+
+
+class Product(torch.autograd.Function):
+    """x W^T of x [..., in] and W [out, in] in FP8, and in the backward pass dy W, summed over `group` if there is one, and dy^T x; each of
+    operands that are rounded for it. Results have the dtypes of x and W."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, fp8: Fp8, group: torch.distributed.ProcessGroup | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.fp8, ctx.group = fp8, group
+        product = fp8.round(x.flatten(0, -2), E4M3, 1) @ fp8.round(weight, E4M3, 1, square=True).t()
+        return product.to(x.dtype).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (x, weight), fp8 = ctx.saved_tensors, ctx.fp8
+        inputs, grads = x.flatten(0, -2), grad.flatten(0, -2)
+        grad_x = fp8.round(grads, fp8.gradients, 1) @ fp8.round(weight, E4M3, 0, square=True)
+        grad_x = grad_x.to(x.dtype).view(x.shape)
+        if ctx.group is not None:
+            torch.distributed.all_reduce(grad_x, group=ctx.group)
+        grad_weight = fp8.round(grads, fp8.gradients, 0).t() @ fp8.round(inputs, E4M3, 0)
+        return grad_x, grad_weight.to(weight.dtype), None, None
