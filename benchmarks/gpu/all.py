@@ -58,6 +58,7 @@ def tests(name: str, limit: float, *files: str) -> Part:
 PARTS = (
     benchmark("ceilings", "setting", 60),
     tests("parity", 300, "tests/gpu/test_gpu_parity.py"),
+    benchmark("logprobs", "logprobs", 120),
     benchmark("train_7b", "train_step", 240, "--models", "7b"),
     Part("transport", ("-m", "pytest", "-q", "-rs", "--no-header", "tests/distributed/test_cuda_sync.py"), 90),
     benchmark("weight_sync_7b", "weight_sync", 180),

@@ -55,7 +55,7 @@ def cross_field_problems(config: RunConfig) -> list[str]:
     optimizer_steps = config.run.max_steps * a.updates_per_step
     if t.warmup_steps > optimizer_steps:
         problems.append(f"train.warmup_steps: {t.warmup_steps} is more than the run's {optimizer_steps} optimizer steps")
-    problems += optimizer_problems(config)
+    problems += optimizer_problems(config) + fused_problems(config)
     if t.min_learning_rate > t.learning_rate:
         problems.append(f"train.min_learning_rate: {t.min_learning_rate} is above train.learning_rate {t.learning_rate}")
     if late := [step for step in config.debug.dump_steps if step > config.run.max_steps]:
@@ -66,6 +66,20 @@ def cross_field_problems(config: RunConfig) -> list[str]:
             "inside; exchange them"
         )
     return problems + evaluation_problems(config) + placement_problems(config) + ahead_problems(config)
+
+
+def fused_problems(config: RunConfig) -> list[str]:
+    """What the fused log-probs cannot do, and what needs them."""
+    t, r, a, problems = config.train, config.rollout, config.algorithm, []
+    if t.fused_logprobs and r.truncates:
+        problems.append("train.fused_logprobs: true keeps no logits that rollout.top_p, top_k and min_p could sort; leave it empty")
+    elif t.fused_logprobs and a.full_kl and a.beta:
+        problems.append(f"train.fused_logprobs: true keeps no logits that kl_estimator {a.kl_estimator} could compare; leave it empty")
+    if t.logprobs_fp8_recipe != "none" and not t.fused_logprobs:
+        problems.append(
+            f"train.logprobs_fp8_recipe: {t.logprobs_fp8_recipe} takes the fused kernels; choose none or set train.fused_logprobs to true"
+        )
+    return problems
 
 
 def kl_problems(config: RunConfig) -> list[str]:

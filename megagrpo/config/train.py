@@ -8,6 +8,8 @@ from pydantic import Field
 
 from megagrpo.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+FUSED_SCRATCH_BYTES = 2**30  # what `train.fused_logprobs` takes at most
+
 
 class TrainSection(Section):
     optimizer: Literal["adam", "muon"] = "adam"
@@ -42,6 +44,12 @@ class TrainSection(Section):
     logprob_chunk: PositiveInt = 256
     """Tokens whose logits exist at once in the LM head. Each chunk adds to the gradient of the whole head: on GPUs, where that is memory
     traffic beside little arithmetic, a larger one is faster."""
+    fused_logprobs: bool | None = None
+    """Let Triton kernels multiply the LM head and take its softmax, with 1 GiB of scratch at most instead of `logprob_chunk`. Empty: on
+    Hopper GPUs in bf16, unless top_p, top_k, min_p or a full_ kl_estimator asks for what they cannot do."""
+    logprobs_fp8_recipe: Literal["none", "tensorwise", "blockwise"] = "none"
+    """Multiply hidden states and LM head in FP8 for log-probs, with one scale each or one per block of 128; gradients take the unrounded
+    ones. Needs `fused_logprobs: true`."""
     optimizer_state_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
     """What AdamW's two moments are kept in between steps: 8, 4 or 2 bytes per weight. Rounded at random, so that none gets stuck."""
     optimizer_offload: bool = False

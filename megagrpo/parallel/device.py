@@ -87,6 +87,14 @@ def _multiplies_bf16() -> bool:
     return has_gpu() or bool(_cpu_flags() & {"avx512_bf16", "amx_bf16"})
 
 
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left right, `total` in float32 and the factors narrower. On a GPU in one product that rounds nothing in between."""
+    if has_gpu():
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
 def memory_gb() -> float:
     """Peak memory of this process so far in GiB: of the GPU where there is one, resident memory otherwise."""
     if has_gpu():
@@ -141,6 +149,26 @@ def fp8_problem(recipe: str) -> str | None:
     available = {"blockwise": is_fp8_block_scaling_available, "mxfp8": is_mxfp8_available}.get(recipe, is_fp8_available)
     possible, reason = available(return_reason=True)
     return None if possible else reason.rstrip(".")
+
+
+def no_fused_kernels() -> str | None:
+    """Why our Triton kernels cannot run here; None where they can: on Hopper GPUs, whose shared memory they are cut for, or anywhere under
+    Triton's interpreter, which is for tests."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not has_gpu():
+        return None if interprets_triton() else "there is no GPU"
+    return None if torch.cuda.get_device_capability()[0] == 9 else f"{torch.cuda.get_device_name()} is no Hopper GPU"
+
+
+def interprets_triton() -> bool:
+    """Whether Triton's kernels run on the CPU, in its interpreter."""
+    return not has_gpu() and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def num_processors() -> int:
+    """Multiprocessors of this rank's GPU; without one a few, so that what is split among them is so everywhere."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count if has_gpu() else 4
 
 
 def install() -> None:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from megagrpo.parallel import fused_logprobs
+from megagrpo.parallel.fused_logprobs import FusedPass
 from megagrpo.parallel.vocab_shard import HeadGradients, Softmax, VocabShard, blocks, chunks, wide
 from megagrpo.parallel.vocab_truncation import drop_below, lowest_kept
 from megagrpo.types import NO_TRUNCATION, Truncation
@@ -32,6 +34,8 @@ def vocab_logprobs(
     chunk: int = 256,
     entropy_gradient: bool = False,
     upstream: Upstream | None = None,
+    fused: bool = False,
+    fp8: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(logprobs [N], entropy [N]) in nats, float32 (float64 for float64 inputs), of softmax(hidden weight^T / temperature) over the tokens
     that `truncation` keeps of it, and the label's, which was sampled. With `logit_cap` logits x become cap tanh(x / cap) before that.
@@ -45,8 +49,17 @@ def vocab_logprobs(
     with `entropy_gradient`, `upstream(rows, logprobs, entropy)` foretells two. Then each chunk's logits become gradients while they are at
     hand, in three matrix products, as many as with all logits kept. Without it logits are computed again in the backward pass, a fourth
     product; so they are when it brings anything else, with the same result.
+
+    With `fused` the same comes from Triton kernels that write no logits, or into scratch of a bounded size, and round none of them
+    (`megagrpo/parallel/fused_logprobs.py`); `chunk` is theirs then, and `fp8`, "tensorwise" or "blockwise", makes them
+    multiply FP8. Raises ValueError where they cannot.
     """
-    task = _Task.of(weight, labels, None, None, group, temperature, logit_cap, truncation, vocab_size, chunk, entropy_gradient, upstream)
+    if fused and (reason := fused_logprobs.refusal(hidden.dtype, hidden.shape[1], bool(truncation), exact_kl=False, fp8=bool(fp8))):
+        raise ValueError(f"fused log-probs: {reason}")
+    assert fused or fp8 is None
+    task = _Task.of(
+        weight, labels, None, None, group, temperature, logit_cap, truncation, vocab_size, chunk, entropy_gradient, upstream, fused, fp8
+    )
     return _VocabHead.apply(hidden, weight, task)
 
 
@@ -97,14 +110,21 @@ class _Task:
     chunk: int
     entropy_gradient: bool
     upstream: Upstream | None
+    fused: bool = False
+    fp8: str | None = None
 
     @classmethod
     def of(
-        cls, weight, labels, ref, direction, group, temperature, logit_cap, truncation, vocab_size, chunk, entropy_gradient, upstream
+        cls, weight, labels, ref, direction, group, temperature, logit_cap, truncation, vocab_size, chunk, entropy_gradient, upstream, *how
     ) -> _Task:
         shard = VocabShard.of(weight, group, vocab_size)
         upstream = upstream if torch.is_grad_enabled() else None
-        return cls(labels, ref, direction == "reverse", shard, temperature, logit_cap, truncation, chunk, entropy_gradient, upstream)
+        reverse = direction == "reverse"
+        return cls(labels, ref, reverse, shard, temperature, logit_cap, truncation, chunk, entropy_gradient, upstream, *how)
+
+    def walk(self, hidden: Tensor, weight: Tensor, gradients: bool) -> _Pass | FusedPass:
+        """Over the tokens; with `gradients` those of the logits are wanted, too."""
+        return FusedPass(hidden, weight, self, keeps=gradients) if self.fused else _Pass(hidden, weight, self)
 
     @property
     def num_outputs(self) -> int:
@@ -125,11 +145,11 @@ class _Task:
 class _VocabHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, task: _Task):
-        passing, num_tokens, outputs = _Pass(hidden, weight, task), hidden.shape[0], task.num_outputs
+        passing, num_tokens, outputs = task.walk(hidden, weight, task.upstream is not None), hidden.shape[0], task.num_outputs
         found = hidden.new_empty(task.num_found, num_tokens, dtype=wide(hidden.dtype))
         foretold = hidden.new_empty(len(task.taught), num_tokens, dtype=wide(hidden.dtype))
         gradients = None if task.upstream is None else HeadGradients(hidden, weight, task.shard, ctx.needs_input_grad[:2])
-        for rows in chunks(num_tokens, task.chunk):
+        for rows in chunks(num_tokens, passing.chunk):
             found[:, rows] = passing.forward(rows)
             if gradients is not None:
                 foretold[:, rows] = torch.stack(task.upstream(rows, *(found[place, rows] for place in task.taught)))
@@ -148,8 +168,9 @@ class _VocabHead(torch.autograd.Function):
         upstream = torch.stack([grads[place] for place in ctx.task.taught])
         if ctx.result is not None and torch.equal(foretold, upstream):
             return *ctx.result, None
-        passing, gradients = _Pass(hidden, weight, ctx.task), HeadGradients(hidden, weight, ctx.task.shard, ctx.needs_input_grad[:2])
-        for rows in chunks(hidden.shape[0], ctx.task.chunk):
+        passing = ctx.task.walk(hidden, weight, gradients=True)
+        gradients = HeadGradients(hidden, weight, ctx.task.shard, ctx.needs_input_grad[:2])
+        for rows in chunks(hidden.shape[0], passing.chunk):
             passing.compute_logits_again(rows, found[:, rows])
             gradients.add(rows, passing.grad_logits(rows, found[:, rows], upstream[:, rows]))
         return *gradients.result(), None
@@ -159,7 +180,7 @@ class _Pass:
     """One walk over the tokens, a chunk at a time: the logits of the chunk, and what is made of them."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, task: _Task):
-        self._task, self._policy = task, (hidden, weight)
+        self._task, self._policy, self.chunk = task, (hidden, weight), task.chunk
         self._memory = task.shard.memory(hidden, task.chunk)
         self._ref_memory = None if task.ref is None else torch.empty_like(self._memory)
         self._logits, self._ref_logits = self._memory, self._ref_memory

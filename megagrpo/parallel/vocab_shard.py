@@ -160,7 +160,7 @@ class HeadGradients:
             elif self._empty:
                 total.copy_(grad_logits.t() @ hidden)
             else:
-                total += grad_logits.t() @ hidden
+                device.add_product(total, grad_logits.t(), hidden)
         self._empty = False
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import megagrpo.parallel.device as device
 from megagrpo.config import RunConfig
+from megagrpo.parallel import fused_logprobs
 from megagrpo.parallel.context import gather_rows, own_tokens
 from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
@@ -59,6 +60,7 @@ class MegatronPolicy:
         self.optimizer = build_optimizer(self.model, config.train, self.dtype)
         self.scheduler = build_scheduler(self.optimizer, config.train, config.run.max_steps * config.algorithm.updates_per_step)
         self.shares_prompts = _shares_prompts(config.train.share_prompts)
+        self._fused = _fused_options(config, self.dtype, hf_config)
         self._schedule = get_forward_backward_func()
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
@@ -213,7 +215,8 @@ class MegatronPolicy:
         )
         if (ref := micro_batch.ref_head) is None:
             r = self.config.rollout
-            found = vocab_logprobs(*arguments, truncation=Truncation(r.top_p, r.top_k, r.min_p), **options)
+            truncation = Truncation(r.top_p, r.top_k, r.min_p)
+            found = vocab_logprobs(*arguments, truncation=truncation, **self._fused, **options)
         else:
             direction = self.config.algorithm.kl_estimator.removeprefix("full_")
             found = vocab_logprobs_and_kl(*arguments, ref.hidden, ref.weight, direction=direction, **options)
@@ -277,6 +280,16 @@ def _shares_prompts(wanted: bool | None) -> bool:
     if wanted and not possible:
         raise ValueError("train.share_prompts: Transformer Engine's attention cannot share a prompt; set it to false or leave it empty")
     return possible if wanted is None else wanted
+
+
+def _fused_options(config: RunConfig, dtype: torch.dtype, hf_config: HfConfig) -> dict[str, Any]:
+    """Whether and how `vocab_logprobs` is fused: in all passes of a run or in none, so that equal weights give equal log-probs."""
+    wanted, exact_kl = config.train.fused_logprobs, config.algorithm.full_kl and config.algorithm.beta > 0
+    fp8 = None if config.train.logprobs_fp8_recipe == "none" else config.train.logprobs_fp8_recipe
+    reason = fused_logprobs.refusal(dtype, hf_config.hidden_size, config.rollout.truncates, exact_kl, bool(fp8))
+    if wanted and reason:
+        raise ValueError(f"train.fused_logprobs: true cannot be: {reason}; leave it empty")
+    return dict(fused=reason is None and (dtype == torch.bfloat16 if wanted is None else wanted), fp8=fp8)
 
 
 def to_floats(sums: dict[str, tuple[Tensor, Tensor]]) -> Sums:

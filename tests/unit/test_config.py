@@ -71,6 +71,24 @@ def test_an_exact_kl_takes_no_correction(tmp_path):
     assert load_config(path, ["algorithm.kl_estimator=k3"]).algorithm.use_bias_correction_kl
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.fused_logprobs=true", "rollout.top_k=5"], "train.fused_logprobs: true keeps no logits that rollout.top_p"),
+        (["train.fused_logprobs=true", "algorithm.kl_estimator=full_reverse"], "kl_estimator full_reverse could compare; leave it empty"),
+        (
+            ["train.logprobs_fp8_recipe=blockwise"],
+            "logprobs_fp8_recipe: blockwise takes the fused kernels; choose none",
+        ),
+    ],
+)
+def test_fused_logprobs_are_not_asked_for_what_they_cannot_do(tmp_path, overrides, said):
+    path = write(tmp_path, SMALLEST)
+    (problem,) = problems(path, "algorithm.beta=0.1", *overrides)[1:]
+    assert said in problem
+    assert load_config(path, ["train.fused_logprobs=true", "train.logprobs_fp8_recipe=blockwise", "algorithm.kl_estimator=full_reverse"])
+
+
 @pytest.mark.parametrize(("override", "left_out"), [("run.seed=1", True), ("algorithm.skip_zero_advantage=false", False)])
 def test_samples_without_advantage_are_computed_when_told_so(tmp_path, override, left_out):
     path = write(tmp_path, SMALLEST)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import sleep_wake, train_step, weight_sync, whole_step
+from benchmarks.gpu import logprobs, sleep_wake, train_step, weight_sync, whole_step
 from benchmarks.gpu.all import PARTS, Part
 from benchmarks.gpu.all import main as run_all
 from benchmarks.gpu.setting import Table, shape
@@ -77,6 +77,22 @@ def test_a_dry_sleep_and_wake_has_the_plans_memory(capsys):
     resident, train = (float(re.search(rf"{phase} +(\S+) GiB", said)[1]) for phase in ("generate", "train"))
     assert resident == pytest.approx(18 * KNOWN["1.5b"] / 2**30, rel=0.01)  # weights 2, gradients 4, masters 4, moments 8
     assert train > resident and "0.4 x 139 = 55.6 GiB" in said
+
+
+def test_dry_logprobs_count_products_and_bytes(capsys):
+    said = dry(logprobs, capsys, "--tokens", "4096", "--shapes", "qwen2.5-7b")
+    assert "T=4096 H=3584 V=151936" in said
+    rows = {line[:26].strip(): line[26:].split() for line in said.splitlines() if line.startswith(("fused", "chunked"))}
+    flops = 2 * 4096 * 151936 * 3584 / 1e12
+    assert rows["fused"][:2] == ["3", f"{3 * flops:.1f}"] and rows["fused, not foretold"][:2] == ["4", f"{4 * flops:.1f}"]
+    assert rows["fused, pass"][1:] == [f"{flops:.1f}", "0.01", "0.00"]
+    assert float(rows["fused"][2]) < 1.02 < float(rows["chunked"][2])
+
+
+@pytest.mark.skipif(device.has_gpu(), reason="a GPU would run it")
+def test_logprobs_without_a_gpu_are_not_measured():
+    with pytest.raises(SystemExit, match="needs a GPU; --dry-run prints"):
+        logprobs.main([])
 
 
 @pytest.mark.parametrize("model", ["135m", "1.5b"])

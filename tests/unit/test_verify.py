@@ -62,7 +62,8 @@ def test_what_decides_how_a_step_is_computed_stays():
         model=dict(precision="bf16", recompute="full"),
         algorithm=dict(loss_type="dr_grpo", beta=0.3, epsilon_high=0.28, kl_estimator="k2"),
         rollout=dict(temperature=0.6),
-        train=dict(distributed_optimizer=True, share_prompts=True, max_grad_norm=0.5, weight_decay=0.1, learning_rate=1e-7, warmup_steps=9),
+        train=dict(distributed_optimizer=True, share_prompts=True, max_grad_norm=0.5, weight_decay=0.1, learning_rate=1e-7, warmup_steps=9)
+        | dict(fused_logprobs=True, logprobs_fp8_recipe="tensorwise"),
     )
     assert config.parallel.tp == 2 and config.parallel.sequence_parallel and config.model.recompute == "full"
     assert config.algorithm.beta == 0.3 and config.algorithm.kl_estimator == "k2" and config.rollout.temperature == 0.6
@@ -70,6 +71,7 @@ def test_what_decides_how_a_step_is_computed_stays():
     assert config.train.learning_rate == 1e-2 and config.train.warmup_steps == 0  # a step that float32 can see
     plain = plainly(config)
     assert plain.parallel.model_parallel_size == 1 and plain.model.recompute == "none" and plain.model.precision == "bf16"
+    assert config.train.fused_logprobs and not plain.train.fused_logprobs and plain.train.logprobs_fp8_recipe == "none"
     assert not plain.train.share_prompts and not plain.train.distributed_optimizer and plain.algorithm == config.algorithm
 
 

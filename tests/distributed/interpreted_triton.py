@@ -1,0 +1,22 @@
+"""Triton's interpreter for one rank of a test. It wants to be chosen before Triton is imported, which megatron-core does: so Triton is
+imported anew, in a rank, which no other test meets."""
+
+import os
+import sys
+from dataclasses import replace
+
+from megagrpo.parallel import fused_logprobs
+from megagrpo.parallel.fp8 import BLOCK
+from megagrpo.parallel.fused_logprobs import Tiles
+
+SMALL = Tiles(tokens=16, vocab=32, hidden=16)
+
+
+def interpret(tiles: Tiles = SMALL, scratch: int = 2**12) -> None:
+    """Make the fused kernels of this rank interpreted ones, of small tiles and little scratch. Triton's compiled part stays: it cannot be
+    loaded twice."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in [n for n in sys.modules if n.split(".")[0] == "triton" and not n.startswith("triton._C")]:
+        del sys.modules[name]
+    sys.modules.pop("megagrpo.parallel.fused_logprobs_kernels", None)
+    fused_logprobs.TILES, fused_logprobs.FP8_TILES, fused_logprobs.SCRATCH_BYTES = tiles, replace(tiles, hidden=BLOCK), scratch

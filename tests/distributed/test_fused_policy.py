@@ -1,0 +1,48 @@
+"""A policy whose log-probs are fused against the same with logits in chunks: its log-probs, and the gradients of all its weights."""
+
+import pytest
+import torch
+from interpreted_triton import interpret
+from ranks import RankFailed, run_ranks
+from tiny_policy import tiny_model, tiny_run
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.config import ParallelSection
+from megagrpo.parallel.layout import init_layout
+from megagrpo.verify.shrink import random_samples
+from megagrpo.verify.step import prepare
+
+
+def difference(train: dict) -> tuple[float, float]:
+    """Largest difference of a log-prob, and of all gradients together relative to their length, to those without `train`."""
+    interpret(scratch=2**14)
+    found, layout = [], init_layout(ParallelSection(tp=2))
+    for settings in ({}, train):
+        config = tiny_run(dict(tp=2), algorithm=dict(beta=0.1, entropy_coef=0.01), train=dict(distributed_optimizer=False) | settings)
+        policy, batch, logprobs = prepare(config, tiny_model("qwen2_untied"), layout, random_samples())
+        policy.backward(batch, make_loss(config), batch.num_tokens)
+        gradients = [p.main_grad.flatten().clone() for chunk in policy.chunks for p in chunk.parameters()]
+        found.append((torch.cat([row for row in logprobs if row is not None]), torch.cat(gradients)))
+    (expected, oracle), (logprobs, gradient) = found
+    return (logprobs - expected).abs().max().item(), ((gradient - oracle).norm() / oracle.norm()).item()
+
+
+@pytest.mark.full
+def test_fused_logprobs_change_no_logprob_and_no_gradient():
+    for worst, relative in run_ranks(difference, 2, dict(fused_logprobs=True)):
+        assert worst < 1e-5 and relative < 1e-5
+
+
+@pytest.mark.full
+def test_fp8_logprobs_are_close_and_not_equal():
+    for worst, relative in run_ranks(difference, 2, dict(fused_logprobs=True, logprobs_fp8_recipe="blockwise")):
+        assert 1e-4 < worst < 0.5 and 1e-4 < relative < 0.5
+
+
+def build(train: dict) -> None:
+    prepare(tiny_run(train=train), tiny_model("qwen2_untied"), init_layout(tiny_run().parallel), random_samples())
+
+
+def test_fused_logprobs_without_a_gpu_are_refused_with_the_reason():
+    with pytest.raises(RankFailed, match=r"train.fused_logprobs: true cannot be: there is no GPU; leave it empty"):
+        run_ranks(build, 1, dict(fused_logprobs=True))
