@@ -66,7 +66,7 @@ def test_what_is_not_a_number_stays_so_and_nothing_is_rounded_of_nothing():
 
 @pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "e4m3"])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
 def test_all_three_products_are_of_operands_rounded_along_what_they_add_up(recipe, hybrid, dtype):
     x, w, dy = (spread(rows, width, seed).to(dtype) for seed, (rows, width) in enumerate([(160, 144), (208, 144), (160, 208)]))
     x, w = x[:, None].requires_grad_(), w.requires_grad_()  # [T, 1, in], as Megatron has it
@@ -110,7 +110,7 @@ CASES = [
     Case("tp2_pp2", 4, dict(tp=2, pp=2)),
     Case("cp2_dp2", 4, dict(cp=2), dict(distributed_optimizer=True)),
 ]
-MOE_CASES = [Case("ep2_tp2", 2, dict(ep=2, tp=2, etp=1, sequence_parallel=True))]
+MIXED = Case("ep2_tp2", 2, dict(ep=2, tp=2, etp=1, sequence_parallel=True))
 
 
 def config(parallel: dict, recipe: str, train: dict | None = None, **model):
@@ -128,20 +128,9 @@ def one_process(shape: str, recipe: str) -> Outcome:
     return found
 
 
-@pytest.mark.parametrize(
-    ("case", "recipe", "shape"),
-    [
-        (CASES[0], "tensorwise", "qwen2_untied"),
-        *(
-            pytest.param(case, recipe, shape, marks=pytest.mark.full)
-            for cases, shape in ((CASES, "qwen2_untied"), (MOE_CASES, "qwen3_moe"))
-            for case in cases
-            for recipe in RECIPES
-            if (case.name, recipe) != ("tp2_sp", "tensorwise")
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("case", "shape"), [*((case, "qwen2_untied") for case in CASES), (MIXED, "qwen3_moe")], ids=str)
 def test_a_step_in_fp8_is_that_of_one_process_within_its_own_rounding(case, recipe, shape):
     settings = config(case.parallel, recipe, case.train, recompute="full" if case.name == "tp2_pp2" else "none")
     found = run_ranks(take_step, case.ranks, settings, model(shape), random_samples())[0]
