@@ -11,6 +11,7 @@ import argparse
 import importlib.metadata
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -152,8 +153,17 @@ def parser(text: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--dry-run", action="store_true", help="say what would be run, and how large it is; needs no GPU")
     made.add_argument("--gpu", choices=GPUS, help="whose data sheet to compare with; by its name, and h200 in a dry run")
-    made.add_argument("overrides", nargs="*", metavar="key=value", help="of the run's config, over benchmarks/gpu/run.yaml")
+    made.usage = "%(prog)s [options] [key=value ...]    (keys of the run's config, over benchmarks/gpu/run.yaml)"
     return made
+
+
+def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options, with `overrides`: words like key=value, wherever they stand."""
+    words = sys.argv[1:] if arguments is None else arguments
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    args = made.parse_args([word for word in words if word not in overrides])
+    args.overrides = overrides
+    return args
 
 
 def begin(args: argparse.Namespace) -> tuple[Gpu | None, Ceilings | None]:
@@ -189,4 +199,4 @@ def sheet_text(gpu: Gpu) -> str:
 
 
 if __name__ == "__main__":
-    begin(parser(__doc__).parse_args())
+    begin(parse(parser(__doc__), None))

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parser, run_config, shape, wait, write_shape
+from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parse, parser, run_config, shape, wait, write_shape
 from benchmarks.gpu.train_step import USABLE, Case, memory_here, planned_gib, samples_of, sizes_of
 from megagrpo.plan.memory import trainer_memory
 from megagrpo.policy.hf_config import parse_hf_config
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = parser(__doc__)
     made.add_argument("--model", choices=(*SMALL, *LARGE, TINY), default="1.5b")
     made.add_argument("--rounds", type=int, default=3, help="after a first one")
-    args = made.parse_intermixed_args(arguments)
+    args = parse(made, arguments)
     gpu, _ = begin(args)
     gib = gpu.memory_gib if args.dry_run else memory_here()
     with tempfile.TemporaryDirectory(prefix="sleep_wake_") as scratch:

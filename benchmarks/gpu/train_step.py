@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parser, run_config, shape, wait, write_shape
+from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parse, parser, run_config, shape, wait, write_shape
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.plan.gpus import Gpu
@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES[:-1], help="of model.fp8_recipe; none is bf16")
     made.add_argument("--layers", type=int, help="of every model; as many as fit when left out")
     made.add_argument("--steps", type=int, default=3, help="measured, after two to warm up")
-    args = made.parse_intermixed_args(arguments)
+    args = parse(made, arguments)
     gpu, ceilings = begin(args)
     failed = False
     with tempfile.TemporaryDirectory(prefix="train_step_") as scratch:

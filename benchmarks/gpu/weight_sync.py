@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.setting import LARGE, SMALL, TINY, begin, parser, run_config, shape, wait, write_shape
+from benchmarks.gpu.setting import LARGE, SMALL, TINY, begin, parse, parser, run_config, shape, wait, write_shape
 from megagrpo.plan.shapes import num_parameters
 from megagrpo.plan.times import sync_seconds
 from megagrpo.policy.hf_config import parse_hf_config
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = parser(__doc__)
     made.add_argument("--model", choices=(*SMALL, *LARGE, TINY), default="7b")
     made.add_argument("--syncs", type=int, default=5, help="after the first")
-    args = made.parse_intermixed_args(arguments)
+    args = parse(made, arguments)
     gpu, _ = begin(args)
     with tempfile.TemporaryDirectory(prefix="weight_sync_") as scratch:
         folder = write_shape(shape(args.model), Path(scratch) / args.model)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.setting import LARGE, ROOT, SMALL, TINY, begin, parser, shape
+from benchmarks.gpu.setting import LARGE, ROOT, SMALL, TINY, begin, parse, parser, shape
 from megagrpo.config import RunConfig, load_config
 from megagrpo.plan import plan, with_times
 from megagrpo.plan.workload import expected_lengths
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--model", choices=("135m", *SMALL, *LARGE, TINY), default="135m")
     made.add_argument("--steps", type=int, default=4, help="after the first")
     made.add_argument("--limit", type=float, default=480.0, help="seconds that the run may take")
-    args = made.parse_intermixed_args(arguments)
+    args = parse(made, arguments)
     gpu, _ = begin(args)
     with tempfile.TemporaryDirectory(prefix="whole_step_") as scratch:
         folder = Path(scratch)

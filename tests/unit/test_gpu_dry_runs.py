@@ -65,6 +65,14 @@ def test_a_small_gpu_gets_fewer_layers_and_those_that_are_asked_for_are_there(ca
     assert CASE.search(said)["layers"] == "28" and float(CASE.search(said)["gib"]) < 139
 
 
+def test_a_dry_train_step_predicts_each_precision_and_says_why_one_cannot_be(capsys):
+    said = dry(train_step, capsys, "--models", "7b", "--recipes", "none", "tensorwise", "blockwise")
+    seconds = {name: float(s) for s, name in re.findall(r"predicted +(\S+) s = .* GiB \((\w+)\)", said)}
+    assert seconds.keys() == {"bf16", "tensorwise", "blockwise"} and seconds["bf16"] > 1.2 * seconds["blockwise"]
+    said = dry(train_step, capsys, "--models", "7b", "--recipes", "none", "tensorwise", "lora.rank=8")
+    assert "(bf16)" in said and "tensorwise: " in said and "model.fp8_recipe" in said
+
+
 def test_a_dry_weight_sync_counts_two_bytes_for_each_parameter(capsys):
     said = dry(weight_sync, capsys)
     parameters, size, seconds = re.search(r"7b: (\d+) parameters, (\d+) bytes.*\n.*a copy takes (\S+) s", said).groups()
