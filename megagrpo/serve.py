@@ -13,12 +13,12 @@ from pathlib import Path
 
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.parallel import device, quiet
+from megagrpo.parallel import quiet
 from megagrpo.rollout.access import read_token
 from megagrpo.rollout.engine import EngineStartError
 from megagrpo.rollout.exchange import own_address
 from megagrpo.rollout.launcher import Launcher
-from megagrpo.serving import make_launcher, name_of
+from megagrpo.serving import engine_dtype, make_launcher
 
 LOOK_SECONDS = 0.5
 
@@ -71,8 +71,9 @@ def _launcher(config: RunConfig, logs: Path, reach: str | None, first_gpu: int) 
     if token is None:
         raise ValueError("rollout.token_file: servers for a trainer elsewhere need a token that it knows; `openssl rand -hex 32` makes one")
     model = resolve_model(config.model.path)
-    dtype = name_of(device.engine_precision(device.resolve_precision(config.model.precision)))
-    return make_launcher(config, model, logs, dtype, num_ranks=first_gpu, host=reach and own_address(f"http://{reach}"), token=token)
+    return make_launcher(
+        config, model, logs, engine_dtype(config), num_ranks=first_gpu, host=reach and own_address(f"http://{reach}"), token=token
+    )
 
 
 def _watch(launcher: Launcher, stop: threading.Event) -> bool:

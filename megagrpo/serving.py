@@ -30,11 +30,19 @@ from megagrpo.rollout.vllm_server import VllmEngine
 
 ADAPTER = "adapter"  # what a server calls a LoRA adapter it was started with
 LATEST = "latest"
+ON_CPU = ("none", "fp8_per_channel")  # ways to keep weights that vLLM for CPU has
 
 
 def name_of(dtype: torch.dtype) -> str:
     """As vLLM and Hugging Face call it: `float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def engine_dtype(config: RunConfig) -> str:
+    """What servers compute in beside FP8, and weights travel in, as vLLM calls it. It quantizes models in 16 bits alone."""
+    if config.rollout.quantization != "none":
+        return name_of(torch.bfloat16)
+    return name_of(device.engine_precision(device.resolve_precision(config.model.precision)))
 
 
 def make_launcher(
@@ -52,14 +60,19 @@ def make_launcher(
     `token`, by default one that is made here. With the PEFT folder `adapter` they also serve the model ADAPTER. `max_model_len` None: what
     the run and its evaluation need. `num_ranks` trainer ranks on this host have the first GPUs; dedicated servers get the others. `host` is
     the address that they listen on, None that of `rollout.interface`. ValueError when `adapter` is none, or there are too few GPUs, or
-    there is no such interface."""
+    none for `rollout.quantization`, or there is no such interface."""
     r = config.rollout
     gpus = device.visible_gpus()
     if gpus is not None and r.placed == "dedicated":
         gpus = gpus[num_ranks:]
+    if gpus is None and r.quantization not in ON_CPU:
+        raise ValueError(
+            f"rollout.quantization: {r.quantization} is what vLLM does on GPUs, and there are none here; set it to {' or '.join(ON_CPU)}"
+        )
     options = ServerOptions(
         model=str(model_folder.resolve()),
         dtype=dtype,
+        quantization=None if r.quantization == "none" else r.quantization,
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
         expert_parallel=r.enable_expert_parallel,
@@ -160,8 +173,9 @@ class Serving:
         """Start the servers, for sequences of up to `max_model_len` tokens."""
         if self._config.rollout.urls:
             return
-        dtype = name_of(device.engine_precision(device.resolve_precision(self._config.model.precision)))
-        self._launcher = make_launcher(self._config, self.folder, self._scratch, dtype, self.adapter, max_model_len, token=self._token)
+        self._launcher = make_launcher(
+            self._config, self.folder, self._scratch, engine_dtype(self._config), self.adapter, max_model_len, token=self._token
+        )
         self._resources.callback(self._launcher.stop)
         self._launcher.start()
 

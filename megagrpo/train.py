@@ -52,7 +52,7 @@ from megagrpo.rollout.probe import check_plugin
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_http import check_urls, named_urls
 from megagrpo.rollout.vllm_server import VllmEngine
-from megagrpo.serving import make_launcher, name_of, servers_sleep
+from megagrpo.serving import engine_dtype, make_launcher, name_of, servers_sleep
 from megagrpo.time_limit import OUT_OF_TIME, end_of_run
 from megagrpo.trainer import BrokenTraining, Trainer
 from megagrpo.weight_sync import WeightSync, make_transport
@@ -120,7 +120,6 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         rewards = own_part(layout, lambda: _rewards(config, base_folder, prompts.columns, held_out, resources), here=layout.is_dp_leader)
 
     dtype = device.resolve_precision(config.model.precision)
-    engine_dtype = name_of(device.engine_precision(dtype))
     writer = MetricsWriter(run_folder, config, restored_step=_step_of(resume_from)) if first else MetricsWriter.silent()
     resources.callback(writer.close)
     context = f" x cp {layout.cp_size}" if layout.cp_size > 1 else ""
@@ -132,7 +131,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     if first and not config.rollout.urls:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         with _problems_of_the_config():
-            launcher = make_launcher(config, model_folder, run_folder, engine_dtype, num_ranks=ranks_here, token=token)
+            launcher = make_launcher(config, model_folder, run_folder, engine_dtype(config), num_ranks=ranks_here, token=token)
     if launcher is not None:
         resources.callback(launcher.stop)
     with _problems_of_the_config():
@@ -158,14 +157,15 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     logs = launcher.logs if launcher else []
     with _problems_of_the_config():
         transport, why = _transport(config, layout, urls)
-    writer.message(f"weights go to vLLM by {transport}: {why}")
+    quantization = config.rollout.quantization
+    writer.message(f"weights go to vLLM by {transport}: {why}" + f"; it makes {quantization} of them" * (quantization != "none"))
     engine = None
     if layout.is_dp_leader:
         options = dict(lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), refills=transport == "shared_memory")
         options["in_flight"] = config.rollout.in_flight if config.rollout.max_staleness else None
         engine = VllmEngine(urls, tokenizer.decode, logs=logs, token=token, **options, **_limits(config.rollout))
     with _problems_of_the_config():
-        weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype, model_folder, transport, writer.message)
+        weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype(config), model_folder, transport, writer.message)
     resources.enter_context(weight_sync)
     if launcher is not None and launcher.max_restarts:
         resources.enter_context(Keeper(launcher, engine, weight_sync.refill, writer.message))
@@ -305,7 +305,7 @@ def _check_servers(config: RunConfig) -> tuple[str | None, list[str]]:
     urls = named_urls(config.rollout.urls, config.rollout.urls_file)
     check_urls(urls)
     if not config.lora.syncs_adapters:
-        check_plugin(urls, token)
+        check_plugin(urls, token, config.rollout.quantization)
     return token, urls
 
 

@@ -204,8 +204,8 @@ class Trainer:
         self.writer.message(
             f"warning: step {self.state.step}: token_mult_prob_error {error:.6g} is above rollout.mismatch_threshold {threshold:g}: vLLM "
             "sampled from another distribution than the trainer computes. After a jump, look at weight_version in completions.jsonl and "
-            "at the server's log; from the first step on, at rollout.extra_args, try model.precision=fp32, and audit a dumped step. With "
-            "rollout.max_staleness above 0 it counts what training has moved as well"
+            "at the server's log; from the first step on, at rollout.quantization and rollout.extra_args, try model.precision=fp32, and "
+            "audit a dumped step. With rollout.max_staleness above 0 it counts what training has moved as well"
         )
 
     def sync(self) -> None:

@@ -44,6 +44,9 @@ class RolloutSection(Section):
     """vLLM servers to start, each with `tp` devices."""
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM server."""
+    quantization: Literal["none", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"] = "none"
+    """What vLLM multiplies its linear layers in. none: what weights come in. fp8_...: FP8, with a scale for each tensor, block of 128 x 128
+    or output channel, made anew at every sync. docs/weight_sync.md."""
     enable_expert_parallel: bool = False
     """Share out whole experts over the `tp` workers of each vLLM server, instead of a part of every expert to each."""
     placement: Placement = "auto"

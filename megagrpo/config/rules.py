@@ -20,7 +20,8 @@ def cross_field_problems(config: RunConfig) -> list[str]:
     p, t, r, a = config.parallel, config.train, config.rollout, config.algorithm
     problems = (
         kl_problems(config) + loss_problems(a) + advantage_problems(a) + multi_turn_problems(config.multi_turn) + lora_problems(config)
-    ) + fp8_problems(config)
+    )
+    problems += fp8_problems(config) + quantization_problems(config)
     if p.sequence_parallel and p.tp == 1:
         problems.append("parallel.sequence_parallel: needs parallel.tp > 1; set it to false or raise tp")
     if p.vpp > 1 and p.pp == 1:
@@ -179,6 +180,26 @@ def fp8_problems(config: RunConfig) -> list[str]:
         for key, value in said.items()
         if value
     ]
+
+
+def quantization_problems(config: RunConfig) -> list[str]:
+    """What rollouts in FP8 need, and what contradicts them."""
+    r, a = config.rollout, config.algorithm
+    key, problems = f"rollout.quantization: {r.quantization}", []
+    if r.quantization == "none":
+        return problems
+    if a.loss_type == "real":
+        problems.append(
+            f"{key} samples from other probabilities than the trainer's, and the loss real has no correction for that; set it to none"
+        )
+    elif a.importance_correction == "off":
+        problems.append(
+            f"{key} samples from other probabilities than the trainer's, and algorithm.importance_correction is off; set it to "
+            "token_truncate, or quantization to none"
+        )
+    if any(word.partition("=")[0] in ("--quantization", "-q") for word in r.extra_args):
+        problems.append(f"rollout.extra_args: --quantization says it again, and {key} counts; leave one of them out")
+    return problems
 
 
 def optimizer_problems(config: RunConfig) -> list[str]:

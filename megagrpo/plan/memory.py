@@ -180,11 +180,22 @@ def kv_bytes(model: HfConfig, tp: int, tokens: int, prefill: int | None = None) 
     return 2 * element * sum(kept)
 
 
+def block_bytes(config: RunConfig) -> int:
+    """Bytes of one element of a block's linears in vLLM; without the scales of FP8, which are a thousandth."""
+    return 2 if config.rollout.quantization == "none" else 1
+
+
+def engine_bytes(config: RunConfig, model: HfConfig) -> int:
+    """Bytes of the whole model in vLLM: embedding and output layer have 2 for each element, whatever the blocks have."""
+    outer = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+    return 2 * outer + block_bytes(config) * (num_parameters(model) - outer)
+
+
 def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) -> dict[str, float]:
     """GiB of a vLLM server on each of its GPUs: weights, and the KV cache, which gets the rest of the server's share of a GPU of `gpu` GiB;
     None: of the longest sequence, the least that it needs."""
     tp = config.rollout.tp
-    weights = 2 * num_parameters(model) / tp / GIB
+    weights = engine_bytes(config, model) / tp / GIB
     least = kv_bytes(model, tp, config.max_model_len, PREFILL_TOKENS) / GIB
     rest = least if gpu is None else config.rollout.gpu_memory_utilization * gpu - weights
     return {"vllm_weights": weights, "kv_cache": max(0.0, rest)}

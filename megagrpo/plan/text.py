@@ -44,6 +44,8 @@ def rollout_text(config: RunConfig) -> str:
     return (
         f"{r.servers} vLLM server(s) x tp {r.tp}, up to {config.max_model_len} tokens a sequence; each takes "
         f"{r.gpu_memory_utilization:.0%} of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
+        + f"; linear layers in {r.quantization}"
+        * (r.quantization != "none")
     )
 
 

@@ -12,7 +12,7 @@ from megagrpo.config import RunConfig
 from megagrpo.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.plan.gpus import GPUS_PER_NODE, Gpu
 from megagrpo.plan.links import Links
-from megagrpo.plan.memory import GIB, kv_bytes, weight_bytes
+from megagrpo.plan.memory import GIB, block_bytes, engine_bytes, kv_bytes, weight_bytes
 from megagrpo.plan.passes import pass_seconds
 from megagrpo.plan.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
 from megagrpo.plan.workload import Lengths
@@ -157,19 +157,19 @@ def exponential_mean(mean: float, longest: float) -> float:
 def _cached_sequences(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> int:
     """Sequences of average length that a server's KV cache holds at once, at least one."""
     r = config.rollout
-    room = r.gpu_memory_utilization * gpu.memory_gib * GIB - 2 * num_parameters(model) / r.tp
+    room = r.gpu_memory_utilization * gpu.memory_gib * GIB - engine_bytes(config, model) / r.tp
     return max(1, int(room / max(1, kv_bytes(model, r.tp, int(lengths.sample)))))
 
 
 def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, context: float) -> float:
     """One decoding step of a server for `batch` sequences of `context` tokens."""
     tp, experts = config.rollout.tp, model.experts
-    of_experts = expert_parameters(model)
-    read = 2 * (num_parameters(model) - of_experts) / tp + batch * kv_bytes(model, tp, int(context))
+    of_experts = block_bytes(config) * expert_parameters(model)
+    read = (engine_bytes(config, model) - of_experts) / tp + batch * kv_bytes(model, tp, int(context))
     reading = read / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH)
     if experts:  # each token chooses per_token of count experts: how many of them does a batch touch
         touched = of_experts * (1 - (1 - experts.per_token / experts.count) ** batch)
-        reading += 2 * touched / tp / (gpu.memory_gb_per_s * 1e9 * EXPERT_DECODE_BANDWIDTH)
+        reading += touched / tp / (gpu.memory_gb_per_s * 1e9 * EXPERT_DECODE_BANDWIDTH)
     flops = token_flops(model)
     computing = batch * (flops.blocks + flops.head) / (tp * gpu.bf16_tflops * 1e12 * PREFILL_EFFICIENCY)
     talking = model.num_layers * 2 * Links(gpu).all_reduce(batch * model.hidden_size * 2, tp)

@@ -50,6 +50,7 @@ class ServerOptions:
     kv_cache_gb: float = 2.0  # on a machine without a GPU
     expert_parallel: bool = False  # share out whole experts over the tp workers
     gpu_memory_utilization: float = 0.4
+    quantization: str | None = None  # into which vLLM turns the weights as it loads them
     enforce_eager: bool = False
     deterministic: bool = False  # a request's numbers must not depend on those that it is decoded with; needs a GPU
     sleep_mode: bool = False  # be able to give GPU memory back between rollouts
@@ -262,6 +263,8 @@ class Launcher:
             "--uvicorn-log-level": "warning",
             "--worker-extension-cls": "megagrpo.rollout.vllm_worker.WorkerVerbs",
         }
+        if o.quantization is not None:
+            flags["--quantization"] = o.quantization
         if o.lora_rank:
             flags |= {"--max-loras": 1, "--max-cpu-loras": 1, "--max-lora-rank": next(rank for rank in LORA_RANKS if rank >= o.lora_rank)}
         else:

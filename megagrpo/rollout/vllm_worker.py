@@ -19,6 +19,10 @@ class WorkerVerbs:
         """What went wrong here in the last weight update, for a trainer that has got no report; "" when nothing did."""
         return self.weight_transfer_engine.error
 
+    def quantization(self) -> str:
+        """What is made of weights as they are loaded, as `rollout.quantization` calls it."""
+        return self.vllm_config.model_config.quantization or "none"
+
     def adapter_checksums(self) -> dict[str, list[str]]:
         """Of the adapter that came last: projection, as in layers.0.self_attn.q_proj -> checksums of A and of B times the scale, whole, in
         the dtype that vLLM computes adapters in. As text: JSON's other readers have no 64-bit integers."""

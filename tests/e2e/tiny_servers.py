@@ -129,7 +129,8 @@ def launch(folder: Path, log_name: str, num_servers: int = 1, **options) -> Laun
     """Servers on `folder` that are starting; their workers can be halted (`halt`)."""
     if not options.get("lora_rank"):
         options["extra_args"] = ("--worker-extension-cls", "halting.Halting")
-    settings = ServerOptions(str(folder), "float32", 128, **{"max_num_seqs": 64, "kv_cache_gb": 1, "omp_threads": 1} | options)
+    usual = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 64, "kv_cache_gb": 1, "omp_threads": 1}
+    settings = ServerOptions(str(folder), **usual | options)
     launcher = Launcher(settings, scratch() / log_name, num_servers=num_servers)
     launcher.start()
     return launcher

@@ -1,0 +1,93 @@
+"""Rollouts in FP8: every sync quantizes anew, exactly as a server that loads the folder does, and the metrics show what it costs."""
+
+import statistics
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from megagrpo.config import ParallelSection
+from megagrpo.parallel.layout import init_layout
+from megagrpo.rollout.probe import check_plugin
+from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync.point_to_point import PointToPoint
+from tests.e2e import world
+from tests.e2e.test_weight_sync import OneRank, Tampered, is_paused, sampled, shards, without
+from tests.e2e.tiny_servers import Running, connect, launch, model_folder
+
+pytestmark = pytest.mark.full
+FP8 = "fp8_per_channel"
+CORRECTED = ["algorithm.importance_correction=token_truncate", "algorithm.importance_correction_max=2"]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A server to be synced and a fresh one on other weights, both in FP8."""
+    folders = model_folder("llama", 0), model_folder("llama", 1)
+    launchers = [launch(folder, f"fp8_{folder.name}", dtype="bfloat16", quantization=FP8) for folder in folders]
+    yield tuple(connect(launcher, folder) for launcher, folder in zip(launchers, folders, strict=True))
+    for launcher in launchers:
+        launcher.stop()
+
+
+def pushed(sync: WeightSync, running: Running, folder) -> list:
+    """What the server answers once it has the weights of `folder`."""
+    sync.push(shards(folder), running.engine.weight_version + 1)
+    return sampled(running.engine)
+
+
+def test_every_sync_quantizes_as_a_server_does_that_loads_the_folder(pair):
+    synced, fresh = pair
+    old, new = sampled(synced.engine), sampled(fresh.engine)
+    assert old != new
+    with WeightSync(synced.engine, OneRank(), "bfloat16") as sync:  # the loaders run once; later updates replay what they copied
+        assert [pushed(sync, synced, folder) == now for folder, now in ((fresh.folder, new), (synced.folder, old)) * 2] == [True] * 4
+
+
+def test_an_update_that_fails_leaves_quantized_weights_that_the_next_one_replaces(pair):
+    synced, fresh = pair
+    new, version = sampled(fresh.engine), synced.engine.weight_version + 1
+    with WeightSync(Tampered(synced.engine, without("model.layers.1.mlp.up_proj.weight")), OneRank(), "bfloat16") as sync:
+        with pytest.raises(WeightSyncError, match=r"only part of the weights came for model\.layers\.1\.mlp\.gate_up_proj"):
+            sync.push(shards(fresh.folder), version)
+        assert is_paused(synced.engine)
+        sync.push(shards(fresh.folder), version)
+    assert sampled(synced.engine) == new
+
+
+def push_straight(engine, folders: list, version: int) -> None:
+    layout = init_layout(ParallelSection(tp=2))
+    transport = PointToPoint(layout, "bfloat16", torch.device("cpu"), seconds=60, megabytes=0.05)
+    with WeightSync(engine if layout.world_rank == 0 else None, layout, "bfloat16", transport) as sync:
+        for number, folder in enumerate(folders):
+            sync.push(shards(folder, parts=2, part=layout.world_rank), version + number)
+    layout.close()
+
+
+def test_weights_that_ranks_send_to_its_workers_are_quantized_as_well(pair):
+    synced, fresh = pair
+    version = synced.engine.weight_version + 1
+    run_ranks(push_straight, 2, synced.engine, [fresh.folder, synced.folder, fresh.folder], version)
+    synced.engine.weight_version = version + 2  # the ranks are forks: their client is not this one
+    assert sampled(synced.engine) == sampled(fresh.engine)
+
+
+def test_a_run_asks_whether_its_servers_were_started_so(pair):
+    urls = pair[0].engine.urls
+    check_plugin(urls, quantization=FP8)
+    with pytest.raises(ValueError, match=f"rollout.quantization: none is not what {urls[0]} has been started with, which is {FP8}"):
+        check_plugin(urls)
+
+
+def test_a_run_trains_on_rollouts_in_fp8_and_its_metrics_tell(tmp_path):
+    plain, run = (
+        world.train(tmp_path / kind, f"rollout.quantization={kind}", "model.precision=bf16", "run.max_steps=3", *CORRECTED, launched=True)
+        for kind in ("none", FP8)
+    )
+    assert plain.code == run.code == 0, plain.err + run.err
+    assert f"; it makes {FP8} of them" in run.out and "it makes" not in plain.out
+    near, apart = (statistics.fmean(line["token_mult_prob_error"] for line in one.metrics) - 1 for one in (plain, run))
+    assert 2 * near < apart < 0.1 and len(run.metrics) == 3
+    assert statistics.fmean(line["gen_kl_error"] for line in run.metrics) > statistics.fmean(line["gen_kl_error"] for line in plain.metrics)
+    assert any(line["sampling/importance_sampling_ratio/mean"] != 1 for line in run.metrics)
