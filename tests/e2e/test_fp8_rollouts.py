@@ -2,6 +2,7 @@
 
 import statistics
 
+import httpx
 import pytest
 import torch
 from ranks import run_ranks
@@ -56,6 +57,14 @@ def test_an_update_that_fails_leaves_quantized_weights_that_the_next_one_replace
     assert sampled(synced.engine) == new
 
 
+def test_a_server_that_no_ranks_send_weights_to_gets_its_quantized_ones_back(pair):
+    engine = pair[0].engine
+    before = sampled(engine)
+    for verb in ("pause?mode=wait", "start_weight_update", "finish_weight_update", "resume"):
+        assert httpx.post(f"{engine.urls[0]}/{verb}", timeout=30).status_code == 200
+    assert sampled(engine) == before
+
+
 def push_straight(engine, folders: list, version: int) -> None:
     layout = init_layout(ParallelSection(tp=2))
     transport = PointToPoint(layout, "bfloat16", torch.device("cpu"), seconds=60, megabytes=0.05)
@@ -80,7 +89,7 @@ def test_a_run_asks_whether_its_servers_were_started_so(pair):
         check_plugin(urls)
 
 
-def test_a_run_trains_on_rollouts_in_fp8_and_its_metrics_tell(tmp_path):
+def test_training_on_rollouts_in_fp8_shows_in_its_metrics(tmp_path):
     plain, run = (
         world.train(tmp_path / kind, f"rollout.quantization={kind}", "model.precision=bf16", "run.max_steps=3", *CORRECTED, launched=True)
         for kind in ("none", FP8)
@@ -91,3 +100,10 @@ def test_a_run_trains_on_rollouts_in_fp8_and_its_metrics_tell(tmp_path):
     assert 2 * near < apart < 0.1 and len(run.metrics) == 3
     assert statistics.fmean(line["gen_kl_error"] for line in run.metrics) > statistics.fmean(line["gen_kl_error"] for line in plain.metrics)
     assert any(line["sampling/importance_sampling_ratio/mean"] != 1 for line in run.metrics)
+
+
+def test_training_adapters_on_a_base_that_servers_keep_in_fp8(tmp_path):
+    lora = ("lora.rank=4", "lora.alpha=64", "train.learning_rate=5e-3", "lora.sync=adapter")
+    run = world.train(tmp_path, f"rollout.quantization={FP8}", *CORRECTED, *lora, launched=True)
+    assert run.code == 0, run.err
+    assert all(1.02 < line["token_mult_prob_error"] < 1.15 for line in run.metrics) and run.metrics[-1]["weight_version"] == 3
