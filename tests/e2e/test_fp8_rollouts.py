@@ -25,8 +25,12 @@ CORRECTED = ["algorithm.importance_correction=token_truncate", "algorithm.import
 @pytest.fixture(scope="module")
 def pair():
     """A server to be synced and a fresh one on other weights, both in FP8."""
+    yield from two_servers(tp=1)
+
+
+def two_servers(tp: int):
     folders = model_folder("llama", 0), model_folder("llama", 1)
-    launchers = [launch(folder, f"fp8_{folder.name}", dtype="bfloat16", quantization=FP8) for folder in folders]
+    launchers = [launch(folder, f"fp8_tp{tp}_{folder.name}", dtype="bfloat16", quantization=FP8, tp=tp) for folder in folders]
     yield tuple(connect(launcher, folder) for launcher, folder in zip(launchers, folders, strict=True))
     for launcher in launchers:
         launcher.stop()
@@ -80,6 +84,26 @@ def test_weights_that_ranks_send_to_its_workers_are_quantized_as_well(pair):
     run_ranks(push_straight, 2, synced.engine, [fresh.folder, synced.folder, fresh.folder], version)
     synced.engine.weight_version = version + 2  # the ranks are forks: their client is not this one
     assert sampled(synced.engine) == sampled(fresh.engine)
+
+
+@pytest.fixture(scope="module")
+def pair_of_two_workers():
+    """As `pair`; the two workers of each server agree on the scales of what they share."""
+    yield from two_servers(tp=2)
+
+
+def test_two_workers_agree_on_scales_at_every_sync(pair_of_two_workers):
+    synced, fresh = pair_of_two_workers
+    new, engine = sampled(fresh.engine), synced.engine
+    assert sampled(engine) != new
+    with WeightSync(engine, OneRank(), "bfloat16") as sync:
+        assert pushed(sync, synced, fresh.folder) == new
+        assert pushed(sync, synced, synced.folder) != new
+        assert pushed(sync, synced, fresh.folder) == new
+    version = engine.weight_version + 1
+    run_ranks(push_straight, 2, engine, [synced.folder, fresh.folder], version)
+    engine.weight_version = version + 1
+    assert sampled(engine) == new
 
 
 def test_a_run_asks_whether_its_servers_were_started_so(pair):
