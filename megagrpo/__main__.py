@@ -18,6 +18,7 @@ megagrpo plan  CONFIG [key=value ...] [world_size=N] [gpu_memory_gb=G]    check 
 megagrpo plan  CONFIG [key=value ...] --gpu h100|h200|b200|a100 [--search] [--json] [prompt_tokens=N] [response_tokens=N]    also seconds
 megagrpo plan  CONFIG [key=value ...] --weight-sync [link_gb_per_s=50]    also what a weight sync moves between which ranks
 megagrpo verify CONFIG [key=value ...] [--layout tp=2,pp=2,dp=2 ...] [--ranks N] [--json] [--full]    prove layouts against one process
+megagrpo verify CONFIG [key=value ...] --precision [--threshold 0.1] [--tokens 2048] [--fix FILE] [--json]    what FP8 does to each layer
 megagrpo serve CONFIG [key=value ...] --urls FOLDER [--reach HOST] ...    vLLM servers for a trainer elsewhere: docs/slurm.md
 megagrpo eval  CONFIG [key=value ...] [--checkpoint latest|best|PATH] [--adapter FOLDER] [--output FILE]    evaluate held-out sets with vLLM
 megagrpo generate CONFIG_OR_MODEL [PROMPT | -] [--checkpoint ...] [--adapter FOLDER] ...    ask a model, or talk to it; --help says more
@@ -33,8 +34,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "plan": {"weight_sync": _FLAG, "gpu": {}, "search": _FLAG, "json": _FLAG},
     "eval": {"checkpoint": {}, "adapter": {}, "output": {}},
     "serve": {"reach": {}, "urls": dict(type=Path), "logs": dict(type=Path), "first_gpu": dict(type=int)},
-    "verify": {"layout": dict(action="append"), "ranks": dict(type=int), "json": _FLAG, "full": _FLAG},
+    "verify": {
+        **{"layout": dict(action="append"), "ranks": dict(type=int), "json": _FLAG, "full": _FLAG},
+        **{"precision": _FLAG, "threshold": dict(type=float), "tokens": dict(type=int), "fix": dict(type=Path)},
+    },
 }
+OF_LAYOUTS, OF_PRECISION = {"layout", "ranks", "full"}, {"threshold", "tokens", "fix"}  # options of the two kinds of `verify`
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,10 @@ def parse(arguments: list[str]) -> Command:
     options = {name: value for name, value in vars(given).items() if name not in ("command", "config", "overrides", "help")}
     for foreign in options.keys() - OPTIONS[given.command].keys():
         parser.error(f"--{foreign.replace('_', '-')}: {given.command} has no such option")
+    if given.command == "verify":
+        precision = "precision" in options
+        for foreign in options.keys() & (OF_LAYOUTS if precision else OF_PRECISION):
+            parser.error(f"--{foreign}: verify {'with' if precision else 'without'} --precision has no such option")
     overrides = [*given.overrides, *dashed]
     sizes = {}
     if given.command == "plan":
@@ -80,8 +89,9 @@ def parse(arguments: list[str]) -> Command:
             raise ConfigError("link_gb_per_s: only a plan of a weight sync reads it; add --weight-sync")
     if options.pop("resume", False):
         overrides.append("run.resume=true")
-    if not options.get("ranks", 1) > 0:
-        raise ConfigError(f"--ranks: must be a positive number (got {options['ranks']})")
+    for name in ("ranks", "threshold", "tokens"):
+        if not options.get(name, 1) > 0:
+            raise ConfigError(f"--{name}: must be a positive number (got {options[name]})")
     config = load_config(given.config, overrides)
     return Command(given.command, Path(given.config), overrides, config, sizes, options)
 
@@ -123,8 +133,10 @@ def main(arguments: list[str] | None = None) -> int:
             return plan.main(command.config, **command.sizes, **command.options)
         if command.name == "verify":
             from megagrpo.verify import command as verify
+            from megagrpo.verify import precision_command
 
-            return verify.main(command.config_path, command.overrides, **command.options)
+            main_of = precision_command.main if command.options.pop("precision", False) else verify.main
+            return main_of(command.config_path, command.overrides, **command.options)
         if command.name == "serve":
             from megagrpo import serve
 

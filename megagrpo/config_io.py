@@ -6,6 +6,7 @@ Knows YAML and pydantic, and no key of ours: `config` applies it to `RunConfig`.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -269,3 +270,21 @@ def save(config: BaseModel, path: Path) -> None:
     """Writes every value of `config` as YAML that loads back to an equal config."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def save_changes(config: BaseModel, base: BaseModel, base_path: Path, path: Path, comment: str) -> None:
+    """Writes a YAML that loads back to `config`: it starts from the file `base_path`, which holds `base`, and says what differs."""
+    named = os.path.relpath(base_path.resolve(), path.resolve().parent)
+    values = {"defaults": named} | _changes(base.model_dump(), config.model_dump())
+    path.write_text(f"# {comment}\n" + yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _changes(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """What `_merge` must lay over `below` to get `above`."""
+    changes = {}
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(below.get(key), dict)
+        found = _changes(below[key], value) if both else value
+        if found != below.get(key) and not (both and not found):
+            changes[key] = found
+    return changes

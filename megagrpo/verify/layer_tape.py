@@ -1,0 +1,99 @@
+"""What every layer of a model gets and gives in one pass; and the same pass with each layer given what another model's layer got."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megagrpo.policy.specs import BLOCK
+
+Key = tuple[int, str]  # decoder layer of the whole model, and the half of it
+PARTS = ("attention", "mlp")
+
+
+@dataclass
+class Crossings:
+    """What one layer met, a tensor on the host for each micro-batch in their order: hidden states before and after it [rows, 1, H], what it
+    added to them, and the gradient of those after it."""
+
+    before: list[Tensor] = field(default_factory=list)
+    added: list[Tensor] = field(default_factory=list)
+    after: list[Tensor] = field(default_factory=list)
+    gradient: dict[int, Tensor] = field(default_factory=dict)
+
+
+Tape = dict[Key, Crossings]
+
+
+def layers_of(chunks: Sequence[nn.Module]) -> dict[Key, nn.Module]:
+    """The layers of this rank's bare chunks. A hybrid layer is half a decoder layer: first attention, then the MLP or the experts."""
+    found = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    return {((layer.layer_number - 1) // BLOCK, PARTS[(layer.layer_number - 1) % BLOCK]): layer for layer in found}
+
+
+@contextlib.contextmanager
+def recording(chunks: Sequence[nn.Module], like: Tape | None = None) -> Iterator[Tape]:
+    """Inside, a forward and backward pass of the chunks is recorded.
+
+    With `like` each layer gets the hidden states, and in the backward pass the gradient, that this tape has: then what differs on the two
+    tapes is each layer's own doing. What the model ends with is no model's result then. Activations must not be recomputed, and both
+    passes bring the same micro-batches in the same order.
+    """
+    tape: Tape = defaultdict(Crossings)
+    with contextlib.ExitStack() as hooks:
+        for key, layer in layers_of(chunks).items():
+            before, added, after = _hooks(tape[key], None if like is None else like[key])
+            half = layer.self_attention if key[1] == "attention" else layer.mlp
+            hooks.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+            hooks.callback(half.register_forward_hook(added).remove)
+            hooks.callback(layer.register_forward_hook(after).remove)
+        yield tape
+
+
+def _hooks(crossings: Crossings, like: Crossings | None) -> tuple[Callable, Callable, Callable]:
+    """The hooks in front of a layer, behind what adds to the hidden states, and behind the layer."""
+
+    def before(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        hidden = kwargs["hidden_states"]
+        if like is not None:
+            hidden = _InPlaceOf.apply(hidden, like.before[len(crossings.before)].to(hidden))
+        crossings.before.append(_on_host(hidden))
+        return args, kwargs | {"hidden_states": hidden}
+
+    def added(half: nn.Module, args: tuple, output: tuple[Tensor, Tensor | None]) -> None:
+        crossings.added.append(_on_host(output[0]))
+
+    def after(layer: nn.Module, args: tuple, output):
+        place, hidden = len(crossings.after), output[0] if isinstance(output, tuple) else output
+        crossings.after.append(_on_host(hidden))
+
+        def took(gradient: Tensor) -> Tensor:
+            taken = gradient if like is None else like.gradient[place].to(gradient)
+            crossings.gradient[place] = _on_host(taken)
+            return taken
+
+        if hidden.requires_grad:
+            hidden.register_hook(took)
+
+    return before, added, after
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """Another tensor's values, with the gradient sent to the tensor in whose place they are."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, None

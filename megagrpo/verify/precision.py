@@ -1,0 +1,143 @@
+"""What FP8 does to a run's model: the same tokens in the run's own precision and in its FP8 recipe, layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megagrpo.bridge.adapters import fill_adapters
+from megagrpo.bridge.load import load_hf
+from megagrpo.config import RunConfig
+from megagrpo.data.packing import pack, packing_rules
+from megagrpo.parallel.layout import Layout, init_layout
+from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.optimizer import gather_gradients
+from megagrpo.types import LossInputs, LossOutput, TrainSample
+from megagrpo.verify.layer_tape import Key, Tape, layers_of, recording
+
+CONTEXT = 4  # tokens at the start of a text that do not count: what follows them is a guess in any precision
+Gradients = dict[Key, list[Tensor]]
+Sums = dict[tuple, tuple[float, float]]  # squares of a difference and of what it is a difference from, each summed over elements
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """Relative errors |found - expected| / |expected| of one half of a decoder layer, Euclidean norms over the batch.
+
+    `activation` and `gradient` are the layer's own: it is given the hidden states, and the gradient of those it hands on, that it has in
+    the run's own precision. `drift` is what all layers up to this one have done to the hidden states.
+    """
+
+    layer: int
+    part: str  # "attention" or "mlp", which experts are too
+    activation: float  # of what it adds to the hidden states
+    gradient: float  # of its weights; 0 where none is trained
+    drift: float
+
+
+@dataclass(frozen=True)
+class PrecisionErrors:
+    """`layers` in the model's order; the rest is of the model as it runs, not of layers given their input. Log-probs in nats: mean and
+    largest |difference| of `num_tokens`, and the mean of exp |difference|. `gradient` is the relative error of that of all layers'
+    weights together."""
+
+    layers: list[LayerError]
+    num_tokens: int
+    logprob_mean: float
+    logprob_max: float
+    token_mult_prob_error: float
+    gradient: float
+
+
+def batch_of(texts: Iterable[Tensor]) -> list[TrainSample]:
+    """Samples of token ids [L] each: every token behind the first few counts, with advantages -1 and 1 in turn."""
+    samples = []
+    for index, ids in enumerate(texts):
+        mask = torch.arange(ids.numel()) >= min(CONTEXT, ids.numel() - 1)
+        samples.append(TrainSample(ids, mask, torch.zeros(ids.numel()), 1.0 if index % 2 else -1.0, index=index))
+    return samples
+
+
+def measure(config: RunConfig, plain: RunConfig, hf_config: HfConfig, folder: Path, samples: Sequence[TrainSample]) -> PrecisionErrors:
+    """The errors of `config`, with `plain`, the same run without FP8, as the measure. Weights are those of the Hugging Face `folder`.
+
+    Collective over the world, in the layout of `config`; every rank gets the same. Nothing may be recomputed. No weight changes.
+    """
+    layout = init_layout(config.parallel, config.run.seed)
+    try:
+        expected, gradients, logprobs = _Passes(plain, layout, hf_config, folder, samples).run()
+        passes = _Passes(config, layout, hf_config, folder, samples)
+        passes.run()  # scales that follow what was seen before have seen the batch then
+        found, whole_gradients, found_logprobs = passes.run()
+        own, own_gradients, _ = passes.run(like=expected)
+        sums = _tensor_sums("activation", own, expected, "added") | _tensor_sums("drift", found, expected, "after")
+        sums |= {("gradient", *key): _sums(zip(own_gradients[key], gradients[key], strict=True)) for key in gradients}
+        sums["gradient"] = _sums((w, g) for key in gradients for w, g in zip(whole_gradients[key], gradients[key], strict=True))
+        apart = torch.cat([torch.zeros(0), *((f - e).abs() for f, e in zip(found_logprobs, logprobs, strict=True))])
+        everyone = layout.all_gather_objects((sums, apart.tolist()))
+    finally:
+        layout.release()
+    return _errors(everyone)
+
+
+class _Passes:
+    """One policy, and forward and backward passes of the batch through it."""
+
+    def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig, folder: Path, samples: Sequence[TrainSample]):
+        self.layout, self.policy = layout, MegatronPolicy(config, layout, hf_config)
+        load_hf(self.policy.chunks, hf_config, folder, layout)
+        fill_adapters(self.policy.chunks, hf_config, layout, config.lora, config.run.seed)
+        self.policy.weights_changed()
+        self.batch = pack(samples, packing_rules(config, False), layout.dp_rank, layout.dp_size)
+
+    def run(self, like: Tape | None = None) -> tuple[Tape, Gradients, list[Tensor]]:
+        """(what each layer met, the gradients of its trained weights, this rank's log-probs of the tokens that count)."""
+        policy, logprobs = self.policy, []
+
+        def policy_gradient(inputs: LossInputs) -> LossOutput:
+            rows = inputs.micro_batch
+            return LossOutput(-(inputs.policy_logprobs * rows.advantages * rows.loss_mask).sum(), {})
+
+        with recording(policy.chunks, like) as tape:
+            policy.backward(self.batch, policy_gradient, self.batch.num_tokens)
+        gather_gradients(policy.model)
+        gradients = {
+            key: [p.main_grad.detach().to("cpu", torch.float32, copy=True) for p in layer.parameters() if p.requires_grad]
+            for key, layer in layers_of(policy.chunks).items()
+        }
+        rows = policy.logprobs(self.batch)
+        if self.layout.is_last_stage and self.layout.tp_rank == self.layout.cp_rank == 0:  # the others have the same
+            logprobs = [r.cpu()[m.loss_mask] for r, m in zip(rows, self.batch.micro_batches, strict=True)]
+        return tape, gradients, logprobs
+
+
+def _tensor_sums(name: str, found: Tape, expected: Tape, what: str) -> Sums:
+    return {(name, *key): _sums(zip(getattr(found[key], what), getattr(expected[key], what), strict=True)) for key in expected}
+
+
+def _sums(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    difference = total = 0.0
+    for found, expected in pairs:
+        difference += (found.double() - expected.double()).square().sum().item()
+        total += expected.double().square().sum().item()
+    return difference, total
+
+
+def _errors(everyone: Sequence[tuple[Sums, list[float]]]) -> PrecisionErrors:
+    """Each rank has seen its own layers, and its own part of what they met."""
+    merged = defaultdict(lambda: [0.0, 0.0])
+    for sums, _ in everyone:
+        for key, pair in sums.items():
+            merged[key] = [a + b for a, b in zip(merged[key], pair, strict=True)]
+    relative = {key: math.sqrt(difference / total) if total else 0.0 for key, (difference, total) in merged.items()}
+    keys = sorted(key[1:] for key in relative if key[0] == "drift")
+    layers = [LayerError(*key, *(relative[name, *key] for name in ("activation", "gradient", "drift"))) for key in keys]
+    apart = torch.tensor([value for _, values in everyone for value in values], dtype=torch.float64)
+    return PrecisionErrors(layers, apart.numel(), apart.mean().item(), apart.max().item(), apart.exp().mean().item(), relative["gradient"])
