@@ -19,7 +19,7 @@ from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import gather_gradients
-from megagrpo.types import LossInputs, LossOutput, TrainSample
+from megagrpo.types import LossInputs, LossOutput, TrainBatch, TrainSample
 from megagrpo.verify.layer_tape import Key, Tape, layers_of, recording
 
 CONTEXT = 4  # tokens at the start of a text that do not count: what follows them is a guess in any precision
@@ -72,8 +72,9 @@ def measure(config: RunConfig, plain: RunConfig, hf_config: HfConfig, folder: Pa
     """
     layout = init_layout(config.parallel, config.run.seed)
     try:
-        expected, gradients, logprobs = _Passes(plain, layout, hf_config, folder, samples).run()
-        passes = _Passes(config, layout, hf_config, folder, samples)
+        batch = pack(samples, packing_rules(config, share_prompts=False), layout.dp_rank, layout.dp_size)  # padded as FP8 wants it
+        expected, gradients, logprobs = _Passes(plain, layout, hf_config, folder, batch).run()
+        passes = _Passes(config, layout, hf_config, folder, batch)
         passes.run()  # scales that follow what was seen before have seen the batch then
         found, whole_gradients, found_logprobs = passes.run()
         own, own_gradients, _ = passes.run(like=expected)
@@ -90,12 +91,11 @@ def measure(config: RunConfig, plain: RunConfig, hf_config: HfConfig, folder: Pa
 class _Passes:
     """One policy, and forward and backward passes of the batch through it."""
 
-    def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig, folder: Path, samples: Sequence[TrainSample]):
-        self.layout, self.policy = layout, MegatronPolicy(config, layout, hf_config)
+    def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig, folder: Path, batch: TrainBatch):
+        self.layout, self.batch, self.policy = layout, batch, MegatronPolicy(config, layout, hf_config)
         load_hf(self.policy.chunks, hf_config, folder, layout)
         fill_adapters(self.policy.chunks, hf_config, layout, config.lora, config.run.seed)
         self.policy.weights_changed()
-        self.batch = pack(samples, packing_rules(config, False), layout.dp_rank, layout.dp_size)
 
     def run(self, like: Tape | None = None) -> tuple[Tape, Gradients, list[Tensor]]:
         """(what each layer met, the gradients of its trained weights, this rank's log-probs of the tokens that count)."""

@@ -110,9 +110,8 @@ def _texts(config: RunConfig, base_folder: Path, folder: Path, tokens: int) -> l
 
 
 def _measure(config: RunConfig, hf_config: HfConfig, folder: Path, samples: Sequence[TrainSample], world: int) -> PrecisionErrors:
-    simple = dict(recompute="none")
-    config = config.model_copy(update=dict(model=config.model.model_copy(update=simple)))
-    plain = config.model_copy(update=dict(model=config.model.model_copy(update=dict(fp8_recipe="none", fp8_param=False, bf16_layers=[]))))
+    config = config.model_copy(update=dict(model=config.model.model_copy(update=dict(recompute="none"))))
+    plain = config.model_copy(update=dict(model=config.model.model_copy(update=dict(fp8_recipe="none", bf16_layers=[]))))
     if "WORLD_SIZE" in os.environ:
         return measure(config, plain, hf_config, folder, samples)
     try:
@@ -127,7 +126,7 @@ def header(config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample
     kept = f", {len(model.bf16_layers)} kept in {dtype}" if model.bf16_layers else ""
     return (
         f"model   {model.path}: {hf_config.family}, {hf_config.num_layers} layers{kept}; "
-        f"FP8 {model.fp8_recipe}, {model.fp8_format}, beside {dtype}\n"
+        f"FP8 {model.fp8_recipe}, {'hybrid' if model.hybrid_fp8 else 'e4m3'}, beside {dtype}\n"
         f"batch   {len(samples)} prompts of data.train, {sum(s.token_ids.numel() for s in samples)} tokens"
     )
 
