@@ -21,7 +21,7 @@ class TrainSection(Section):
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Where linear and cosine end."""
+    """Where linear and cosine end: what a step after the last would have."""
     muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Muon's momentum, of Nesterov's kind."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9

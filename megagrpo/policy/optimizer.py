@@ -112,7 +112,8 @@ def dense_moments(built: MegatronOptimizer) -> Iterator[None]:
 
 
 def build_scheduler(built: MegatronOptimizer, train: TrainSection, total_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up to `learning_rate` in `warmup_steps`, then constant, linear or cosine to `min_learning_rate` at `total_steps`.
+    """Linear warm-up to `learning_rate` in `warmup_steps`, then constant, linear or cosine to `min_learning_rate`, which the step after
+    `total_steps` would have: with an end of 0 the last step still learns, as with transformers' schedules.
 
     Advance it before each optimizer step: step k of the warm-up uses k / warmup_steps of the rate, so the first step moves too.
     """
@@ -122,7 +123,7 @@ def build_scheduler(built: MegatronOptimizer, train: TrainSection, total_steps: 
         max_lr=train.learning_rate,
         min_lr=train.min_learning_rate,
         lr_warmup_steps=train.warmup_steps,
-        lr_decay_steps=max(total_steps, train.warmup_steps + 1),
+        lr_decay_steps=total_steps + 1,
         lr_decay_style=train.lr_scheduler_type,
         start_wd=train.weight_decay,
         end_wd=train.weight_decay,

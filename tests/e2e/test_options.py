@@ -150,7 +150,7 @@ def test_the_learning_rate_follows_its_schedule(shape, tmp_path):
     run = succeeded(world.train(tmp_path, *schedule, f"run.max_steps={steps}", "rollout.prompts_per_step=1"))
     expected = []
     for step in range(1, steps + 1):
-        done = (step - warmup) / (steps - warmup)
+        done = (step - warmup) / (steps + 1 - warmup)
         fraction = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[shape]
         expected.append(peak * step / warmup if step <= warmup else end + (peak - end) * fraction)
     assert [line["learning_rate"] for line in run.metrics] == pytest.approx(expected)
