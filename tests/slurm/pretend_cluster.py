@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 CONFIG = """\
@@ -89,9 +89,16 @@ def slurm(folder: Path, nodes: int = 2) -> Iterator[None]:
         yield
     finally:
         command_output("scancel", "--user=root")
+        _wait(lambda: not command_output("squeue", "--noheader"), 30)  # KillWait and a little more
+        daemons = []
         for file in [*(folder / f"slurmd.{name}.pid" for name in names), folder / "slurmctld.pid", files["pid"]]:
             with contextlib.suppress(OSError, ValueError):
-                os.kill(int(file.read_text()), signal.SIGTERM)
+                daemons.append(int(file.read_text()))
+                os.kill(daemons[-1], signal.SIGTERM)
+        _wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in daemons), 10)
+        for pid in {*daemons, *_processes_with(f"SLURM_CONF={folder}/slurm.conf")} - {os.getpid()}:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         del os.environ["SLURM_CONF"]
         if before is not None:
             os.environ["SLURM_CONF"] = before
@@ -115,13 +122,24 @@ def start_now(job: str) -> None:
 
 def processes_of(job: str) -> list[int]:
     """Living processes that Slurm has started for a job, and what these have started."""
+    return _processes_with(f"SLURM_JOB_ID={job}", f"SLURM_CONF={os.environ['SLURM_CONF']}")
+
+
+def _processes_with(*variables: str) -> list[int]:
+    """Living processes that have been started with all of these in their environment."""
     found = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
-            if f"SLURM_JOB_ID={job}".encode() in words and f"SLURM_CONF={os.environ['SLURM_CONF']}".encode() in words:
+            if all(variable.encode() in words for variable in variables):
                 found.append(int(entry))
     return found
+
+
+def _wait(happened: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def free_ports(count: int) -> list[int]:
