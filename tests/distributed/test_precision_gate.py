@@ -11,6 +11,7 @@ from megagrpo.__main__ import main
 from megagrpo.config import load_config
 from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.verify.precision import batch_of, measure
+from tests.e2e import world
 
 RUN = """
 model: {path: %s, precision: fp32, fp8_recipe: tensorwise}
@@ -52,7 +53,7 @@ def test_a_layer_that_eight_bits_damage_is_told_from_those_that_only_get_its_err
     own = {(e.layer, e.part): e.activation for e in errors.layers}
     assert own.pop((DAMAGED, "mlp")) > 0.5 and 0.01 < min(own.values()) and max(own.values()) < 0.1
     drift = [e.drift for e in errors.layers if e.part == "mlp"]
-    assert max(drift[:DAMAGED]) < 0.1 < min(drift[DAMAGED:])
+    assert 2 * max(drift[:DAMAGED]) < min(drift[DAMAGED:])
 
 
 def test_a_layer_in_bf16_has_no_error_of_its_own(damaged):
@@ -61,6 +62,7 @@ def test_a_layer_in_bf16_has_no_error_of_its_own(damaged):
         assert (e.activation == e.gradient == 0) == (e.layer in (0, DAMAGED)), e
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "parallel"), [(4, dict(tp=2, pp=2, sequence_parallel=True)), (2, {})], ids=["tp2_sp_pp2", "dp2"])
 def test_every_layout_finds_the_same_errors(ranks, parallel, damaged):
     (expected,) = errors_of(damaged)
@@ -69,7 +71,10 @@ def test_every_layout_finds_the_same_errors(ranks, parallel, damaged):
     assert found.num_tokens == expected.num_tokens == sum(len(words) - 4 for words in WORDS)
     for one, other in zip(found.layers, expected.layers, strict=True):
         assert (one.layer, one.part) == (other.layer, other.part)
-        assert one.activation == pytest.approx(other.activation, rel=0.2) and one.gradient == pytest.approx(other.gradient, rel=0.2)
+        if (one.layer, one.part) == (DAMAGED, "mlp"):  # a tensor-parallel rank without the element has a scale of its own
+            assert min(one.activation, other.activation) > 0.5
+        else:
+            assert one.activation == pytest.approx(other.activation, rel=0.2) and one.gradient == pytest.approx(other.gradient, rel=0.2)
 
 
 @pytest.fixture
@@ -96,3 +101,23 @@ def test_a_run_without_fp8_has_nothing_to_be_measured(run, capsys):
 def test_mistakes_on_the_command_line_are_told(words, said, run, capsys):
     assert main(["verify", run, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_layers_that_are_too_far_off_stay_in_bf16_in_the_config_that_is_written(tmp_path, capsys):
+    words = ["verify", str(world.folder() / "config.yaml"), "--precision", "--tokens", "300"]
+    words += ["model.fp8_recipe=tensorwise", "rollout.mismatch_threshold=2"]
+    assert main([*words, "--threshold", "0.5", "--json"]) == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    by_layer = {number: max(e["activation"] for e in layers if e["layer"] == number) for number in {e["layer"] for e in layers}}
+    better, worse = sorted(by_layer.values())
+    threshold, fixed = str((better + worse) / 2), tmp_path / "fixed.yaml"
+    (bad,) = (number for number, error in by_layer.items() if error == worse)
+    assert main([*words, "--threshold", threshold, "--fix", str(fixed)]) == 0
+    printed = capsys.readouterr().out
+    assert f"FAIL: layers {bad} are too far off" in printed and printed.rstrip().endswith("pass")
+    config = load_config(fixed)
+    assert config.model.bf16_layers == [bad] and config.model.fp8_recipe == "tensorwise"
+    assert config.rollout == load_config(words[1], words[-1:]).rollout
+    assert main([*words, "--threshold", threshold]) == 1
+    assert main([*words[:-1], "--threshold", "0.5", "rollout.mismatch_threshold=1.0001"]) == 1
+    assert "no layer is too far off, all of them together are" in capsys.readouterr().out
