@@ -18,7 +18,7 @@ megagrpo plan  CONFIG [key=value ...] [world_size=N] [gpu_memory_gb=G]    check 
 megagrpo plan  CONFIG [key=value ...] --gpu h100|h200|b200|a100 [--search] [--json] [prompt_tokens=N] [response_tokens=N]    also seconds
 megagrpo plan  CONFIG [key=value ...] --weight-sync [link_gb_per_s=50]    also what a weight sync moves between which ranks
 megagrpo verify CONFIG [key=value ...] [--layout tp=2,pp=2,dp=2 ...] [--ranks N] [--json] [--full]    prove layouts against one process
-megagrpo verify CONFIG [key=value ...] --precision [--threshold 0.1] [--tokens 2048] [--fix FILE] [--json]    what FP8 does to each layer
+megagrpo verify CONFIG [key=value ...] --precision [--threshold 0.2] [--tokens 2048] [--fix FILE] [--json]    what FP8 does to each layer
 megagrpo serve CONFIG [key=value ...] --urls FOLDER [--reach HOST] ...    vLLM servers for a trainer elsewhere: docs/slurm.md
 megagrpo eval  CONFIG [key=value ...] [--checkpoint latest|best|PATH] [--adapter FOLDER] [--output FILE]    evaluate held-out sets with vLLM
 megagrpo generate CONFIG_OR_MODEL [PROMPT | -] [--checkpoint ...] [--adapter FOLDER] ...    ask a model, or talk to it; --help says more

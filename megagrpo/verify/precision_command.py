@@ -24,8 +24,8 @@ from megagrpo.types import TrainSample
 from megagrpo.verify.layer_tape import PARTS
 from megagrpo.verify.precision import PrecisionErrors, batch_of, measure
 
-THRESHOLD = 0.1  # relative error of what a layer adds to the hidden states
-OF_GRADIENTS = 2.0  # those of weights may be so many times as far off: more rounded products lie behind them
+THRESHOLD = 0.2  # relative error of what a layer adds to the hidden states; rounding alone is 2 to 13 % of SmolLM2-135M
+OF_GRADIENTS = 3.0  # those of weights may be so many times as far off: more rounded products lie behind them
 TOKENS = 2048
 TIMEOUT = 3600.0  # seconds
 

@@ -100,6 +100,7 @@ def test_the_turns_of_an_array_and_the_jobs_that_depend_on_it(submit, tmp_path):
     wait_for(lambda: begun(tmp_path), "first task")
     after = {kind: submit("--resume", "--sbatch", f"dependency={kind}:{array}") for kind in ("afterok", "afternotok")}
     (tmp_path / "until").write_text("30")
+    time.sleep(2)  # some steps, of 0.3 s
     command_output("scancel", "--batch", "--signal=USR1", f"{array}_0")
     ends(f"{array}_0", "FAILED")
     ends(f"{array}_1", "COMPLETED")
