@@ -123,7 +123,7 @@ def low_bytes(completions, answer, **columns):
 
 
 def test_a_job_whose_time_is_over_has_saved_by_itself_and_ends_with_the_weights_of_one_that_had_time(whole, tmp_path):
-    """It leaves what its checkpoints have taken, measured, and 15 s: on a quiet machine not half of the 105 s of a run that has written none."""
+    """It leaves what its checkpoints take, measured, and 15 s: on a quiet machine not half of the 105 s of a run that has written none."""
     slow, printed = tmp_path / "slow", tmp_path / "limited.out"
     slow.touch()
     (tmp_path / "rewards.py").write_text((world.folder() / "rewards.py").read_text())
