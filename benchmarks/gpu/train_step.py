@@ -1,7 +1,7 @@
 """Seconds, FLOP/s and memory of the policy's train step and of its log-prob pass on one GPU, in bf16 and in FP8, beside the plan.
 
     python -m benchmarks.gpu.train_step                                  # all models, in bf16 and in FP8
-    python -m benchmarks.gpu.train_step --models 7b --recipes none blockwise train.fused_logprobs=false
+    python -m benchmarks.gpu.train_step --models 7b --recipes none blockwise train.fused_logprobs=true
     python -m benchmarks.gpu.train_step --dry-run
 
 Random weights in the shapes of Qwen2.5-0.5B, -1.5B, -7B and Qwen3-30B-A3B, packed samples of mixed lengths behind prompts that groups

@@ -73,9 +73,9 @@ def fused_problems(config: RunConfig) -> list[str]:
     """What the fused log-probs cannot do, and what needs them."""
     t, r, a, problems = config.train, config.rollout, config.algorithm, []
     if t.fused_logprobs and r.truncates:
-        problems.append("train.fused_logprobs: true keeps no logits that rollout.top_p, top_k and min_p could sort; leave it empty")
+        problems.append("train.fused_logprobs: true keeps no logits that rollout.top_p, top_k and min_p could sort; set it to false")
     elif t.fused_logprobs and a.full_kl and a.beta:
-        problems.append(f"train.fused_logprobs: true keeps no logits that kl_estimator {a.kl_estimator} could compare; leave it empty")
+        problems.append(f"train.fused_logprobs: true keeps no logits that kl_estimator {a.kl_estimator} could compare; set it to false")
     if t.logprobs_fp8_recipe != "none" and not t.fused_logprobs:
         problems.append(
             f"train.logprobs_fp8_recipe: {t.logprobs_fp8_recipe} takes the fused kernels; choose none or set train.fused_logprobs to true"

@@ -44,9 +44,9 @@ class TrainSection(Section):
     logprob_chunk: PositiveInt = 256
     """Tokens whose logits exist at once in the LM head. Each chunk adds to the gradient of the whole head: on GPUs, where that is memory
     traffic beside little arithmetic, a larger one is faster."""
-    fused_logprobs: bool | None = None
-    """Let Triton kernels multiply the LM head and take its softmax, with 1 GiB of scratch at most instead of `logprob_chunk`. Empty: on
-    Hopper GPUs in bf16, unless top_p, top_k, min_p or a full_ kl_estimator asks for what they cannot do."""
+    fused_logprobs: bool = False
+    """Let Triton kernels multiply the LM head and take its softmax, with 1 GiB of scratch at most instead of `logprob_chunk`. On Hopper
+    GPUs in bf16; not with top_p, top_k, min_p or a full_ kl_estimator. docs/gpu.md says what has been proved of them."""
     logprobs_fp8_recipe: Literal["none", "tensorwise", "blockwise"] = "none"
     """Multiply hidden states and LM head in FP8 for log-probs, with one scale each or one per block of 128; gradients take the unrounded
     ones. Needs `fused_logprobs: true`."""

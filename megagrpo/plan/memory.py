@@ -97,7 +97,7 @@ def _stage_memory(
     else:
         in_flight = p.pp - stage
     activations = len(layers) * kept * in_flight + passing + (one_layer if config.model.recompute == "full" else 0)
-    logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, element, gpu) if stage == p.pp - 1 else (0, 0, 0)
+    logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, element) if stage == p.pp - 1 else (0, 0, 0)
     # What a rank sends is copied out of its weights first.
     # The moments come with the first step. The sharded optimizer moves weights into buffers of its own before there are masters.
     largest = model.padded_vocab(p.tp) // p.tp * model.hidden_size * element
@@ -114,7 +114,7 @@ def _stage_memory(
     return {phase: {part: size / GIB for part, size in parts.items()} for phase, parts in phases.items()}
 
 
-def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int, gpu: bool) -> tuple[float, float, float]:
+def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) -> tuple[float, float, float]:
     """Bytes that the LM head takes for log-probs, that it takes in a train step, and that exact KL keeps of the reference for a whole step.
 
     Logits of a chunk of tokens, in float32; with exact KL of both models, with top-p their exponentials too. Fused log-probs write none
@@ -124,8 +124,7 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int, 
     cp, algorithm, rollout, train = config.parallel.cp, config.algorithm, config.rollout, config.train
     exact = algorithm.beta > 0 and algorithm.full_kl
     tokens, shard = train.max_tokens_per_micro_batch // cp, model.padded_vocab(config.parallel.tp) // config.parallel.tp
-    possible = gpu and weight_bytes == 2 and not exact and not rollout.truncates
-    if possible if train.fused_logprobs is None else train.fused_logprobs:
+    if train.fused_logprobs:
         passing = (tokens + shard) * model.hidden_size if train.logprobs_fp8_recipe != "none" else 0
         kept = passing + min(FUSED_SCRATCH_BYTES, tokens * shard * weight_bytes)
     else:

@@ -44,5 +44,5 @@ def build(train: dict) -> None:
 
 
 def test_fused_logprobs_without_a_gpu_are_refused_with_the_reason():
-    with pytest.raises(RankFailed, match=r"train.fused_logprobs: true cannot be: there is no GPU; leave it empty"):
+    with pytest.raises(RankFailed, match=r"train.fused_logprobs: true cannot be: there is no GPU; set it to false"):
         run_ranks(build, 1, dict(fused_logprobs=True))

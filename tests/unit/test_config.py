@@ -75,7 +75,7 @@ def test_an_exact_kl_takes_no_correction(tmp_path):
     ("overrides", "said"),
     [
         (["train.fused_logprobs=true", "rollout.top_k=5"], "train.fused_logprobs: true keeps no logits that rollout.top_p"),
-        (["train.fused_logprobs=true", "algorithm.kl_estimator=full_reverse"], "kl_estimator full_reverse could compare; leave it empty"),
+        (["train.fused_logprobs=true", "algorithm.kl_estimator=full_reverse"], "kl_estimator full_reverse could compare; set it to false"),
         (
             ["train.logprobs_fp8_recipe=blockwise"],
             "logprobs_fp8_recipe: blockwise takes the fused kernels; choose none",
