@@ -13,7 +13,7 @@ from megagrpo.verify.step import take_step
 FIRST = {axis: values[0] for axis, values in AXES.items()}
 LAYOUTS = [
     dict(tp=2, pp=2, sequence_parallel=True, share_prompts=True, loss="dapo"),
-    dict(pp=2, vpp=2, cp=2, distributed_optimizer=True, recompute="full"),
+    pytest.param(dict(pp=2, vpp=2, cp=2, distributed_optimizer=True, recompute="full"), marks=pytest.mark.full),
 ]
 
 

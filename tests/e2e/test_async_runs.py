@@ -37,6 +37,7 @@ def test_a_policy_that_stands_still_gets_the_very_responses_of_a_synchronous_run
     assert [line["async/waiting"] + line["async/in_flight"] for line in run.metrics] == [4.0, 4.0, 4.0, 0.0]
 
 
+@pytest.mark.full
 def test_a_run_that_is_stopped_and_resumed_loses_no_prompt_and_repeats_none(tmp_path, synchronous):
     with world.running(tmp_path, "run.max_steps=11", *STILL, *AHEAD) as trainer:
         world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")

@@ -26,7 +26,8 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
     assert [line["checkpoint/failures"] for line in run.metrics] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("background", ["true", "false"])
 def test_a_full_disk_is_reported_and_counted_and_training_goes_on(background, tmp_path):
     often = ["run.max_steps=1000", "run.save_steps=1", "run.save_total_limit=1", f"run.async_save={background}"]
     with world.running(tmp_path, *often) as trainer:

@@ -37,7 +37,7 @@ def test_two_tensor_parallel_ranks(one_rank, tmp_path):
     same_first_step(world.finish(world.start(tmp_path, "parallel.tp=2", "debug.dump_steps=[2]"), tmp_path), one_rank)
 
 
-@pytest.mark.parametrize("layout", ["parallel.pp=2", "parallel.cp=2"])
+@pytest.mark.parametrize("layout", ["parallel.pp=2", pytest.param("parallel.cp=2", marks=pytest.mark.full)])
 def test_two_pipeline_stages_and_two_context_parallel_ranks(layout, one_rank, tmp_path):
     words = ["train", *world.arguments(tmp_path, layout, "debug.dump_steps=[2]")]
     codes = run_ranks(main, 2, words)

@@ -76,6 +76,7 @@ def served(engine: VllmEngine) -> list[str]:
     return [model["id"] for model in httpx.get(f"{engine.urls[0]}/v1/models").json()["data"]]
 
 
+@pytest.mark.full
 def test_a_run_whose_weights_such_a_server_cannot_take_does_not_start(engine, tmp_path):
     check_plugin([world.server()])
     with pytest.raises(
@@ -86,6 +87,7 @@ def test_a_run_whose_weights_such_a_server_cannot_take_does_not_start(engine, tm
     assert refused.code == 2 and f"rollout.urls: {engine.urls[0]} cannot take weights from here" in refused.err
 
 
+@pytest.mark.full
 def test_a_server_samples_with_the_adapter_that_came_last(engine, tmp_path):
     bare = answers(engine)
     sync(engine, "a", tmp_path / "a", ranks=4, parallel=dict(tp=2, pp=2))
@@ -101,6 +103,7 @@ def test_a_server_samples_with_the_adapter_that_came_last(engine, tmp_path):
     assert read < sum(t.nbytes for t in base.values()) and load_file(tmp_path / "a/model.safetensors").keys() == base.keys()
 
 
+@pytest.mark.full
 def test_an_adapter_that_vllm_refuses_or_that_is_not_finite_is_an_error_and_the_old_one_stays(engine, tmp_path):
     sync(engine, "a", tmp_path / "a")
     before = answers(engine)
@@ -126,6 +129,7 @@ def test_what_a_worker_holds_must_be_what_was_written():
             verify_adapter(sums, [report | {"sums": wrong}])
 
 
+@pytest.mark.full
 def test_a_run_that_sends_adapters_alone_trains_as_one_that_sends_weights(engine, tmp_path):
     lora = ("lora.rank=4", "lora.alpha=64", "train.learning_rate=5e-3", "run.max_steps=3")
     merged = world.train(tmp_path / "merged", *lora)

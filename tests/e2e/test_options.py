@@ -54,6 +54,7 @@ def test_a_deterministic_run_is_the_same_run(plain, tmp_path):
     assert texts(run) == texts(plain) and largest_difference(run, plain) < 1e-5
 
 
+@pytest.mark.full
 def test_a_seed_repeats_itself_and_another_one_differs(plain, tmp_path):
     again, other = succeeded(world.train(tmp_path / "again")), succeeded(world.train(tmp_path / "other", "run.seed=7"))
     assert texts(again) == texts(plain) and largest_difference(again, plain) == 0

@@ -126,6 +126,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     world.wait_for(lambda: not any(map(world.alive, family)), "end of all processes", seconds=5)
 
 
+@pytest.mark.full
 def test_nothing_outlives_a_killed_trainer_and_its_run_goes_on(tmp_path):
     with world.running(tmp_path, *LONG, launched=True) as trainer:
         world.wait_for(lambda: world.steps_done(tmp_path) >= 3, "third step")
