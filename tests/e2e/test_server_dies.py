@@ -46,8 +46,7 @@ def test_a_run_whose_server_is_killed_takes_the_same_steps(transport, tmp_path):
     assert run.code == 0, run.err
     back = "is back, with weight version" if transport == "shared_memory" else "is back and waits for the next weight sync"
     assert "starting it again, 1 of 3 times" in run.out and back in run.out
-    assert [row["completion"] for row in run.completions] == [row["completion"] for row in plain.completions]
-    assert [line["weight_version"] for line in run.metrics] == [line["weight_version"] for line in plain.metrics]
+    assert_same_steps(run, plain)
 
 
 @pytest.mark.full
@@ -57,6 +56,12 @@ def test_a_run_whose_server_may_not_be_started_again_ends_and_names_it(tmp_path)
         kill_server(trainer.pid)
         run = trainer.wait(seconds=60)
     assert run.code == 1 and ("no vLLM server answers any more" in run.err or "did not reach the engine" in run.err), run.err
+
+
+def assert_same_steps(run, plain):
+    """The completions and the weight versions of two runs are equal."""
+    assert [row["completion"] for row in run.completions] == [row["completion"] for row in plain.completions]
+    assert [line["weight_version"] for line in run.metrics] == [line["weight_version"] for line in plain.metrics]
 
 
 def hang_in_the_third_update():
@@ -72,8 +77,7 @@ def test_a_run_whose_server_hangs_in_a_sync_ends_it_and_takes_the_same_steps(tmp
     run = world.train(tmp_path / "hung", *options, prepare=hang_in_the_third_update, launched=True)
     assert run.code == 0, run.err
     assert "has said nothing for 2 s; ending it" in run.out and "starting it again, 1 of 3 times" in run.out
-    assert [row["completion"] for row in run.completions] == [row["completion"] for row in plain.completions]
-    assert [line["weight_version"] for line in run.metrics] == [line["weight_version"] for line in plain.metrics]
+    assert_same_steps(run, plain)
 
 
 def die_in_the_fourth_sync():
@@ -100,8 +104,7 @@ def test_a_run_over_p2p_whose_server_is_killed_in_a_sync_takes_the_same_steps(tm
     run = world.train(tmp_path / "killed", *options, prepare=die_in_the_fourth_sync, launched=True)
     assert run.code == 0, run.err
     assert "a vLLM server died in a weight sync, which begins anew" in run.out and "waits for the next weight sync" in run.out
-    assert [row["completion"] for row in run.completions] == [row["completion"] for row in plain.completions]
-    assert [line["weight_version"] for line in run.metrics] == [line["weight_version"] for line in plain.metrics]
+    assert_same_steps(run, plain)
 
 
 @pytest.mark.full
