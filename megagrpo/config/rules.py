@@ -203,8 +203,12 @@ def quantization_problems(config: RunConfig) -> list[str]:
 
 
 def optimizer_problems(config: RunConfig) -> list[str]:
-    """What Muon does not go with."""
+    """What Muon does not go with, and buckets that nothing asked for."""
     t, problems = config.train, []
+    if t.ddp_bucket_size is not None and t.overlap_grad_reduce is False:
+        problems.append(
+            f"train.ddp_bucket_size: {t.ddp_bucket_size} cuts what train.overlap_grad_reduce sums, which is false; leave one of them out"
+        )
     if t.optimizer != "muon":
         return problems
     if t.distributed_optimizer:

@@ -56,3 +56,8 @@ class TrainSection(Section):
     """Keep the moments in the host's memory between steps; a step brings them to the GPU, one tensor after the other."""
     distributed_optimizer: bool = True
     """Shard optimizer state and master weights over the data-parallel ranks."""
+    overlap_grad_reduce: bool | None = None
+    """Sum gradients over the data-parallel ranks bucket by bucket while the last micro-batch's backward pass goes on. Empty: on GPUs."""
+    ddp_bucket_size: PositiveInt | None = None
+    """Gradients that make a bucket, with `overlap_grad_reduce`; 40 million, or one million per replica if that is more, when empty. The
+    first pipeline stage has buckets; those after it, which are not waited for, sum in one."""

@@ -23,7 +23,7 @@ from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_
 from megagrpo.policy.fp8 import Fp8
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.lora import attach_adapters, without_dropout
-from megagrpo.policy.optimizer import build_optimizer, build_scheduler, learning_rate, wrap_data_parallel
+from megagrpo.policy.optimizer import build_optimizer, build_scheduler, learning_rate, overlaps_reduction, wrap_data_parallel
 from megagrpo.policy.stored import store_weights
 from megagrpo.types import LossFn, LossInputs, MicroBatch, RefHead, TrainBatch, Truncation
 
@@ -56,7 +56,7 @@ class MegatronPolicy:
             attach_adapters(self.chunks, hf_config, config.lora, config.model.recompute)
         if config.model.base_storage != "none":
             store_weights(self.chunks, config.model.base_storage)
-        self.model = wrap_data_parallel(self.chunks, config.train, layout.dp_cp_size)
+        self.model = wrap_data_parallel(self.chunks, config.train, layout)
         self.optimizer = build_optimizer(self.model, config.train, self.dtype)
         self.scheduler = build_scheduler(self.optimizer, config.train, config.run.max_steps * config.algorithm.updates_per_step)
         self.shares_prompts = _shares_prompts(config.train.share_prompts)
@@ -238,7 +238,9 @@ class MegatronPolicy:
 
         `num_tokens`, Megatron's own count, is not used: ours is exact before the first forward pass and includes skipped samples.
         """
-        self._bad_tensor = self._find_bad_tensor(summed=False)
+        # Sums that are under way already take a NaN to every replica, so it is not known any more whose it was.
+        summing = overlaps_reduction(self.config.train, self.layout.dp_cp_size)
+        self._bad_tensor = None if summing else self._find_bad_tensor(summed=False)
         finalize_model_grads(model, None, **kwargs)
         for chunk in model:
             chunk.scale_gradients(1.0 / self._denominator)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import megagrpo.parallel.device as device
 from megagrpo.config import TrainSection
 from megagrpo.parallel.compact_adam import CompactAdam
+from megagrpo.parallel.layout import Layout
 
 from megatron.core import optimizer  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
@@ -26,18 +27,36 @@ MUON_SCALE = 0.2
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
-def wrap_data_parallel(chunks: Sequence[torch.nn.Module], train: TrainSection, dp_cp_size: int) -> list[DistributedDataParallel]:
-    """Each model chunk with float32 gradient buffers that are summed over the `dp_cp_size` data- and context-parallel
-    ranks, which hold the same weights."""
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=train.distributed_optimizer)
-    layouts = [_buffer_layout(chunk, config, dp_cp_size) for chunk in chunks]
-    return [
-        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=layout)
-        for index, (chunk, layout) in enumerate(zip(chunks, layouts, strict=True))
-    ]
+def overlaps_reduction(train: TrainSection, copies: int) -> bool:
+    """Whether gradients are summed over their `copies` data- and context-parallel ranks during the backward pass."""
+    wanted = device.has_gpu() if train.overlap_grad_reduce is None else train.overlap_grad_reduce
+    return wanted and copies > 1
 
 
-def _buffer_layout(chunk: torch.nn.Module, config: DistributedDataParallelConfig, dp_cp_size: int) -> FullParamLayout | None:
+def wrap_data_parallel(chunks: Sequence[torch.nn.Module], train: TrainSection, layout: Layout) -> list[DistributedDataParallel]:
+    """Each model chunk with float32 gradient buffers that are summed over the data- and context-parallel ranks, which hold the same
+    weights; during the last backward pass if `overlaps_reduction`."""
+    copies, wrapped = layout.dp_cp_size, []
+    overlaps = overlaps_reduction(train, copies)
+    size = train.ddp_bucket_size or max(40_000_000, 1_000_000 * copies)
+    for index, chunk in enumerate(chunks):
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=train.distributed_optimizer,
+            overlap_grad_reduce=overlaps,
+            bucket_size=size if overlaps else None,
+        )
+        one_bucket = index > 0 or layout.pp_rank > 0 or not overlaps
+        places = _buffer_layout(chunk, config, None if one_bucket else size, copies)
+        wrapped.append(DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=places))
+    for chunk in chunks:  # what keeps gradients apart until the last micro-batch
+        chunk.config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [each.no_sync for each in wrapped]
+    return wrapped
+
+
+def _buffer_layout(
+    chunk: torch.nn.Module, config: DistributedDataParallelConfig, bucket_size: int | None, dp_cp_size: int
+) -> FullParamLayout | None:
     """Where each parameter lies in the gradient buffers, with the padding between buckets counted as content.
 
     megatron-core 0.19 joins the buckets without their padding when it saves the optimizer's state, and then cuts it at offsets that
@@ -48,7 +67,7 @@ def _buffer_layout(chunk: torch.nn.Module, config: DistributedDataParallelConfig
         return None
     parameters = [p for p in chunk.parameters() if p.requires_grad]
     copies_of_experts = chunk.pg_collection.expt_dp.size()
-    layout = DistributedOptimizer.compute_full_param_layout(parameters, None, dp_cp_size, config, copies_of_experts)
+    layout = DistributedOptimizer.compute_full_param_layout(parameters, bucket_size, dp_cp_size, config, copies_of_experts)
     for buffer in layout.layouts.values():
         buffer.per_bucket_numel_unpadded[:-1] = [stop - start for start, stop in buffer.bucket_indices[:-1]]
     return layout

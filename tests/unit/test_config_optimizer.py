@@ -1,4 +1,4 @@
-"""Which optimizers go with what."""
+"""What goes with which optimizer, and with which sum of gradients."""
 
 import importlib.util
 
@@ -18,9 +18,10 @@ MUON = ["train.optimizer=muon", "train.distributed_optimizer=false"]
         ([*MUON, "lora.rank=8"], "train.optimizer: muon is for whole weights, not for adapters; choose adam"),
         ([*MUON, "train.optimizer_state_dtype=fp8"], "train.optimizer_state_dtype: Muon's momentum stays in fp32 on the device"),
         ([*MUON, "train.optimizer_offload=true"], "train.optimizer_state_dtype: Muon's momentum stays in fp32 on the device"),
+        (["train.overlap_grad_reduce=false", "train.ddp_bucket_size=9"], "train.ddp_bucket_size: 9 cuts what train.overlap_grad_"),
     ],
 )
-def test_what_muon_does_not_go_with_is_refused(tmp_path, overrides, message):
+def test_what_does_not_go_together_is_refused(tmp_path, overrides, message):
     _, problem = problems(write(tmp_path, SMALLEST), *overrides)
     assert problem.startswith(message)
 
