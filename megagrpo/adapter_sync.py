@@ -21,7 +21,7 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.rollout.copies import checksum
 from megagrpo.rollout.engine import Engine
 from megagrpo.rollout.shared_weights import DTYPES, WeightSyncError
-from megagrpo.weight_sync import SyncReport, Weights, WeightSync
+from megagrpo.weight_sync import Stays, SyncReport, Weights, WeightSync
 from megagrpo.weight_sync.shared_memory import SharedMemory
 
 Sums = dict[str, list[str]]  # projection, as in layers.0.self_attn.q_proj -> checksums of A and of B times the scale
@@ -30,9 +30,9 @@ Sums = dict[str, list[str]]  # projection, as in layers.0.self_attn.q_proj -> ch
 class AdapterSync(WeightSync):
     """As `WeightSync`, for a `push` of what `megagrpo.bridge.families.adapter_blocks` yields. `base` is the model's folder."""
 
-    def __init__(self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str):
+    def __init__(self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str, offload: Stays | None = None):
         shared = SharedMemory(layout, dtype)
-        super().__init__(engine, layout, dtype, shared)
+        super().__init__(engine, layout, dtype, shared, offload=offload)
         self.lora, self.base, self.folder = lora, base, shared.folder
         self._delivered_adapter: tuple[Path, Sums, int] | None = None
 
@@ -46,10 +46,12 @@ class AdapterSync(WeightSync):
         self._checksum_seconds = 0.0
         if first:
             shutil.rmtree(folder, ignore_errors=True)  # of a push that failed
+        self.offload.keep_weights()
         try:
             save_adapter(list(found), self.ranks, folder, self.lora, self.base, DTYPES[self.dtype], lambda *item: self._note(sums, *item))
         except (OSError, ValueError) as error:  # the disk, or a weight that is not finite
             raise WeightSyncError(f"weight version {weight_version} was not written: {error}") from error
+        self.offload.keep_nothing()
         published = time.perf_counter()
         told = self.ranks.all_gather_objects(self._deliver_adapter(folder, sums, weight_version) if first else None)[0]
         if isinstance(told, str):

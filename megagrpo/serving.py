@@ -105,6 +105,11 @@ def servers_sleep(config: RunConfig) -> bool:
     return config.rollout.placed == "colocated" and device.has_gpu()
 
 
+def offloads(config: RunConfig) -> bool:
+    """Whether the trainer gives its memory to the servers of its run while they generate."""
+    return servers_sleep(config) if config.train.offload is None else config.train.offload
+
+
 def adapter_arguments(adapter: Path | None) -> list[str]:
     """What has vLLM serve a LoRA adapter that PEFT saved; nothing for None. ValueError for a folder that is none, or damaged."""
     if adapter is None:

@@ -41,21 +41,24 @@ from megagrpo.parallel.together import RankError, own_part, together
 from megagrpo.plan import plan
 from megagrpo.policy.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.offload import Offload
 from megagrpo.policy.reference import Reference
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.access import TOKEN_VARIABLE, read_token
 from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.exchange import is_here
 from megagrpo.rollout.keeper import Keeper, Watcher
+from megagrpo.rollout.launcher import Launcher
 from megagrpo.rollout.pool import AsyncPool
 from megagrpo.rollout.probe import check_plugin
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_http import check_urls, named_urls
 from megagrpo.rollout.vllm_server import VllmEngine
-from megagrpo.serving import engine_dtype, make_launcher, name_of, servers_sleep
+from megagrpo.rollout.vllm_updates import Updates
+from megagrpo.serving import engine_dtype, make_launcher, name_of, offloads, servers_sleep
 from megagrpo.time_limit import OUT_OF_TIME, end_of_run
 from megagrpo.trainer import BrokenTraining, Trainer
-from megagrpo.weight_sync import WeightSync, make_transport
+from megagrpo.weight_sync import Stays, WeightSync, make_transport
 
 TO_BE_CONTINUED = 85  # exit code that asks the scheduler to start the run again
 
@@ -137,7 +140,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     with _problems_of_the_config():
         own_part(layout, launcher.start if launcher else lambda: None, here=first)
         if servers_sleep(config):  # vLLM measures its GPU as it starts, and takes what the trainer allocates meanwhile for its own
-            own_part(layout, lambda: launcher.wait(writer.message), here=first)
+            own_part(layout, lambda: _start_asleep(config, launcher, writer.message), here=first)
 
     torch.manual_seed(config.run.seed)
     with _problems_of_the_config():
@@ -164,8 +167,11 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         options = dict(lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), refills=transport == "shared_memory")
         options["in_flight"] = config.rollout.in_flight if config.rollout.max_staleness else None
         engine = VllmEngine(urls, tokenizer.decode, logs=logs, token=token, **options, **_limits(config.rollout))
+        engine.asleep = engine.sleeps
+    offload = Offload(policy, reference) if offloads(config) else Stays()
     with _problems_of_the_config():
-        weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype(config), model_folder, transport, writer.message)
+        options = dict(transport=transport, say=writer.message, offload=offload)
+        weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype(config), model_folder, **options)
     resources.enter_context(weight_sync)
     if launcher is not None and launcher.max_restarts:
         resources.enter_context(Keeper(launcher, engine, weight_sync.refill, writer.message))
@@ -187,6 +193,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         collector=Collector(layout, dialogues.over(engine) if dialogues else engine, rewards, timer, pool),
         sampling=sampling_params(config.rollout, tokenizer.eos_token_ids),
         engine_sleeps=servers_sleep(config),
+        offload=offload,
         weights=partial(adapter_blocks if config.lora.syncs_adapters else merged_blocks, policy.chunks, hf_config, layout),
         weight_sync=weight_sync,
         checkpointer=checkpointer,
@@ -288,6 +295,12 @@ def _rewards(config: RunConfig, base_folder: Path, columns: list[str], held_out:
     return scorer
 
 
+def _start_asleep(config: RunConfig, launcher: Launcher, say: Callable[[str], None]) -> None:
+    """Wait for servers and have them give their memory back until the first sync: a trainer that loads takes it."""
+    options = dict(logs=launcher.logs, token=launcher.token, sleeps=True, lora=config.lora.syncs_adapters)
+    Updates(launcher.wait(say), **options, sync_timeout=config.rollout.weight_sync_timeout).sleep()
+
+
 def _limits(rollout: RolloutSection) -> dict[str, Any]:
     """How much the engine asks of servers at once, and how long it waits: for one that starts again as for one that starts."""
     patience = rollout.startup_timeout if rollout.max_restarts else 0.0
@@ -329,12 +342,13 @@ def _weight_sync(
     model_folder: Path,
     transport: str,
     say: Callable[[str], None],
+    offload: Stays | None = None,
 ) -> WeightSync:
     """The sync of the run, over that transport."""
     if config.lora.syncs_adapters:
-        return AdapterSync(engine, layout, dtype, config.lora, str(model_folder.resolve()))
+        return AdapterSync(engine, layout, dtype, config.lora, str(model_folder.resolve()), offload)
     limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
-    return WeightSync(engine, layout, dtype, make_transport(transport, layout, dtype, device.device(), **limits), say)
+    return WeightSync(engine, layout, dtype, make_transport(transport, layout, dtype, device.device(), **limits), say, offload)
 
 
 def _step_of(checkpoint: Path | None) -> int:

@@ -34,7 +34,7 @@ from megagrpo.rollout.engine import EngineError, derive_seed
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.time_limit import OUT_OF_TIME, TimeLimit
 from megagrpo.types import LossFn, SamplingParams, ScoredRollout, TrainBatch, TrainSample, TrainState
-from megagrpo.weight_sync import Weights, WeightSync
+from megagrpo.weight_sync import Stays, Weights, WeightSync
 
 
 @dataclass
@@ -58,6 +58,8 @@ class Trainer:
     state: TrainState = field(default_factory=TrainState)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     engine_sleeps: bool = False  # while the policy trains
+    engine_naps: bool = False  # since a checkpoint
+    offload: Stays = field(default_factory=Stays)  # what the policy leaves on its device for servers that do not sleep
     saved: TrainState = field(default_factory=TrainState)  # in the newest checkpoint; a run that has not begun needs none
     saving: TrainState | None = None  # in the one on its way to the disk
     failed_saves: int = 0
@@ -81,12 +83,13 @@ class Trainer:
             advantages, batches, metrics["kl"] = self.with_kl_in_reward(scored, batches)
         self.dumps.begin(self.state.step + 1)
         metrics |= over_updates([self.train(batch) for batch in batches * config.algorithm.num_iterations])
+        metrics |= over_updates([batch.packing for batch in batches])
+        del batches  # and hidden states of the reference, which nobody needs while servers generate
         self.dumps.finish(scored, advantages.flatten().tolist())
         self.move_reference()
         self.sync()
         self.writer.completions(self.state.step + 1, scored, advantages.flatten().tolist())
-        packing = over_updates([batch.packing for batch in batches])
-        return metrics | packing | reward_statistics(rewards) | rollout_metrics(scored)
+        return metrics | reward_statistics(rewards) | rollout_metrics(scored)
 
     def run(self) -> int:
         """Steps until `run.max_steps` or a request to stop, with evaluation and checkpoints between them.
@@ -99,6 +102,7 @@ class Trainer:
             if self.state.step == 0:
                 self.evaluate()
             while self.state.step < run.max_steps:
+                self.let_engine_go_on()
                 self.start_clocks()
                 self.time_limit.step_begins()
                 metrics = self.step()
@@ -225,6 +229,7 @@ class Trainer:
 
     def refill(self) -> None:
         """Give servers that lost the current weights, and were started again, the same ones."""
+        self.let_engine_sleep()
         with self.timer("sync"):
             self.weight_sync.push(self.weights(), self.state.weight_version)
 
@@ -237,10 +242,32 @@ class Trainer:
         return ages
 
     def let_engine_sleep(self) -> None:
-        """Have servers that share the trainer's GPUs give their memory back until the next sync, once no rank generates any more."""
+        """Have servers that share the trainer's GPUs give their memory back until the next sync, once no rank generates any more. What of
+        the policy had made room for them is there again then."""
         if self.engine_sleeps:
             self.collector.stop_if_requested()  # this waits for all ranks, too
             own_part(self.layout, lambda: self.weight_sync.engine.sleep(), here=self.layout.world_rank == 0)
+        self.offload.keep_everything()
+
+    def let_engine_nap(self) -> None:
+        """The same for a checkpoint between two steps: servers keep their weights, in the host's memory. One that cannot be told is no
+        reason to save nothing."""
+        if not self.offload.away:
+            return
+        if self.engine_sleeps:
+            with suppress(RankError, EngineError, WeightSyncError):
+                own_part(self.layout, lambda: self.weight_sync.engine.sleep(keeps_weights=True), here=self.layout.world_rank == 0)
+        self.offload.keep_everything()
+        self.engine_naps = True
+
+    def let_engine_go_on(self) -> None:
+        """Have servers that nap serve again, with the weights that they have kept."""
+        if not self.engine_naps:
+            return
+        self.offload.keep_nothing()
+        if self.engine_sleeps:
+            own_part(self.layout, lambda: self.weight_sync.engine.wake(), here=self.layout.world_rank == 0)
+        self.engine_naps = False
 
     def move_reference(self) -> None:
         """Let the reference follow the policy at the end of every so many steps."""
@@ -277,6 +304,7 @@ class Trainer:
         self.finish_save(wait=True)
         if self.state.step == self.saved.step:
             return
+        self.let_engine_nap()
         background = self.config.run.async_save and not must_succeed
         self.saving = replace(self.state, pass_rates=self.prompts.curriculum.history, ahead=self.collector.finished_ahead())
         with self.counting_failures(must_succeed):

@@ -17,9 +17,10 @@ from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.hf_config import HfConfig, load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.offload import Offload
 from megagrpo.rollout.vllm_server import VllmEngine
 from megagrpo.serving import make_launcher, name_of, servers_sleep
-from megagrpo.weight_sync import SyncReport, WeightSync, make_transport
+from megagrpo.weight_sync import Stays, SyncReport, WeightSync, make_transport
 
 
 @dataclass
@@ -33,8 +34,10 @@ class Pair:
     chunks: list[nn.Module]
     engine: VllmEngine
     weight_sync: WeightSync
+    offload: Stays | Offload
     transport: str
     base_gib: float  # of the GPU that was in use before there was a server: this process's CUDA context above all
+    started_gib: float  # that the server took
     version: int = 0
 
     def push(self) -> SyncReport:
@@ -49,14 +52,15 @@ class Pair:
         return own_gib(), used_gib() - own_gib() - self.base_gib
 
     def sleep(self) -> None:
-        """Have the server give its memory back, as `Trainer.let_engine_sleep` does; nothing without a GPU."""
+        """Have the server give its memory back; nothing without a GPU."""
         self.engine.sleep()
 
 
 @contextmanager
-def pair(config: RunConfig, scratch: Path, trains: bool) -> Iterator[Pair]:
+def pair(config: RunConfig, scratch: Path, trains: bool, offloads: bool = False) -> Iterator[Pair]:
     """On the model in the folder `config.model.path`, whose weights are random on both sides. With `trains` the policy has gradients and
-    an optimizer. The server starts first: vLLM takes what others allocate meanwhile for its own."""
+    an optimizer, and with `offloads` it leaves the GPU at the end of each push. The server starts first: vLLM takes what others allocate
+    meanwhile for its own. It sleeps until the first push."""
     folder = Path(config.model.path)
     hf_config = load_hf_config(folder)
     dtype = device.resolve_precision(config.model.precision)
@@ -69,14 +73,17 @@ def pair(config: RunConfig, scratch: Path, trains: bool) -> Iterator[Pair]:
         launcher = resources.enter_context(make_launcher(config, folder, scratch, engine_dtype, num_ranks=1))
         launcher.start()
         urls = launcher.wait(lambda text: print(text, flush=True))
-        policy = MegatronPolicy(config, layout, hf_config) if trains else None
-        chunks = policy.chunks if policy else build_model(hf_config, layout, dtype=dtype)
         options = dict(sleeps=servers_sleep(config), refills=transport == "shared_memory", token=launcher.token, logs=launcher.logs)
         engine = VllmEngine(urls, lambda ids: "", max_num_seqs=config.rollout.max_num_seqs, **options)
+        started_gib = used_gib() - own_gib() - base_gib
+        engine.sleep()
+        policy = MegatronPolicy(config, layout, hf_config) if trains else None
+        chunks = policy.chunks if policy else build_model(hf_config, layout, dtype=dtype)
+        offload = Offload(policy) if policy and offloads else Stays()
         limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
         way = make_transport(transport, layout, engine_dtype, device.device(), **limits)
-        weight_sync = resources.enter_context(WeightSync(engine, layout, engine_dtype, way))
-        yield Pair(config, hf_config, layout, policy, chunks, engine, weight_sync, transport, base_gib)
+        weight_sync = resources.enter_context(WeightSync(engine, layout, engine_dtype, way, offload=offload))
+        yield Pair(config, hf_config, layout, policy, chunks, engine, weight_sync, offload, transport, base_gib, started_gib)
 
 
 def used_gib() -> float:

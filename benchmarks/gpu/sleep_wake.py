@@ -1,13 +1,14 @@
 """Who holds how much of a GPU that trainer and vLLM share, at each moment of a step, and how long sleeping and waking takes.
 
     python -m benchmarks.gpu.sleep_wake                       # Qwen2.5-1.5B's shape, all layers, random weights
-    python -m benchmarks.gpu.sleep_wake --model 7b            # as many layers as fit beside vLLM
+    python -m benchmarks.gpu.sleep_wake --model 7b            # as many layers as fit while vLLM sleeps
+    python -m benchmarks.gpu.sleep_wake train.offload=false   # the trainer stays on the GPU while vLLM generates
     python -m benchmarks.gpu.sleep_wake --dry-run
 
-The moments are those of `Trainer.step` with a colocated server: generate, sleep, train, sync. Memory in GiB: of the trainer what torch's
-allocator holds, freed blocks that it keeps included; of vLLM all that the GPU has in use beside that, the trainer's CUDA context apart,
-which is measured before vLLM starts. Trainer while vLLM generates: weights, gradients and optimizer stay on the GPU, and so does what the
-allocator keeps, which is why it is shown again after it was emptied. Medians of `--rounds` rounds after a first one.
+The moments are those of `Trainer.step` with a colocated server: generate, sleep, bring the trainer back, train, sync. Memory in GiB: of
+the trainer what torch's allocator holds, freed blocks that it keeps included; of vLLM all that the GPU has in use beside that, the CUDA
+context of the trainer apart, which is measured before vLLM starts. Bytes that move between GPU and host are the plan's. Medians of
+`--rounds` rounds after a first one, in which the host's memory is allocated.
 """
 
 from __future__ import annotations
@@ -22,47 +23,54 @@ from pathlib import Path
 
 from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parse, parser, run_config, shape, wait, write_shape
 from benchmarks.gpu.train_step import USABLE, Case, memory_here, planned_gib, samples_of, sizes_of
-from megagrpo.plan.memory import trainer_memory
+from megagrpo.plan.host import moved_bytes
+from megagrpo.plan.memory import engine_memory, on_shared_gpu, takes_turns, trainer_memory
 from megagrpo.policy.hf_config import parse_hf_config
 
 TARGET = "target on one H200: trainer while vLLM generates <= 5 GiB"
-MOMENTS = ("generating", "generating, cache emptied", "vLLM asleep", "after the train step", "after the sync")
+MOMENTS = ("generating", "vLLM asleep", "trainer back", "after the train step", "after the sync")
 Round = dict[str, tuple[float, float | None, float | None]]  # moment -> seconds up to it, GiB of the trainer, of vLLM
 
 
 def make_case(name: str, gib: float, folder: Path, overrides: Sequence[str]) -> Case:
-    """As many layers as leave vLLM its share."""
+    """As many layers as fit, beside vLLM's share where the trainer stays."""
     whole, path = shape(name)["num_hidden_layers"], write_shape(shape(name), folder / name)
     config = run_config(path, *overrides)
-    room = USABLE * gib * (1 - config.rollout.gpu_memory_utilization)
+    room = USABLE * gib * (1 if takes_turns(config) else 1 - config.rollout.gpu_memory_utilization)
     layers = next((n for n in range(whole, 1, -1) if planned_gib(config, parse_hf_config(shape(name, n))) <= room), 1)
     write_shape(shape(name, layers), path)
     return Case(name, parse_hf_config(shape(name, layers)), config, sizes_of(config))
 
 
 def describe(case: Case, gib: float) -> str:
-    """On paper: what the plan says of the trainer, phase by phase, and vLLM's share."""
-    memory, share = trainer_memory(case.config, case.model, dp=1), case.config.rollout.gpu_memory_utilization
-    lines = [f"{case.name}: {case.model.num_layers} layers; vLLM's share {share:g} x {gib:g} = {share * gib:.1f} GiB; the trainer:"]
+    """On paper: what the plan says of the GPU, phase by phase, vLLM's share, and what moves to the host."""
+    engine, share = engine_memory(case.config, case.model, gib), case.config.rollout.gpu_memory_utilization
+    memory = on_shared_gpu(case.config, trainer_memory(case.config, case.model, dp=1), engine)
+    lines = [f"{case.name}: {case.model.num_layers} layers; vLLM's share {share:g} x {gib:g} = {share * gib:.1f} GiB"]
     for phase in ("generate", "train", "sync"):
         parts = ", ".join(f"{part} {size:.1f}" for part, size in memory[phase].items() if size > 0.05)
         lines.append(f"  {phase:9} {sum(memory[phase].values()):6.1f} GiB: {parts}")
+    moved = moved_gib(case)
+    lines.append(f"  {moved:.1f} GiB leave the GPU before responses and come back after them" if moved else "  nothing leaves the GPU")
     return "\n".join(lines)
 
 
-def measure(case: Case, scratch: Path, rounds: int) -> tuple[list[Round], list[Counter[str]], float | None]:
+def moved_gib(case: Case) -> float:
+    """What the trainer moves to the host in each step, and back."""
+    return moved_bytes(case.config, case.model, 1)[0] / 2**30 if takes_turns(case.config) else 0.0
+
+
+def measure(case: Case, scratch: Path, rounds: int) -> tuple[list[Round], list[Counter[str]], float]:
     """(each round's moments, seconds of its requests to the server, GiB of vLLM before it ever slept)."""
     from benchmarks.gpu.pair import pair
     from benchmarks.weight_sync import PROMPTS, SAMPLING, requests_timed
     from megagrpo.algorithms.losses import make_loss
     from megagrpo.algorithms.reductions import denominator
     from megagrpo.data.packing import pack, packing_rules
-    from megagrpo.parallel import device
 
     found, requests = [], []
-    with pair(case.config, scratch, trains=True) as both:
+    with pair(case.config, scratch, trains=True, offloads=case.config.train.offload is not False) as both:
         config, policy = case.config, both.policy
-        started_gib = both.held_gib()[1]
         batch = pack(samples_of(case), packing_rules(config, policy.shares_prompts))
         divisor, loss_fn = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length), make_loss(config)
 
@@ -72,8 +80,8 @@ def measure(case: Case, scratch: Path, rounds: int) -> tuple[list[Round], list[C
             with requests_timed() as timed:
                 for name, action in (
                     (MOMENTS[0], lambda: both.engine.generate(PROMPTS, 1, SAMPLING, number)),  # noqa: B023
-                    (MOMENTS[1], device.release_memory),
-                    (MOMENTS[2], both.sleep),
+                    (MOMENTS[1], both.sleep),
+                    (MOMENTS[2], both.offload.keep_everything),
                     (MOMENTS[3], lambda: policy.train_step(batch, loss_fn, divisor)),
                     (MOMENTS[4], both.push),
                 ):
@@ -83,7 +91,7 @@ def measure(case: Case, scratch: Path, rounds: int) -> tuple[list[Round], list[C
                     moments[name] = (time.perf_counter() - started, *both.held_gib())
             found.append(moments)
             requests.append(timed)
-        return found, requests, started_gib
+        return found, requests, both.started_gib
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

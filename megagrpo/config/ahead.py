@@ -24,6 +24,8 @@ def ahead_problems(config: RunConfig) -> list[str]:
             f"{key} needs servers that generate while the policy trains, and rollout.placement {r.placement} shares the trainer's GPUs; "
             "set it to dedicated, or name servers in rollout.urls"
         )
+    if config.train.offload:
+        problems.append("train.offload: true empties the GPU while servers generate, which they do while the policy trains; leave it empty")
     if a.loss_type == "real":
         problems.append(f"{key} trains on what older weights have sampled, and the loss real has no correction for that; set it to 0")
     elif a.importance_correction == "off":

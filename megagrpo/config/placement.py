@@ -48,6 +48,8 @@ def placement_problems(config: RunConfig) -> list[str]:
             f"rollout.placement: {r.placement} servers are started here, and rollout.urls names others; leave rollout.urls empty, or "
             "choose external"
         )
+    if config.train.offload and r.placed == "dedicated":
+        problems.append("train.offload: true makes room for servers on the same GPUs, and dedicated ones have their own; leave it empty")
     if config.run.nodes > 1 and r.placed == "colocated":
         problems.append(
             f"rollout.placement: {r.placed} servers share the GPUs of one node, and run.nodes is {config.run.nodes}; choose dedicated, "

@@ -54,6 +54,9 @@ class TrainSection(Section):
     """What AdamW's two moments are kept in between steps: 8, 4 or 2 bytes per weight. Rounded at random, so that none gets stuck."""
     optimizer_offload: bool = False
     """Keep the moments in the host's memory between steps; a step brings them to the GPU, one tensor after the other."""
+    offload: bool | None = None
+    """While servers generate, leave nothing of the trainer on its GPU: gradients are freed; weights, masters, moments and the reference
+    wait in the host's memory. Empty: where servers share the trainer's GPU. Without a GPU true does the same, and frees nothing."""
     distributed_optimizer: bool = True
     """Shard optimizer state and master weights over the data-parallel ranks."""
     overlap_grad_reduce: bool | None = None

@@ -108,6 +108,11 @@ def block_elements() -> int:
     return 2**24 if has_gpu() else 2**18
 
 
+def host_bytes(count: int) -> torch.Tensor:
+    """So many bytes of the host's memory, uninitialised, between which and the device copies run at full speed."""
+    return torch.empty(count, dtype=torch.uint8, pin_memory=has_gpu())
+
+
 def release_memory() -> None:
     """Give freed memory that allocators hold back to the device or to the system."""
     if has_gpu():

@@ -14,7 +14,7 @@ from megagrpo.config import ConfigError, RunConfig
 from megagrpo.plan.files import data_notes, output_problems, tokenizer_notes
 from megagrpo.plan.gpus import GPUS, Gpu
 from megagrpo.plan.host import host_memory
-from megagrpo.plan.memory import engine_memory, smallest_gpu, trainer_memory
+from megagrpo.plan.memory import engine_memory, on_shared_gpu, smallest_gpu, trainer_memory
 from megagrpo.plan.problems import (
     adapter_problems,
     expert_problems,
@@ -199,12 +199,15 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
     rows.append(("GPU", gpu_text(config, smallest)))
     host = {}
     if world_size % parallel.model_parallel_size == world_size % parallel.expert_parallel_size == 0:  # else there is no such layout
-        host = host_memory(config, model, world_size)
+        host = host_memory(config, model, world_size, gpu=gpu_memory_gb is not None)
         rows.append(("host", host_text(host)))
     if gpu_memory_gb is not None and smallest > gpu_memory_gb:
         problems.append(too_big(config, model, memory, smallest, gpu_memory_gb))
-    if config.rollout.placed == "colocated":  # asleep in the other phases
-        memory["generate"] = memory["generate"] | engine_memory(config, model, gpu_memory_gb)
+    engine = engine_memory(config, model, gpu_memory_gb)
+    if config.rollout.placed == "colocated" and gpu_memory_gb is None:  # nobody sleeps, and what leaves the device stays in RAM
+        memory["generate"] = memory["generate"] | engine
+    elif config.rollout.placed == "colocated":
+        memory = on_shared_gpu(config, memory, engine)
     for parts in memory.values():
         parts["total"] = sum(parts.values())
     return judged(Plan(problems, rows, memory, host, smallest, notes, model), gpu_memory_gb)

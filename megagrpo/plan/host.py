@@ -1,4 +1,4 @@
-"""What the trainer's ranks take of a node's own memory: for checkpoints, and for moments that stay off the GPU."""
+"""What the trainer's ranks take of a node's own memory: for checkpoints, for moments that stay off the GPU, for what leaves it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from dataclasses import dataclass
 
 from megagrpo.config import RunConfig
 from megagrpo.plan.gpus import GPUS_PER_NODE
-from megagrpo.plan.memory import GIB, MOMENT_BYTES, weight_bytes
+from megagrpo.plan.memory import GIB, MOMENT_BYTES, stage_memory, takes_turns, weight_bytes
 from megagrpo.plan.shapes import largest_chunks, stage_adapters, stage_experts, stage_parameters
 from megagrpo.policy.hf_config import HfConfig
 
+MOVED = ("weights", "optimizer", "reference")  # to the host while vLLM generates
 
-def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: int = GPUS_PER_NODE) -> dict[str, float]:
+
+def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: int = GPUS_PER_NODE, gpu: bool = False) -> dict[str, float]:
     """GiB of the fullest node: `saving`, at the peak of putting a checkpoint together; `writing`, held until it is written while training
-    goes on (0 without `run.async_save`); `moments` that `train.optimizer_offload` keeps there. Python and libraries are not counted.
+    goes on (0 without `run.async_save`); `moments` that `train.optimizer_offload` keeps there; `offload`, pinned, for what `train.offload`
+    moves there from a `gpu`. Python and libraries are not counted.
 
     Of a sharded optimizer Megatron gathers masters and moments, in float32, on every rank that shares the parameters (`fully_reshardable`),
     one buffer after the other: a rank's own part of a buffer, and one of the three as it came, the one before, and joined. The first of the
@@ -25,13 +28,20 @@ def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: i
     else:
         trained, experts = stage_parameters(model, p), stage_experts(model, p)
     chunks, ranks = largest_chunks(model, p), []
+    moved = moved_bytes(config, model, world_size) if gpu and takes_turns(config) else [0.0] * p.pp
     for rank in range(world_size):  # numbered tp fastest, then cp, dp, pp; for experts those of a stage etp fastest, then ep
         stage, place = divmod(rank, world_size // p.pp)
         outside = _Shard(trained[stage], place // p.tp, world_size // (p.pp * p.tp))
         inside = _Shard(experts[stage], place // (p.expert_tp * p.ep), world_size // p.expert_parallel_size)
-        ranks.append(_rank(config, [outside, inside], chunks[stage]))
+        ranks.append(_rank(config, [outside, inside], chunks[stage]) | {"offload": moved[stage]})
     nodes = [ranks[first : first + per_node] for first in range(0, world_size, per_node)]
-    return {name: max(sum(rank[name] for rank in node) for node in nodes) / GIB for name in ("saving", "writing", "moments")}
+    return {name: max(sum(rank[name] for rank in node) for node in nodes) / GIB for name in ranks[0]}
+
+
+def moved_bytes(config: RunConfig, model: HfConfig, world_size: int) -> list[float]:
+    """Of a rank of each stage, what `train.offload` moves to the host and back in each step."""
+    stages = stage_memory(config, model, max(1, world_size // config.parallel.model_parallel_size))
+    return [GIB * sum(stage["train"][part] for part in MOVED) for stage in stages]
 
 
 @dataclass(frozen=True)

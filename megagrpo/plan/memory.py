@@ -200,13 +200,28 @@ def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) 
     return {"vllm_weights": weights, "kv_cache": max(0.0, rest)}
 
 
+def takes_turns(config: RunConfig) -> bool:
+    """Whether a GPU's memory is the trainer's while vLLM sleeps, and vLLM's while it generates (`train.offload`)."""
+    return config.rollout.placed == "colocated" and config.train.offload is not False
+
+
+def on_shared_gpu(config: RunConfig, memory: dict[str, dict[str, float]], engine: dict[str, float]) -> dict[str, dict[str, float]]:
+    """The phases of a GPU that a trainer rank shares with a server, which holds `engine` while it generates. Where they take turns the
+    trainer has left by then, and all but its weights when vLLM takes them in."""
+    if not takes_turns(config):
+        return memory | {"generate": memory["generate"] | engine}
+    given = {part: memory["sync"][part] for part in ("weights", "staging")}
+    return memory | {"generate": engine, "sync": given | {"vllm_weights": engine["vllm_weights"]}}
+
+
 def smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]]) -> float:
-    """GiB of a GPU where the trainer fits, beside vLLM's share when they share it, and the share of a server that the run starts holds
-    vLLM's weights and one sequence."""
-    rollout, trainer = config.rollout, max(sum(parts.values()) for parts in memory.values())
-    share = rollout.gpu_memory_utilization
+    """GiB of a GPU where the trainer fits, beside vLLM's share when they share it and do not take turns, and the share of a server that the
+    run starts holds vLLM's weights and one sequence."""
+    rollout, engine = config.rollout, engine_memory(config, model)
+    share, turns = rollout.gpu_memory_utilization, takes_turns(config)
+    trainer = max(sum(parts.values()) for parts in (on_shared_gpu(config, memory, engine) if turns else memory).values())
     if rollout.placed == "external":
         return trainer
-    if rollout.placed == "colocated":
+    if rollout.placed == "colocated" and not turns:
         trainer = trainer / (1 - share) if share < 1 else float("inf")
-    return max(trainer, sum(engine_memory(config, model).values()) / share)
+    return max(trainer, sum(engine.values()) / share)

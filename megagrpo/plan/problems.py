@@ -7,7 +7,7 @@ from math import ceil
 from megagrpo.config import MultiTurnSection, RunConfig, evaluation_sets
 from megagrpo.multi_turn.registry import targets
 from megagrpo.plan.gpus import Gpu
-from megagrpo.plan.memory import GIB, kv_bytes
+from megagrpo.plan.memory import GIB, kv_bytes, takes_turns
 from megagrpo.policy.hf_config import HfConfig, projections
 from megagrpo.rewards import registry
 
@@ -265,12 +265,12 @@ def too_big(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, floa
     trainer = max(sum(parts.values()) for parts in memory.values())
     cuts = "parallel.tp, parallel.ep, parallel.pp or parallel.cp" if model.experts else "parallel.tp, parallel.pp or parallel.cp"
     less = f"raise {cuts}, lower train.max_tokens_per_micro_batch, or set model.recompute=full"
-    if r.placed != "colocated" and trainer < gpu:
+    if (r.placed != "colocated" or takes_turns(config)) and trainer < gpu:
         return (
             f"rollout.tp: vLLM's {r.gpu_memory_utilization:g} of a GPU must hold its part of the weights and the longest sequence, which "
             f"needs {smallest:.1f} GiB, and a GPU has {gpu:g}; raise rollout.tp or rollout.gpu_memory_utilization"
         )
-    if r.placed != "colocated":
+    if r.placed != "colocated" or takes_turns(config):
         return f"parallel.tp: a trainer rank needs {trainer:.1f} GiB, and a GPU has {gpu:g}; {less}"
     room = (gpu - trainer) / gpu
     if room > 0.05:

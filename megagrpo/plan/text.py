@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from megagrpo.config import LoraSection, ParallelSection, RunConfig, weight_path
-from megagrpo.plan.memory import GIB, PREFILL_TOKENS, engine_memory, kv_bytes
+from megagrpo.plan.memory import GIB, PREFILL_TOKENS, engine_memory, kv_bytes, takes_turns
 from megagrpo.plan.search import Candidate
 from megagrpo.plan.shapes import adapted_projections, num_active_parameters, num_parameters, stage_adapters
 from megagrpo.plan.times import StepTimes
@@ -92,18 +92,21 @@ def gpu_text(config: RunConfig, smallest: float) -> str:
         "dedicated": "a trainer rank or its share of a vLLM server",
         "external": "a trainer rank",
     }
-    return f"each needs {smallest:.1f} GiB or more to hold {what[config.rollout.placed]}; without GPUs: RAM"
+    held = "a trainer rank and a vLLM server in turns" if takes_turns(config) else what[config.rollout.placed]
+    return f"each needs {smallest:.1f} GiB or more to hold {held}; without GPUs: RAM"
 
 
 def host_text(host: dict[str, float]) -> str:
     """What the trainer takes of RAM on the node where it takes most."""
     kept = f"{host['moments']:.1f} GiB for moments, " if host["moments"] else ""
+    kept += f"{host['offload']:.1f} GiB, pinned, for what leaves the GPUs while vLLM generates, " if host["offload"] else ""
     after = f"; {host['writing']:.1f} GiB until it is written" if host["writing"] else ""
     return f"{kept}{host['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is put together{after}"
 
 
 def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
-    known = dict.fromkeys(part for phase in reversed(memory.values()) for part, size in phase.items() if size)
+    phases = sorted(memory, key="generate".__eq__)  # what is the server's alone comes last
+    known = dict.fromkeys(part for phase in phases for part, size in memory[phase].items() if size)
     parts = [part for part in known if part != "total"] + ["total"]
     beside = ", and of the vLLM server on its GPU" * ("kv_cache" in known)
     lines = [f"trainer, GiB on the fullest rank{beside}", "".join([f"{'':<10}", *(f"{part:>13}" for part in parts)])]

@@ -22,18 +22,18 @@ class Reference:
     """A copy of this rank's weights that are trained, as they are now, in the compute dtype and on the same device (2 or 4 bytes per local
     parameter). With LoRA these are the adapters; fresh ones add nothing, so the reference is the model itself, and no copy of it.
 
-    It stays as it is but for `mix_in`; `moved` says whether that has happened."""
+    It stays as it is but for `mix_in`; `moved` says whether that has happened. `weights` are in the order of the policy's parameters."""
 
     def __init__(self, policy: MegatronPolicy):
         self._policy = policy
-        self._weights = [p.detach().clone() for p in self._parameters()]
+        self.weights = [p.detach().clone() for p in self._parameters()]
         self.moved = False
 
     @torch.no_grad()
     def mix_in(self, alpha: float) -> None:
         """reference = (1 - alpha) reference + alpha policy, computed in float32 and rounded once (Gorbatovski et al. 2024,
         arXiv 2404.09656, as TRL has it). Elementwise: every copy of a weight moves alike."""
-        for weight, parameter in zip(self._weights, self._parameters(), strict=True):
+        for weight, parameter in zip(self.weights, self._parameters(), strict=True):
             weight.copy_(weight.float().mul_(1 - alpha).add_(parameter.float(), alpha=alpha))
         self.moved = True
 
@@ -43,7 +43,7 @@ class Reference:
         parameters = self._parameters()
         own = [p.data for p in parameters]
         try:
-            for parameter, weight in zip(parameters, self._weights, strict=True):
+            for parameter, weight in zip(parameters, self.weights, strict=True):
                 parameter.data = weight
             yield
         finally:

@@ -62,18 +62,18 @@ class Watcher:
             if not self._end.is_set():
                 self._not_filled(url, error)
             return
-        self._filled(url)
         there = "has joined" if url in self.engine.joining else "is back"
         self.engine.joining.discard(url)
         if not filled:
             self.engine.waiting.add(url)
             self.say(f"vLLM server {url} {there} and waits for the next weight sync")
-            return
-        self.engine.dead.discard(url)
-        self.say(f"vLLM server {url} {there}, with weight version {self.engine.weight_version}")
+        else:
+            self.engine.dead.discard(url)
+            self.say(f"vLLM server {url} {there}, with weight version {self.engine.weight_version}")
+        self._filled(url)
 
     def _filled(self, url: str) -> None:
-        """It is in again."""
+        """It is in again, or waits."""
 
     def _not_filled(self, url: str, error: Exception) -> None:
         self.engine.leave_out(url)
@@ -82,13 +82,13 @@ class Watcher:
 
 class Keeper(Watcher):
     """The same for servers of a launcher, which it starts again when they have ended, at the same address, up to the launcher's
-    `max_restarts` times each. When no more is to come, `engine` gives up waiting."""
+    `max_restarts` times each. When no more is to come, `engine` gives up waiting. While others sleep, their GPUs are the trainer's, and so
+    are those of one that has ended: it is started when they wake up."""
 
     def __init__(self, launcher: Launcher, engine: Updates, refill: Callable[[str], bool], say: Callable[[str], None] = print):
         super().__init__(engine, refill, say)
         self.launcher = launcher
         self._silent_since: dict[str, float] = {}
-        self._starting: set[str] = set()
         self._given_up: set[str] = set()
 
     def _look(self) -> None:
@@ -106,7 +106,7 @@ class Keeper(Watcher):
             if healthy(url):
                 self._fill(url)
             else:
-                limit = self.launcher.startup_timeout if url in self._starting else SILENT_SECONDS
+                limit = self.launcher.startup_timeout if url in self.engine.starting else SILENT_SECONDS
                 if time.monotonic() - self._silent_since.setdefault(url, time.monotonic()) > limit:
                     self.say(f"warning: vLLM server {url} has said nothing for {limit:g} s; ending it")
                     server.end()
@@ -116,6 +116,9 @@ class Keeper(Watcher):
     def _start_again(self, place: int, server: Server) -> None:
         url = server.url
         self._silent_since.pop(url, None)
+        self.engine.starting.discard(url)
+        if self.engine.asleep:
+            return
         if not self.launcher.may_start_again(server):
             self._given_up.add(url)
             if len(self._given_up) == len(self.launcher.servers):
@@ -128,11 +131,14 @@ class Keeper(Watcher):
         with self._lock:
             if self._end.is_set():
                 return
-            self._starting.add(url)
+            self.engine.starting.add(url)
+            if self.engine.asleep:  # in between: who has it sleep has seen no server that starts
+                self.engine.starting.discard(url)
+                return
             self.say(f"warning: {self.launcher.start_again(place)}")
 
     def _filled(self, url: str) -> None:
-        self._starting.discard(url)
+        self.engine.starting.discard(url)
         self._silent_since.pop(url, None)
 
     def _not_filled(self, url: str, error: Exception) -> None:

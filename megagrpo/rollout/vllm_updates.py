@@ -52,6 +52,7 @@ class Updates(Servers):
         super().__init__(urls, logs=logs, request_timeout=request_timeout, token=token, urls_file=urls_file)
         self.sync_timeout, self.lora, self.patience = sync_timeout, lora, patience
         self.sleeps, self.asleep, self.refills, self.in_flight = sleeps, False, refills, in_flight
+        self.starting: set[str] = set()  # servers that somebody has started again, until they are in or wait
         self.weight_version = 0
 
     # -- weights
@@ -70,6 +71,7 @@ class Updates(Servers):
             self._admit_waiting()
             if found := dict(self._update(verbs)):
                 return found
+            self.asleep = False  # one that is started again is awake, and has to find its memory free
             if time.monotonic() - silent_since >= self.patience:
                 self._alive()  # raises
             time.sleep(LOOK_SECONDS)
@@ -77,17 +79,27 @@ class Updates(Servers):
     async def _world_size(self, client: httpx.AsyncClient, url: str) -> int:
         return (await self._get(client, url, "/get_world_size", self.sync_timeout))["world_size"]
 
-    def sleep(self) -> None:
-        """Have servers that can give their GPU memory back, until weights come again. Weights that adapters act on are kept in the host's
-        memory."""
+    def sleep(self, keeps_weights: bool = False) -> None:
+        """Have servers that can give their GPU memory back, until weights come again, or until `wake` where they keep theirs in the host's
+        memory. Those that adapters act on are always kept."""
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
-            await self._post(client, url, f"/sleep?level={1 if self.lora else 2}", seconds=self.sync_timeout)
+            await self._post(client, url, f"/sleep?level={1 if self.lora or keeps_weights else 2}", seconds=self.sync_timeout)
             return []
 
         if self.sleeps and not self.asleep:
+            self.asleep = True  # none is started from here on
+            while self.starting:
+                time.sleep(LOOK_SECONDS)
+            self.dead -= self.waiting  # they have no weights, but hold memory
             self._update(verbs)
-            self.asleep = True
+            self.dead |= self.waiting
+
+    def wake(self) -> None:
+        """Have servers that sleep and have kept their weights go on with them."""
+        for what in ("weights", "kv_cache"):
+            self._wake(what, None)
+        self.asleep = False
 
     def _wake(self, what: str, only: Sequence[str] | None) -> None:
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:

@@ -3,7 +3,8 @@
 Every trainer rank offers the blocks it holds; every worker of the engine takes just the slices its loaders copy. No tensor is gathered.
 How the slices travel is a transport's business: `shared_memory.py`, `point_to_point.py`, `cuda_ipc.py`. What is the same for all of them
 is here: an update counts only after its reports have been verified: each element of each tensor arrived, the checksums of what arrived
-equal those of what was given, and the version is the one that was sent. Until then the engine stays paused.
+equal those of what was given, and the version is the one that was sent. Until then the engine stays paused. A trainer that gives its memory
+to the engine has done so before it serves.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megagrpo.weight_sync.cuda_ipc import CudaIpc
 from megagrpo.weight_sync.point_to_point import PointToPoint
 from megagrpo.weight_sync.shared_memory import SharedMemory
 from megagrpo.weight_sync.transport import Given, Ranks, Transport, Update
+from megagrpo.weight_sync.transport import Stays as Stays
 from megagrpo.weight_sync.transport import Weights as Weights
 
 
@@ -56,8 +58,8 @@ class SyncReport:
 class WeightSync:
     """Pushes weights from all ranks to the engine. Every rank makes one and calls `push`; only rank 0's `engine` is used.
 
-    `dtype` is the engine's, "float32" or "bfloat16": weights are cast on their way. `say` gets a line when a push begins anew. A context
-    manager; `close` frees what the transport holds.
+    `dtype` is the engine's, "float32" or "bfloat16": weights are cast on their way. `say` gets a line when a push begins anew. `offload`
+    keeps on the device what a push, and then the engine, leave room for. A context manager; `close` frees what the transport holds.
     """
 
     def __init__(
@@ -67,12 +69,13 @@ class WeightSync:
         dtype: str,
         transport: Transport | None = None,
         say: Callable[[str], None] = lambda text: None,
+        offload: Stays | None = None,
     ):
         if dtype not in DTYPES:
             raise ValueError(f"weight sync: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         assert engine is not None or ranks.world_rank > 0, "rank 0 drives the engine"
         self.engine, self.ranks, self.dtype, self.say = engine, ranks, dtype, say
-        self.transport = transport or SharedMemory(ranks, dtype)
+        self.transport, self.offload = transport or SharedMemory(ranks, dtype), offload or Stays()
         self._delivered: Update | None = None
         self._driving = threading.Lock()  # the engine, which `push` and `refill` do from two threads
 
@@ -95,15 +98,19 @@ class WeightSync:
         server dies that had to take part, this begins anew with those that are left, or with the same one when it is back.
         """
         started = time.perf_counter()
+        self.offload.keep_weights()
         sent = [self._as_sent(*held) for held in found]
         while True:
+            self.offload.keep_weights()  # which they are not where a server died just before it served them
             began = time.perf_counter()
             update = self.transport.prepare(sent, weight_version, self.engine)
             prepared = time.perf_counter()
             with self._driving:
-                outcome = self._deliver(update)
-            outcome = self.ranks.all_gather_objects(outcome)[0]
-            update.done()
+                outcome = self.ranks.all_gather_objects(self._deliver(update))[0]
+                update.done()
+                if not isinstance(outcome, WeightSyncError):
+                    self.offload.keep_nothing()
+                    outcome = self.ranks.all_gather_objects(self._resume(update))[0] or outcome
             if not isinstance(outcome, WeightSyncError):
                 ended = time.perf_counter()
                 return SyncReport(weight_version, prepared - began, ended - prepared, ended - started, *outcome)
@@ -153,12 +160,20 @@ class WeightSync:
             update.verify(reports)
             num_bytes = sum(given.num_bytes for _, given, _ in told), sum(report["bytes"] for report in reports)
             update.verify_bytes(*num_bytes)
-            self.engine.resume(update)
         except Exception as error:
-            return _kind(error)(f"weight version {version} did not reach the engine, which stays paused: {_text(error)}")
+            return _not_reached(version, error)
         checksums, read = (max((report.get(key, 0.0) for report in reports), default=0.0) for key in ("checksum_seconds", "read_seconds"))
         sent = max(seconds for *_, seconds in told)
         return max(given.checksum_seconds for _, given, _ in told) + checksums, *num_bytes, sent, read
+
+    def _resume(self, update: Update) -> WeightSyncError | None:
+        """Have the engine serve what it has taken in: what went wrong, on rank 0."""
+        try:
+            if self.engine is not None:
+                self.engine.resume(update)
+        except Exception as error:
+            return _not_reached(update.manifest.version, error)
+        return None
 
     def _load(self, update: Update) -> list[dict]:
         """Have the engine take the update in, beside the ranks that send it."""
@@ -181,6 +196,10 @@ def make_transport(name: str, ranks: Ranks, dtype: str, device: torch.device, *,
 
 def _kind(error: BaseException | None) -> type[WeightSyncError]:
     return ServerDied if isinstance(error, ServerDied) else WeightSyncError
+
+
+def _not_reached(version: int, error: BaseException) -> WeightSyncError:
+    return _kind(error)(f"weight version {version} did not reach the engine, which stays paused: {_text(error)}")
 
 
 def _text(error: BaseException) -> str:

@@ -22,6 +22,21 @@ class Ranks(Protocol):
     def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]: ...
 
 
+class Stays:
+    """A trainer that leaves everything on its device, whatever comes next; `megagrpo.policy.offload.Offload` is one that does not."""
+
+    away = False  # whether anything is not there
+
+    def keep_everything(self) -> None:
+        """For log-probs, training and checkpoints."""
+
+    def keep_weights(self) -> None:
+        """For a weight sync: the policy's weights."""
+
+    def keep_nothing(self) -> None:
+        """For servers that generate."""
+
+
 @dataclass(frozen=True)
 class Given:
     """What one rank gave away in one update."""

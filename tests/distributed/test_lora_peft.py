@@ -182,7 +182,7 @@ def _fresh(root, parallel):
         for _, param, _ in adapter_blocks(policy.chunks, hf_config, layout):
             param.add_(0.1)
     moved, ref = policy.logprobs(batch), reference.logprobs(batch)
-    copied = sum(w.numel() for w in reference._weights)
+    copied = sum(w.numel() for w in reference.weights)
     trained = sum(p.numel() for c in policy.chunks for p in c.parameters() if p.requires_grad)
     same, still = ([torch.equal(a, b) for a, b in zip(start, rows, strict=True)] for rows in (ref, moved))
     return adapters, same, still, copied == trained

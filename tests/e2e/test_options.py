@@ -144,6 +144,14 @@ def test_what_saves_memory_changes_no_weight(option, plain, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("more", [["run.save_steps=1", "run.async_save=true"], ["lora.rank=2", "rollout.weight_sync_transport=p2p"]])
+def test_a_policy_that_leaves_its_device_while_servers_generate_makes_the_same_run(more, tmp_path):
+    stays, leaves = (succeeded(world.train(tmp_path / on, *more, f"train.offload={on}", "algorithm.beta=0.1")) for on in ("false", "true"))
+    assert texts(leaves) == texts(stays) and largest_difference(leaves, stays) == 0
+    assert [line["grad_norm"] for line in leaves.metrics] == [line["grad_norm"] for line in stays.metrics]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 def test_the_learning_rate_follows_its_schedule(shape, tmp_path):
     steps, warmup, peak, end = 5, 2, 1e-3, 1e-4

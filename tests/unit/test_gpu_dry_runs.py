@@ -81,10 +81,16 @@ def test_a_dry_weight_sync_counts_two_bytes_for_each_parameter(capsys):
 
 
 def test_a_dry_sleep_and_wake_has_the_plans_memory(capsys):
-    said = dry(sleep_wake, capsys)
-    resident, train = (float(re.search(rf"{phase} +(\S+) GiB", said)[1]) for phase in ("generate", "train"))
-    assert resident == pytest.approx(18 * KNOWN["1.5b"] / 2**30, rel=0.01)  # weights 2, gradients 4, masters 4, moments 8
-    assert train > resident and "0.4 x 139 = 55.6 GiB" in said
+    def said(*words: str) -> tuple[float, float, str]:
+        text = dry(sleep_wake, capsys, *words)
+        return *(float(re.search(rf"{phase} +(\S+) GiB", text)[1]) for phase in ("generate", "train")), text
+
+    generate, train, text = said()
+    moved = float(re.search(r"(\S+) GiB leave the GPU", text)[1])
+    assert generate == 55.6 and "0.4 x 139 = 55.6 GiB" in text
+    assert moved == pytest.approx(14 * KNOWN["1.5b"] / 2**30, rel=0.01)  # weights 2, masters 4, moments 8; gradients (4) are not moved
+    beside, same, text = said("train.offload=false")
+    assert beside == pytest.approx(55.6 + 18 * KNOWN["1.5b"] / 2**30, rel=0.01) and same == train and "nothing leaves the GPU" in text
 
 
 def test_dry_logprobs_count_products_and_bytes(capsys):

@@ -60,6 +60,8 @@ def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, 
         ([URLS, "rollout.placement=dedicated"], "rollout.placement: dedicated servers are started here, and rollout.urls names others"),
         ([URLS, "rollout.weight_sync_transport=cuda_ipc"], "and rollout.placement is external; choose p2p or auto"),
         (["rollout.placement=dedicated", "rollout.weight_sync_transport=cuda_ipc"], "and rollout.placement is dedicated; choose p2p"),
+        (["rollout.placement=dedicated", "train.offload=true"], "train.offload: true makes room .* and dedicated ones have their own"),
+        ([URLS, "rollout.max_staleness=1", "train.offload=true"], "train.offload: true empties the GPU while servers generate"),
         (["lora.rank=8", "lora.sync=adapter", "rollout.weight_sync_transport=p2p"], "p2p moves weights, and lora.sync adapter sends"),
     ],
 )
@@ -86,7 +88,8 @@ def test_servers_get_the_gpus_of_their_placement_and_sleep_where_they_share_them
     two = config(f"rollout.placement={placement}", "rollout.servers=2")
     launcher = serving.make_launcher(two, tmp_path, tmp_path, "bfloat16", num_ranks=num_ranks)
     assert launcher.devices == gpus and ("--enable-sleep-mode" in launcher._command(8000)) == sleeps
-    assert launcher._environment(1)["CUDA_VISIBLE_DEVICES"] == gpus[1] and serving.servers_sleep(two) == sleeps
+    assert launcher._environment(1)["CUDA_VISIBLE_DEVICES"] == gpus[1] and serving.servers_sleep(two) == serving.offloads(two) == sleeps
+    assert serving.offloads(config("train.offload=true")) and not serving.offloads(config("train.offload=false"))
 
 
 def test_dedicated_servers_without_gpus_left_are_refused(monkeypatch, tmp_path):

@@ -212,8 +212,9 @@ def test_a_checkpoint_takes_host_memory_of_every_rank_and_of_those_that_write_a_
     gib, model, keys = 134_515_008 / 2**30, parse_hf_config(LLAMA), ("model.precision=bf16", "train.distributed_optimizer=true")
     waited, meanwhile = (host_memory(config(folder, *keys, f"run.async_save={on}"), model, 16) for on in ("false", "true"))
     passing = 4 * (3 + 3 / 16)
-    assert waited == pytest.approx({"saving": 8 * (12 + passing) * gib, "writing": 0, "moments": 0})
-    assert meanwhile == pytest.approx({"saving": (8 * 12 + 7 * passing + 14) * gib, "writing": 14 * gib, "moments": 0})
+    none = {"moments": 0, "offload": 0}
+    assert waited == pytest.approx(none | {"saving": 8 * (12 + passing) * gib, "writing": 0})
+    assert meanwhile == pytest.approx(none | {"saving": (8 * 12 + 7 * passing + 14) * gib, "writing": 14 * gib})
     off = host_memory(config(folder, *keys, "train.optimizer_offload=true"), model, 16)
     assert off["moments"] == pytest.approx(8 * 8 / 16 * gib)
     whole = host_memory(config(folder, "model.precision=bf16", "train.distributed_optimizer=false"), model, 16)
@@ -222,6 +223,10 @@ def test_a_checkpoint_takes_host_memory_of_every_rank_and_of_those_that_write_a_
     others = stage_parameters(parse_hf_config(MIXED), ParallelSection(ep=4))[0]
     shared = host_memory(config(folder, *keys, "parallel.ep=4", "run.async_save=true"), parse_hf_config(MIXED), 8)
     assert shared["writing"] == pytest.approx((4 * experts + others) * 14 / 2**30)
+    made = [config(folder, *keys, "algorithm.beta=0.1", f"train.offload={on}") for on in ("true", "false")]
+    leaves, stays = (host_memory(one, model, 16, gpu=True)["offload"] for one in made)
+    assert (leaves, stays) == pytest.approx((8 * (2 + 12 / 16 + 2) * gib, 0))  # weights, masters and moments, reference
+    assert f"{leaves:.1f} GiB, pinned, for what leaves the GPUs" in str(plan(made[0], 16, gpu_memory_gb=80))
     text = str(plan(config(folder, *keys, "run.async_save=true"), 16))
     assert f"{meanwhile['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is put together" in text
     assert f"; {meanwhile['writing']:.1f} GiB until it is written" in text
@@ -401,11 +406,17 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
     def problems(gpu: float, *overrides: str) -> list[str]:
         return plan(load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", overrides), 8, gpu).problems
 
-    (problem,) = problems(64)
+    beside = "train.offload=false"
+    (problem,) = problems(64, beside)
     share = float(problem.partition("lower it to ")[2].split()[0])
-    assert 0 < share < 0.4 and problems(64, f"rollout.gpu_memory_utilization={share}") == []
-    (problem,) = problems(40)
+    assert 0 < share < 0.4 and problems(64, beside, f"rollout.gpu_memory_utilization={share}") == []
+    (problem,) = problems(40, beside)
     assert "raise parallel.tp, parallel.pp or parallel.cp" in problem
+    assert problems(64) == problems(64, "rollout.gpu_memory_utilization=0.9") == []  # in turns
+    (problem,) = problems(38)
+    assert problem.startswith("parallel.tp: a trainer rank needs 39.6 GiB, and a GPU has 38; raise parallel.tp")
+    (problem,) = problems(64, "rollout.gpu_memory_utilization=0.2")
+    assert problem.startswith("rollout.tp: vLLM's 0.2 of a GPU must hold")
     (mixed,) = plan(load_config(REPOSITORY / "configs" / "qwen3_30b_a3b_4nodes.yaml"), 16, 40).problems
     assert "raise parallel.tp, parallel.ep, parallel.pp or parallel.cp" in mixed
 
@@ -446,7 +457,12 @@ def test_a_server_counts_where_it_shares_the_gpu(folder):
     held = made("rollout.gpu_memory_utilization=0.3", gpu=80.0).memory["generate"]
     assert held["vllm_weights"] + held["kv_cache"] == pytest.approx(24.0)
     peak = dedicated.memory["train"]["total"]
-    assert colocated.smallest_gpu == pytest.approx(peak / 0.7) and dedicated.smallest_gpu == pytest.approx(peak)
+    assert colocated.smallest_gpu == dedicated.smallest_gpu == pytest.approx(peak)
+    assert made("rollout.gpu_memory_utilization=0.3", "train.offload=false").smallest_gpu == pytest.approx(peak / 0.7)
+    turns, beside = (made("rollout.gpu_memory_utilization=0.3", f"train.offload={on}", gpu=80.0).memory for on in ("true", "false"))
+    assert {part for part, size in turns["generate"].items() if size} == {"vllm_weights", "kv_cache", "total"}
+    assert {part for part, size in turns["sync"].items() if size} == {"weights", "staging", "vllm_weights", "total"}
+    assert turns["train"] == beside["train"] and beside["generate"]["total"] == pytest.approx(24.0 + trainer)
     share = made("rollout.placement=dedicated", "rollout.gpu_memory_utilization=0.01")
     assert share.smallest_gpu == pytest.approx(engine / 0.01) and "or its share of a vLLM server" in str(share)
     assert made("rollout.urls=['http://a:1']").smallest_gpu == pytest.approx(peak)

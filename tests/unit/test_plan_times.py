@@ -164,7 +164,8 @@ def test_stragglers_make_generation_longer_than_the_average_response():
         ([], ["rollout.servers=8"], "generate"),
         ([], ["rollout.tp=2"], "generate"),
         (["rollout.max_num_seqs=16"], [], "generate"),
-        (["rollout.placement=dedicated"], [], "sync"),  # over the network
+        (["rollout.placement=dedicated"], ["train.offload=false"], "sync"),  # over the network
+        ([], ["train.offload=false"], "sync"),  # to the host and back
         ([], ["parallel.tp=4", "parallel.sequence_parallel=true"], "load"),
     ],
 )

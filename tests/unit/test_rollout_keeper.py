@@ -127,3 +127,27 @@ def test_nothing_is_started_once_the_keeper_is_left(stand):
     kill(stand.servers[0])
     time.sleep(0.3)
     assert not stand.servers[0].alive and not stand.restarts
+
+
+def test_a_server_that_ends_while_others_sleep_is_started_when_they_wake(stand):
+    engine, said = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), []
+    engine.asleep = True
+    with Keeper(stand, engine, lambda url: False, said.append):
+        kill(stand.servers[0])
+        wait_until(lambda: engine.dead)
+        time.sleep(0.3)
+        assert not stand.servers[0].alive and not said
+        assert engine.workers() == {stand.urls[0]: 2}  # no other is left: it is started, and takes part
+    assert not engine.asleep and "starting it again" in said[0]
+
+
+def test_who_has_servers_sleep_waits_for_one_that_starts_and_it_sleeps_too(stand, monkeypatch):
+    engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
+    monkeypatch.setattr(engine, "_update", lambda verbs: told.append((set(engine.dead), list(said))))
+    kill(stand.servers[0])
+    engine.starting.add(stand.urls[0])
+    with Keeper(stand, engine, lambda url: False, said.append):
+        wait_until(lambda: said)
+        engine.sleep()
+    assert len(told) == 1 and told[0][0] == set() and told[0][1][-1].endswith("is back and waits for the next weight sync")
+    assert engine.dead == engine.waiting == set(stand.urls)

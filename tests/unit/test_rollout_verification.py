@@ -10,9 +10,10 @@ import torch
 from megagrpo.boxes import cut, whole
 from megagrpo.families.blocks import Block
 from megagrpo.rollout.copies import checksum
+from megagrpo.rollout.engine import ServerDied
 from megagrpo.rollout.ledger import Ledgers
 from megagrpo.rollout.shared_weights import Manifest, SharedBlock, SharedTensor, WeightSyncError
-from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync import Stays, WeightSync
 from megagrpo.weight_sync.shared_memory import SharedMemory, _allocate, remove_stale
 from megagrpo.weight_sync.verification import verify
 
@@ -117,6 +118,42 @@ def test_a_push_writes_what_the_parameters_hold_now_and_close_removes_it(tmp_pat
             for name, param in params.items():
                 assert torch.equal(engine.seen[name], param)
     assert list(tmp_path.iterdir()) == []
+
+
+class Leaves(Stays):
+    """A trainer that makes room: notes what it keeps, among what its engine does."""
+
+    def __init__(self):
+        self.noted = []
+
+    def keep_weights(self):
+        self.noted.append("weights stay")
+
+    def keep_nothing(self):
+        self.noted.append("nothing stays")
+
+
+def test_a_trainer_leaves_its_memory_when_all_is_verified_and_before_the_engine_serves(tmp_path):
+    class DiesOnce(ReadingEngine):
+        def load_weights(self, update, only=None):
+            leaves.noted.append("engine loads")
+            return super().load_weights(update, only)
+
+        def resume(self, update, only=None):
+            leaves.noted.append("engine serves")
+            if len(leaves.noted) < 6:
+                raise ServerDied("http://s is gone")
+
+    leaves, param = Leaves(), torch.ones(5)
+    with WeightSync(DiesOnce(), OneRank(), "float32", SharedMemory(OneRank(), "float32", tmp_path), offload=leaves) as sync:
+        sync.push([("p", param, [whole_block("hf.w", (5,))])], 1)
+        once = ["weights stay", "engine loads", "nothing stays", "engine serves"]
+        assert leaves.noted == ["weights stay", *once, *once]
+        leaves.noted.clear()
+        param[0] = torch.nan
+        with pytest.raises(WeightSyncError, match="NaN"):
+            sync.push([("p", param, [whole_block("hf.w", (5,))])], 2)
+        assert set(leaves.noted) == {"weights stay"}
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -1,0 +1,105 @@
+"""A trainer whose memory leaves the device between steps takes the same steps, bit for bit, and leaves nothing there meanwhile."""
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_policy import tiny_model, tiny_run
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.checkpoint import Checkpointer
+from megagrpo.data.packing import pack, packing_rules
+from megagrpo.parallel.layout import init_layout
+from megagrpo.parallel.offload import storages
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.offload import Offload
+from megagrpo.policy.reference import Reference
+from megagrpo.types import TrainState
+from megagrpo.verify.shrink import random_samples
+from megagrpo.verify.step import fill_weights
+from megagrpo.weight_sync import Stays
+
+SHARDED, WHOLE = dict(distributed_optimizer=True), dict(distributed_optimizer=False)
+# Name -> ranks, model, layout, further sections of the config.
+CASES = {
+    "sharded_bf16": (2, "llama_tied", {}, dict(train=SHARDED, model=dict(precision="bf16"))),
+    "experts": (2, "qwen3_moe", dict(ep=2), dict(train=SHARDED)),
+    "adapters": (1, "qwen3_untied", {}, dict(train=WHOLE, lora=dict(rank=2))),
+    "stages": (2, "qwen3_tied", dict(pp=2, vpp=2), dict(train=WHOLE, model=dict(precision="bf16"))),
+    "fp8_moments": (2, "llama_tied", {}, dict(train=SHARDED | dict(optimizer_state_dtype="fp8"))),
+    "muon": (1, "llama_tied", {}, dict(train=WHOLE | dict(optimizer="muon"))),
+    "sharded_fp32": (2, "qwen2_untied", dict(tp=2, sequence_parallel=True), dict(train=SHARDED)),
+}
+USUAL = ("sharded_bf16",)
+
+
+def alive(but: Sequence[torch.Tensor] = ()) -> int:
+    """Bytes of all storages of tensors made since `gc.freeze`, but for these and for what NumPy has looked into, which cannot be freed."""
+    gc.collect()
+    found, left_out = storages(t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)), storages(but)
+    return sum(storage.nbytes() for key, storage in found.items() if key not in left_out and storage.resizable())
+
+
+def everything(policy: MegatronPolicy, reference: Reference) -> list[torch.Tensor]:
+    """Copies of all that steps change, and of the reference."""
+    parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
+    masters = [p for part in parts for group in part.optimizer.param_groups for p in group["params"]]
+    moments = [t for part in parts for state in part.optimizer.state.values() for t in state.values()]
+    weights = [t for chunk in policy.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+    return [t.detach().clone() for t in (*weights, *masters, *moments, *reference.weights)]
+
+
+def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[list[torch.Tensor], list[float]]:
+    """All numbers after three steps, log-probs of each among them, with a checkpoint that is loaded again after the second; and what was
+    left on the device after each, as a share of what had been there."""
+    policy = MegatronPolicy(settings, layout, hf_config)
+    fill_weights(policy, hf_config, layout)
+    reference = Reference(policy)
+    policy.weights_changed()
+    offload = Offload(policy, reference) if offloads else Stays()
+    batch = pack(random_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    saver = Checkpointer(folder / f"saved{offloads}", layout, policy, 1, folder, reference)
+    logprobs, left = [], []
+    for step in range(3):
+        logprobs += [rows for rows in policy.logprobs(batch) if rows is not None]
+        policy.train_step(reference.annotate(batch), make_loss(settings), batch.num_tokens)
+        whole = alive() if offloads else 0
+        weights = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+        offload.keep_weights()
+        held = [p.detach() for chunk in policy.chunks for p in chunk.parameters()]
+        assert all(torch.equal(one, other) for one, other in zip(held, weights, strict=True))
+        del weights, held
+        offload.keep_nothing()
+        assert offload.away == offloads
+        if offloads:
+            pieces = [*offload._weights._host.pieces, *offload._state._host.pieces]
+            left.append(alive(pieces) / whole)
+        offload.keep_everything()
+        if step == 1:
+            saver.save(TrainState(step=1))
+            offload.keep_nothing()
+            offload.keep_everything()
+            saver.load(saver.latest())
+    return everything(policy, reference) + logprobs, left
+
+
+def _compare(case: str, folder: Path) -> list[float]:
+    _, model, parallel, sections = CASES[case]
+    settings, hf_config = tiny_run(parallel, **sections | dict(train=sections["train"] | dict(share_prompts=False))), tiny_model(model)
+    layout = init_layout(settings.parallel)
+    (folder / "config.json").write_text("{}")
+    expected, _ = _steps(settings, hf_config, layout, folder, offloads=False)
+    gc.freeze()
+    found, left = _steps(settings, hf_config, layout, folder, offloads=True)
+    assert len(found) == len(expected)
+    assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, expected, strict=True))
+    return left
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in USUAL else [pytest.mark.full]) for case in CASES])
+def test_steps_are_the_same_and_nothing_stays_on_the_device(case, tmp_path):
+    for left in run_ranks(_compare, CASES[case][0], case, tmp_path):
+        assert len(left) == 3 and max(left) < 0.02, left

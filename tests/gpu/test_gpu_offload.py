@@ -1,0 +1,65 @@
+"""A trainer that leaves its GPU and comes back: what it leaves there, and that all its numbers are as they were.
+`cpu` runs the same code where nothing is freed for others."""
+
+from pathlib import Path
+
+import pytest
+
+from megagrpo.parallel import device
+from megagrpo.parallel.ranks import run_ranks
+
+MODELS = {"gpu": "0.5b", "cpu": "tiny"}
+LEFT_GIB = 0.5  # cuBLAS' workspaces, and what the allocator cannot give back
+
+
+def leave_and_come_back(folder: Path, place: str) -> tuple[float, float, bool, float]:
+    """(GiB before and after leaving, whether all numbers are the same bit for bit, gradient norm of a step after that)."""
+    import torch
+
+    from benchmarks.gpu.pair import own_gib
+    from benchmarks.gpu.setting import run_config, shape, write_shape
+    from benchmarks.gpu.train_step import Case, samples_of, sizes_of
+    from megagrpo.algorithms.losses import make_loss
+    from megagrpo.algorithms.reductions import denominator
+    from megagrpo.data.packing import pack, packing_rules
+    from megagrpo.parallel.layout import init_layout
+    from megagrpo.policy.hf_config import load_hf_config
+    from megagrpo.policy.megatron_policy import MegatronPolicy
+    from megagrpo.policy.offload import Offload
+    from megagrpo.policy.reference import Reference
+
+    precision = "bf16" if place == "gpu" else "fp32"
+    overrides = [f"model.precision={precision}", "algorithm.beta=0.1", "rollout.max_prompt_length=64", "rollout.max_completion_length=64"]
+    config = run_config(write_shape(shape(MODELS[place]), folder), *overrides)
+    layout = init_layout(config.parallel, config.run.seed)
+    hf_config = load_hf_config(folder)
+    torch.manual_seed(0)
+    policy = MegatronPolicy(config, layout, hf_config)
+    reference = Reference(policy)
+    policy.weights_changed()
+    batch = pack(samples_of(Case("", hf_config, config, sizes_of(config))), packing_rules(config, policy.shares_prompts))
+    arguments = reference.annotate(batch), make_loss(config), denominator(batch, config.algorithm.loss_type, 64)
+    policy.train_step(*arguments)
+    offload = Offload(policy, reference)
+
+    def numbers() -> list[torch.Tensor]:
+        return [t.detach().to("cpu", copy=True) for t in (*offload._of_weights(), *offload._of_state(), *policy.logprobs(batch))]
+
+    stayed, before = numbers(), own_gib()
+    for _ in range(2):  # into memory that is new, and into that again
+        offload.keep_nothing()
+        left = own_gib()
+        offload.keep_everything()
+    same = all(torch.equal(one, other) for one, other in zip(numbers(), stayed, strict=True))
+    return before, left, same, policy.train_step(*arguments)["grad_norm"]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("place", [pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.full)])
+def test_a_trainer_leaves_its_gpu_and_comes_back_the_same(place, tmp_path):
+    if (place == "gpu") != device.has_gpu():
+        pytest.skip("needs a GPU" if place == "gpu" else "the GPU has its own turn")
+    before, left, same, norm = run_ranks(leave_and_come_back, 1, tmp_path, place, timeout=300)[0]
+    assert same and 0 < norm < float("inf")
+    if place == "gpu":
+        assert left < LEFT_GIB < before / 10
