@@ -247,7 +247,8 @@ class Trainer:
         if self.engine_sleeps:
             self.collector.stop_if_requested()  # this waits for all ranks, too
             own_part(self.layout, lambda: self.weight_sync.engine.sleep(), here=self.layout.world_rank == 0)
-        self.offload.keep_everything()
+        with self.timer("sync"):
+            self.offload.keep_everything()
 
     def let_engine_nap(self) -> None:
         """The same for a checkpoint between two steps: servers keep their weights, in the host's memory. One that cannot be told is no

@@ -1,12 +1,15 @@
 """Servers that share the trainer's GPUs start before it takes memory there: vLLM measures what is free, twice, and counts the difference as
-its own."""
+its own. From then on one of the two has it, and the other has left."""
 
 import pytest
 
 import megagrpo.train as wiring
+from megagrpo.policy.offload import Offload
 from megagrpo.rollout.engine import EngineStartError
 from megagrpo.rollout.launcher import Launcher
+from megagrpo.rollout.vllm_http import Servers
 from tests.e2e import world
+from tests.e2e.test_options import largest_difference, succeeded, texts
 
 
 def raising(error: Exception):
@@ -26,3 +29,45 @@ def test_a_policy_is_built_after_servers_on_its_gpus_have_started_and_beside_oth
 
     run = world.train(tmp_path, prepare=prepare, launched=True)
     assert run.code == 2 and first in run.err
+
+
+VERBS = ("/sleep", "/wake_up", "/update_weights", "/resume")
+SYNC = ["keep_weights", "/wake_up?tags=weights", "/update_weights", "keep_nothing", "/wake_up?tags=kv_cache", "/resume"]
+TRAIN = ["/sleep?level=2", "keep_everything"]
+SAVE = ["/sleep?level=1", "keep_everything"]
+
+
+@pytest.mark.full
+def test_trainer_and_servers_have_the_memory_in_turns(tmp_path):
+    """vLLM without a GPU is told the same, and sleeps through none of it."""
+    told = tmp_path / "told"
+
+    def note(name):
+        with told.open("a") as file:
+            file.write(f"{name}\n")
+
+    def noting(verb, offload):
+        note(verb)
+        return stock[verb](offload)
+
+    async def post(servers, client, url, path, *args, **options):
+        if path.startswith(VERBS):
+            note(path)
+        return await stock["post"](servers, client, url, path, *args, **options)
+
+    verbs = ("keep_everything", "keep_weights", "keep_nothing")
+    stock = {verb: getattr(Offload, verb) for verb in verbs} | {"post": Servers._post}
+
+    def prepare():
+        wiring.servers_sleep = lambda config: True
+        Servers._post = post
+        for verb in verbs:
+            setattr(Offload, verb, lambda offload, verb=verb: noting(verb, offload))
+
+    run = succeeded(world.train(tmp_path / "turns", "run.save_steps=1", "train.offload=true", prepare=prepare, launched=True))
+    noted = told.read_text().split()
+    noted = [name for name, before in zip(noted, [None, *noted], strict=False) if name != before]
+    again = ["keep_nothing", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"]
+    assert noted == ["/sleep?level=2", *SYNC, *TRAIN, *SYNC, *SAVE, *again, *TRAIN, *SYNC, *SAVE]
+    plain = succeeded(world.train(tmp_path / "plain", "run.save_steps=1"))
+    assert texts(run) == texts(plain) and largest_difference(run, plain) == 0

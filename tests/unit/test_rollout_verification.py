@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megagrpo import adapter_sync
 from megagrpo.boxes import cut, whole
+from megagrpo.config import LoraSection
 from megagrpo.families.blocks import Block
 from megagrpo.rollout.copies import checksum
 from megagrpo.rollout.engine import ServerDied
@@ -154,6 +156,15 @@ def test_a_trainer_leaves_its_memory_when_all_is_verified_and_before_the_engine_
         with pytest.raises(WeightSyncError, match="NaN"):
             sync.push([("p", param, [whole_block("hf.w", (5,))])], 2)
         assert set(leaves.noted) == {"weights stay"}
+
+
+def test_an_adapter_is_written_before_the_trainer_leaves_and_then_loaded(monkeypatch):
+    leaves = Leaves()
+    monkeypatch.setattr(adapter_sync, "save_adapter", lambda *args: leaves.noted.append("the adapter is written"))
+    monkeypatch.setattr(adapter_sync.AdapterSync, "_deliver_adapter", lambda *args: leaves.noted.append("engine loads") or (1, 1))
+    with adapter_sync.AdapterSync(ReadingEngine(), OneRank(), "float32", LoraSection(rank=2), "base", leaves) as sync:
+        sync.push([], 1)
+    assert leaves.noted == ["weights stay", "the adapter is written", "nothing stays", "engine loads"]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
