@@ -1,7 +1,7 @@
 # make quickstart: set everything up and watch a small model learn.   make test: set everything up and run the tests.
 # make test-full: all tests and the large matrix of layouts, in which any three options meet.
 # make test-gpu: the tests that need a GPU, on a machine that has one. There CUDA_VISIBLE_DEVICES= make test runs the others.
-# make test-slurm: jobs on a real Slurm with pretend nodes; installs Debian's slurm-wlm and munge where they are missing, and needs root.
+# make test-slurm: jobs on a real Slurm with pretend nodes; installs Debian's slurm-wlm, munge and iproute2 where they are missing, and needs root.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
@@ -24,5 +24,5 @@ test-gpu: setup
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -q -m gpu -rs $(ARGS)
 
 test-slurm: setup
-	@command -v slurmctld >/dev/null || apt-get install -y --no-install-recommends slurm-wlm munge
+	@command -v slurmctld >/dev/null && command -v ip >/dev/null || apt-get install -y --no-install-recommends slurm-wlm munge iproute2
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m slurm $(ARGS) tests/slurm

@@ -1,5 +1,5 @@
-"""A real Slurm on this machine, with pretend nodes: several slurmd, each a node of its own name. Needs root and Debian's packages
-slurm-wlm and munge.
+"""A real Slurm on this machine, with pretend nodes: several slurmd, each a node of its own name; with `networks` also hosts that share
+neither loopback nor interfaces. Needs root and Debian's packages slurm-wlm and munge; networks also iproute2.
 
 Nothing outside one folder is touched: it has its own munge key and socket, and ports of its own.
 """
@@ -14,12 +14,12 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 CONFIG = """\
 ClusterName=pretend
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
@@ -49,21 +49,68 @@ JobRequeue=1
 KillWait=20
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 CoresPerSocket=64 RealMemory=20000 State=UNKNOWN\n"
+NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=64 CoresPerSocket=64 RealMemory=20000 State=UNKNOWN\n"
 
 
-def missing() -> str:
-    """Why there can be no Slurm here; "" when there can."""
-    needed = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
+def missing(*commands: str) -> str:
+    """Why there can be no Slurm here, or not all of these commands; "" when there can."""
+    needed = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", *commands) if shutil.which(name) is None]
     if needed:
-        return f"{', '.join(needed)} not found: apt-get install --no-install-recommends slurm-wlm munge"
+        return f"{', '.join(needed)} not found: apt-get install --no-install-recommends slurm-wlm munge iproute2"
     return "" if os.geteuid() == 0 else "needs root"
 
 
+class Networks:
+    """Hosts of their own as far as the network goes: each a namespace with a loopback and an `eth0`, 10.213.77.1 and following, wired to
+    one bridge, which this machine is on as 10.213.77.254."""
+
+    BRIDGE, SUBNET, CONTROLLER = "grpo0", "10.213.77", "10.213.77.254"
+
+    def __init__(self, names: Sequence[str]):
+        self.names = list(names)
+
+    def __enter__(self) -> Networks:
+        self.__exit__()  # of tests that were killed
+        _ip(f"link add {self.BRIDGE} type bridge", f"addr add {self.CONTROLLER}/24 dev {self.BRIDGE}", f"link set {self.BRIDGE} up")
+        for name in self.names:
+            _ip(f"netns add grpo-{name}", f"link add grpo-{name} type veth peer name eth0 netns grpo-{name}")
+            _ip(f"link set grpo-{name} master {self.BRIDGE} up", f"-n grpo-{name} addr add {self.address(name)}/24 dev eth0")
+            _ip(f"-n grpo-{name} link set eth0 up", f"-n grpo-{name} link set lo up")
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for what in [*(f"netns del grpo-{name}" for name in self.names), f"link del {self.BRIDGE}"]:
+            subprocess.run(["ip", *what.split()], capture_output=True)
+
+    def address(self, name: str) -> str:
+        return f"{self.SUBNET}.{self.names.index(name) + 1}"
+
+    def inside(self, name: str) -> list[str]:
+        """What runs a command on that host."""
+        return ["nsenter", f"--net=/var/run/netns/grpo-{name}"]
+
+    def cut(self, name: str, off: bool = True) -> None:
+        """Pull the host's cable, or plug it in again."""
+        _ip(f"link set grpo-{name} {'down' if off else 'up'}")
+
+
+def _ip(*commands: str) -> None:
+    for command in commands:
+        subprocess.run(["ip", *command.split()], check=True)
+
+
 @contextlib.contextmanager
-def slurm(folder: Path, nodes: int = 2) -> Iterator[None]:
-    """Slurm's commands work inside, through SLURM_CONF. All daemons are gone afterwards."""
+def slurm(folder: Path, nodes: int = 2, networks: bool = False) -> Iterator[Networks | None]:
+    """Slurm's commands work inside, through SLURM_CONF. All daemons are gone afterwards. With `networks` each node is a host of its own."""
     names = [f"n{number + 1}" for number in range(nodes)]
+    with Networks(names) if networks else contextlib.nullcontext() as wired:
+        with _slurm(folder, names, wired):
+            yield wired
+
+
+@contextlib.contextmanager
+def _slurm(folder: Path, names: list[str], wired: Networks | None) -> Iterator[None]:
+    nodes = len(names)
     for path in [folder / "state", *(folder / f"spool.{name}" for name in names)]:
         path.mkdir(parents=True)
     folder.chmod(0o711)
@@ -72,15 +119,21 @@ def slurm(folder: Path, nodes: int = 2) -> Iterator[None]:
     key.chmod(0o400)
     ports = free_ports(nodes + 1)
     host = socket.gethostname().partition(".")[0]
-    described = "".join(NODE.format(name=name, host=host, port=port) for name, port in zip(names, ports[1:], strict=True))
-    (folder / "slurm.conf").write_text(CONFIG.format(host=host, port=ports[0], folder=folder) + described)
+    addresses = [wired.address(name) if wired else "127.0.0.1" for name in names]
+    described = [
+        NODE.format(name=name, host=host, address=address, port=port)
+        for name, address, port in zip(names, addresses, ports[1:], strict=True)
+    ]
+    controller = wired.CONTROLLER if wired else "127.0.0.1"
+    (folder / "slurm.conf").write_text(CONFIG.format(host=host, address=controller, port=ports[0], folder=folder) + "".join(described))
     (folder / "cgroup.conf").touch()  # empty: without one slurmd does not start
     before = os.environ.get("SLURM_CONF")
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     files = {name: folder / f"munge.{name}" for name in ("pid", "log", "seed")}
     try:
         munge = [f"--socket={folder}/munge.sock", f"--key-file={key}", *(f"--{name}-file={path}" for name, path in files.items())]
-        for command in (["munged", "--force", *munge], ["slurmctld"], *(["slurmd", "-N", name] for name in names)):
+        daemons = [[*(wired.inside(name) if wired else []), "slurmd", "-N", name] for name in names]
+        for command in (["munged", "--force", *munge], ["slurmctld"], *daemons):
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 30
         while command_output("sinfo", "--noheader", "--Node", "--states=idle").count("\n") < nodes:
@@ -90,13 +143,13 @@ def slurm(folder: Path, nodes: int = 2) -> Iterator[None]:
     finally:
         command_output("scancel", "--user=root")
         _wait(lambda: not command_output("squeue", "--noheader"), 30)  # KillWait and a little more
-        daemons = []
+        running = []
         for file in [*(folder / f"slurmd.{name}.pid" for name in names), folder / "slurmctld.pid", files["pid"]]:
             with contextlib.suppress(OSError, ValueError):
-                daemons.append(int(file.read_text()))
-                os.kill(daemons[-1], signal.SIGTERM)
-        _wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in daemons), 10)
-        for pid in {*daemons, *_processes_with(f"SLURM_CONF={folder}/slurm.conf")} - {os.getpid()}:
+                running.append(int(file.read_text()))
+                os.kill(running[-1], signal.SIGTERM)
+        _wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in running), 10)
+        for pid in {*running, *_processes_with(f"SLURM_CONF={folder}/slurm.conf")} - {os.getpid()}:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         del os.environ["SLURM_CONF"]

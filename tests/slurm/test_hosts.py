@@ -1,0 +1,55 @@
+"""The same job on two hosts that share neither loopback nor interfaces, as those of a cluster do: each in a network of its own, with one
+cable between them. `make test-slurm` runs it."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import world
+from tests.slurm import pretend_cluster
+from tests.slurm.pretend_cluster import processes_of, told
+from tests.slurm.test_slurm import STEPS, assert_same, steps_of, submit, wait, weights
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+CABLED = dict(interface="eth0", env={"OMP_NUM_THREADS": "1"})  # not the loopback of the file of one machine
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    if reason := pretend_cluster.missing("ip", "nsenter"):
+        pytest.skip(reason)
+    with pretend_cluster.slurm(tmp_path_factory.mktemp("slurm"), networks=True) as wired:
+        yield wired
+
+
+@pytest.fixture(scope="module")
+def whole(hosts, tmp_path_factory) -> Path:
+    """A job that nobody has disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    job = submit(folder, "whole", f"run.max_steps={STEPS}", **CABLED)
+    wait(lambda: told(job, "JobState") == "COMPLETED", job, folder / "whole.out", "end of the undisturbed job")
+    assert not processes_of(job)
+    return folder
+
+
+def test_hosts_that_only_a_cable_joins_take_the_steps_of_one_machine(hosts, whole, tmp_path):
+    started = world.start(tmp_path, f"run.max_steps={STEPS}", "run.save_steps=12", launched=True, NPROC="2")
+    here = world.finish(started, tmp_path, seconds=300)
+    assert here.code == 0, here.err
+    assert_same(weights(whole / "whole"), weights(here.folder))
+    (told_of,) = (whole / "whole.jobs").glob("*/attempt_0/urls/*.url")
+    assert told_of.read_text().startswith(f"http://{hosts.address('n2')}:")
+
+
+def test_a_cable_that_is_pulled_for_a_while_costs_time_and_nothing_else(hosts, whole, tmp_path):
+    """In the middle of whatever it meets: gradients, weights and requests for rollouts all cross it."""
+    job, printed = submit(tmp_path, "cut", f"run.max_steps={STEPS}", **CABLED), tmp_path / "cut.out"
+    for step in (3, 9, 15):
+        wait(lambda step=step: steps_of(tmp_path / "cut") >= step, job, printed, f"step {step}")
+        hosts.cut("n2")
+        time.sleep(5)
+        hosts.cut("n2", off=False)
+    wait(lambda: told(job, "JobState") == "COMPLETED", job, printed, "end of the job")
+    assert told(job, "Restarts") == "0"
+    assert_same(weights(tmp_path / "cut"), weights(whole / "whole"))
