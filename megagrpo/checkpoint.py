@@ -28,7 +28,7 @@ from megagrpo.bridge.adapters import ADAPTER_FILES, save_adapter
 from megagrpo.bridge.checksums import CHECKSUMS, checksums, verify_others, verify_tensors
 from megagrpo.bridge.families import adapter_blocks
 from megagrpo.bridge.hf_files import carry, files_of
-from megagrpo.bridge.megatron_io import HF_FILES, check_is_checkpoint
+from megagrpo.bridge.megatron_io import HF_FILES, METADATA, check_is_checkpoint
 from megagrpo.bridge.sharded_write import ShardedWrite
 from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.config import TrainSection
@@ -38,6 +38,7 @@ from megagrpo.parallel.together import RankError, own_part, together
 from megagrpo.policy.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.model_state import load_state, sharded_state
 from megagrpo.policy.optimizer import dense_moments
 from megagrpo.policy.reference import Reference
 from megagrpo.types import TrainState
@@ -144,7 +145,7 @@ class Checkpointer:
         same_layout = layout == self._layout_of_rng()
         with_reference = reference_moved and self.reference is not None
         with dense_moments(self.policy.optimizer), torch.no_grad():  # float32 shards are views of leaves, which autograd would guard
-            state, _ = self._sharded_state(is_loading=True, with_rng=same_layout, with_reference=with_reference)
+            state = self._sharded_state(is_loading=True, with_rng=same_layout, with_reference=with_reference)
             try:
                 with warnings.catch_warnings():  # about how Megatron calls torch
                     warnings.simplefilter("ignore", UserWarning)
@@ -153,7 +154,7 @@ class Checkpointer:
                 why = _other_model(path, self.policy.hf_config) or _reason(e)
                 raise CheckpointError(f"{path} cannot be read, or does not fit this model: {why}") from e
             for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True):
-                chunk.load_state_dict(loaded[name], strict=not self.policy.config.lora.enabled)
+                load_state(chunk, loaded[name], strict=not self.policy.config.lora.enabled)
             _follow_config(loaded["optimizer"], self.policy.config.train)
             self.policy.optimizer.load_state_dict(loaded["optimizer"])
         self.policy.scheduler.load_state_dict(loaded["scheduler"])
@@ -176,8 +177,8 @@ class Checkpointer:
     def _write(self, saving: _Saving, background: bool) -> None:
         device.release_memory()  # writing takes two more copies of weights and optimizer state
         with dense_moments(self.policy.optimizer):
-            sharded, metadata = self._sharded_state(is_loading=False, with_rng=True, with_reference=saving.reference_moved)
-            saving.write = ShardedWrite(sharded, saving.partial, metadata, background)
+            sharded = self._sharded_state(is_loading=False, with_rng=True, with_reference=saving.reference_moved)
+            saving.write = ShardedWrite(sharded, saving.partial, METADATA, background)
 
     def _write_adapter(self, partial: Path) -> None:
         policy, lora = self.policy, self.policy.config.lora
@@ -207,12 +208,10 @@ class Checkpointer:
         if best == final:
             _point(self.folder / BEST, best)
 
-    def _sharded_state(self, is_loading: bool, with_rng: bool, with_reference: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": "fully_reshardable"}
-        local = metadata | {"dp_cp_group": self.layout.dp_cp_group}
+    def _sharded_state(self, is_loading: bool, with_rng: bool, with_reference: bool) -> dict[str, Any]:
+        local = METADATA | {"dp_cp_group": self.layout.dp_cp_group}
         state: dict[str, Any] = {
-            name: self._trained(chunk.sharded_state_dict(metadata=local))
-            for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
+            name: self._trained(sharded_state(chunk, local)) for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
         }
         state["optimizer"] = self.policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=local)
         state["scheduler"] = self.policy.scheduler.state_dict()
@@ -220,7 +219,7 @@ class Checkpointer:
             state["reference"] = self.reference.sharded_state_dict(metadata=local)
         if with_rng:
             state["rng"] = self._rng_state()
-        return state, metadata
+        return state
 
     def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
         """With LoRA the adapters alone: the base is the model that the run starts from."""

@@ -23,7 +23,7 @@ from megagrpo.bridge.export import Held, Stream, exhaust, find_sources, shapes, 
 from megagrpo.bridge.families import fill
 from megagrpo.bridge.hf_files import Files, Writer, carry, copy_side_files, files_for, files_of
 from megagrpo.bridge.load import Checkpoint
-from megagrpo.bridge.megatron_io import HF_FILES, Part, Structure, check_is_checkpoint, save_objects, structure
+from megagrpo.bridge.megatron_io import HF_FILES, Part, Structure, check_is_checkpoint, save_frame, structure
 from megagrpo.bridge.progress import Progress
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.bridge.torch_dist import ARCHIVE_BYTES, Piece, PieceWriter, StoredTensors, add_pieces
@@ -54,17 +54,17 @@ def import_hf(model: str, out: Path, layout: Layout) -> None:
         checkpoint.say_left_out(hf_config)
     with _unfinished(out, layout, source) as folder:
         pieces = _import_tensors(held, checkpoint, folder, layout)
-        everyone, objects = layout.all_gather_objects(pieces), folder.path / "objects"
-        together(layout, lambda: _empty(objects), here=layout.world_rank == 0)
-        save_objects(held.objects, objects)
+        everyone, frame = layout.all_gather_objects(pieces), folder.path / "frame"
+        together(layout, lambda: _empty(frame), here=layout.world_rank == 0)
+        save_frame(frame)
 
         def finish() -> None:
             _empty(folder.path / HF_FILES)
             carry(source, files_of(source), folder.path / HF_FILES)
-            add_pieces(objects, [piece for pieces in everyone for piece in pieces])
-            for file in objects.iterdir():
+            add_pieces(frame, [piece for pieces in everyone for piece in pieces])
+            for file in frame.iterdir():
                 file.rename(folder.path / file.name)
-            objects.rmdir()
+            frame.rmdir()
 
         together(layout, finish, here=layout.world_rank == 0)
 

@@ -19,10 +19,10 @@ from megagrpo.families.blocks import Block
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.build import build_model, weights_dtype
 from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.model_state import load_state, sharded_state
 
 from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.parallel, which prepares the platform)
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica  # isort: skip
-from megatron.core.utils import unwrap_model  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica  # isort: skip
 
 HF_FILES = "hf"  # subfolder with config.json and the tokenizer, which the way back needs
 # The one sharding of the distributed optimizer's state that moves between tensor- and pipeline-parallel sizes; weights alone do not care,
@@ -33,7 +33,7 @@ METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True,
 def model_state(chunks: list[nn.Module], layout: Layout) -> dict[str, Any]:
     """Sharded state of the chunks: under "model" when there is one, "model0", "model1", ... for virtual pipeline stages."""
     metadata = METADATA | {"dp_cp_group": layout.dp_cp_group}
-    return {name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks)}
+    return {name: sharded_state(chunk, metadata) for name, chunk in _named(chunks)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,6 @@ class Structure:
     """A model of any size that takes no memory."""
 
     parts: list[Part]
-    objects: dict[str, Any]  # sharded state that is no tensor
     dtype: torch.dtype  # of the parameters in training
 
 
@@ -76,20 +75,18 @@ def structure(hf_config: HfConfig, layout: Layout) -> Structure:
         state = model_state(chunks, layout)
         stored = {f"chunk{i}.{name}" if i else name: value for i, held in enumerate(state.values()) for name, value in held.items()}
         parts = [_part(name, param, found, stored.pop(name)) for name, param, found in blocks(chunks, hf_config, layout)]
-    left = [name for name, value in stored.items() if not isinstance(value, ShardedObject)]
-    assert not left, f"tensors without blocks: {left}"
-    objects = {chunk: {name: value for name, value in held.items() if isinstance(value, ShardedObject)} for chunk, held in state.items()}
-    return Structure(parts, objects, dtype)
+    assert not stored, f"stored without blocks: {[*stored]}"
+    return Structure(parts, dtype)
 
 
 def _part(name: str, param: Tensor, found: list[Block], stored: ShardedTensor | ShardedTensorFactory) -> Part:
     return Part(name, tuple(param.shape), found, stored, [stored] if isinstance(stored, ShardedTensor) else stored.build())
 
 
-def save_objects(objects: dict[str, Any], folder: Path) -> None:
-    """Write what is no tensor, and the files that make `folder` a distributed checkpoint. Collective."""
+def save_frame(folder: Path) -> None:
+    """Write the files that make `folder` a distributed checkpoint, as yet of no tensors. Collective."""
     # The default strategy needs a package that does not install everywhere.
-    dist_checkpointing.save(objects, str(folder), content_metadata=METADATA, async_strategy="mcore")
+    dist_checkpointing.save({}, str(folder), content_metadata=METADATA, async_strategy="mcore")
 
 
 def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> None:
@@ -105,7 +102,7 @@ def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> N
     except Exception as e:  # torch and Megatron raise a dozen types for a missing key or another shape
         raise ValueError(f"{folder} does not fit this model: {e}") from e
     for name, chunk in _named(chunks):
-        unwrap_model(chunk).load_state_dict(state[name])
+        load_state(chunk, state[name])
 
 
 def check_is_checkpoint(folder: Path) -> None:

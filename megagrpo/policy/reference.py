@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.model_state import load_state, sharded_state
 from megagrpo.types import MicroBatch, RefHead, TrainBatch
 
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace  # isort: skip  (after megagrpo.parallel)
@@ -79,7 +80,7 @@ class Reference:
             return entry
 
         with self.in_place():
-            states = {str(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self._policy.chunks)}
+            states = {str(i): sharded_state(chunk, metadata) for i, chunk in enumerate(self._policy.chunks)}
             dict_list_map_inplace(hold, states)
         add_prefix_for_sharding(states, "reference.")
         return states
@@ -88,7 +89,7 @@ class Reference:
         """Take over what a checkpoint held of a reference that had moved."""
         with self.in_place():
             for i, chunk in enumerate(self._policy.chunks):
-                chunk.load_state_dict(states[str(i)])
+                load_state(chunk, states[str(i)])
         self.moved = True
 
 

@@ -19,6 +19,7 @@ import torch
 from tiny_families import MODELS, tiny_config
 from torch import nn
 
+from megagrpo.bridge.megatron_io import METADATA
 from megagrpo.config import ParallelSection
 from megagrpo.families.architecture import HfConfig
 from megagrpo.parallel import device
@@ -27,6 +28,7 @@ from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.fp8 import Fp8, keep_in_bf16
 from megagrpo.policy.hf_config import parse_hf_config
+from megagrpo.policy.model_state import sharded_state
 
 from megatron.core import fp8_utils  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
@@ -74,10 +76,9 @@ def weights_of(chunk: nn.Module) -> Weights:
 
 
 def checkpoint_keys(chunk: nn.Module, layout: Layout) -> list[str]:
-    """What a checkpoint calls the model's tensors. What Transformer Engine adds of its own is empty, and left out."""
-    state = chunk.sharded_state_dict(metadata=dict(singleton_local_shards=False, dp_cp_group=layout.dp_cp_group))
-    keys = {entry.key for entry in nested_values(state) if hasattr(entry, "key")}
-    return sorted(key for key in keys if not key.endswith("_extra_state"))
+    """What a checkpoint calls what it holds of the model."""
+    state = sharded_state(chunk, METADATA | dict(dp_cp_group=layout.dp_cp_group))
+    return sorted({entry.key for entry in nested_values(state) if hasattr(entry, "key")})
 
 
 def recorded_chunk(weights: Weights, num_layers: int) -> nn.Module:

@@ -1,0 +1,35 @@
+"""A model's state in checkpoints: the same keys whichever layers wrote it, so that those of Transformer Engine read what others wrote, and
+others what they wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+import megagrpo.parallel.device  # noqa: F401  (prepares the platform before megatron is imported)
+
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: skip
+from megatron.core.utils import unwrap_model  # isort: skip
+
+EXTRA = "_extra_state"  # of a layer: what is no weight. One of several experts' in one layer is followed by its number
+
+
+def sharded_state(chunk: nn.Module, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's sharded state of `chunk`, without extra states that hold nothing.
+
+    Of Megatron's linears they are None; of Transformer Engine's layers no bytes, unless they scale by a history (delayed scaling).
+    """
+    return {name: entry for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=metadata).items() if not _is_empty(name, entry)}
+
+
+def load_state(chunk: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+    """Take over what was loaded into `sharded_state`. Layers whose extra state is not in it keep their own."""
+    model = unwrap_model(chunk)
+    without = {name: None for name in model.state_dict() if name.endswith(EXTRA)}
+    model.load_state_dict(without | state, strict=strict)
+
+
+def _is_empty(name: str, entry: Any) -> bool:
+    held = entry.data if isinstance(entry, ShardedObject) else entry
+    return name.rpartition(".")[2].startswith(EXTRA) and (held is None or (isinstance(held, Tensor) and held.numel() == 0))

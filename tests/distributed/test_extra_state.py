@@ -1,0 +1,127 @@
+"""Checkpoints between models whose layers have an extra state, as Transformer Engine's do, and models whose layers have none."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_checkpoint import checkpointer, step_once
+from tiny_policy import tiny_model
+
+from megagrpo.bridge.megatron_io import METADATA, load_model, model_state
+from megagrpo.bridge.stored_metadata import read_metadata
+from megagrpo.config import ParallelSection
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.attention import TorchAttention
+from megagrpo.policy.build import build_model
+from megagrpo.policy.reference import Reference
+from megagrpo.policy.specs import RMSNorm
+from megagrpo.types import TrainState
+
+from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # isort: skip
+
+LAYERS = (RMSNorm, TorchAttention, ColumnParallelLinear, RowParallelLinear)
+
+
+def give_extra_state(held: dict[int, torch.Tensor] | None = None) -> None:
+    """Layers of this process get an extra state, as Transformer Engine has it: a tensor of no bytes, or what `held` has for the layer."""
+
+    def get(layer: torch.nn.Module) -> torch.Tensor:
+        return (held or {}).get(id(layer), torch.empty(0, dtype=torch.uint8))
+
+    def take(layer: torch.nn.Module, state: torch.Tensor | None) -> None:
+        if state is not None and state.numel():
+            held[id(layer)] = state
+
+    for layer in LAYERS:
+        layer.get_extra_state, layer.set_extra_state = get, take
+
+
+def run_of(model: Path, folder: Path, with_extra_state: bool):
+    """This rank's policy, with a reference that has moved, and what saves both."""
+    if with_extra_state:
+        give_extra_state()
+    policy, saver = checkpointer(model, folder)
+    saver.reference = Reference(policy)
+    return policy, saver
+
+
+def _save_and_go_on(model, folder, with_extra_state):
+    policy, saver = run_of(model, folder, with_extra_state)
+    saver.reference.mix_in(0.25)
+    step_once(policy, saver.layout)
+    saver.save(TrainState(step=1))
+    return after_a_step(policy, saver)
+
+
+def _resume_and_go_on(model, folder, with_extra_state):
+    policy, saver = run_of(model, folder, with_extra_state)
+    saver.load(saver.latest())
+    return after_a_step(policy, saver)
+
+
+def after_a_step(policy, saver) -> list:
+    step_once(policy, saver.layout)
+    return [w.detach().numpy().copy() for w in (*saver.reference._weights, *(p for c in policy.chunks for p in c.parameters()))]
+
+
+@pytest.fixture
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(tiny_model("llama_tied").raw))
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", [True, False], ids=["from_such_a_model", "into_such_a_model"])
+def test_a_run_goes_on_where_layers_have_another_extra_state(first, model, tmp_path):
+    unbroken = run_ranks(_save_and_go_on, 2, model, tmp_path, first)
+    resumed = run_ranks(_resume_and_go_on, 2, model, tmp_path, not first)
+    for one, other in zip(unbroken, resumed, strict=True):
+        assert len(one) == len(other) > 20 and all((a == b).all() for a, b in zip(one, other, strict=True))
+    stored = read_metadata(tmp_path / "step_000001").state_dict_metadata
+    assert any(key.startswith("reference.") for key in stored) and not [key for key in stored if "_extra_state" in key]
+
+
+def _keep_a_history(model, folder):
+    """What norms hold once a checkpoint is loaded in which they held 1, 2, 3, ... and an attention nothing."""
+    held: dict[int, torch.Tensor] = {}
+    give_extra_state(held)
+    policy, saver = checkpointer(model, folder)
+    norms = [module for chunk in policy.chunks for module in chunk.modules() if isinstance(module, RMSNorm)]
+    held |= {id(norm): torch.full((4,), i + 1.0) for i, norm in enumerate(norms)}
+    saver.save(TrainState(step=1))
+    held |= {id(norm): torch.zeros(4) for norm in norms}
+    saver.load(saver.latest())
+    return [held[id(norm)].tolist() for norm in norms], len(held)
+
+
+@pytest.mark.full
+def test_an_extra_state_that_holds_something_comes_back(model, tmp_path):
+    for found, entries in run_ranks(_keep_a_history, 2, model, tmp_path):
+        assert found == [[i + 1.0] * 4 for i in range(entries)] and entries > 4
+
+
+def _weights(folder: Path, with_extra_state: bool, save: bool) -> list:
+    """Of a model by itself: saved as Megatron does, or read back into one that starts with zeros."""
+    if with_extra_state:
+        give_extra_state()
+    layout = init_layout(ParallelSection(tp=2))
+    torch.manual_seed(0)
+    chunks = build_model(tiny_model("qwen3_moe"), layout, dtype=torch.float32, sequence_parallel=True)
+    if save:
+        dist_checkpointing.save(model_state(chunks, layout), str(folder), content_metadata=METADATA, async_strategy="mcore")
+    else:
+        with torch.no_grad():
+            [parameter.zero_() for chunk in chunks for parameter in chunk.parameters()]
+        load_model(chunks, folder, layout)
+    return [p.detach().numpy().copy() for chunk in chunks for p in chunk.parameters()]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["from_such_a_model", "into_such_a_model"])
+def test_weights_alone_are_read_where_layers_have_another_extra_state(first, tmp_path):
+    saved, read = run_ranks(_weights, 2, tmp_path, first, True), run_ranks(_weights, 2, tmp_path, not first, False)
+    for one, other in zip(saved, read, strict=True):
+        assert all((a == b).all() for a, b in zip(one, other, strict=True)) and any(a.any() for a in one)
