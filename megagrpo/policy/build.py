@@ -258,7 +258,7 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
         vp_stage=chunk if layout.vpp > 1 else None,
     )
     prepare_experts(model, hf_config)
-    _mark_sinks(model)
+    _prepare_sinks(model, config.params_dtype)
     if model.pre_process and hf_config.embedding_scale != 1:
         model.embedding.__class__, model.embedding.scale = ScaledEmbedding, hf_config.embedding_scale
     if model.post_process:
@@ -267,10 +267,12 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
     return model if isinstance(next(model.parameters()), FakeTensor) else model.to(device.device())
 
 
-def _mark_sinks(model: HybridModel) -> None:
-    """Tell the norm of gradients, and whoever cuts tensors, that each tensor-parallel rank has the sinks of its own heads."""
+def _prepare_sinks(model: HybridModel, dtype: torch.dtype) -> None:
+    """Give sinks the dtype of all weights, which files and vLLM have them in; Transformer Engine makes float32 ones. Tell the norm of
+    gradients, and whoever cuts tensors, that each tensor-parallel rank has those of its own heads."""
     for name, parameter in model.named_parameters():
         if name.endswith(".softmax_offset"):
+            parameter.data = parameter.data.to(dtype)
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
 

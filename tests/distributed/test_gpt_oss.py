@@ -8,6 +8,9 @@ from ranks import run_ranks
 from tiny_policy import Case
 
 from megagrpo.config import ParallelSection
+from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.attention import TorchAttention
+from megagrpo.policy.build import build_model
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.verify.compare import compare, silent_tensors
 from megagrpo.verify.shrink import random_samples, random_tensor, shrink_model
@@ -71,6 +74,25 @@ def test_every_bias_and_every_sink_has_a_gradient():
     assert silent_tensors(one_process()) == []
     kinds = {name.split(".", 3)[3] for name in one_process().gradients if name.startswith("model.layers.")}
     assert {"self_attn.sinks", "self_attn.o_proj.bias", "mlp.router.bias", "mlp.experts.down_proj_bias"} < kinds
+
+
+def sinks_made_in_float32() -> list[tuple[torch.dtype, bool, int]]:
+    """Dtype and marks of the sinks of a bfloat16 model, where attention makes float32 ones, as Transformer Engine's does."""
+    begin = TorchAttention.__init__
+
+    def make(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        self.softmax_offset = torch.nn.Parameter(self.softmax_offset.data.float())
+
+    TorchAttention.__init__ = make
+    chunks = build_model(model(), init_layout(ParallelSection()), dtype=torch.bfloat16)
+    sinks = [p for chunk in chunks for name, p in chunk.named_parameters() if name.endswith("softmax_offset")]
+    return [(p.dtype, p.tensor_model_parallel, p.partition_dim) for p in sinks]
+
+
+def test_sinks_have_the_dtype_of_all_weights_whoever_makes_them():
+    found = run_ranks(sinks_made_in_float32, 1)[0]
+    assert set(found) == {(torch.bfloat16, True, 0)} and len(found) == model().num_layers
 
 
 @pytest.mark.parametrize("case", [*LAYOUTS, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=str)

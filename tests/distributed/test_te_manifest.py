@@ -32,9 +32,7 @@ def differences() -> list[str]:
             chunk, layout = chunk_of(hf_config, *variant), variant[0]
             ours = parts(chunk, hf_config, layout)
             theirs = parts(recorded_chunk(recorded, BLOCK * hf_config.num_layers), hf_config, layout)
-            # Of attention sinks, its own parameter, Transformer Engine decides the dtype.
-            apart = [what for what in sorted(ours.items() ^ theirs.items(), key=str) if not what[0][0].endswith(".sinks")]
-            odd += [f"{name}, {layout.tp_size}: {what}" for what in apart] + [f"{name}: {key}" for key in ours.keys() ^ theirs.keys()]
+            odd += [f"{name}, {layout.tp_size}: {what}" for what in sorted(ours.items() ^ theirs.items(), key=str)]
         missing = tensor_names(hf_config) - {tensor for tensor, _, _ in ours} - {"lm_head.weight"}
         odd += [f"{name}: no parameter has {tensor}" for tensor in missing]
         odd += [f"{name}: {key} in one checkpoint" for key in {*checkpoint_keys(chunk, alone)} ^ {*MANIFEST["checkpoint_keys"][name]}]
