@@ -22,6 +22,7 @@ from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.parallel import device, quiet
 from megagrpo.parallel.ranks import RankFailed, run_ranks
+from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.rollout.access import address_of, read_token
 from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.launcher import LORA_RANKS, Launcher, ServerOptions
@@ -60,15 +61,13 @@ def make_launcher(
     `token`, by default one that is made here. With the PEFT folder `adapter` they also serve the model ADAPTER. `max_model_len` None: what
     the run and its evaluation need. `num_ranks` trainer ranks on this host have the first GPUs; dedicated servers get the others. `host` is
     the address that they listen on, None that of `rollout.interface`. ValueError when `adapter` is none, or there are too few GPUs, or
-    none for `rollout.quantization`, or there is no such interface."""
+    none for `rollout.quantization` of this model, or there is no such interface."""
     r = config.rollout
     gpus = device.visible_gpus()
     if gpus is not None and r.placed == "dedicated":
         gpus = gpus[num_ranks:]
-    if gpus is None and r.quantization not in ON_CPU:
-        raise ValueError(
-            f"rollout.quantization: {r.quantization} is what vLLM does on GPUs, and there are none here; set it to {' or '.join(ON_CPU)}"
-        )
+    if gpus is None and r.quantization != "none":
+        _check_quantization(r.quantization, model_folder)
     options = ServerOptions(
         model=str(model_folder.resolve()),
         dtype=dtype,
@@ -98,6 +97,15 @@ def make_launcher(
         token=token or secrets.token_urlsafe(32),
         max_restarts=r.max_restarts,
     )
+
+
+def _check_quantization(quantization: str, model_folder: Path) -> None:
+    """ValueError for what vLLM has no kernels for without a GPU."""
+    key, usable = f"rollout.quantization: {quantization}", list(ON_CPU)
+    if load_hf_config(model_folder).experts:
+        key, usable = f"{key} of a model with experts", ["none"]
+    if quantization not in usable:
+        raise ValueError(f"{key} is what vLLM does on GPUs, and there are none here; set it to {' or '.join(usable)}")
 
 
 def servers_sleep(config: RunConfig) -> bool:

@@ -1,5 +1,6 @@
 """Rollouts in FP8: what servers are started with, what contradicts them, and what the plan makes of it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,24 @@ def test_servers_are_told_to_quantize_and_get_bfloat16_to_do_it_from(kind, tmp_p
 @pytest.mark.parametrize("kind", ["fp8_per_tensor", "fp8_per_block"])
 def test_without_gpus_servers_quantize_by_channel_alone(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(serving.device, "visible_gpus", lambda: None)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert "fp8_per_channel" in launched(tmp_path, config())
     with pytest.raises(ValueError, match=rf"rollout\.quantization: {kind} is what vLLM does on GPUs, .* set it to none or fp8_per_channel"):
         launched(tmp_path, config(kind))
+
+
+@pytest.mark.parametrize("kind", ["fp8_per_tensor", "fp8_per_block", "fp8_per_channel"])
+def test_without_gpus_servers_quantize_no_experts_and_say_so_before_they_start(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(serving.device, "visible_gpus", lambda: None)
+    experts = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | experts))
+    assert "--quantization" not in launched(tmp_path, config("none"))
+    with pytest.raises(
+        ValueError, match=rf"rollout\.quantization: {kind} of a model with experts is what vLLM does on GPUs, .* set it to none$"
+    ):
+        launched(tmp_path, config(kind))
+    monkeypatch.setattr(serving.device, "visible_gpus", lambda: ["0"])
+    assert kind in launched(tmp_path, config(kind))
 
 
 def test_the_plan_counts_a_byte_for_each_weight_of_a_block():
