@@ -40,7 +40,7 @@ from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.parallel.together import RankError, own_part, together
 from megagrpo.plan import plan
 from megagrpo.policy.hf_config import HfConfig, architecture_differences, load_hf_config
-from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.megatron_policy import MegatronPolicy, check_device
 from megagrpo.policy.offload import Offload
 from megagrpo.policy.reference import Reference
 from megagrpo.rewards.scorer import RewardScorer
@@ -110,7 +110,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         os.environ.pop(TOKEN_VARIABLE, None)  # reward functions are none of those who must know it
         model_folder = resolve_model(config.model.path)
         hf_config = load_hf_config(model_folder)
-        together(layout, lambda: Checkpoint(model_folder).check([], hf_config), here=first)  # before anything is moved or started
+        own_part(layout, lambda: check_device(config, hf_config))  # before anything is moved or started
+        together(layout, lambda: Checkpoint(model_folder).check([], hf_config), here=first)
         resume_from = together(layout, lambda: prepare_run_folder(config, run_folder, os.environ.get("MEGAGRPO_JOB")), here=first)[0]
         tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
         reference_folder = _reference_folder(config, hf_config, tokenizer)

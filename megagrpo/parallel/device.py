@@ -163,7 +163,7 @@ def no_fused_kernels() -> str | None:
         return "Triton is not installed"
     if not has_gpu():
         return None if interprets_triton() else "there is no GPU"
-    return None if torch.cuda.get_device_capability()[0] == 9 else f"{torch.cuda.get_device_name()} is no Hopper GPU"
+    return None if torch.cuda.get_device_capability()[0] == 9 else f"{torch.cuda.get_device_name()} is no Hopper GPU, as they need"
 
 
 def interprets_triton() -> bool:

@@ -21,14 +21,15 @@ class Gpu:
     network_gb_per_s: float
     source: str
     mxfp8: bool = False  # whether it multiplies numbers of which 32 share a scale
+    hopper: bool = False  # what the kernels of `train.fused_logprobs` are for
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("a100", 312, 0, 79, 2039, 300, 25, "NVIDIA A100 80GB SXM data sheet; DGX A100 data sheet: 8 x 200 Gb/s"),
-        Gpu("h100", 989, 1979, 79, 3350, 450, 50, "NVIDIA H100 SXM data sheet, 80 GB; DGX H100 data sheet: 8 x 400 Gb/s"),
-        Gpu("h200", 989, 1979, 139, 4800, 450, 50, "NVIDIA H200 SXM data sheet, 141 GB; DGX H200 data sheet: 8 x 400 Gb/s"),
+        Gpu("h100", 989, 1979, 79, 3350, 450, 50, "NVIDIA H100 SXM data sheet, 80 GB; DGX H100 data sheet: 8 x 400 Gb/s", hopper=True),
+        Gpu("h200", 989, 1979, 139, 4800, 450, 50, "NVIDIA H200 SXM data sheet, 141 GB; DGX H200 data sheet: 8 x 400 Gb/s", hopper=True),
         Gpu("b200", 2250, 4500, 178, 8000, 900, 50, "DGX B200 data sheet, an eighth of it: 1,440 GB, 64 TB/s; 8 x 400 Gb/s", mxfp8=True),
     )
 }

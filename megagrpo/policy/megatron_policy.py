@@ -277,6 +277,14 @@ def foretell(loss_fn: LossFn, micro_batch: MicroBatch, places: Tensor, rows: sli
     return tuple(gradient[places[rows]] for gradient in torch.autograd.grad(numerator, leaves, materialize_grads=True))
 
 
+def check_device(config: RunConfig, hf_config: HfConfig) -> None:
+    """ValueError, with key and fix, when this rank's device cannot compute as the config says. It takes no model."""
+    if fp8 := Fp8.of(config.model, hf_config.num_layers):
+        fp8.megatron_config()
+    _shares_prompts(config.train.share_prompts)
+    _fused_options(config, device.resolve_precision(config.model.precision), hf_config)
+
+
 def _shares_prompts(wanted: bool | None) -> bool:
     possible = not device.has_transformer_engine()
     if wanted and not possible:

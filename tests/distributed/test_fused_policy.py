@@ -8,7 +8,9 @@ from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import ParallelSection
+from megagrpo.parallel import device
 from megagrpo.parallel.layout import init_layout
+from megagrpo.policy.megatron_policy import check_device
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import prepare
 
@@ -41,6 +43,22 @@ def test_fp8_logprobs_are_close_and_not_equal():
 
 def build(train: dict) -> None:
     prepare(tiny_run(train=train), tiny_model("qwen2_untied"), init_layout(tiny_run().parallel), random_samples())
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [("NVIDIA A100-SXM4-80GB", (8, 0)), ("NVIDIA L40S", (8, 9)), ("NVIDIA B200", (10, 0)), ("NVIDIA H200", (9, 0))],
+)
+def test_gpus_that_the_kernels_are_not_for_refuse_them_before_there_is_a_model(name, capability, monkeypatch):
+    monkeypatch.setattr(device, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    check_device(tiny_run(model=dict(precision="bf16")), tiny_model("qwen2_untied"))
+    asked = tiny_run(model=dict(precision="bf16"), train=dict(fused_logprobs=True))
+    if capability == (9, 0):
+        return check_device(asked, tiny_model("qwen2_untied"))
+    with pytest.raises(ValueError, match=f"train.fused_logprobs: true cannot be: {name} is no Hopper GPU, .*; set it to false"):
+        check_device(asked, tiny_model("qwen2_untied"))
 
 
 def test_fused_logprobs_without_a_gpu_are_refused_with_the_reason():

@@ -106,6 +106,12 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
         refused(world.train(tmp_path, f"rollout.port={port}", launched=True), f"rollout.port: {port}", "name another")
 
 
+def test_what_this_machine_cannot_compute_is_refused_before_a_server_starts(tmp_path):
+    said = "train.fused_logprobs: true cannot be: there is no GPU; set it to false"
+    refused(world.train(tmp_path, "train.fused_logprobs=true", launched=True), said)
+    assert not [*tmp_path.rglob("vllm_*.log")] and not [*tmp_path.rglob("resolved.yaml")]
+
+
 def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path):
     run = world.train(tmp_path, "rollout.extra_args=[--no-such-flag]", launched=True)
     assert run.code == 1 and "Traceback" not in run.err

@@ -56,6 +56,14 @@ def test_fp8_shortens_what_linears_take_and_is_refused_where_the_gpu_has_none():
         assert (found.times is None) == bool(said)
 
 
+def test_kernels_are_refused_on_gpus_that_they_are_not_for():
+    settings = config("train.fused_logprobs=true")
+    made = plan(settings, 8)
+    said = {gpu: with_times(made, settings, 8, GPUS[gpu], LENGTHS).problems[len(made.problems) :] for gpu in GPUS}
+    refused = {gpu: [f"train.fused_logprobs: true is for Hopper GPUs, which {gpu} is not; set it to false"] for gpu in ("a100", "b200")}
+    assert said == refused | {"h100": [], "h200": []}
+
+
 def test_flops_are_those_of_the_products_of_one_token():
     h, layers, kv, mlp, vocab = 4096, 32, 1024, 14336, 128256
     flops = token_flops(MODEL)
