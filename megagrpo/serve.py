@@ -18,6 +18,7 @@ from megagrpo.rollout.access import read_token
 from megagrpo.rollout.engine import EngineStartError
 from megagrpo.rollout.exchange import own_address
 from megagrpo.rollout.launcher import Launcher
+from megagrpo.rollout.pulse import Pulse
 from megagrpo.serving import engine_dtype, make_launcher
 
 LOOK_SECONDS = 0.5
@@ -44,7 +45,7 @@ def main(config: RunConfig, urls: Path | None = None, logs: Path | None = None, 
             print(f"{node}: {', '.join(found)}", flush=True)
             if urls is not None:
                 write(urls, f"{node}.url", "".join(f"{url}\n" for url in found))
-            return 0 if _watch(launcher, stop) else 1
+            return 0 if _watch(launcher, stop, config.rollout.weight_sync_timeout) else 1
     except (ValueError, OSError, EngineStartError) as error:
         if urls is not None:
             with suppress(OSError):
@@ -76,21 +77,29 @@ def _launcher(config: RunConfig, logs: Path, reach: str | None, first_gpu: int) 
     )
 
 
-def _watch(launcher: Launcher, stop: threading.Event) -> bool:
-    """Starts servers that have died again, as often as the launcher lets it. True when asked to stop, False when the last one is gone for
-    good. One that is back has the weights it was started with; the trainer gives it the current ones before it asks it anything."""
+def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> bool:
+    """Starts servers that have died again, as often as the launcher lets it, and ends those that hang, which is `Pulse`'s word. True when
+    asked to stop, False when the last one is gone for good. One that is back has the weights it was started with; the trainer gives it the
+    current ones before it asks it anything."""
     gone: set[str] = set()
+    pulse = Pulse(launcher, engine_seconds)
     while not stop.wait(LOOK_SECONDS):
+        for server, words in pulse.hung():
+            _warn(f"vLLM server {server.url} {words}; ending it")
+            server.end()
         for place, server in enumerate(launcher.servers):
             if server.alive or server.url in gone:
                 continue
             if launcher.may_start_again(server):
-                said = launcher.start_again(place)
+                _warn(launcher.start_again(place))
             else:
                 gone.add(server.url)
                 often = f"after {launcher.restarts[server.url]} restarts (rollout.max_restarts)"
-                said = f"vLLM server {server.url} {server.fate} and stays so {often}; its log: {server.log}"
-            print(f"warning: {said}", file=sys.stderr, flush=True)
+                _warn(f"vLLM server {server.url} {server.fate} and stays so {often}; its log: {server.log}")
         if len(gone) == len(launcher.servers):
             return False
     return True
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -87,10 +87,11 @@ class RolloutSection(Section):
     request_timeout: PositiveFloat = 1800.0
     """Seconds until one generate request must be answered."""
     weight_sync_timeout: PositiveFloat = 300.0
-    """Seconds that each phase of a weight sync may take; one that takes longer ends the run with the phase, the rank and the tensor."""
+    """Seconds that each phase of a weight sync may take; one that takes longer ends the run with the phase, the rank and the tensor. After
+    as long without a word from its engine `megagrpo serve` starts a server again."""
     max_restarts: NonNegativeInt = 3
-    """How many times each launched server that dies is started again. It holds the current weights before it is asked. With 0, or after the
-    last time, the others go on without it."""
+    """How many times each launched server that dies or hangs is started again. It holds the current weights before it is asked. With 0,
+    or after the last time, the others go on without it."""
 
     @property
     def placed(self) -> str:

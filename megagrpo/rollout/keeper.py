@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from megagrpo.rollout.launcher import Launcher, Server, healthy
+from megagrpo.rollout.pulse import Silence
 from megagrpo.rollout.vllm_updates import Updates
 
 LOOK_SECONDS = 0.3
@@ -88,7 +88,7 @@ class Keeper(Watcher):
     def __init__(self, launcher: Launcher, engine: Updates, refill: Callable[[str], bool], say: Callable[[str], None] = print):
         super().__init__(engine, refill, say)
         self.launcher = launcher
-        self._silent_since: dict[str, float] = {}
+        self._silence = Silence()
         self._given_up: set[str] = set()
 
     def _look(self) -> None:
@@ -107,15 +107,15 @@ class Keeper(Watcher):
                 self._fill(url)
             else:
                 limit = self.launcher.startup_timeout if url in self.engine.starting else SILENT_SECONDS
-                if time.monotonic() - self._silent_since.setdefault(url, time.monotonic()) > limit:
+                if self._silence.goes_on(url) > limit:
                     self.say(f"warning: vLLM server {url} has said nothing for {limit:g} s; ending it")
                     server.end()
         else:
-            self._silent_since.pop(url, None)
+            self._silence.heard(url)
 
     def _start_again(self, place: int, server: Server) -> None:
         url = server.url
-        self._silent_since.pop(url, None)
+        self._silence.heard(url)
         self.engine.starting.discard(url)
         if self.engine.asleep:
             return
@@ -139,7 +139,7 @@ class Keeper(Watcher):
 
     def _filled(self, url: str) -> None:
         self.engine.starting.discard(url)
-        self._silent_since.pop(url, None)
+        self._silence.heard(url)
 
     def _not_filled(self, url: str, error: Exception) -> None:
         self.say(f"warning: vLLM server {url} did not take the current weights, ending it: {error}")

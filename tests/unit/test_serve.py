@@ -1,12 +1,16 @@
 """`megagrpo serve`: what it tells a trainer elsewhere, and when it ends. tests/slurm runs it with real servers."""
 
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megagrpo import serve
 from megagrpo.__main__ import main, parse
+from megagrpo.rollout import launcher as launcher_module
+from megagrpo.rollout import pulse, vllm_http
 from megagrpo.rollout.launcher import ServerOptions, healthy
 from tests.unit.test_placement import QUICKSTART
 from tests.unit.test_rollout_keeper import Stand, kill, wait_until
@@ -30,7 +34,7 @@ def test_addresses_are_in_a_file_of_the_node_which_is_complete_or_absent(tmp_pat
 
 def test_a_server_that_dies_is_started_again_and_with_the_last_one_for_good_it_ends(stand, monkeypatch, capsys):
     monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
-    ended, watching = [], threading.Thread(target=lambda: ended.append(serve._watch(stand, threading.Event())))
+    ended, watching = [], threading.Thread(target=lambda: ended.append(serve._watch(stand, threading.Event(), 60)))
     watching.start()
     kill(stand.servers[0])
     wait_until(lambda: stand.restarts[stand.urls[0]] and healthy(stand.urls[0]))
@@ -43,11 +47,63 @@ def test_a_server_that_dies_is_started_again_and_with_the_last_one_for_good_it_e
     assert f"{stand.urls[0]} was killed by SIGKILL and stays so after 1 restarts (rollout.max_restarts); its log: " in second
 
 
+class Wedged(Stand):
+    """Servers that are well, and whose engine says nothing while there is a file `wedged` in the log folder."""
+
+    def _command(self, port):
+        *words, code, port = super()._command(port)
+        silent = f"while os.path.exists({str(self.log_dir / 'wedged')!r}) and 'paused' in self.path: time.sleep(0.02)"
+        code = code.replace("do_GET(self):", f"do_GET(self):\n        import time\n        {silent}")
+        return [*words, code.replace("http.server.HTTPServer", "http.server.ThreadingHTTPServer"), port]
+
+
+def stop(server):
+    """SIGSTOP to a server, not to its supervisor."""
+    for process in psutil.Process(server.supervisor.pid).children(recursive=True):
+        process.suspend()
+
+
+@pytest.mark.parametrize("wedged", [False, True], ids=["stopped", "wedged"])
+def test_a_server_that_hangs_is_ended_and_started_again(wedged, tmp_path, monkeypatch, capsys):
+    for module, name, seconds in ((serve, "LOOK_SECONDS", 0.01), (pulse, "PULSE_SECONDS", 0.01), (pulse, "SILENT_SECONDS", 0.5)):
+        monkeypatch.setattr(module, name, seconds)
+    for module in (pulse, vllm_http):
+        monkeypatch.setattr(module, "HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr(launcher_module, "GRACE_SECONDS", 0.1)
+    (tmp_path / "config.json").write_text("{}")
+    end = threading.Event()
+    with Wedged(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
+        launcher.start()
+        launcher.wait()
+        watching = threading.Thread(target=lambda: serve._watch(launcher, end, 0.6))
+        watching.start()
+        time.sleep(0.3)  # nothing happens to one that is well
+        assert not launcher.restarts
+        (tmp_path / "wedged").touch() if wedged else stop(launcher.servers[0])
+        wait_until(lambda: launcher.restarts)
+        (tmp_path / "wedged").unlink(missing_ok=True)
+        wait_until(lambda: healthy(launcher.urls[0]))
+        end.set()
+        watching.join()
+    ending, again = capsys.readouterr().err.splitlines()
+    engine = "answers, but its engine has said nothing for 0.6 s (rollout.weight_sync_timeout)"
+    words = engine if wedged else "has answered no health check for 0.5 s"
+    assert ending == f"warning: vLLM server {again.split()[3]} {words}; ending it" and "starting it again, 1 of 1 times" in again
+
+
+def test_time_in_which_nobody_listened_is_no_silence(monkeypatch):
+    clock, silence = iter([0.0, 3.0, 1000.0, 1001.0, 1002.0]), pulse.Silence()
+    monkeypatch.setattr(pulse.time, "monotonic", lambda: next(clock))
+    assert [silence.goes_on("a") for _ in range(3)] == [0.0, 3.0, 3.0 + pulse.LONGEST]
+    silence.heard("a")
+    assert [silence.goes_on("a") for _ in range(2)] == [0.0, 1.0]
+
+
 def test_it_ends_when_it_is_asked_to(stand, monkeypatch):
     monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
     stop = threading.Event()
     threading.Timer(0.1, stop.set).start()
-    assert serve._watch(stand, stop)
+    assert serve._watch(stand, stop, 60)
 
 
 def test_servers_listen_where_the_trainer_reaches_them_and_leave_it_its_gpus(monkeypatch, tmp_path):
