@@ -250,14 +250,14 @@ class Trainer:
         with self.timer("sync"):
             self.offload.keep_everything()
 
-    def let_engine_nap(self) -> None:
-        """The same for a checkpoint between two steps: servers keep their weights, in the host's memory. One that cannot be told is no
-        reason to save nothing."""
+    def let_engine_nap(self, last: bool) -> None:
+        """The same for a checkpoint between two steps, or the `last` one: servers keep their weights, in the host's memory. One that cannot
+        be told is no reason to save nothing."""
         if not self.offload.away:
             return
         if self.engine_sleeps:
             with suppress(RankError, EngineError, WeightSyncError):
-                own_part(self.layout, lambda: self.weight_sync.engine.sleep(keeps_weights=True), here=self.layout.world_rank == 0)
+                own_part(self.layout, lambda: self.weight_sync.engine.sleep(True, last), here=self.layout.world_rank == 0)
         self.offload.keep_everything()
         self.engine_naps = True
 
@@ -305,7 +305,7 @@ class Trainer:
         self.finish_save(wait=True)
         if self.state.step == self.saved.step:
             return
-        self.let_engine_nap()
+        self.let_engine_nap(last=must_succeed)
         background = self.config.run.async_save and not must_succeed
         self.saving = replace(self.state, pass_rates=self.prompts.curriculum.history, ahead=self.collector.finished_ahead())
         with self.counting_failures(must_succeed):

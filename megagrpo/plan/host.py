@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megagrpo.config import RunConfig
 from megagrpo.plan.gpus import GPUS_PER_NODE
-from megagrpo.plan.memory import GIB, MOMENT_BYTES, stage_memory, takes_turns, weight_bytes
+from megagrpo.plan.memory import GIB, MOMENT_BYTES, engine_memory, stage_memory, takes_turns, weight_bytes
 from megagrpo.plan.shapes import largest_chunks, stage_adapters, stage_experts, stage_parameters
 from megagrpo.policy.hf_config import HfConfig
 
@@ -28,12 +28,15 @@ def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: i
     else:
         trained, experts = stage_parameters(model, p), stage_experts(model, p)
     chunks, ranks = largest_chunks(model, p), []
-    moved = moved_bytes(config, model, world_size) if gpu and takes_turns(config) else [0.0] * p.pp
+    turns = gpu and takes_turns(config)
+    moved = moved_bytes(config, model, world_size) if turns else [0.0] * p.pp
+    beside = GIB * engine_memory(config, model)["vllm_weights"] if turns else 0.0  # of the server on the same GPU, which sleeps meanwhile
     for rank in range(world_size):  # numbered tp fastest, then cp, dp, pp; for experts those of a stage etp fastest, then ep
         stage, place = divmod(rank, world_size // p.pp)
         outside = _Shard(trained[stage], place // p.tp, world_size // (p.pp * p.tp))
         inside = _Shard(experts[stage], place // (p.expert_tp * p.ep), world_size // p.expert_parallel_size)
-        ranks.append(_rank(config, [outside, inside], chunks[stage]) | {"offload": moved[stage]})
+        held = _rank(config, [outside, inside], chunks[stage])
+        ranks.append(held | {"saving": held["saving"] + beside, "offload": moved[stage]})
     nodes = [ranks[first : first + per_node] for first in range(0, world_size, per_node)]
     return {name: max(sum(rank[name] for rank in node) for node in nodes) / GIB for name in ranks[0]}
 

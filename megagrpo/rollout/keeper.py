@@ -105,6 +105,8 @@ class Keeper(Watcher):
         elif url in self.engine.dead and url not in self.engine.waiting:
             if healthy(url):
                 self._fill(url)
+            elif url in self.engine.starting and self.engine.leaving:
+                server.end()
             else:
                 limit = self.launcher.startup_timeout if url in self.engine.starting else SILENT_SECONDS
                 if self._silence.goes_on(url) > limit:
@@ -117,8 +119,6 @@ class Keeper(Watcher):
         url = server.url
         self._silence.heard(url)
         self.engine.starting.discard(url)
-        if self.engine.asleep:
-            return
         if not self.launcher.may_start_again(server):
             self._given_up.add(url)
             if len(self._given_up) == len(self.launcher.servers):
@@ -132,7 +132,7 @@ class Keeper(Watcher):
             if self._end.is_set():
                 return
             self.engine.starting.add(url)
-            if self.engine.asleep:  # in between: who has it sleep has seen no server that starts
+            if self.engine.asleep:  # looked at last: who has servers sleep says so before it looks for one that starts
                 self.engine.starting.discard(url)
                 return
             self.say(f"warning: {self.launcher.start_again(place)}")

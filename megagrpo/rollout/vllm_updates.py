@@ -53,6 +53,7 @@ class Updates(Servers):
         self.sync_timeout, self.lora, self.patience = sync_timeout, lora, patience
         self.sleeps, self.asleep, self.refills, self.in_flight = sleeps, False, refills, in_flight
         self.starting: set[str] = set()  # servers that somebody has started again, until they are in or wait
+        self.leaving = False  # whether nobody waits for them any more
         self.weight_version = 0
 
     # -- weights
@@ -79,16 +80,17 @@ class Updates(Servers):
     async def _world_size(self, client: httpx.AsyncClient, url: str) -> int:
         return (await self._get(client, url, "/get_world_size", self.sync_timeout))["world_size"]
 
-    def sleep(self, keeps_weights: bool = False) -> None:
+    def sleep(self, keeps_weights: bool = False, last: bool = False) -> None:
         """Have servers that can give their GPU memory back, until weights come again, or until `wake` where they keep theirs in the host's
-        memory. Those that adapters act on are always kept."""
+        memory. Those that adapters act on are always kept. One that is still starting is waited for, unless this is the `last` thing that
+        servers do: it is ended then."""
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
             await self._post(client, url, f"/sleep?level={1 if self.lora or keeps_weights else 2}", seconds=self.sync_timeout)
             return []
 
         if self.sleeps and not self.asleep:
-            self.asleep = True  # none is started from here on
+            self.asleep, self.leaving = True, last  # none is started from here on
             while self.starting:
                 time.sleep(LOOK_SECONDS)
             self.dead -= self.waiting  # they have no weights, but hold memory

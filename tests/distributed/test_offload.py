@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_policy import tiny_model, tiny_run
+from tiny_policy import SHAPES, tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.checkpoint import Checkpointer
+from megagrpo.config import ParallelSection
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
 from megagrpo.parallel.offload import storages
@@ -18,7 +19,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.offload import Offload
 from megagrpo.policy.reference import Reference
 from megagrpo.types import TrainState
-from megagrpo.verify.shrink import random_samples
+from megagrpo.verify.shrink import random_samples, shrink_model
 from megagrpo.verify.step import fill_weights
 from megagrpo.weight_sync import Stays
 
@@ -31,6 +32,7 @@ CASES = {
     "stages": (2, "qwen3_tied", dict(pp=2, vpp=2), dict(train=WHOLE, model=dict(precision="bf16"))),
     "fp8_moments": (2, "llama_tied", {}, dict(train=SHARDED | dict(optimizer_state_dtype="fp8"))),
     "muon": (1, "llama_tied", {}, dict(train=WHOLE | dict(optimizer="muon"))),
+    "stored_base": (2, "qwen2_untied", {}, dict(train=SHARDED, lora=dict(rank=2), model=dict(base_storage="nf4"))),
     "sharded_fp32": (2, "qwen2_untied", dict(tp=2, sequence_parallel=True), dict(train=SHARDED)),
 }
 USUAL = ("sharded_bf16",)
@@ -88,7 +90,8 @@ def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[l
 
 def _compare(case: str, folder: Path) -> list[float]:
     _, model, parallel, sections = CASES[case]
-    settings, hf_config = tiny_run(parallel, **sections | dict(train=sections["train"] | dict(share_prompts=False))), tiny_model(model)
+    settings = tiny_run(parallel, **sections | dict(train=sections["train"] | dict(share_prompts=False)))
+    hf_config = shrink_model(SHAPES[model], ParallelSection(), unit=64) if settings.lora.enabled else tiny_model(model)
     layout = init_layout(settings.parallel)
     (folder / "config.json").write_text("{}")
     expected, _ = _steps(settings, hf_config, layout, folder, offloads=False)

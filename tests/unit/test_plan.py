@@ -226,6 +226,7 @@ def test_a_checkpoint_takes_host_memory_of_every_rank_and_of_those_that_write_a_
     made = [config(folder, *keys, "algorithm.beta=0.1", f"train.offload={on}") for on in ("true", "false")]
     leaves, stays = (host_memory(one, model, 16, gpu=True)["offload"] for one in made)
     assert (leaves, stays) == pytest.approx((8 * (2 + 12 / 16 + 2) * gib, 0))  # weights, masters and moments, reference
+    assert host_memory(made[0], model, 16, gpu=True)["saving"] == pytest.approx(waited["saving"] + 8 * 2 * gib)  # and vLLM's weights
     assert f"{leaves:.1f} GiB, pinned, for what leaves the GPUs" in str(plan(made[0], 16, gpu_memory_gb=80))
     text = str(plan(config(folder, *keys, "run.async_save=true"), 16))
     assert f"{meanwhile['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is put together" in text

@@ -141,6 +141,18 @@ def test_a_server_that_ends_while_others_sleep_is_started_when_they_wake(stand):
     assert not engine.asleep and "starting it again" in said[0]
 
 
+def test_a_server_that_starts_is_not_waited_for_at_the_end(stand, monkeypatch):
+    monkeypatch.setattr(keeper_module, "healthy", lambda url: False)
+    stand.max_restarts = 2
+    engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
+    monkeypatch.setattr(engine, "_update", lambda verbs: told.append(stand.servers[0].alive))
+    kill(stand.servers[0])
+    with Keeper(stand, engine, lambda url: False, said.append):
+        wait_until(lambda: said)
+        engine.sleep(keeps_weights=True, last=True)
+    assert told == [False] and len(said) == 1
+
+
 def test_who_has_servers_sleep_waits_for_one_that_starts_and_it_sleeps_too(stand, monkeypatch):
     engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
     monkeypatch.setattr(engine, "_update", lambda verbs: told.append((set(engine.dead), list(said))))
