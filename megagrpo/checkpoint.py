@@ -41,10 +41,11 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import load_state, sharded_state
 from megagrpo.policy.optimizer import dense_moments
 from megagrpo.policy.reference import Reference
+from megagrpo.policy.scale_state import load_scales, sharded_scales
 from megagrpo.types import TrainState
 
 from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.parallel, which prepares the platform)
-from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # isort: skip
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
 
 STATE_FILE = "megagrpo.json"
@@ -146,6 +147,8 @@ class Checkpointer:
         with_reference = reference_moved and self.reference is not None
         with dense_moments(self.policy.optimizer), torch.no_grad():  # float32 shards are views of leaves, which autograd would guard
             state = self._sharded_state(is_loading=True, with_rng=same_layout, with_reference=with_reference)
+            with_scales = _holds(path, state["fp8"])
+            state |= {} if with_scales else {"fp8": {}}
             try:
                 with warnings.catch_warnings():  # about how Megatron calls torch
                     warnings.simplefilter("ignore", UserWarning)
@@ -158,6 +161,8 @@ class Checkpointer:
             _follow_config(loaded["optimizer"], self.policy.config.train)
             self.policy.optimizer.load_state_dict(loaded["optimizer"])
         self.policy.scheduler.load_state_dict(loaded["scheduler"])
+        if with_scales:
+            load_scales(self.policy.chunks, loaded["fp8"])
         if with_reference:
             self.reference.load_state_dict(loaded["reference"])
         if same_layout:
@@ -215,6 +220,7 @@ class Checkpointer:
         }
         state["optimizer"] = self.policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=local)
         state["scheduler"] = self.policy.scheduler.state_dict()
+        state["fp8"] = sharded_scales(self.policy.chunks, self.layout)
         if with_reference:
             state["reference"] = self.reference.sharded_state_dict(metadata=local)
         if with_rng:
@@ -274,6 +280,12 @@ def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
     verify_others(path)
     StoredTensors(path).check_files()
     return layout, moved, state
+
+
+def _holds(path: Path, scales: dict[str, ShardedTensor]) -> bool:
+    """Whether the checkpoint has these scales of FP8: not when it was written in another recipe, or with a history of another length."""
+    stored = StoredTensors(path).metadata.state_dict_metadata
+    return bool(scales) and all(key in stored and tuple(stored[key].size) == tuple(t.global_shape) for key, t in scales.items())
 
 
 def _other_model(path: Path, hf_config: HfConfig) -> str:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 USABLE = 0.8  # share of the memory that a planned peak may take: workspaces, fragments and FP8's copies of weights come on top
 WITHOUT_GPU_GIB = 8.0  # that a model may take where the script is only tried out
 TARGETS = "targets on one H200: MFU of train >= 50% in bf16 at 7b, of log-probs >= 60%, FP8 >= 1.3 x of bf16"
-RECIPES = ("none", "tensorwise", "blockwise", "mxfp8")  # the last one takes a Blackwell chip
+RECIPES = ("none", "tensorwise", "blockwise", "delayed", "mxfp8")  # the last one takes a Blackwell chip
 Sizes = Sequence[tuple[int, int]]  # (prompt, response) tokens of each sample
 
 
@@ -255,7 +255,7 @@ def report(case: Case, recipe: str, found: Measured, gpu: Gpu | None, ceilings: 
 def main(arguments: Sequence[str] | None = None) -> int:
     made = parser(__doc__)
     made.add_argument("--models", nargs="+", choices=(*SMALL, *LARGE, TINY), default=[*SMALL, *LARGE])
-    made.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES[:-1], help="of model.fp8_recipe; none is bf16")
+    made.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES[:3], help="of model.fp8_recipe; none is bf16")
     made.add_argument("--layers", type=int, help="of every model; as many as fit when left out")
     made.add_argument("--steps", type=int, default=3, help="measured, after two to warm up")
     args = parse(made, arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import lcm
 from typing import Literal
 
-from megagrpo.config.section import PositiveFloat, PositiveInt, Section
+from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class ModelSection(Section):
@@ -17,9 +17,16 @@ class ModelSection(Section):
     """Tokenizer folder, hub name, or a bare SentencePiece `.model` file; the model's own when empty."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute precision. bf16 keeps fp32 master weights. auto: bf16 on a GPU and on CPUs with bf16 instructions, fp32 on others."""
-    fp8_recipe: Literal["none", "tensorwise", "blockwise", "mxfp8"] = "none"
-    """Multiply in FP8 in the blocks' linears, forward and backward, with a scale for each tensor (`tensorwise`: current scaling), each 128
-    numbers (`blockwise`; of weights 128 x 128) or each 32 (`mxfp8`: Blackwell). Everything else stays in `precision`. docs/gpu.md."""
+    fp8_recipe: Literal["none", "tensorwise", "delayed", "blockwise", "mxfp8"] = "none"
+    """Multiply in FP8 in the blocks' linears, forward and backward, with a scale for each tensor (`tensorwise`: of what it holds now;
+    `delayed`: of what it held before), each 128 numbers (`blockwise`; of weights 128 x 128) or each 32 (`mxfp8`: Blackwell). Everything
+    else stays in `precision`. docs/gpu.md."""
+    fp8_amax_history_len: PositiveInt = 1024
+    """With `delayed`: how many micro-batches' largest magnitudes a scale follows from."""
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """With `delayed`: a scale follows from the largest magnitude of the whole history, or from the newest one."""
+    fp8_margin: NonNegativeInt = 0
+    """With `delayed`: scales are smaller by 2^margin, which leaves magnitudes room to grow."""
     fp8_format: Literal["auto", "hybrid", "e4m3"] = "auto"
     """What FP8 numbers are: e4m3, or `hybrid`: gradients e5m2, of more range and less precision. auto: hybrid where a tensor has one scale,
     e4m3 where there are many."""
@@ -32,19 +39,25 @@ class ModelSection(Section):
     """Recompute activations in the backward pass: `selective` the core attention, `full` every layer."""
 
     @property
+    def history_keys(self) -> dict[str, int | str]:
+        """The keys that only `delayed` reads, as far as they are not as they would be anyway."""
+        names = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != type(self).model_fields[name].default}
+
+    @property
     def hybrid_fp8(self) -> bool:
         """Whether gradients are e5m2 numbers."""
-        return self.fp8_format == "hybrid" or (self.fp8_format == "auto" and self.fp8_recipe == "tensorwise")
+        return self.fp8_format == "hybrid" or (self.fp8_format == "auto" and self.fp8_recipe in ("tensorwise", "delayed"))
 
     @property
     def token_align(self) -> int:
         """Tokens that a rank multiplies at once are a multiple of this: products in FP8 add up over them in the backward pass."""
-        return {"none": 1, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.fp8_recipe]
+        return {"none": 1, "tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}[self.fp8_recipe]
 
     @property
     def width_align(self) -> int:
         """Inputs and outputs that a rank has of a linear are a multiple of this: what Transformer Engine multiplies in FP8."""
-        return {"none": 1, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}[self.fp8_recipe]
+        return {"none": 1, "tensorwise": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32}[self.fp8_recipe]
 
 
 class ParallelSection(Section):

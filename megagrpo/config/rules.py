@@ -171,11 +171,17 @@ def advantage_problems(a: AlgorithmSection) -> list[str]:
 def fp8_problems(config: RunConfig) -> list[str]:
     """Options of products in FP8 where there are none, and adapters, whose linears are not multiplied so."""
     m = config.model
+    problems = [
+        f"model.{key}: {value} is about scales with a history, and model.fp8_recipe is {m.fp8_recipe}; choose delayed, or leave it out"
+        for key, value in m.history_keys.items()
+        if m.fp8_recipe != "delayed"
+    ]
     if m.fp8_recipe != "none":
         why = "linears with an adapter are multiplied in model.precision"
-        return [f"model.fp8_recipe: {m.fp8_recipe}, and {why}; choose none, or set lora.rank to 0"] if config.lora.enabled else []
+        adapted = f"model.fp8_recipe: {m.fp8_recipe}, and {why}; choose none, or set lora.rank to 0"
+        return problems + [adapted] * config.lora.enabled
     said = {"model.fp8_format": m.fp8_format != "auto" and m.fp8_format, "model.bf16_layers": m.bf16_layers}
-    return [
+    return problems + [
         f"{key}: {value} is about FP8, and model.fp8_recipe is none; choose a recipe, or leave it out"
         for key, value in said.items()
         if value

@@ -143,7 +143,7 @@ def has_transformer_engine() -> bool:
 
 
 def fp8_problem(recipe: str) -> str | None:
-    """Why this GPU or its software cannot multiply as `recipe`, tensorwise, blockwise or mxfp8, says; None when they can, and without a
+    """Why this GPU or its software cannot multiply as `recipe`, as `model.fp8_recipe` names it, says; None when they can, and without a
     GPU."""
     if not has_gpu():
         return None

@@ -142,7 +142,7 @@ def gpu_problems(config: RunConfig, gpu: Gpu) -> list[str]:
     """Recipes of FP8 that the GPU does not have, and kernels that are for others."""
     recipe, problems = config.model.fp8_recipe, []
     if recipe != "none" and not (gpu.fp8_tflops and (recipe != "mxfp8" or gpu.mxfp8)):
-        others = "none, tensorwise or blockwise" if gpu.fp8_tflops else "none"
+        others = "none, tensorwise, delayed or blockwise" if gpu.fp8_tflops else "none"
         problems.append(f"model.fp8_recipe: {recipe} does not run on {gpu.name}; choose {others}")
     if config.train.fused_logprobs and not gpu.hopper:
         problems.append(f"train.fused_logprobs: true is for Hopper GPUs, which {gpu.name} is not; set it to false")

@@ -19,7 +19,7 @@ from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.attention import Rotary, TorchAttention
 from megagrpo.policy.experts import prepare_experts
-from megagrpo.policy.fp8 import Fp8, keep_in_bf16, quantise_linears
+from megagrpo.policy.fp8 import Fp8, keep_in_bf16, leave_fp8, quantise_linears
 from megagrpo.policy.hf_config import HfConfig, model_problems, stage_layers
 from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_engine_spec
 
@@ -75,7 +75,9 @@ def build_model(
     for chunk in chunks:
         _set_rotary(chunk, hf_config, longest_sequence)
     if fp8 is not None and not device.has_transformer_engine():
-        quantise_linears(chunks, fp8, BLOCK)
+        quantise_linears(chunks, fp8, BLOCK, layout.process_groups.tp_dp_cp)
+    elif fp8 is not None and fp8.history is not None:
+        leave_fp8(chunks, fp8, BLOCK)
     return chunks
 
 

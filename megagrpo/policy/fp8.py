@@ -18,23 +18,25 @@ from torch import Tensor, nn
 
 from megagrpo.config import ModelSection
 from megagrpo.parallel import device
+from megagrpo.policy.delayed_scaling import E4M3, E5M2, History, Operands, Slot, delay
 
 from megatron.core import fp8_utils  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCKS = {"tensorwise": None, "blockwise": 128, "mxfp8": 32}  # numbers along the sum of a product that share a scale; None: all
 Tile = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """A recipe as `model.fp8_recipe` names it, whether gradients are e5m2 numbers, and the decoder layers, from 0, that it leaves alone."""
+    """A recipe as `model.fp8_recipe` names it, whether gradients are e5m2 numbers, the decoder layers, from 0, that it leaves alone, and
+    what the scales of `delayed` follow from."""
 
     recipe: str
     hybrid: bool
     bf16_layers: frozenset[int] = frozenset()
+    history: History | None = None
 
     @classmethod
     def of(cls, model: ModelSection, num_layers: int) -> Fp8 | None:
@@ -43,18 +45,38 @@ class Fp8:
             return None
         if wrong := [i for i in model.bf16_layers if not -num_layers <= i < num_layers]:
             raise ValueError(f"model.bf16_layers: {wrong[0]}, and the model has {num_layers} layers; use -{num_layers} to {num_layers - 1}")
-        return cls(model.fp8_recipe, model.hybrid_fp8, frozenset(i % num_layers for i in model.bf16_layers))
+        history = History(model.fp8_amax_history_len, model.fp8_amax_compute_algo, model.fp8_margin)
+        bf16_layers = frozenset(i % num_layers for i in model.bf16_layers)
+        return cls(model.fp8_recipe, model.hybrid_fp8, bf16_layers, history if model.fp8_recipe == "delayed" else None)
 
     def megatron_config(self) -> dict[str, Any]:
         """The part of Megatron's configuration that says so to Transformer Engine; `keep_in_bf16` says the rest. Without Transformer Engine
         empty: `quantise_linears` is for that. ValueError when the GPU that is here cannot do it."""
         if problem := device.fp8_problem(self.recipe):
             raise ValueError(f"model.fp8_recipe: {self.recipe} does not run here: {problem}; choose none or another recipe")
-        return dict(fp8="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe) if device.has_transformer_engine() else {}
+        if not device.has_transformer_engine():
+            return {}
+        told = dict(fp8="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe)
+        if h := self.history:
+            told |= dict(fp8_amax_history_len=h.length, fp8_amax_compute_algo=h.algo, fp8_margin=h.margin)
+        return told
 
     @property
     def gradients(self) -> torch.dtype:
         return E5M2 if self.hybrid else E4M3
+
+    def operands(self, x: Tensor, weight: Tensor) -> Fp8:
+        """How a linear rounds what it multiplies: by scales of what is there now."""
+        return self
+
+    def input(self, x: Tensor, dim: int) -> Tensor:
+        return self.round(x, E4M3, dim)
+
+    def weight(self, weight: Tensor, dim: int) -> Tensor:
+        return self.round(weight, E4M3, dim, square=True)
+
+    def gradient(self, grad: Tensor, dim: int) -> Tensor:
+        return self.round(grad, self.gradients, dim)
 
     def round(self, x: Tensor, dtype: torch.dtype, dim: int, square: bool = False) -> Tensor:
         """x [rows, width] as an operand of a product that adds up over `dim`. Blocks of a weight are `square` where the recipe has such."""
@@ -70,6 +92,28 @@ def keep_in_bf16(config: TransformerConfig, hybrid_layers: Iterable[int]) -> Non
     and one of last ones."""
     config.bf16_layers = frozenset(hybrid_layers)
     fp8_utils.is_first_last_bf16_layer = _in_bf16
+
+
+def leave_fp8(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int) -> None:
+    """Take decoder layers of the bare chunks out of Transformer Engine's FP8 context, where Megatron enters one for all of them."""
+    for layer in [layer for chunk in chunks for layer in chunk.decoder.layers]:
+        if (layer.layer_number - 1) // layers_per_block in fp8.bf16_layers:
+            layer.__class__ = _outside(type(layer))
+
+
+@functools.cache
+def _outside(layer: type) -> type:
+    return type(f"Bf16{layer.__name__}", (OutsideFp8, layer), {})
+
+
+class OutsideFp8:
+    """A layer that computes as without FP8."""
+
+    def forward(self, *args, **kwargs):
+        from transformer_engine.pytorch import fp8_autocast
+
+        with fp8_autocast(enabled=False):
+            return super().forward(*args, **kwargs)
 
 
 def _in_bf16(config: TransformerConfig, layer_no: int) -> bool:
@@ -97,15 +141,16 @@ def round_to(x: Tensor, dtype: torch.dtype, tile: Tile, power_of_two: bool = Fal
     return held.view(high, wide)[:rows, :width]
 
 
-def quantise_linears(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int) -> None:
-    """Have the linears of the bare chunks' decoder layers, experts' among them, multiply as the recipe says. Weights are what they were."""
-    for chunk in chunks:
-        for layer in chunk.decoder.layers:
-            if (layer.layer_number - 1) // layers_per_block in fp8.bf16_layers:
-                continue
-            for linear in layer.modules():
-                if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)):
-                    linear.fp8, linear.__class__ = fp8, _quantised(type(linear))
+def quantise_linears(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int, amax_group: torch.distributed.ProcessGroup) -> None:
+    """Have the linears of the bare chunks' decoder layers, experts' among them, multiply as the recipe says. Weights are what they were.
+    Ranks of `amax_group` share scales that follow what was met before."""
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    inside = [layer for layer in layers if (layer.layer_number - 1) // layers_per_block not in fp8.bf16_layers]
+    linears = [m for layer in inside for m in layer.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
+    for linear in linears:
+        linear.fp8, linear.__class__ = fp8, _quantised(type(linear))
+    if fp8.history is not None:
+        delay(chunks, linears, fp8.history, fp8.gradients, amax_group)
 
 
 @functools.cache
@@ -117,12 +162,13 @@ class Quantised:
     """A parallel linear whose products are those of `fp8`. A rank's part of a tensor has scales of its own, except that what sequence
     parallelism gathers has those of the whole: both as in Transformer Engine."""
 
-    fp8: Fp8
+    fp8: Fp8 | Slot
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, **options) -> Tensor:
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
-        output = Product.apply(input, weight, self.fp8, self.tp_group if options["allreduce_dgrad"] else None)
+        operands = self.fp8.operands(input, weight)
+        output = Product.apply(input, weight, operands, self.tp_group if options["allreduce_dgrad"] else None)
         return output if bias is None else output + bias
 
 
@@ -131,19 +177,18 @@ class Product(torch.autograd.Function):
     operands that are rounded for it. Results have the dtypes of x and W."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, fp8: Fp8, group: torch.distributed.ProcessGroup | None) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, fp8: Fp8 | Operands, group: torch.distributed.ProcessGroup | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.fp8, ctx.group = fp8, group
-        product = fp8.round(x.flatten(0, -2), E4M3, 1) @ fp8.round(weight, E4M3, 1, square=True).t()
+        product = fp8.input(x.flatten(0, -2), 1) @ fp8.weight(weight, 1).t()
         return product.to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (x, weight), fp8 = ctx.saved_tensors, ctx.fp8
         inputs, grads = x.flatten(0, -2), grad.flatten(0, -2)
-        grad_x = fp8.round(grads, fp8.gradients, 1) @ fp8.round(weight, E4M3, 0, square=True)
-        grad_x = grad_x.to(x.dtype).view(x.shape)
+        grad_x = (fp8.gradient(grads, 1) @ fp8.weight(weight, 0)).to(x.dtype).view(x.shape)
         if ctx.group is not None:
             torch.distributed.all_reduce(grad_x, group=ctx.group)
-        grad_weight = fp8.round(grads, fp8.gradients, 0).t() @ fp8.round(inputs, E4M3, 0)
+        grad_weight = fp8.gradient(grads, 0).t() @ fp8.input(inputs, 0)
         return grad_x, grad_weight.to(weight.dtype), None, None

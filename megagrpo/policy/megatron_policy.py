@@ -19,6 +19,7 @@ from megagrpo.parallel.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_
 from megagrpo.policy.attention import pack_params
 from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
+from megagrpo.policy.delayed_scaling import scaling_of
 from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_weight, culprit
 from megagrpo.policy.fp8 import Fp8
 from megagrpo.policy.hf_config import HfConfig
@@ -61,6 +62,7 @@ class MegatronPolicy:
         self.scheduler = build_scheduler(self.optimizer, config.train, config.run.max_steps * config.algorithm.updates_per_step)
         self.shares_prompts = _shares_prompts(config.train.share_prompts)
         self._fused = _fused_options(config, self.dtype, hf_config)
+        self._scaling = scaling_of(self.chunks)
         self._schedule = get_forward_backward_func()
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
@@ -175,6 +177,8 @@ class MegatronPolicy:
         moved = [m.to(device.device()) for m in micro_batches]
         iterators = [iter(moved) for _ in self.model]
         single = len(self.model) == 1
+        if self._scaling is not None:
+            self._scaling.begin()
         with hidden_states(self.chunks):
             return self._schedule(
                 forward_step_func=forward_step,

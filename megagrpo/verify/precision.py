@@ -19,8 +19,9 @@ from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import gather_gradients
-from megagrpo.types import LossInputs, LossOutput, TrainBatch, TrainSample
+from megagrpo.types import TrainBatch, TrainSample
 from megagrpo.verify.layer_tape import Key, Tape, layers_of, recording
+from megagrpo.verify.step import policy_gradient
 
 CONTEXT = 4  # tokens at the start of a text that do not count: what follows them is a guess in any precision
 Gradients = dict[Key, list[Tensor]]
@@ -100,10 +101,6 @@ class _Passes:
     def run(self, like: Tape | None = None) -> tuple[Tape, Gradients, list[Tensor]]:
         """(what each layer met, the gradients of its trained weights, this rank's log-probs of the tokens that count)."""
         policy, logprobs = self.policy, []
-
-        def policy_gradient(inputs: LossInputs) -> LossOutput:
-            rows = inputs.micro_batch
-            return LossOutput(-(inputs.policy_logprobs * rows.advantages * rows.loss_mask).sum(), {})
 
         with recording(policy.chunks, like) as tape:
             policy.backward(self.batch, policy_gradient, self.batch.num_tokens)

@@ -21,7 +21,7 @@ from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import gather_gradients
 from megagrpo.policy.reference import Reference
-from megagrpo.types import MicroBatch, TrainBatch, TrainSample
+from megagrpo.types import LossInputs, LossOutput, MicroBatch, TrainBatch, TrainSample
 from megagrpo.verify.shrink import random_tensor
 
 Tensors = dict[str, Tensor]
@@ -52,6 +52,8 @@ def take_step(
         policy, batch, logprobs = prepare(config, hf_config, layout, samples, weights)
         divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
         batch = look_ahead(batch, policy, divisor, config.algorithm.entropy_coef)
+        if config.model.fp8_recipe == "delayed":  # of gradients too; one that is larger than all before would depend on its micro-batch
+            policy.backward(batch, make_loss(config), divisor)
         metrics = policy.backward(batch, make_loss(config), divisor)
         gather_gradients(policy.model)
         gradients, apart, padding = whole_tensors(policy, hf_config, layout, lambda p: p.main_grad)
@@ -79,6 +81,8 @@ def prepare(
     _move_away(policy)
     policy.weights_changed()
     batch = pack(samples, packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    if config.model.fp8_recipe == "delayed":  # scales follow what was met before: the whole batch then, however it is cut
+        policy.backward(batch, policy_gradient, batch.num_tokens)
     logprobs = policy.logprobs(batch)
     batch = batch.with_logprobs(old=_old_logprobs(batch, logprobs))
     return policy, batch if reference is None else reference.annotate(batch), logprobs
@@ -91,6 +95,12 @@ def fill_weights(
     """The tensors that `weights(name, shape)` gives, cut for this rank; the vocabulary's padding is 0."""
     for _, parameter, found in (*blocks(policy.chunks, hf_config, layout), *adapter_blocks(policy.chunks, hf_config, layout)):
         fill(parameter, found, lambda b: weights(b.name, b.shape)[b.slices])
+
+
+def policy_gradient(inputs: LossInputs) -> LossOutput:
+    """Log-probs by their advantages, which takes nothing that was computed before."""
+    rows = inputs.micro_batch
+    return LossOutput(-(inputs.policy_logprobs * rows.advantages * rows.loss_mask).sum(), {})
 
 
 @torch.no_grad()

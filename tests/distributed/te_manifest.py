@@ -26,6 +26,7 @@ from megagrpo.parallel import device
 from megagrpo.parallel.imagined import imagined_layouts
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.build import build_model
+from megagrpo.policy.delayed_scaling import History
 from megagrpo.policy.fp8 import Fp8, keep_in_bf16
 from megagrpo.policy.hf_config import parse_hf_config
 from megagrpo.policy.model_state import sharded_state
@@ -110,7 +111,8 @@ def recorded_chunk(weights: Weights, num_layers: int) -> nn.Module:
 def fp8_recipe(recipe: str, form: str) -> str:
     """What megatron-core makes of the keys, in Transformer Engine's own words; and that it keeps the layers in bf16 that it is told."""
     device.fp8_problem = lambda recipe: None
-    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=1, **Fp8(recipe, form == "hybrid").megatron_config())
+    fp8 = Fp8(recipe, form == "hybrid", history=History(16, "max", 2) if recipe == "delayed" else None)
+    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=1, **fp8.megatron_config())
     keep_in_bf16(config, [0, 3])
     contexts = [fp8_utils.get_fp8_context(config, layer) for layer in range(4)]
     assert [isinstance(context, nullcontext) for context in contexts] == [True, False, False, True]
@@ -129,7 +131,9 @@ def record() -> dict[str, Any]:
         keys[name] = checkpoint_keys(chunk_of(hf_config, alone, own_linears=False), alone)
         print(name, len(models[name][0]), len(keys[name]), file=sys.stderr)
     recipes = {
-        f"{recipe} {form}": fp8_recipe(recipe, form) for recipe in ("tensorwise", "blockwise", "mxfp8") for form in ("e4m3", "hybrid")
+        f"{recipe} {form}": fp8_recipe(recipe, form)
+        for recipe in ("tensorwise", "delayed", "blockwise", "mxfp8")
+        for form in ("e4m3", "hybrid")
     }
     packages = ("torch", "megatron-core", "transformer-engine")
     made_by = "tests/distributed/te_manifest.py: " + ", ".join(f"{p} {version(p)}" for p in packages)

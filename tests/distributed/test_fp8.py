@@ -129,7 +129,7 @@ def one_process(shape: str, recipe: str) -> Outcome:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
 @pytest.mark.parametrize(("case", "shape"), [*((case, "qwen2_untied") for case in CASES), (MIXED, "qwen3_moe")], ids=str)
 def test_a_step_in_fp8_is_that_of_one_process_within_its_own_rounding(case, recipe, shape):
     settings = config(case.parallel, recipe, case.train, recompute="full" if case.name == "tp2_pp2" else "none")
@@ -140,7 +140,8 @@ def test_a_step_in_fp8_is_that_of_one_process_within_its_own_rounding(case, reci
     noise, apart = distances(alone, exact), distances(found, alone)
     rounded = [noise[key] for key in noise if key[0] == "gradient" and "_proj" in key[1]]
     assert sorted(rounded)[len(rounded) // 2] > 1e-2
-    assert shape == "qwen3_moe" or all(apart[key] < 0.25 for key in apart if key[0] == "gradient")
+    limit = 0.25 if recipe != "delayed" else 0.4  # whose e4m3 numbers are of the largest magnitude of all micro-batches
+    assert shape == "qwen3_moe" or max(apart[key] for key in apart if key[0] == "gradient") < limit
 
 
 def _hidden_states(settings, hf_config) -> tuple[list[torch.Tensor], int, int]:
@@ -161,7 +162,7 @@ def _hidden_states(settings, hf_config) -> tuple[list[torch.Tensor], int, int]:
 def test_layers_that_are_named_compute_as_without_fp8_and_the_others_do_not():
     ((dense, none, _),) = run_ranks(_hidden_states, 1, config({}, "none"), model("qwen2_untied"))
     ((first, half, tokens),) = run_ranks(_hidden_states, 1, config({}, "tensorwise", bf16_layers=[0]), model("qwen2_untied"))
-    ((_, everything, _),) = run_ranks(_hidden_states, 1, config({}, "blockwise"), model("qwen2_untied"))
+    ((_, everything, _),) = run_ranks(_hidden_states, 1, config({}, "delayed", bf16_layers=[]), model("qwen2_untied"))
     assert (none, half, everything) == (0, 4, 8) and tokens % 16 == 0
     assert torch.equal(first[0], dense[0]) and 1e-3 < ((first[1] - dense[1]).norm() / dense[1].norm()).item() < 0.1
 

@@ -16,7 +16,7 @@ APART, FP8_ERROR = 0.4, 0.1
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_in_fp8_is_that_of_our_own_rounding(place, recipe):
     need(place)

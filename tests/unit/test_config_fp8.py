@@ -18,6 +18,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
         (["model.fp8_format=e4m3"], "model.fp8_format: e4m3 is about FP8, and model.fp8_recipe is none; choose a recipe, or leave it out"),
         (["model.bf16_layers=[0, -1]"], "model.bf16_layers: [0, -1] is about FP8, and model.fp8_recipe is none; choose a recipe"),
         (
+            ["model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=16"],
+            "model.fp8_amax_history_len: 16 is about scales with a history, and model.fp8_recipe is tensorwise; choose delayed",
+        ),
+        (["model.fp8_margin=1"], "model.fp8_margin: 1 is about scales with a history, and model.fp8_recipe is none; choose delayed"),
+        (
+            ["model.fp8_recipe=delayed", "model.fp8_amax_compute_algo=most_recent", "lora.rank=4"],
+            "model.fp8_recipe: delayed, and linears with an adapter are multiplied in model.precision;",
+        ),
+        (
             ["model.fp8_recipe=mxfp8", "lora.rank=4"],
             "model.fp8_recipe: mxfp8, and linears with an adapter are multiplied in model.precision;",
         ),
@@ -33,6 +42,7 @@ def test_options_that_say_nothing_or_contradict_each_other_are_refused(tmp_path,
     [
         ("none", dict(tp=4, cp=2, sequence_parallel=True), 16),
         ("tensorwise", {}, 16),
+        ("delayed", {}, 16),
         ("blockwise", dict(cp=2), 256),
         ("mxfp8", dict(tp=3, cp=2, sequence_parallel=True), 192),
     ],
@@ -67,6 +77,9 @@ def test_megatron_is_told_where_transformer_engine_multiplies(monkeypatch):
     assert fp8.megatron_config() == {}
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
     assert fp8.megatron_config() == dict(fp8="e4m3", fp8_recipe="blockwise")
+    delayed = Fp8.of(section(fp8_recipe="delayed", fp8_amax_history_len=7, fp8_amax_compute_algo="most_recent", fp8_margin=1), 2)
+    told = delayed.megatron_config()
+    assert told == dict(fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=7, fp8_amax_compute_algo="most_recent", fp8_margin=1)
     config = TransformerConfig(num_layers=6, hidden_size=8, num_attention_heads=1, **Fp8("tensorwise", hybrid=True).megatron_config())
     keep_in_bf16(config, [0, 1, 4])
     assert config.fp8 == "hybrid" and [fp8_utils.is_first_last_bf16_layer(config, i) for i in range(-1, 6)] == [
