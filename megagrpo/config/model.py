@@ -32,6 +32,9 @@ class ModelSection(Section):
     e4m3 where there are many."""
     bf16_layers: list[int] = []
     """Decoder layers, counted from 0 or with -1 from the last, whose linears multiply in `precision` as without FP8."""
+    moe_router_padding_for_quantization: bool = False
+    """With FP8 and experts: have routers send every expert a multiple of what FP8 multiplies, 16 or 32 tokens, some of which count for
+    nothing, instead of adding rows of zeros to what an expert got. No result changes but by what such tokens do to scales."""
     base_storage: Literal["none", "fp8", "nf4"] = "none"
     """With LoRA: keep the frozen weights of the blocks' linears in 8 bits (e4m3) or 4 (NF4 of QLoRA) and a scale per 64 elements, and make
     them dense for each use. The model that is trained is the rounded one, and so is what vLLM gets."""

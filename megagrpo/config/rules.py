@@ -181,6 +181,7 @@ def fp8_problems(config: RunConfig) -> list[str]:
         adapted = f"model.fp8_recipe: {m.fp8_recipe}, and {why}; choose none, or set lora.rank to 0"
         return problems + [adapted] * config.lora.enabled
     said = {"model.fp8_format": m.fp8_format != "auto" and m.fp8_format, "model.bf16_layers": m.bf16_layers}
+    said["model.moe_router_padding_for_quantization"] = m.moe_router_padding_for_quantization and "true"
     return problems + [
         f"{key}: {value} is about FP8, and model.fp8_recipe is none; choose a recipe, or leave it out"
         for key, value in said.items()

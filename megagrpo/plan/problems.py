@@ -130,6 +130,8 @@ def fp8_problems(config: RunConfig, model: HfConfig) -> list[str]:
     if wrong := [i for i in m.bf16_layers if not -model.num_layers <= i < model.num_layers]:
         ends = f"-{model.num_layers} to {model.num_layers - 1}"
         problems.append(f"model.bf16_layers: {wrong[0]}, and the model has {model.num_layers} layers; use {ends}")
+    if m.moe_router_padding_for_quantization and not model.experts:
+        problems.append(f"model.moe_router_padding_for_quantization: true is for experts, and {model.family} has none; set it to false")
     odd = [(what, size) for what, size in _linear_sizes(config, model).items() if size % align]
     return problems + [
         f"model.fp8_recipe: {m.fp8_recipe} multiplies by multiples of {align}, and a rank's part of {what} is {size:g}; choose none or "

@@ -19,7 +19,7 @@ from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.attention import Rotary, TorchAttention
 from megagrpo.policy.experts import prepare_experts
-from megagrpo.policy.fp8 import Fp8, keep_in_bf16, leave_fp8, quantise_linears
+from megagrpo.policy.fp8 import Fp8, keep_in_bf16, leave_fp8, pad_routing, quantise_linears
 from megagrpo.policy.hf_config import HfConfig, model_problems, stage_layers
 from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_engine_spec
 
@@ -177,6 +177,8 @@ def transformer_config(
     )
     if fp8 is not None:
         keep_in_bf16(config, (BLOCK * layer + half for layer in fp8.bf16_layers for half in range(BLOCK)))
+        if fp8.pads_routing and not fused:
+            pad_routing(config, fp8.recipe)
     # Set late: with biases megatron-core 0.19 refuses experts cut by tensor parallelism, whose biases `prepare_experts` sees to.
     config.add_bias_linear = hf_config.linear_bias
     return config

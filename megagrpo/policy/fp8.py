@@ -22,21 +22,24 @@ from megagrpo.policy.delayed_scaling import E4M3, E5M2, History, Operands, Slot,
 
 from megatron.core import fp8_utils  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region  # isort: skip
+from megatron.core.transformer.moe import token_dispatcher  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
 BLOCKS = {"tensorwise": None, "blockwise": 128, "mxfp8": 32}  # numbers along the sum of a product that share a scale; None: all
 Tile = tuple[int, int]
+_megatrons_recipe = fp8_utils.get_fp8_recipe
 
 
 @dataclass(frozen=True)
 class Fp8:
     """A recipe as `model.fp8_recipe` names it, whether gradients are e5m2 numbers, the decoder layers, from 0, that it leaves alone, and
-    what the scales of `delayed` follow from."""
+    what the scales of `delayed` follow from; and whether routers send experts as many tokens as FP8 likes."""
 
     recipe: str
     hybrid: bool
     bf16_layers: frozenset[int] = frozenset()
     history: History | None = None
+    pads_routing: bool = False
 
     @classmethod
     def of(cls, model: ModelSection, num_layers: int) -> Fp8 | None:
@@ -47,7 +50,8 @@ class Fp8:
             raise ValueError(f"model.bf16_layers: {wrong[0]}, and the model has {num_layers} layers; use -{num_layers} to {num_layers - 1}")
         history = History(model.fp8_amax_history_len, model.fp8_amax_compute_algo, model.fp8_margin)
         bf16_layers = frozenset(i % num_layers for i in model.bf16_layers)
-        return cls(model.fp8_recipe, model.hybrid_fp8, bf16_layers, history if model.fp8_recipe == "delayed" else None)
+        padding = model.moe_router_padding_for_quantization
+        return cls(model.fp8_recipe, model.hybrid_fp8, bf16_layers, history if model.fp8_recipe == "delayed" else None, padding)
 
     def megatron_config(self) -> dict[str, Any]:
         """The part of Megatron's configuration that says so to Transformer Engine; `keep_in_bf16` says the rest. Without Transformer Engine
@@ -57,6 +61,8 @@ class Fp8:
         if not device.has_transformer_engine():
             return {}
         told = dict(fp8="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe)
+        fp8_utils.get_fp8_recipe = _recipe
+        told |= dict(moe_router_padding_for_quantization=True) if self.pads_routing else {}
         if h := self.history:
             told |= dict(fp8_amax_history_len=h.length, fp8_amax_compute_algo=h.algo, fp8_margin=h.margin)
         return told
@@ -87,11 +93,35 @@ class Fp8:
         return round_to(x, dtype, (block, other) if dim == 0 else (other, block), power_of_two=True)
 
 
+def _recipe(config: TransformerConfig) -> Any:
+    """Transformer Engine's recipe. Megatron's own delayed one passes arguments that Transformer Engine 2 has no more."""
+    if config.fp8_recipe != "delayed":
+        return _megatrons_recipe(config)
+    from transformer_engine.common.recipe import DelayedScaling, Format
+
+    return DelayedScaling(
+        margin=config.fp8_margin,
+        fp8_format=Format.HYBRID if config.fp8 == "hybrid" else Format.E4M3,
+        amax_history_len=config.fp8_amax_history_len,
+        amax_compute_algo=config.fp8_amax_compute_algo,
+    )
+
+
 def keep_in_bf16(config: TransformerConfig, hybrid_layers: Iterable[int]) -> None:
     """Have Megatron enter no FP8 context for these of its layers, counted from 0 over all stages. Itself it knows only a number of first
     and one of last ones."""
     config.bf16_layers = frozenset(hybrid_layers)
     fp8_utils.is_first_last_bf16_layer = _in_bf16
+
+
+def pad_routing(config: TransformerConfig, recipe: str) -> None:
+    """Have Megatron's dispatcher send each expert a multiple of what the recipe multiplies, where its configuration says nothing of FP8."""
+    config.moe_router_padding_for_quantization, config.routing_multiple = True, fp8_utils.get_fp8_align_size(recipe)
+    token_dispatcher.get_align_size_for_quantization = _routing_multiple
+
+
+def _routing_multiple(config: TransformerConfig) -> int:
+    return config.routing_multiple
 
 
 def leave_fp8(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int) -> None:

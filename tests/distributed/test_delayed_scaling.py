@@ -120,17 +120,19 @@ def _watched(made: RunConfig, history: History) -> list[str]:
     linears = [m for m in policy.chunks[0].modules() if isinstance(m, Quantised)]
     scaling, decoder = policy._scaling, policy.chunks[0].decoder
     naive = {(i, part): Naive(MOST[part], history) for i in range(len(linears)) for part in PARTS}
-    fresh, wrong, seen, product = set(), [], defaultdict(int), Product.apply
+    fresh, rounded, wrong, seen, product = set(), {}, [], defaultdict(int), Product.apply
 
     def watched(x, weight, operands, group):
         i = operands.index
         seen[i] += 1
         used = {INPUT: operands.input_scale.item(), WEIGHT: operands.weight_scale.item()}
-        for part in (INPUT, WEIGHT) if i in fresh else (INPUT,):  # a weight is rounded once for all micro-batches
-            expected = naive[i, part].scale
+        if i in fresh:  # a weight is rounded once for all micro-batches
+            fresh.discard(i)
+            rounded[i] = naive[i, WEIGHT].scale
+            naive[i, WEIGHT].meets(weight.detach().abs().max().item())
+        naive[i, INPUT].meets(x.detach().abs().max().item())
+        for part, expected in ((INPUT, naive[i, INPUT].scale), (WEIGHT, rounded[i])):
             wrong.extend([f"{i}, {part}: {used[part]}, not {expected}"] * (abs(used[part] / expected - 1) > 1e-6))
-            naive[i, part].meets((x, weight)[part].detach().abs().max().item())
-        fresh.discard(i)
         y = product(x, weight, operands, group)
         if y.requires_grad:
             y.register_hook(lambda grad: naive[i, GRADIENT].meets(grad.abs().max().item()))

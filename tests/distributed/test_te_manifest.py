@@ -54,7 +54,7 @@ def test_the_recipes_of_transformer_engine_scale_what_ours_scale():
         assert tensorwise.startswith("recipe_type=Float8CurrentScaling") and "power_2_scale=True" not in tensorwise
         assert blockwise.startswith("recipe_type=Float8BlockScaling") and "power_2_scale=False" not in blockwise
         assert all(f"{what}_block_scaling_dim={dims}" in blockwise for what, dims in (("x", 1), ("w", 2), ("grad", 1)))
-        assert told[f"delayed {form}"].startswith("recipe_type=TEDelayedScaling")
+        assert told[f"delayed {form}"].startswith("recipe_type=DelayedScaling")
         assert all(said in told[f"delayed {form}"] for said in ("margin=2", "amax_history_len=16", "reduce_amax=True"))
         assert mxfp8.startswith("recipe_type=MXFP8BlockScaling") and "enable_2d_quantization=False" in mxfp8
         assert not any(f"amax_epsilon={size}" in told for told in (tensorwise, blockwise) for size in (1, "1e"))

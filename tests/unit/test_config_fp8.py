@@ -18,6 +18,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
         (["model.fp8_format=e4m3"], "model.fp8_format: e4m3 is about FP8, and model.fp8_recipe is none; choose a recipe, or leave it out"),
         (["model.bf16_layers=[0, -1]"], "model.bf16_layers: [0, -1] is about FP8, and model.fp8_recipe is none; choose a recipe"),
         (
+            ["model.moe_router_padding_for_quantization=true"],
+            "model.moe_router_padding_for_quantization: true is about FP8, and model.fp8_recipe is none; choose a recipe, or leave it out",
+        ),
+        (
             ["model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=16"],
             "model.fp8_amax_history_len: 16 is about scales with a history, and model.fp8_recipe is tensorwise; choose delayed",
         ),

@@ -569,6 +569,15 @@ def test_products_in_fp8_need_wide_linears_whole_blocks_of_tokens_and_layers_tha
     assert "a rank's part of moe_intermediate_size is 24" in plan(config(folder, "model.fp8_recipe=blockwise"), 1).problems[-1]
 
 
+def test_routing_is_padded_for_experts_only(folder):
+    padded = ("model.fp8_recipe=blockwise", "model.moe_router_padding_for_quantization=true")
+    (folder / "config.json").write_text(json.dumps(MIXED))
+    assert plan(config(folder, *padded), 1).problems == []
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    (problem,) = plan(config(folder, *padded), 1).problems
+    assert problem == "model.moe_router_padding_for_quantization: true is for experts, and llama has none; set it to false"
+
+
 def test_products_in_fp8_keep_two_rounded_copies_of_each_linear_on_a_gpu(folder):
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
 
