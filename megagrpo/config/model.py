@@ -40,6 +40,9 @@ class ModelSection(Section):
     them dense for each use. The model that is trained is the rounded one, and so is what vLLM gets."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: `selective` the core attention, `full` every layer."""
+    offload_activations: bool = False
+    """Keep activations of the blocks in the host's memory until the backward pass needs them, those that `recompute` leaves; copies go on
+    beside the computation. docs/plan.md."""
 
     @property
     def history_keys(self) -> dict[str, int | str]:

@@ -6,8 +6,18 @@ from dataclasses import dataclass
 
 from megagrpo.config import RunConfig
 from megagrpo.plan.gpus import GPUS_PER_NODE
-from megagrpo.plan.memory import GIB, MOMENT_BYTES, engine_memory, stage_memory, takes_turns, weight_bytes
-from megagrpo.plan.shapes import largest_chunks, stage_adapters, stage_experts, stage_parameters
+from megagrpo.plan.memory import (
+    GIB,
+    MOMENT_BYTES,
+    NOT_OFFLOADED,
+    activation_elements,
+    engine_memory,
+    in_flight,
+    stage_memory,
+    takes_turns,
+    weight_bytes,
+)
+from megagrpo.plan.shapes import largest_chunks, layers_of_ranks, stage_adapters, stage_experts, stage_parameters
 from megagrpo.policy.hf_config import HfConfig
 
 MOVED = ("weights", "optimizer", "reference")  # to the host while vLLM generates
@@ -16,7 +26,7 @@ MOVED = ("weights", "optimizer", "reference")  # to the host while vLLM generate
 def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: int = GPUS_PER_NODE, gpu: bool = False) -> dict[str, float]:
     """GiB of the fullest node: `saving`, at the peak of putting a checkpoint together; `writing`, held until it is written while training
     goes on (0 without `run.async_save`); `moments` that `train.optimizer_offload` keeps there; `offload`, pinned, for what `train.offload`
-    moves there from a `gpu`. Python and libraries are not counted.
+    moves there from a `gpu`; `activations`, pinned too, of `model.offload_activations`. Python and libraries are not counted.
 
     Of a sharded optimizer Megatron gathers masters and moments, in float32, on every rank that shares the parameters (`fully_reshardable`),
     one buffer after the other: a rank's own part of a buffer, and one of the three as it came, the one before, and joined. The first of the
@@ -30,13 +40,14 @@ def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: i
     chunks, ranks = largest_chunks(model, p), []
     turns = gpu and takes_turns(config)
     moved = moved_bytes(config, model, world_size) if turns else [0.0] * p.pp
+    activations = activation_bytes(config, model) if gpu and config.model.offload_activations else [0.0] * p.pp
     beside = GIB * engine_memory(config, model)["vllm_weights"] if turns else 0.0  # of the server on the same GPU, which sleeps meanwhile
     for rank in range(world_size):  # numbered tp fastest, then cp, dp, pp; for experts those of a stage etp fastest, then ep
         stage, place = divmod(rank, world_size // p.pp)
         outside = _Shard(trained[stage], place // p.tp, world_size // (p.pp * p.tp))
         inside = _Shard(experts[stage], place // (p.expert_tp * p.ep), world_size // p.expert_parallel_size)
         held = _rank(config, [outside, inside], chunks[stage])
-        ranks.append(held | {"saving": held["saving"] + beside, "offload": moved[stage]})
+        ranks.append(held | {"saving": held["saving"] + beside, "offload": moved[stage], "activations": activations[stage]})
     nodes = [ranks[first : first + per_node] for first in range(0, world_size, per_node)]
     return {name: max(sum(rank[name] for rank in node) for node in nodes) / GIB for name in ranks[0]}
 
@@ -45,6 +56,13 @@ def moved_bytes(config: RunConfig, model: HfConfig, world_size: int) -> list[flo
     """Of a rank of each stage, what `train.offload` moves to the host and back in each step."""
     stages = stage_memory(config, model, max(1, world_size // config.parallel.model_parallel_size))
     return [GIB * sum(stage["train"][part] for part in MOVED) for stage in stages]
+
+
+def activation_bytes(config: RunConfig, model: HfConfig) -> list[float]:
+    """Of a rank of each stage, what `model.offload_activations` keeps on the host when it keeps most."""
+    tokens, (_, kept, _) = config.train.max_tokens_per_micro_batch / config.parallel.cp, activation_elements(config, model, gpu=True)
+    layers = [len(own) * in_flight(config, stage) for stage, own in enumerate(layers_of_ranks(model, config.parallel))]
+    return [max(0.0, count - NOT_OFFLOADED) * kept * tokens * weight_bytes(config) for count in layers]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ GIB = 2**30
 PREFILL_TOKENS = 8192  # of one batch of vLLM's, by its default on large GPUs
 MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}  # of both, with their share of two scales
 FP8_BYTES = 2  # of a weight that is multiplied in FP8, beside it: rounded along its rows and along its columns, kept for the next time
+NOT_OFFLOADED = 2  # layers whose activations are on the GPU at a time with model.offload_activations: the one at work, and its neighbour
 STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # of a weight, with its share of a scale
 
 
@@ -92,11 +93,10 @@ def _stage_memory(
         resident["fp8_weights"] = in_fp8 * FP8_BYTES
     tokens = train.max_tokens_per_micro_batch / p.cp
     one_layer, kept, passing = (elements * tokens * element for elements in activation_elements(config, model, gpu))
-    if p.vpp > 1:  # interleaved 1F1B: chunks of layers / (pp vpp) whose backward is still to come
-        in_flight = (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
-    else:
-        in_flight = p.pp - stage
-    activations = len(layers) * kept * in_flight + passing + (one_layer if config.model.recompute == "full" else 0)
+    layers_kept = len(layers) * in_flight(config, stage)
+    if gpu and config.model.offload_activations:
+        layers_kept = min(layers_kept, NOT_OFFLOADED)
+    activations = layers_kept * kept + passing + (one_layer if config.model.recompute == "full" else 0)
     logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, element) if stage == p.pp - 1 else (0, 0, 0)
     # What a rank sends is copied out of its weights first.
     # The moments come with the first step. The sharded optimizer moves weights into buffers of its own before there are masters.
@@ -112,6 +112,14 @@ def _stage_memory(
         "sync": resident | {"staging": given},
     }
     return {phase: {part: size / GIB for part, size in parts.items()} for phase, parts in phases.items()}
+
+
+def in_flight(config: RunConfig, stage: int) -> float:
+    """Micro-batches whose backward pass is still to come when a stage holds most of them, of all its layers."""
+    p = config.parallel
+    if p.vpp > 1:  # interleaved 1F1B: chunks of layers / (pp vpp)
+        return (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
+    return p.pp - stage
 
 
 def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) -> tuple[float, float, float]:

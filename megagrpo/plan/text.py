@@ -100,6 +100,7 @@ def host_text(host: dict[str, float]) -> str:
     """What the trainer takes of RAM on the node where it takes most."""
     kept = f"{host['moments']:.1f} GiB for moments, " if host["moments"] else ""
     kept += f"{host['offload']:.1f} GiB, pinned, for what leaves the GPUs while vLLM generates, " if host["offload"] else ""
+    kept += f"{host['activations']:.1f} GiB, pinned, for activations, " if host["activations"] else ""
     after = f"; {host['writing']:.1f} GiB until it is written" if host["writing"] else ""
     return f"{kept}{host['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is put together{after}"
 

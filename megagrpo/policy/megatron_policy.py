@@ -16,6 +16,7 @@ from megagrpo.parallel import fused_logprobs
 from megagrpo.parallel.context import gather_rows, own_tokens
 from megagrpo.parallel.layout import Layout
 from megagrpo.parallel.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
+from megagrpo.policy.activation_offload import offload_activations
 from megagrpo.policy.attention import pack_params
 from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
@@ -53,6 +54,8 @@ class MegatronPolicy:
             longest_sequence=config.longest_sequence,
             fp8=Fp8.of(config.model, hf_config.num_layers),
         )
+        if config.model.offload_activations:
+            offload_activations(self.chunks)
         if config.lora.enabled:
             attach_adapters(self.chunks, hf_config, config.lora, config.model.recompute)
         if config.model.base_storage != "none":

@@ -5,22 +5,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 import megagrpo.parallel.device  # noqa: F401  (prepares the platform before megatron is imported)
 
-from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: skip
-from megatron.core.utils import unwrap_model  # isort: skip
+from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.parallel.device)
 
 EXTRA = "_extra_state"  # of a layer: what is no weight. One of several experts' in one layer is followed by its number
 
 
 def sharded_state(chunk: nn.Module, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's sharded state of `chunk`, without extra states that hold nothing.
+    """Megatron's sharded state of `chunk`, without extra states.
 
-    Of Megatron's linears they are None; of Transformer Engine's layers no bytes, unless they scale by a history (delayed scaling).
+    Of Megatron's linears they are None; of Transformer Engine's layers no bytes, unless they scale by a history: pickles then, which it
+    refuses to read. What is in these, `scale_state` has as tensors.
     """
-    return {name: entry for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=metadata).items() if not _is_empty(name, entry)}
+    return {name: entry for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=metadata).items() if not _is_extra(name)}
 
 
 def load_state(chunk: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
@@ -30,6 +30,5 @@ def load_state(chunk: nn.Module, state: dict[str, Any], strict: bool = True) -> 
     model.load_state_dict(without | state, strict=strict)
 
 
-def _is_empty(name: str, entry: Any) -> bool:
-    held = entry.data if isinstance(entry, ShardedObject) else entry
-    return name.rpartition(".")[2].startswith(EXTRA) and (held is None or (isinstance(held, Tensor) and held.numel() == 0))
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2].startswith(EXTRA)

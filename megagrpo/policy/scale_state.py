@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.delayed_scaling import Slot
+from megagrpo.policy.fp8 import OutsideFp8
 
 from megatron.core import fp8_utils  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
@@ -72,7 +73,7 @@ def _linears(chunks: Sequence[nn.Module]) -> dict[str, list[_Linear]]:
     """By name of the module in the whole model, without the number of an expert; one of each expert of this rank, else a single one."""
     found = defaultdict(list)
     for chunk in chunks:
-        for layer in chunk.decoder.layers:
+        for layer in (layer for layer in chunk.decoder.layers if not isinstance(layer, OutsideFp8)):
             for name, module in layer.named_modules():
                 found[f"layers.{layer.layer_number - 1}.{re.sub(r'[.]local_experts[.][0-9]+', '', name)}"] += _of(module, chunk.config)
     return {name: group for name, group in found.items() if group}
@@ -92,7 +93,8 @@ def _of_transformer_engine(module: nn.Module, config: TransformerConfig) -> Iter
     meta, count = module.fp8_meta, getattr(module, "num_gemms", 1)
     if "scaling_fwd" not in meta:  # nothing has been multiplied yet
         meta["num_gemms"], meta["recipe"] = count, fp8_utils.get_fp8_recipe(config)
-        module.init_fp8_meta_tensors(meta["recipe"])
+        with fp8_utils.get_fp8_context(config):  # beside the recipe that it is given it asks for the one that is in force
+            module.init_fp8_meta_tensors(meta["recipe"])
     forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
     for i in range(count):  # forward: input, weight, output; backward: gradient of the output, of the input
         two, one = slice(3 * i, 3 * i + 2), slice(2 * i, 2 * i + 1)

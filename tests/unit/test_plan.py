@@ -10,7 +10,7 @@ import transformers
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.plan import plan
 from megagrpo.plan.host import host_memory
-from megagrpo.plan.memory import PREFILL_TOKENS, engine_memory, kv_bytes, trainer_memory
+from megagrpo.plan.memory import PREFILL_TOKENS, engine_memory, kv_bytes, stage_memory, trainer_memory
 from megagrpo.plan.problems import vllm_can_split
 from megagrpo.plan.shapes import (
     layer_parameters,
@@ -212,7 +212,7 @@ def test_a_checkpoint_takes_host_memory_of_every_rank_and_of_those_that_write_a_
     gib, model, keys = 134_515_008 / 2**30, parse_hf_config(LLAMA), ("model.precision=bf16", "train.distributed_optimizer=true")
     waited, meanwhile = (host_memory(config(folder, *keys, f"run.async_save={on}"), model, 16) for on in ("false", "true"))
     passing = 4 * (3 + 3 / 16)
-    none = {"moments": 0, "offload": 0}
+    none = {"moments": 0, "offload": 0, "activations": 0}
     assert waited == pytest.approx(none | {"saving": 8 * (12 + passing) * gib, "writing": 0})
     assert meanwhile == pytest.approx(none | {"saving": (8 * 12 + 7 * passing + 14) * gib, "writing": 14 * gib})
     off = host_memory(config(folder, *keys, "train.optimizer_offload=true"), model, 16)
@@ -567,6 +567,20 @@ def test_products_in_fp8_need_wide_linears_whole_blocks_of_tokens_and_layers_tha
     assert problem == f"model.fp8_recipe: {said}"
     (folder / "config.json").write_text(json.dumps(MIXED | dict(moe_intermediate_size=24)))
     assert "a rank's part of moe_intermediate_size is 24" in plan(config(folder, "model.fp8_recipe=blockwise"), 1).problems[-1]
+
+
+def test_activations_of_two_layers_are_on_a_gpu_and_the_others_on_the_host(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    model, found = parse_hf_config(LLAMA_8B), {}
+    for leave in ("false", "true"):
+        settings = config(folder, "model.precision=bf16", f"model.offload_activations={leave}", "parallel.pp=2")
+        stages = [stage["train"]["activations"] for stage in stage_memory(settings, model, dp=4)]
+        found[leave] = stages, host_memory(settings, model, 8, gpu=True)["activations"], host_memory(settings, model, 8)["activations"]
+    (stay, *none), (left, pinned, on_cpu) = found["false"], found["true"]
+    assert none == [0, 0] and on_cpu == 0
+    kept = (stay[0] - stay[1]) / 16  # of a layer: the first of two stages has two micro-batches under way, of 16 layers
+    assert stay[0] - left[0] == pytest.approx(30 * kept) and stay[1] - left[1] == pytest.approx(14 * kept)
+    assert pinned == pytest.approx(4 * (30 + 14) * kept)
 
 
 def test_routing_is_padded_for_experts_only(folder):

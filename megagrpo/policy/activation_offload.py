@@ -1,0 +1,184 @@
+"""Activations in the host's memory: what a layer keeps for its backward pass leaves the device while the next layers are computed, and
+comes back while the backward pass of those after it goes on.
+
+Megatron's own offloading learns the sizes and the number of micro-batches in the first pass and takes them for all others; here both change
+from step to step, so autograd's hooks for saved tensors do it, which know no passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megagrpo.parallel import device
+from megagrpo.parallel.host_copies import HostCopies
+
+MIN_BYTES = 2**20  # what is smaller stays: it costs more to move than to keep
+LOADED = 3  # layers on the device at a time in the backward pass: the one before, whose memory may still be read, this one, the next one
+
+
+class Kept:
+    """What autograd holds in place of a tensor: the tensor while it is on the device, and then where it is."""
+
+    def __init__(self, layer: LeftLayer, tensor: Tensor):
+        self.layer, self.tensor, self.place = layer, tensor, -1
+        self.view = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def get(self) -> Tensor:
+        if self.tensor is not None:
+            return self.tensor
+        dtype, *view = self.view
+        memory = self.layer.load()[self.place].untyped_storage()
+        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, *view)
+
+
+class LeftLayer:
+    """What one layer keeps of one micro-batch, and `before` it the layer whose backward pass comes next."""
+
+    def __init__(self, mover: Mover, before: LeftLayer | None):
+        self._mover, self._before = mover, before
+        self._kept: list[Kept] = []
+        self._sources, self._hosts, self._loaded = [], [], None
+        self._complete = None
+
+    def keep(self, tensor: Tensor) -> Kept:
+        kept = Kept(self, tensor)
+        self._kept.append(kept)
+        return kept
+
+    def leave(self, staying: set[int]) -> None:
+        """Copy the memory of all that is kept, once where several tensors are views of it, but for what begins at addresses `staying`."""
+        places: dict[int, int] = {}
+        for kept in self._kept:
+            memory, elsewhere = kept.tensor.untyped_storage(), kept.tensor.device.type != device.device().type
+            if type(kept.tensor) is not Tensor or elsewhere or memory.nbytes() < MIN_BYTES or memory.data_ptr() in staying:
+                continue
+            kept.place = places.setdefault(memory.data_ptr(), len(places))
+            if kept.place == len(self._sources):
+                self._sources.append(torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory))
+            kept.tensor = None
+        self._hosts, self._complete = self._mover.copies.to_host(self._sources)
+        self._kept.clear()
+
+    def free(self) -> None:
+        """Free the device's copy."""
+        self._mover.copies.wait(self._complete)
+        self._sources.clear()
+
+    def load(self) -> list[Tensor]:
+        """The memory on the device again; that of the layer whose backward pass comes next is on its way then."""
+        self._fetch()
+        self._mover.copies.wait(self._complete)
+        if self._before is not None:
+            self._before._fetch()
+        return self._loaded
+
+    def _fetch(self) -> None:
+        if self._loaded is None:
+            self._loaded, self._complete = self._mover.copies.to_device(self._hosts)
+            self._mover.has_loaded(self)
+
+    def unload(self) -> None:
+        self._mover.copies.wait(self._complete)  # memory that is written to must not be given away
+        self._loaded = None
+
+    __del__ = unload
+
+
+class Mover:
+    """Moves what the layers of one decoder keep."""
+
+    def __init__(self):
+        self.copies = HostCopies()
+        self.layer: LeftLayer | None = None
+        self.within: nn.Module | None = None  # whose forward pass goes on; None in backward passes, which may compute layers again
+        self.shared: frozenset[int] = frozenset()
+        self._leaving: LeftLayer | None = None
+        self._loaded: deque[weakref.ref[LeftLayer]] = deque()
+
+    def begin(self) -> None:
+        """A layer's forward pass begins."""
+        self.layer = LeftLayer(self, self.layer)
+
+    def end(self, staying: set[int]) -> None:
+        """A layer's forward pass has ended. Its memory is free when the next one's has: both are needed until then."""
+        self.layer.leave(staying)
+        self.free()
+        self._leaving = self.layer
+
+    def free(self) -> None:
+        """The last layer that left has left."""
+        if self._leaving is not None:
+            self._leaving.free()
+        self._leaving = None
+
+    def has_loaded(self, layer: LeftLayer) -> None:
+        self._loaded.append(weakref.ref(layer))
+        if len(self._loaded) > LOADED and (oldest := self._loaded.popleft()()) is not None:
+            oldest.unload()
+
+
+def offload_activations(chunks: Sequence[nn.Module]) -> None:
+    """Have the decoders of the bare chunks keep what they keep for the backward pass in the host's memory. Results stay as they are."""
+    for chunk in chunks:
+        decoder = chunk.decoder
+        decoder.mover, decoder.__class__ = Mover(), _offloading(type(decoder))
+        for layer in decoder.layers:
+            layer.register_forward_pre_hook(lambda layer, inputs, decoder=decoder: decoder.enter(layer))
+
+
+@functools.cache
+def _offloading(stack: type) -> type:
+    return type(f"Offloading{stack.__name__}", (OffloadingStack, stack), {})
+
+
+class OffloadingStack:
+    """A decoder whose layers' saved tensors go through a `Mover`. What the last decoder layer of a model keeps stays: its backward pass
+    comes at once."""
+
+    mover: Mover
+
+    def forward(self, hidden_states: Tensor, **options) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(hidden_states, **options)
+        self.mover.shared = frozenset(t.untyped_storage().data_ptr() for t in (*self.parameters(), *_tensors(options.values())))
+        self.mover.within, self.mover.layer = self.layers[0], None
+        self.mover.begin()
+        try:
+            with saved_tensors_hooks(lambda tensor: self.mover.layer.keep(tensor), Kept.get):
+                output = super().forward(hidden_states, **options)
+            self._leave_layer()
+            self.mover.free()
+        finally:
+            self.mover.within = self.mover.layer = None
+        return output
+
+    def enter(self, layer: nn.Module) -> None:
+        """The forward pass of a layer begins, and that of the one before has ended."""
+        if self.mover.within is not None and layer is not self.mover.within:
+            self._leave_layer()
+            self.mover.within = layer
+            self.mover.begin()
+
+    def _leave_layer(self) -> None:
+        layer = self.mover.within
+        if not (self.post_process and layer in self.layers[-2:]):
+            self.mover.end(self.mover.shared | {memory for module in layer.modules() for memory in _rounded_weights(module)})
+
+
+def _tensors(values: Iterator) -> Iterator[Tensor]:
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def _rounded_weights(module: nn.Module) -> Iterator[int]:
+    """Addresses of Transformer Engine's weights in FP8, which all micro-batches of a step share."""
+    for weight in getattr(module, "_fp8_workspaces", {}).values():
+        for data in weight.get_data_tensors():
+            if data is not None:
+                yield data.untyped_storage().data_ptr()
