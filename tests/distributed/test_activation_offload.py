@@ -5,8 +5,7 @@ import gc
 import pytest
 import torch
 from ranks import run_ranks
-from test_fp8 import model
-from tiny_policy import Case, tiny_run
+from tiny_policy import Case, tiny_model, tiny_run
 
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.host_copies import HostCopies
@@ -67,7 +66,7 @@ def test_gradients_are_the_same_bits_whether_activations_leave_or_stay(case, sha
     for leave in (False, True):
         settings = tiny_run(case.parallel, model=dict(path="tiny", precision="fp32", offload_activations=leave, **keys))
         settings = settings.model_copy(update=dict(train=settings.train.model_copy(update=dict(max_tokens_per_micro_batch=64))))
-        found[leave] = run_ranks(_gradients, case.ranks, settings, model(shape))
+        found[leave] = run_ranks(_gradients, case.ranks, settings, tiny_model(shape))
     for (expected, none), (gradients, count) in zip(found[False], found[True], strict=True):
         assert none["left"] == none["back"] == 0
         assert 0 < count["back"] <= count["left"] and count["alive"] == 0

@@ -64,7 +64,7 @@ def _resume_and_go_on(model, folder, with_extra_state):
 
 def after_a_step(policy, saver) -> list:
     step_once(policy, saver.layout)
-    return [w.detach().numpy().copy() for w in (*saver.reference._weights, *(p for c in policy.chunks for p in c.parameters()))]
+    return [w.detach().numpy().copy() for w in (*saver.reference.weights, *(p for c in policy.chunks for p in c.parameters()))]
 
 
 @pytest.fixture

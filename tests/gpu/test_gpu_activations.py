@@ -1,0 +1,29 @@
+"""Activations that wait in the host's memory, on a GPU: the step is the one in which they stay. `cpu` runs the same code without a GPU."""
+
+import pytest
+from tiny_policy import tiny_run
+
+from megagrpo.parallel.ranks import run_ranks
+from megagrpo.policy import activation_offload
+from megagrpo.verify.shrink import random_samples
+from megagrpo.verify.step import Outcome, relative_error, take_step
+from tests.gpu.test_gpu_parity import PLACES, need, small
+
+
+def _step(settings, hf_config) -> Outcome | None:
+    activation_offload.MIN_BYTES = 1
+    return take_step(settings, hf_config, random_samples())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("keys", [{}, dict(recompute="full"), dict(fp8_recipe="tensorwise")], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_is_the_same_whether_activations_leave_or_stay(place, keys):
+    need(place)
+    found = {}
+    for leave in (False, True):
+        settings = tiny_run({}, model=dict(precision="bf16", offload_activations=leave, **keys), train=dict(share_prompts=False))
+        (found[leave],) = run_ranks(_step, 1, settings, small("qwen2_untied"), timeout=300)
+    # On a GPU attention adds up its gradients in any order.
+    assert max(relative_error(found[True].gradients[name], found[False].gradients[name]) for name in found[False].gradients) < 1e-2
+    assert found[True].logprobs.sub(found[False].logprobs).abs().max() == 0
