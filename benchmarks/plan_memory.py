@@ -5,7 +5,8 @@
 Every rank counts the bytes of all tensors' storages that are alive, from the moment before it builds the model: each one that an operation
 makes, in backward passes too, until it is freed. What an operation takes and gives back before it ends is not seen. Random weights, full
 micro-batches of sequences that are longer than the CPU attention keeps scores of. The fullest rank is compared; of a checkpoint (`saving`:
-the peak of putting it together, `writing`: what is held until it is written) the sum of all ranks, which share the host's memory.
+the peak of putting it together, `writing`: what is held until it is written), and of what leaves the device while vLLM generates
+(`offload`), the sum of all ranks, which share the host's memory.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from megagrpo.plan.host import host_memory
 from megagrpo.plan.memory import GIB, trainer_memory
 from megagrpo.policy.hf_config import HfConfig, parse_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.offload import Offload
 from megagrpo.types import LossInputs, LossOutput, TrainSample, TrainState
 
 MIB = 2**20
 LENGTH = 256
 TOKENS = 2048  # of a micro-batch
-HOST = ("saving", "writing")  # what a checkpoint takes of the host's memory, beside what is there
+HOST = ("saving", "writing", "offload")  # what is taken of the host's memory, beside what is there
 DENSE = dict(model_type="qwen3", hidden_size=256, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
 DENSE |= dict(intermediate_size=768, vocab_size=8192, max_position_embeddings=4096, tie_word_embeddings=False)
 MIXED = DENSE | dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=384, norm_topk_prob=True)
@@ -110,7 +112,8 @@ def config_of(sections: dict[str, dict]) -> RunConfig:
 
 
 def measured(raw: dict, config: RunConfig, folder: Path, steps: int = 2) -> dict[str, float]:
-    """Phase -> MiB of this rank at its peak; of a checkpoint in `folder`, saving -> MiB that come on top, writing -> MiB that stay."""
+    """Phase -> MiB of this rank at its peak; of a checkpoint in `folder`, saving -> MiB that come on top, writing -> MiB that stay;
+    offload -> MiB that leave the device."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     peaks: dict[str, float] = {}
@@ -132,6 +135,9 @@ def measured(raw: dict, config: RunConfig, folder: Path, steps: int = 2) -> dict
             saver.start(TrainState(step=steps), background=config.run.async_save)
         peaks["saving"] -= before
         saver.finish(wait=True)
+        offload = Offload(policy)
+        offload.keep_nothing()
+        peaks["offload"] = offload.host_bytes / MIB
     layout.close()
     return peaks
 
@@ -165,7 +171,8 @@ def predicted(model: HfConfig, config: RunConfig, ranks: int) -> dict[str, float
     """Phase -> MiB of the plan."""
     memory = trainer_memory(config, model, ranks // config.parallel.model_parallel_size, gpu=False)
     phases = {phase: sum(parts.values()) for phase, parts in memory.items()}
-    return {phase: size * GIB / MIB for phase, size in (phases | host_memory(config, model, ranks)).items()}
+    host = host_memory(config, model, ranks) | {"offload": host_memory(config, model, ranks, gpu=True)["offload"]}
+    return {phase: size * GIB / MIB for phase, size in (phases | host).items()}
 
 
 def compare(name: str) -> dict[str, tuple[float, float]]:

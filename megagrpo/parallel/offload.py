@@ -38,7 +38,7 @@ class Away:
     def __init__(self):
         self._host = HostMemory()
         self._storages: dict[int, tuple[UntypedStorage, int, int | None]] = {}  # with their size, and where their bytes are
-        self._used = 0
+        self.used = 0  # bytes in the host's memory
 
     @property
     def is_empty(self) -> bool:
@@ -49,10 +49,10 @@ class Away:
     def move(self, tensors: Iterable[Tensor]) -> None:
         """Move what of these tensors' storages is on the device, each once."""
         for key, storage in self._still_there(tensors):
-            size, start = storage.nbytes(), self._used
+            size, start = storage.nbytes(), self.used
             for host, part in self._host.part(start, size):
                 host.copy_(_bytes(storage)[part], non_blocking=True)
-            self._used += size
+            self.used += size
             self._storages[key] = storage, size, start
             _empty(storage)
 
@@ -76,7 +76,7 @@ class Away:
                 for host, part in self._host.part(start, size):
                     _bytes(storage)[part].copy_(host, non_blocking=True)
             self._storages.popitem()
-        self._used = 0
+        self.used = 0
 
     def _still_there(self, tensors: Iterable[Tensor]) -> list[tuple[int, UntypedStorage]]:
         return [(key, storage) for key, storage in storages(tensors).items() if key not in self._storages]

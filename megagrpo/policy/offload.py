@@ -29,6 +29,11 @@ class Offload:
         """Whether anything is not on the device."""
         return not (self._weights.is_empty and self._state.is_empty)
 
+    @property
+    def host_bytes(self) -> int:
+        """What of this rank waits in the host's memory now."""
+        return self._weights.used + self._state.used
+
     def keep_everything(self) -> None:
         """Bring back what is away; gradients are zero."""
         own_part(self._policy.layout, self._bring_back)

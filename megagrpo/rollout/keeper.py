@@ -70,10 +70,10 @@ class Watcher:
         else:
             self.engine.dead.discard(url)
             self.say(f"vLLM server {url} {there}, with weight version {self.engine.weight_version}")
-        self._filled(url)
+        self._settled(url)
 
-    def _filled(self, url: str) -> None:
-        """It is in again, or waits."""
+    def _settled(self, url: str) -> None:
+        """It is in again, or waits, or has ended."""
 
     def _not_filled(self, url: str, error: Exception) -> None:
         self.engine.leave_out(url)
@@ -89,6 +89,7 @@ class Keeper(Watcher):
         super().__init__(engine, refill, say)
         self.launcher = launcher
         self._silence = Silence()
+        self._starting: set[str] = set()
         self._given_up: set[str] = set()
 
     def _look(self) -> None:
@@ -103,22 +104,22 @@ class Keeper(Watcher):
             self.engine.waiting.discard(url)
             self._start_again(place, server)
         elif url in self.engine.dead and url not in self.engine.waiting:
+            self.engine.unsettled.add(url)
             if healthy(url):
                 self._fill(url)
-            elif url in self.engine.starting and self.engine.leaving:
+            elif self.engine.leaving:
                 server.end()
             else:
-                limit = self.launcher.startup_timeout if url in self.engine.starting else SILENT_SECONDS
+                limit = self.launcher.startup_timeout if url in self._starting else SILENT_SECONDS
                 if self._silence.goes_on(url) > limit:
                     self.say(f"warning: vLLM server {url} has said nothing for {limit:g} s; ending it")
                     server.end()
         else:
-            self._silence.heard(url)
+            self._settled(url)
 
     def _start_again(self, place: int, server: Server) -> None:
         url = server.url
-        self._silence.heard(url)
-        self.engine.starting.discard(url)
+        self._settled(url)
         if not self.launcher.may_start_again(server):
             self._given_up.add(url)
             if len(self._given_up) == len(self.launcher.servers):
@@ -131,15 +132,17 @@ class Keeper(Watcher):
         with self._lock:
             if self._end.is_set():
                 return
-            self.engine.starting.add(url)
-            if self.engine.asleep:  # looked at last: who has servers sleep says so before it looks for one that starts
-                self.engine.starting.discard(url)
+            self.engine.unsettled.add(url)
+            if self.engine.asleep:  # looked at last: who has servers sleep says so before it looks for those that cannot
+                self.engine.unsettled.discard(url)
                 return
+            self._starting.add(url)
             self.say(f"warning: {self.launcher.start_again(place)}")
 
-    def _filled(self, url: str) -> None:
-        self.engine.starting.discard(url)
+    def _settled(self, url: str) -> None:
         self._silence.heard(url)
+        self._starting.discard(url)
+        self.engine.unsettled.discard(url)
 
     def _not_filled(self, url: str, error: Exception) -> None:
         self.say(f"warning: vLLM server {url} did not take the current weights, ending it: {error}")

@@ -52,7 +52,7 @@ class Updates(Servers):
         super().__init__(urls, logs=logs, request_timeout=request_timeout, token=token, urls_file=urls_file)
         self.sync_timeout, self.lora, self.patience = sync_timeout, lora, patience
         self.sleeps, self.asleep, self.refills, self.in_flight = sleeps, False, refills, in_flight
-        self.starting: set[str] = set()  # servers that somebody has started again, until they are in or wait
+        self.unsettled: set[str] = set()  # servers that start or are silent: they may hold memory, and cannot be told to sleep
         self.leaving = False  # whether nobody waits for them any more
         self.weight_version = 0
 
@@ -82,8 +82,8 @@ class Updates(Servers):
 
     def sleep(self, keeps_weights: bool = False, last: bool = False) -> None:
         """Have servers that can give their GPU memory back, until weights come again, or until `wake` where they keep theirs in the host's
-        memory. Those that adapters act on are always kept. One that is still starting is waited for, unless this is the `last` thing that
-        servers do: it is ended then."""
+        memory. Those that adapters act on are always kept. One that starts, or is silent, is waited for, until it answers or has ended; if
+        this is the `last` thing that servers do it is ended."""
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
             await self._post(client, url, f"/sleep?level={1 if self.lora or keeps_weights else 2}", seconds=self.sync_timeout)
@@ -91,7 +91,7 @@ class Updates(Servers):
 
         if self.sleeps and not self.asleep:
             self.asleep, self.leaving = True, last  # none is started from here on
-            while self.starting:
+            while self.unsettled:
                 time.sleep(LOOK_SECONDS)
             self.dead -= self.waiting  # they have no weights, but hold memory
             self._update(verbs)

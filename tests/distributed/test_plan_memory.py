@@ -25,6 +25,6 @@ LAYOUTS = ("one", "bf16", "recompute", "tp2", "pp2", "dp2", "cp2", "tp2_pp2", "e
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_planned_memory_is_within_a_tenth_of_the_measured_peak(name):
     compared = script().compare(name)
-    assert set(compared) == {"load", "logprobs", "train", "saving", "writing"}
+    assert set(compared) == {"load", "logprobs", "train", "saving", "writing", "offload"}
     for phase, (measured, planned) in compared.items():
         assert planned == pytest.approx(measured, rel=0.1), phase

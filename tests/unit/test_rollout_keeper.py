@@ -157,9 +157,20 @@ def test_who_has_servers_sleep_waits_for_one_that_starts_and_it_sleeps_too(stand
     engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
     monkeypatch.setattr(engine, "_update", lambda verbs: told.append((set(engine.dead), list(said))))
     kill(stand.servers[0])
-    engine.starting.add(stand.urls[0])
     with Keeper(stand, engine, lambda url: False, said.append):
         wait_until(lambda: said)
         engine.sleep()
     assert len(told) == 1 and told[0][0] == set() and told[0][1][-1].endswith("is back and waits for the next weight sync")
     assert engine.dead == engine.waiting == set(stand.urls)
+
+
+def test_who_has_servers_sleep_waits_until_a_silent_one_has_ended(stand, monkeypatch):
+    monkeypatch.setattr(keeper_module, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(keeper_module, "healthy", lambda url: False)
+    engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
+    monkeypatch.setattr(engine, "_update", lambda verbs: told.append(stand.servers[0].alive))
+    engine.dead.add(stand.urls[0])  # a request had found no answer
+    with Keeper(stand, engine, lambda url: True, said.append):
+        wait_until(lambda: engine.unsettled)
+        engine.sleep()
+        assert told == [False] and len(said) == 1 and "has said nothing for 0.5 s; ending it" in said[0]
