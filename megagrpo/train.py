@@ -257,7 +257,7 @@ def _layout(config: RunConfig) -> Layout:
 
 
 def _check_plan(config: RunConfig) -> None:
-    problems = plan(config, int(os.environ.get("WORLD_SIZE", "1")), device.gpu_memory_gb()).problems
+    problems = plan(config, int(os.environ.get("WORLD_SIZE", "1")), device.gpu_memory_gb(), device.host_memory_gb()).problems
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -108,6 +108,14 @@ def block_elements() -> int:
     return 2**24 if has_gpu() else 2**18
 
 
+def host_memory_gb() -> float:
+    """RAM of this host in GiB, or what this process's container may take of it."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as limit:  # "max" where there is none
+        size = min(size, int(limit.read()))
+    return size / 2**30
+
+
 def host_bytes(count: int) -> torch.Tensor:
     """So many bytes of the host's memory, uninitialised, between which and the device copies run at full speed."""
     return torch.empty(count, dtype=torch.uint8, pin_memory=has_gpu())

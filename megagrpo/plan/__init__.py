@@ -26,6 +26,7 @@ from megagrpo.plan.problems import (
     reward_problems,
     rollout_problems,
     too_big,
+    too_little_ram,
     vocabulary_notes,
 )
 from megagrpo.plan.rules import Verdict, rules_text, verdicts
@@ -152,8 +153,9 @@ def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths
     return replace(made, problems=made.problems + unfit, rows=rows, times=times, found=found, notes=notes)
 
 
-def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None) -> Plan:
-    """The plan of `config` on `world_size` ranks. With `gpu_memory_gb`, the memory of each GPU in GiB, it must also fit there."""
+def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None, host_memory_gb: float | None = None) -> Plan:
+    """The plan of `config` on `world_size` ranks. With `gpu_memory_gb`, the memory of each GPU in GiB, it must also fit there, and with
+    `host_memory_gb` what stays in a node's RAM must fit into that."""
     parallel = config.parallel
     problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config) + output_problems(config)
     notes = layout_notes(config, world_size) + data_notes(config)
@@ -201,6 +203,7 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None)
     if world_size % parallel.model_parallel_size == world_size % parallel.expert_parallel_size == 0:  # else there is no such layout
         host = host_memory(config, model, world_size, gpu=gpu_memory_gb is not None)
         rows.append(("host", host_text(host)))
+        problems += [] if host_memory_gb is None else too_little_ram(host, host_memory_gb)
     if gpu_memory_gb is not None and smallest > gpu_memory_gb:
         problems.append(too_big(config, model, memory, smallest, gpu_memory_gb))
     engine = engine_memory(config, model, gpu_memory_gb)

@@ -264,6 +264,18 @@ def _mlp_widths(model: HfConfig, experts_shared_out: bool) -> list[int]:
     return dense + cut + [model.experts.shared_size] * (model.experts.shared_size > 0)
 
 
+KEPT_IN_RAM = {"offload": "train.offload", "moments": "train.optimizer_offload", "activations": "model.offload_activations"}
+
+
+def too_little_ram(host: dict[str, float], ram: float) -> list[str]:
+    """What ranks of a node keep in its RAM, GiB by name, where that does not fit into `ram`."""
+    kept = {key: host[name] for name, key in KEPT_IN_RAM.items() if host[name]}
+    if sum(kept.values()) <= ram:
+        return []
+    largest, parts = max(kept, key=kept.get), ", ".join(f"{key} {size:.1f}" for key, size in kept.items())
+    return [f"{largest}: the ranks of a node keep {sum(kept.values()):.1f} GiB in RAM ({parts}), and it has {ram:.1f}; set it to false"]
+
+
 def too_big(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float) -> str:
     r = config.rollout
     trainer = max(sum(parts.values()) for parts in memory.values())

@@ -61,6 +61,11 @@ def test_the_engine_computes_in_float32_where_bf16_products_are_emulated(monkeyp
     assert device.engine_precision(torch.bfloat16) == torch.bfloat16 and device.engine_precision(torch.float32) == torch.float32
 
 
+def test_ram_is_in_gib_and_holds_this_process():
+    total = int(next(line for line in open("/proc/meminfo") if line.startswith("MemTotal")).split()[1]) / 2**20
+    assert device.memory_gb() < device.host_memory_gb() <= total * 1.001
+
+
 def test_peak_memory_is_in_gib():
     assert 0.05 < device.memory_gb() < 1000
 

@@ -422,6 +422,18 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
     assert "raise parallel.tp, parallel.ep, parallel.pp or parallel.cp" in mixed
 
 
+def test_ram_that_is_too_small_for_what_leaves_the_gpus_is_refused():
+    def problems(ram: float, gpu: float | None = 80, *overrides: str) -> list[str]:
+        config = load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", overrides)
+        return plan(config, 8, gpu, host_memory_gb=ram).problems
+
+    (problem,) = problems(100)
+    assert problem == ("train.offload: the ranks of a node keep 113.5 GiB in RAM (train.offload 113.5), and it has 100.0; set it to false")
+    assert problems(114) == problems(100, None) == problems(100, 80, "train.offload=false") == []
+    (problem,) = problems(20, 80, "train.offload=false", "train.optimizer_offload=true")
+    assert problem.startswith("train.optimizer_offload: the ranks of a node keep 56.7 GiB")
+
+
 def test_layers_with_a_window_keep_its_tokens_and_a_batch(folder):
     windows = dict(model_type="gemma3_text", head_dim=64, sliding_window=512, tie_word_embeddings=True)
     windows |= dict(layer_types=["sliding_attention"] * 5 + ["full_attention"], num_hidden_layers=6, query_pre_attn_scalar=64)
