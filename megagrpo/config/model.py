@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import lcm
 from typing import Literal
 
-from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
 
 
 class ModelSection(Section):
@@ -40,9 +40,9 @@ class ModelSection(Section):
     them dense for each use. The model that is trained is the rounded one, and so is what vLLM gets."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: `selective` the core attention, `full` every layer."""
-    offload_activations: bool = False
-    """Keep activations of the blocks in the host's memory until the backward pass needs them, those that `recompute` leaves; copies go on
-    beside the computation. docs/plan.md."""
+    offload_activations: Share = 0.0
+    """Share of the decoder layers whose activations, those that `recompute` leaves, wait in the host's memory for the backward pass. Copies
+    go on beside the computation; `megagrpo plan --gpu` says when they take longer."""
 
     @property
     def history_keys(self) -> dict[str, int | str]:

@@ -40,7 +40,7 @@ def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: i
     chunks, ranks = largest_chunks(model, p), []
     turns = gpu and takes_turns(config)
     moved = moved_bytes(config, model, world_size) if turns else [0.0] * p.pp
-    activations = activation_bytes(config, model) if gpu and config.model.offload_activations else [0.0] * p.pp
+    activations = activation_bytes(config, model) if gpu else [0.0] * p.pp
     beside = GIB * engine_memory(config, model)["vllm_weights"] if turns else 0.0  # of the server on the same GPU, which sleeps meanwhile
     for rank in range(world_size):  # numbered tp fastest, then cp, dp, pp; for experts those of a stage etp fastest, then ep
         stage, place = divmod(rank, world_size // p.pp)
@@ -62,7 +62,8 @@ def activation_bytes(config: RunConfig, model: HfConfig) -> list[float]:
     """Of a rank of each stage, what `model.offload_activations` keeps on the host when it keeps most."""
     tokens, (_, kept, _) = config.train.max_tokens_per_micro_batch / config.parallel.cp, activation_elements(config, model, gpu=True)
     layers = [len(own) * in_flight(config, stage) for stage, own in enumerate(layers_of_ranks(model, config.parallel))]
-    return [max(0.0, count - NOT_OFFLOADED) * kept * tokens * weight_bytes(config) for count in layers]
+    share = config.model.offload_activations
+    return [max(0.0, count - NOT_OFFLOADED) * share * kept * tokens * weight_bytes(config) for count in layers]
 
 
 @dataclass(frozen=True)

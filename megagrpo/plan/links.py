@@ -10,6 +10,7 @@ from megagrpo.plan.gpus import GPUS_PER_NODE, Gpu
 
 LINK_EFFICIENCY = 0.7  # share of a link's peak that large messages get
 COLLECTIVE_SECONDS = 20e-6  # to start one collective, and for a small message to get through it inside of a node
+HOST_GB_PER_S = 25.0  # between a GPU and the host's memory
 HOP_SECONDS = 20e-6  # more for each time that the number of nodes doubles
 
 

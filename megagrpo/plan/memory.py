@@ -24,7 +24,7 @@ GIB = 2**30
 PREFILL_TOKENS = 8192  # of one batch of vLLM's, by its default on large GPUs
 MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}  # of both, with their share of two scales
 FP8_BYTES = 2  # of a weight that is multiplied in FP8, beside it: rounded along its rows and along its columns, kept for the next time
-NOT_OFFLOADED = 2  # layers whose activations are on the GPU at a time with model.offload_activations: the one at work, and its neighbour
+NOT_OFFLOADED = 2  # layers whose activations are on the GPU whatever model.offload_activations says: the one at work, and its neighbour
 STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # of a weight, with its share of a scale
 
 
@@ -94,8 +94,8 @@ def _stage_memory(
     tokens = train.max_tokens_per_micro_batch / p.cp
     one_layer, kept, passing = (elements * tokens * element for elements in activation_elements(config, model, gpu))
     layers_kept = len(layers) * in_flight(config, stage)
-    if gpu and config.model.offload_activations:
-        layers_kept = min(layers_kept, NOT_OFFLOADED)
+    if gpu:
+        layers_kept -= max(0.0, layers_kept - NOT_OFFLOADED) * config.model.offload_activations
     activations = layers_kept * kept + passing + (one_layer if config.model.recompute == "full" else 0)
     logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, element) if stage == p.pp - 1 else (0, 0, 0)
     # What a rank sends is copied out of its weights first.

@@ -9,7 +9,7 @@ from math import ceil
 from megagrpo.config import RunConfig
 from megagrpo.plan.flops import attention_flops, token_flops
 from megagrpo.plan.gpus import Gpu
-from megagrpo.plan.links import Links, layer_seconds
+from megagrpo.plan.links import HOST_GB_PER_S, Links, layer_seconds
 from megagrpo.plan.memory import activation_elements, weight_bytes
 from megagrpo.plan.workload import Lengths
 from megagrpo.policy.hf_config import HfConfig
@@ -27,8 +27,8 @@ EXPERT_LAYER_STARTS = 1.5e-3  # of a layer with experts, where it also waits to 
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Of all samples of a step: a forward pass, a backward pass with what it recomputes, and the share of both that stages of the pipeline
-    stand still."""
+    """Of all samples of a step: a forward pass, a backward pass with what it recomputes and what both wait for activations on their way to
+    the host and back, and the share of both that stages of the pipeline stand still."""
 
     forward: float
     backward: float
@@ -58,6 +58,7 @@ def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, 
     kept = {"none": 0.0, "selective": cost.attention, "full": max(forward, cost.starts) + talk}[recompute]
     trained = 1 if config.lora.enabled else 2  # products of the backward pass: with adapters weights have no gradients
     backward = max(trained * cost.products + 2 * (cost.attention + cost.traffic), cost.starts) + talk + kept
+    backward += sum(max(0.0, cost.copies - seconds) for seconds in (max(forward, cost.starts), backward))
     handed = (p.pp > 1) * p.vpp * Links(gpu).seconds(tokens / p.cp * cost.token_bytes / p.tp, p.tp * p.cp * dp + 1)
     head = lengths.response / lengths.sample * tokens / p.cp * token_flops(model).head / (cost.peak * DENSE_EFFICIENCY * p.tp)
     passes = slices * count
@@ -83,6 +84,8 @@ class _Layers:
         self.attention = tokens / p.tp / self.peak * scores / ATTENTION_EFFICIENCY
         touched = TOUCHES * activation_elements(config, model, gpu=True)[0] * element * model.num_layers
         self.traffic = tokens * touched / (gpu.memory_gb_per_s * 1e9 * BANDWIDTH)
+        kept = activation_elements(config, model, gpu=True)[1] * config.model.offload_activations
+        self.copies = tokens * kept * element * model.num_layers / (HOST_GB_PER_S * 1e9)
         self.starts = (model.num_layers - mixed) * LAYER_STARTS + mixed * EXPERT_LAYER_STARTS
         kv = 2 * (model.num_kv_heads / p.tp) * (model.head_dim + model.value_dim) / 2 * element
         links = Links(gpu)

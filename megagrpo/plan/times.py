@@ -12,7 +12,7 @@ from megagrpo.config import RunConfig
 from megagrpo.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.plan.gpus import GPUS_PER_NODE, Gpu
 from megagrpo.plan.host import moved_bytes
-from megagrpo.plan.links import Links
+from megagrpo.plan.links import HOST_GB_PER_S, Links
 from megagrpo.plan.memory import GIB, block_bytes, engine_bytes, kv_bytes, takes_turns, weight_bytes
 from megagrpo.plan.passes import pass_seconds
 from megagrpo.plan.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
@@ -26,7 +26,6 @@ DECODE_STEP_SECONDS = 4e-3  # of vLLM's own in each step: scheduling, sampling
 LAYER_SECONDS = 20e-6  # kernels' starts in each layer of a decoding step
 SLEEP_SECONDS = 3.0  # for a colocated server to sleep and wake up, both together
 STORAGE_GB_PER_S = 2.0  # that one node reads weights at
-HOST_GB_PER_S = 25.0  # between a GPU and the host's memory
 CURVE_POINTS = 64
 
 

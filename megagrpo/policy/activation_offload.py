@@ -11,6 +11,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from math import floor
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megagrpo.parallel import device
 from megagrpo.parallel.host_copies import HostCopies
+from megagrpo.policy.specs import BLOCK
 
 MIN_BYTES = 2**20  # what is smaller stays: it costs more to move than to keep
 LOADED = 3  # layers on the device at a time in the backward pass: the one before, whose memory may still be read, this one, the next one
@@ -92,10 +94,10 @@ class LeftLayer:
 
 
 class Mover:
-    """Moves what the layers of one decoder keep."""
+    """Moves what the layers `leaving`, by id, of one decoder keep."""
 
-    def __init__(self):
-        self.copies = HostCopies()
+    def __init__(self, leaving: set[int]):
+        self.leaving, self.copies = leaving, HostCopies()
         self.layer: LeftLayer | None = None
         self.within: nn.Module | None = None  # whose forward pass goes on; None in backward passes, which may compute layers again
         self.shared: frozenset[int] = frozenset()
@@ -124,11 +126,15 @@ class Mover:
             oldest.unload()
 
 
-def offload_activations(chunks: Sequence[nn.Module]) -> None:
-    """Have the decoders of the bare chunks keep what they keep for the backward pass in the host's memory. Results stay as they are."""
+def offload_activations(chunks: Sequence[nn.Module], share: float) -> None:
+    """Have a `share` of the bare chunks' decoder layers, spread evenly, keep in the host's memory what they keep for the backward pass.
+    What the last one of a model keeps stays: its backward pass comes at once. Results are what they were."""
     for chunk in chunks:
         decoder = chunk.decoder
-        decoder.mover, decoder.__class__ = Mover(), _offloading(type(decoder))
+        leaving = [layer for i, layer in enumerate(decoder.layers) if floor((i // BLOCK + 1) * share) > floor(i // BLOCK * share)]
+        if decoder.post_process:
+            leaving = [layer for layer in leaving if layer not in decoder.layers[-BLOCK:]]
+        decoder.mover, decoder.__class__ = Mover({*map(id, leaving)}), _offloading(type(decoder))
         for layer in decoder.layers:
             layer.register_forward_pre_hook(lambda layer, inputs, decoder=decoder: decoder.enter(layer))
 
@@ -139,8 +145,7 @@ def _offloading(stack: type) -> type:
 
 
 class OffloadingStack:
-    """A decoder whose layers' saved tensors go through a `Mover`. What the last decoder layer of a model keeps stays: its backward pass
-    comes at once."""
+    """A decoder whose layers' saved tensors go through a `Mover`."""
 
     mover: Mover
 
@@ -168,7 +173,7 @@ class OffloadingStack:
 
     def _leave_layer(self) -> None:
         layer = self.mover.within
-        if not (self.post_process and layer in self.layers[-2:]):
+        if id(layer) in self.mover.leaving:
             self.mover.end(self.mover.shared | {memory for module in layer.modules() for memory in _rounded_weights(module)})
 
 

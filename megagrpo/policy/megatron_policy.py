@@ -55,7 +55,7 @@ class MegatronPolicy:
             fp8=Fp8.of(config.model, hf_config.num_layers),
         )
         if config.model.offload_activations:
-            offload_activations(self.chunks)
+            offload_activations(self.chunks, config.model.offload_activations)
         if config.lora.enabled:
             attach_adapters(self.chunks, hf_config, config.lora, config.model.recompute)
         if config.model.base_storage != "none":

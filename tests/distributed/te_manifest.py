@@ -9,6 +9,7 @@ Nothing is computed.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -40,6 +41,7 @@ CASES = ("llama tied", "llama untied", "mistral", "qwen2", "qwen3", "qwen3_moe",
 CASES += ("deepseek_v2 lite", "deepseek_v3", "gemma2", "gemma3", "gpt_oss")
 CUT = dict(tp=2, sequence_parallel=True, ep=2, etp=1)  # beside one process
 DTYPE = torch.bfloat16
+HISTORIES = [(History(1024), "hybrid"), (History(3, "max", 1), "e4m3"), (History(1), "hybrid"), (History(4, "most_recent"), "hybrid")]
 Weights = dict[str, str]
 
 
@@ -119,6 +121,45 @@ def fp8_recipe(recipe: str, form: str) -> str:
     return repr(fp8_utils.get_fp8_recipe(config))
 
 
+Pass = tuple[bool, list[float]]  # whether a backward pass follows; the largest magnitudes of input, weight and output's gradient in it
+
+
+def passes(seed: int) -> list[Pass]:
+    """Micro-batches of a run: magnitudes that come and go, one that is 0 and one that is not finite, log-probs in between."""
+    sizes = (10 ** (torch.rand(12, 3, generator=torch.Generator().manual_seed(seed)) * 6 - 4)).tolist()
+    sizes[3][0], sizes[6][1], sizes[8][2] = 0.0, float("inf"), 0.0
+    return [(i % 4 != 0, size) for i, size in enumerate(sizes)]
+
+
+def delayed_scales(history: History, form: str, run: list[Pass]) -> list[list[float]]:
+    """The scales that Transformer Engine's bookkeeping gives one linear after each pass. Its kernels take the largest magnitudes; what it
+    makes of these it can also compute in torch."""
+    from transformer_engine.pytorch import fp8_autocast, quantization
+
+    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"
+    torch.compiler.set_stance("force_eager")
+    quantization.check_recipe_support = lambda recipe: None
+    manager = quantization.FP8GlobalStateManager
+    manager.is_fp8_available = classmethod(lambda cls: (True, ""))
+    manager.reset()
+    fp8 = Fp8("delayed", form == "hybrid", history=history)
+    recipe = fp8_utils.get_fp8_recipe(TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1, **fp8.megatron_config()))
+    forward, backward = (
+        quantization.DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=count, device=torch.device("cpu"))
+        for mode, count in (("forward", 3), ("backward", 2))
+    )
+    manager.add_fp8_tensors_to_global_buffer(dict(recipe=recipe, fp8_group=None, scaling_fwd=forward, scaling_bwd=backward))
+    found = []
+    for trains, (*inputs, gradient) in run:
+        with torch.set_grad_enabled(trains), fp8_autocast(enabled=True, fp8_recipe=recipe):
+            forward.amax_history[0, :2] = torch.maximum(forward.amax_history[0, :2], torch.tensor(inputs))
+        if trains:
+            backward.amax_history[0, 0] = gradient
+            manager.reduce_and_update_fp8_tensors(forward=False)  # as the first linear does at the end of its backward pass
+        found.append([*forward.scale[:2].tolist(), backward.scale[0].item()])
+    return found
+
+
 def record() -> dict[str, Any]:
     """Everything, of every family, with Transformer Engine's linears and with Megatron's own."""
     # It is installed, asks for CUDA when a layer is made, and never computes.
@@ -137,7 +178,8 @@ def record() -> dict[str, Any]:
     }
     packages = ("torch", "megatron-core", "transformer-engine")
     made_by = "tests/distributed/te_manifest.py: " + ", ".join(f"{p} {version(p)}" for p in packages)
-    return {"produced_by": made_by, "models": models, "checkpoint_keys": keys, "recipes": recipes}
+    scales = [delayed_scales(history, form, passes(seed)) for seed, (history, form) in enumerate(HISTORIES)]
+    return {"produced_by": made_by, "models": models, "checkpoint_keys": keys, "recipes": recipes, "delayed_scales": scales}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from megagrpo.verify.step import fill_weights, policy_gradient
 
 CASES = [
     (Case("alone", 1, {}), "qwen2_untied", {}),
+    pytest.param(Case("half", 1, {}), "qwen3_tied", dict(offload_activations=0.5), marks=pytest.mark.full),
     pytest.param(Case("tp2_sp_pp2", 4, dict(tp=2, pp=2, sequence_parallel=True)), "qwen3_tied", {}, marks=pytest.mark.full),
     pytest.param(Case("pp2_vpp2", 2, dict(pp=2, vpp=2)), "llama_tied", dict(recompute="full"), marks=pytest.mark.full),
     pytest.param(Case("cp2", 2, dict(cp=2)), "qwen2_untied", dict(recompute="selective"), marks=pytest.mark.full),
@@ -64,7 +65,8 @@ def _gradients(settings, hf_config) -> tuple[dict[str, torch.Tensor], dict[str, 
 def test_gradients_are_the_same_bits_whether_activations_leave_or_stay(case, shape, keys):
     found = {}
     for leave in (False, True):
-        settings = tiny_run(case.parallel, model=dict(path="tiny", precision="fp32", offload_activations=leave, **keys))
+        share = keys.get("offload_activations", 1.0) if leave else 0.0
+        settings = tiny_run(case.parallel, model=dict(path="tiny", precision="fp32") | keys | dict(offload_activations=share))
         settings = settings.model_copy(update=dict(train=settings.train.model_copy(update=dict(max_tokens_per_micro_batch=64))))
         found[leave] = run_ranks(_gradients, case.ranks, settings, tiny_model(shape))
     for (expected, none), (gradients, count) in zip(found[False], found[True], strict=True):

@@ -4,13 +4,16 @@ as for ours."""
 import json
 
 import pytest
+import torch
 from ranks import run_ranks
-from te_manifest import CASES, FILE, architecture, checkpoint_keys, chunk_of, recorded_chunk, variants
+from te_manifest import CASES, FILE, HISTORIES, architecture, checkpoint_keys, chunk_of, passes, recorded_chunk, variants
 
 from megagrpo.bridge.families import blocks, tensor_names
 from megagrpo.config import ParallelSection
 from megagrpo.families import FAMILIES
 from megagrpo.parallel.layout import init_layout
+from megagrpo.policy import delayed_scaling
+from megagrpo.policy.delayed_scaling import E4M3, E5M2, GRADIENT, INPUT, WEIGHT, DelayedScaling
 from megagrpo.policy.specs import BLOCK
 
 MANIFEST = json.loads(FILE.read_text())
@@ -44,6 +47,21 @@ def differences() -> list[str]:
 def test_every_parameter_of_transformer_engine_is_a_part_of_a_tensor_and_the_same_one_as_without_it():
     assert {architecture(name).family for name in MANIFEST["models"]} == set(FAMILIES) and list(MANIFEST["models"]) == list(CASES)
     assert run_ranks(differences, 1)[0] == []
+
+
+@pytest.mark.parametrize("case", range(len(HISTORIES)))
+def test_delayed_scales_are_those_of_transformer_engine(case, monkeypatch):
+    monkeypatch.setattr(delayed_scaling.dist, "get_world_size", lambda group: 1)
+    (history, form), expected = HISTORIES[case], MANIFEST["delayed_scales"][case]
+    scaling = DelayedScaling(1, history, E5M2 if form == "hybrid" else E4M3, None)
+    for (trains, sizes), scales in zip(passes(case), expected, strict=True):
+        for part, size in zip((INPUT, WEIGHT), sizes, strict=False):
+            scaling.note(0, part, torch.tensor([-size]))
+        if trains:
+            scaling.update([INPUT, WEIGHT])
+            scaling.note(0, GRADIENT, torch.tensor([sizes[GRADIENT]]))
+            scaling.update([GRADIENT])
+        assert scaling.scale[0].tolist() == pytest.approx(scales, rel=1e-6)
 
 
 def test_the_recipes_of_transformer_engine_scale_what_ours_scale():

@@ -22,7 +22,7 @@ def test_a_step_is_the_same_whether_activations_leave_or_stay(place, keys):
     need(place)
     found = {}
     for leave in (False, True):
-        settings = tiny_run({}, model=dict(precision="bf16", offload_activations=leave, **keys), train=dict(share_prompts=False))
+        settings = tiny_run({}, model=dict(precision="bf16", offload_activations=float(leave), **keys), train=dict(share_prompts=False))
         (found[leave],) = run_ranks(_step, 1, settings, small("qwen2_untied"), timeout=300)
     # On a GPU attention adds up its gradients in any order.
     assert max(relative_error(found[True].gradients[name], found[False].gradients[name]) for name in found[False].gradients) < 1e-2

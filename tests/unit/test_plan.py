@@ -584,12 +584,12 @@ def test_products_in_fp8_need_wide_linears_whole_blocks_of_tokens_and_layers_tha
 def test_activations_of_two_layers_are_on_a_gpu_and_the_others_on_the_host(folder):
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
     model, found = parse_hf_config(LLAMA_8B), {}
-    for leave in ("false", "true"):
+    for leave in (0, 0.5, 1):
         settings = config(folder, "model.precision=bf16", f"model.offload_activations={leave}", "parallel.pp=2")
         stages = [stage["train"]["activations"] for stage in stage_memory(settings, model, dp=4)]
         found[leave] = stages, host_memory(settings, model, 8, gpu=True)["activations"], host_memory(settings, model, 8)["activations"]
-    (stay, *none), (left, pinned, on_cpu) = found["false"], found["true"]
-    assert none == [0, 0] and on_cpu == 0
+    (stay, *none), (left, pinned, on_cpu) = found[0], found[1]
+    assert none == [0, 0] and on_cpu == 0 and found[0.5][1] == pytest.approx(pinned / 2)
     kept = (stay[0] - stay[1]) / 16  # of a layer: the first of two stages has two micro-batches under way, of 16 layers
     assert stay[0] - left[0] == pytest.approx(30 * kept) and stay[1] - left[1] == pytest.approx(14 * kept)
     assert pinned == pytest.approx(4 * (30 + 14) * kept)

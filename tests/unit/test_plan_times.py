@@ -56,6 +56,13 @@ def test_fp8_shortens_what_linears_take_and_is_refused_where_the_gpu_has_none():
         assert (found.times is None) == bool(said)
 
 
+def test_activations_on_their_way_to_the_host_are_waited_for_as_far_as_they_take_longer_than_the_pass():
+    stay, half, leave = (seconds(f"model.offload_activations={share}")["train"] for share in (0, 0.5, 1))
+    assert stay < half < leave and seconds("model.offload_activations=1")["logprobs"] == seconds()["logprobs"]
+    again, little = (seconds("model.recompute=full", f"model.offload_activations={share}")["train"] for share in (0, 1))
+    assert again == little  # of each layer its input alone
+
+
 def test_kernels_are_refused_on_gpus_that_they_are_not_for():
     settings = config("train.fused_logprobs=true")
     made = plan(settings, 8)
