@@ -33,6 +33,7 @@ class Kept:
         self.view = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def get(self) -> Tensor:
+        self.layer.announce()
         if self.tensor is not None:
             return self.tensor
         dtype, *view = self.view
@@ -41,7 +42,7 @@ class Kept:
 
 
 class LeftLayer:
-    """What one layer keeps of one micro-batch, and `before` it the layer whose backward pass comes next."""
+    """What one layer keeps of one micro-batch. Of those that leave, `before` is the one whose backward pass comes next."""
 
     def __init__(self, mover: Mover, before: LeftLayer | None):
         self._mover, self._before = mover, before
@@ -66,6 +67,10 @@ class LeftLayer:
                 self._sources.append(torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory))
             kept.tensor = None
         self._hosts, self._complete = self._mover.copies.to_host(self._sources)
+        self.stay()
+
+    def stay(self) -> None:
+        """Nothing more leaves: autograd alone holds what stays."""
         self._kept.clear()
 
     def free(self) -> None:
@@ -73,16 +78,20 @@ class LeftLayer:
         self._mover.copies.wait(self._complete)
         self._sources.clear()
 
-    def load(self) -> list[Tensor]:
-        """The memory on the device again; that of the layer whose backward pass comes next is on its way then."""
-        self._fetch()
-        self._mover.copies.wait(self._complete)
+    def announce(self) -> None:
+        """The backward pass of this layer goes on: have what the next one needs come back beside it."""
+        self.fetch()
         if self._before is not None:
-            self._before._fetch()
+            self._before.fetch()
+
+    def load(self) -> list[Tensor]:
+        """The memory on the device again."""
+        self.fetch()
+        self._mover.copies.wait(self._complete)
         return self._loaded
 
-    def _fetch(self) -> None:
-        if self._loaded is None:
+    def fetch(self) -> None:
+        if self._loaded is None and self._hosts:
             self._loaded, self._complete = self._mover.copies.to_device(self._hosts)
             self._mover.has_loaded(self)
 
@@ -101,24 +110,32 @@ class Mover:
         self.layer: LeftLayer | None = None
         self.within: nn.Module | None = None  # whose forward pass goes on; None in backward passes, which may compute layers again
         self.shared: frozenset[int] = frozenset()
-        self._leaving: LeftLayer | None = None
+        self._last: LeftLayer | None = None  # of this pass that left
+        self._on_its_way: LeftLayer | None = None
         self._loaded: deque[weakref.ref[LeftLayer]] = deque()
 
-    def begin(self) -> None:
-        """A layer's forward pass begins."""
-        self.layer = LeftLayer(self, self.layer)
+    def begin(self, layer: nn.Module) -> None:
+        """The forward pass of a layer begins."""
+        self.within, self.layer = layer, LeftLayer(self, self._last)
 
-    def end(self, staying: set[int]) -> None:
-        """A layer's forward pass has ended. Its memory is free when the next one's has: both are needed until then."""
-        self.layer.leave(staying)
+    def end(self) -> None:
+        """The forward pass of a layer has ended. What leaves is gone when the next that leaves has ended: until then it is copied."""
+        if id(self.within) not in self.leaving:
+            self.layer.stay()
+            return
+        self.layer.leave(self.shared | {memory for module in self.within.modules() for memory in _rounded_weights(module)})
         self.free()
-        self._leaving = self.layer
+        self._on_its_way = self._last = self.layer
 
     def free(self) -> None:
-        """The last layer that left has left."""
-        if self._leaving is not None:
-            self._leaving.free()
-        self._leaving = None
+        """What is on its way has left."""
+        if self._on_its_way is not None:
+            self._on_its_way.free()
+        self._on_its_way = None
+
+    def close(self) -> None:
+        """The forward pass of all layers is over, well or not."""
+        self.within = self.layer = self._last = self._on_its_way = None
 
     def has_loaded(self, layer: LeftLayer) -> None:
         self._loaded.append(weakref.ref(layer))
@@ -153,28 +170,21 @@ class OffloadingStack:
         if not torch.is_grad_enabled():
             return super().forward(hidden_states, **options)
         self.mover.shared = frozenset(t.untyped_storage().data_ptr() for t in (*self.parameters(), *_tensors(options.values())))
-        self.mover.within, self.mover.layer = self.layers[0], None
-        self.mover.begin()
+        self.mover.begin(self.layers[0])
         try:
             with saved_tensors_hooks(lambda tensor: self.mover.layer.keep(tensor), Kept.get):
                 output = super().forward(hidden_states, **options)
-            self._leave_layer()
+            self.mover.end()
             self.mover.free()
         finally:
-            self.mover.within = self.mover.layer = None
+            self.mover.close()
         return output
 
     def enter(self, layer: nn.Module) -> None:
         """The forward pass of a layer begins, and that of the one before has ended."""
         if self.mover.within is not None and layer is not self.mover.within:
-            self._leave_layer()
-            self.mover.within = layer
-            self.mover.begin()
-
-    def _leave_layer(self) -> None:
-        layer = self.mover.within
-        if id(layer) in self.mover.leaving:
-            self.mover.end(self.mover.shared | {memory for module in layer.modules() for memory in _rounded_weights(module)})
+            self.mover.end()
+            self.mover.begin(layer)
 
 
 def _tensors(values: Iterator) -> Iterator[Tensor]:

@@ -52,10 +52,11 @@ def _gradients(settings, hf_config) -> tuple[dict[str, torch.Tensor], dict[str, 
     HostCopies.to_host, HostCopies.to_device, LeftLayer.leave = counted(to_host, "left"), counted(to_device, "back"), leaves
     rules = packing_rules(settings, policy.shares_prompts)
     for seed in (1, 2):
+        gc.collect()
+        gc.disable()  # nothing may wait for it
         batch = pack(random_samples(seed), rules, layout.dp_rank, layout.dp_size)
         policy.logprobs(batch)
         policy.backward(batch, policy_gradient, batch.num_tokens)
-    gc.collect()
     count["alive"] = sum(isinstance(thing, (Kept, LeftLayer)) for thing in gc.get_objects())
     found = {f"{i}.{name}": p.main_grad.clone() for i, chunk in enumerate(policy.chunks) for name, p in chunk.named_parameters()}
     return found, count
