@@ -1,4 +1,4 @@
-"""Bytes between device and host that move beside what is computed. Without a GPU the host is the device, and they are copied at once."""
+"""Bytes between device and host that move beside what is computed."""
 
 from __future__ import annotations
 
@@ -16,26 +16,21 @@ class HostCopies:
     """Copies on a stream of their own, in the order in which they are asked for. Who gives or gets tensors keeps them until `wait`."""
 
     def __init__(self):
-        self._stream = torch.cuda.Stream() if device.has_gpu() else None
+        self._stream = torch.cuda.Stream()
 
-    def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event | None]:
-        """Copies of what the device holds once everything asked of it so far is computed, in pinned memory; when they are complete."""
-        if self._stream is None:
-            return [source.clone() for source in sources], None
-        hosts = [torch.empty(source.shape, dtype=source.dtype, pin_memory=True) for source in sources]
+    def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
+        """Copies of bytes as the device holds them once everything asked of it so far is computed; when they are complete."""
+        hosts = [device.host_bytes(source.numel()) for source in sources]
         return hosts, self._copy(sources, hosts)
 
-    def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Event | None]:
+    def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
         """The same way back."""
-        if self._stream is None:
-            return [host.clone() for host in hosts], None
         targets = [torch.empty(host.shape, dtype=host.dtype, device=device.device()) for host in hosts]
         return targets, self._copy(hosts, targets)
 
-    def wait(self, event: Event | None) -> None:
+    def wait(self, event: Event) -> None:
         """Have the device compute nothing more before the copies are complete."""
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+        torch.cuda.current_stream().wait_event(event)
 
     def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
         # The memory of the targets may still be read, and the sources still be written, by what was asked for before.

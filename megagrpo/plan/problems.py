@@ -273,7 +273,8 @@ def too_little_ram(host: dict[str, float], ram: float) -> list[str]:
     if sum(kept.values()) <= ram:
         return []
     largest, parts = max(kept, key=kept.get), ", ".join(f"{key} {size:.1f}" for key, size in kept.items())
-    return [f"{largest}: the ranks of a node keep {sum(kept.values()):.1f} GiB in RAM ({parts}), and it has {ram:.1f}; set it to false"]
+    less = "lower it" if largest == "model.offload_activations" else "set it to false"
+    return [f"{largest}: the ranks of a node keep {sum(kept.values()):.1f} GiB in RAM ({parts}), and it has {ram:.1f}; {less}"]
 
 
 def too_big(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float) -> str:

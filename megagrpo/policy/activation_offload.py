@@ -96,7 +96,8 @@ class LeftLayer:
             self._mover.has_loaded(self)
 
     def unload(self) -> None:
-        self._mover.copies.wait(self._complete)  # memory that is written to must not be given away
+        if self._loaded is not None:
+            self._mover.copies.wait(self._complete)  # memory that is written to must not be given away
         self._loaded = None
 
     __del__ = unload

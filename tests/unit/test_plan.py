@@ -432,6 +432,8 @@ def test_ram_that_is_too_small_for_what_leaves_the_gpus_is_refused():
     assert problems(114) == problems(100, None) == problems(100, 80, "train.offload=false") == []
     (problem,) = problems(20, 80, "train.offload=false", "train.optimizer_offload=true")
     assert problem.startswith("train.optimizer_offload: the ranks of a node keep 56.7 GiB")
+    (problem,) = problems(20, 80, "train.offload=false", "model.offload_activations=1")
+    assert problem.startswith("model.offload_activations: the ranks of a node keep") and problem.endswith("; lower it")
 
 
 def test_layers_with_a_window_keep_its_tokens_and_a_batch(folder):
