@@ -219,6 +219,7 @@ class Checkpointer:
             name: self._trained(sharded_state(chunk, local)) for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
         }
         state["optimizer"] = self.policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=local)
+        _drop_absent(state["optimizer"])
         state["scheduler"] = self.policy.scheduler.state_dict()
         state["fp8"] = sharded_scales(self.policy.chunks, self.layout)
         if with_reference:
@@ -321,6 +322,13 @@ def _follow_config(saved: Any, train: TrainSection) -> None:
     if isinstance(saved, list):
         for part in saved:
             _follow_config(part, train)
+
+
+def _drop_absent(optimizer: dict[Any, Any]) -> None:
+    """Leave out states that another rank has gathered, for which Megatron has None here: its checkpoints take that for what ranks share."""
+    for part in [optimizer, *(part for part in optimizer.values() if isinstance(part, dict))]:
+        if part.get("param_state", part) is None:
+            del part["param_state"]
 
 
 def _is_first_copy(parameter: torch.Tensor, layout: Layout) -> bool:

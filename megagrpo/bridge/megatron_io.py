@@ -26,8 +26,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 HF_FILES = "hf"  # subfolder with config.json and the tokenizer, which the way back needs
 # The one sharding of the distributed optimizer's state that moves between tensor- and pipeline-parallel sizes; weights alone do not care,
-# but a checkpoint of weights and one of training then say the same about themselves.
-METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": "fully_reshardable"}
+# but a checkpoint of weights and one of training then say the same about themselves. Of the ranks that share parameters one gathers their
+# state, over gloo, and writes it; else each would gather all of it.
+METADATA = {
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 
 
 def model_state(chunks: list[nn.Module], layout: Layout) -> dict[str, Any]:

@@ -28,9 +28,10 @@ def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: i
     goes on (0 without `run.async_save`); `moments` that `train.optimizer_offload` keeps there; `offload`, pinned, for what `train.offload`
     moves there from a `gpu`; `activations`, pinned too, of `model.offload_activations`. Python and libraries are not counted.
 
-    Of a sharded optimizer Megatron gathers masters and moments, in float32, on every rank that shares the parameters (`fully_reshardable`),
-    one buffer after the other: a rank's own part of a buffer, and one of the three as it came, the one before, and joined. The first of the
-    ranks that share them writes: with `run.async_save` a copy of weights, masters and moments, else of the weights alone.
+    Of a sharded optimizer one of the ranks that share parameters gathers masters and moments, in float32 (`fully_reshardable`), one buffer
+    after the other: from each rank its own part of a buffer, and there one of the three as it came, the one before, and joined. What gloo
+    itself takes for that, as much as one of them, is not counted. That rank writes: with `run.async_save` a copy of weights, masters and
+    moments, else of the weights alone.
     """
     p = config.parallel
     if config.lora.enabled:
@@ -86,7 +87,7 @@ def _rank(config: RunConfig, shards: list[_Shard], chunk: int) -> dict[str, floa
     moments *= MOMENT_BYTES[train.optimizer_state_dtype] if train.optimizer_offload else 0
     if not train.distributed_optimizer:
         return {"saving": copied, "writing": copied if config.run.async_save else 0, "moments": moments}
-    gathered = sum(12 * shard.size for shard in shards)
-    gathering = max(4 * min(shard.size, chunk) * (3 + 3 / shard.copies) for shard in shards)
+    gathered = sum(12 * shard.size for shard in shards if shard.copy == 0)
+    gathering = max(12 * min(shard.size, chunk) * ((shard.copy == 0) + 1 / shard.copies) for shard in shards)
     writing = copied if config.run.async_save else 0
     return {"saving": gathered + max(gathering, writing, first * weights), "writing": writing, "moments": moments}

@@ -15,7 +15,9 @@ from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.bridge.checksums import checksums
+from megagrpo.bridge.megatron_io import METADATA
 from megagrpo.bridge.sharded_write import ShardedWrite
+from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.checkpoint import Checkpointer, CheckpointError, checkpoints, newest_checkpoint
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
@@ -111,6 +113,31 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step
     assert at_once.keys() == meanwhile.keys() and len([name for name in at_once if name.endswith(".distcp")]) >= 2
     different = {name for name in at_once if at_once[name] != meanwhile[name]}
     assert different <= {"megagrpo.json", ".metadata"}  # the step; an identifier that torch draws
+
+
+def _gather_both_ways(model, folder):
+    """One state saved twice: gathered on one rank, and on every rank; whether this rank holds a part of the optimizer's state each time."""
+    _, saver = checkpointer(model, folder, keep=2, parallel=dict(tp=1), distributed_optimizer=True)
+    held = []
+    for step, on_one in ((1, True), (2, False)):
+        METADATA["distrib_optim_fully_reshardable_mem_efficient"] = on_one
+        saver.save(TrainState(step=step))
+        held.append("param_state" in saver._sharded_state(is_loading=False, with_rng=False, with_reference=False)["optimizer"])
+    return held
+
+
+@pytest.mark.full
+def test_a_sharded_optimizers_state_that_one_rank_gathers_is_what_every_rank_would_bit_for_bit(model, tmp_path):
+    assert run_ranks(_gather_both_ways, 2, model, tmp_path) == [[True, True], [False, True]]
+    one, every = (StoredTensors(tmp_path / f"step_00000{step}") for step in (1, 2))
+    pieces = [(index.fqn, chunk) for index in one.metadata.storage_data for chunk in chunks_of(one, index.fqn)]
+    assert one.metadata.storage_data.keys() == every.metadata.storage_data.keys() and len(pieces) > 100
+    assert all(torch.equal(one._piece(*piece), every._piece(*piece)) for piece in pieces)
+
+
+def chunks_of(stored, key):
+    """The pieces of a stored tensor; none of an object."""
+    return getattr(stored.metadata.state_dict_metadata[key], "chunks", [])
 
 
 def _save_with_best(model, folder):
