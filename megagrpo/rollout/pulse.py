@@ -38,17 +38,17 @@ class Silence:
 
 
 class Pulse:
-    """Asks the servers of a launcher how they are, every PULSE_SECONDS at most.
+    """Asks the servers of a launcher, all of which have answered once, how they are, every PULSE_SECONDS at most.
 
-    A server hangs when it has answered no health check for SILENT_SECONDS, or none at all for the launcher's `startup_timeout` after it
-    was started. The process that answers them only stands in front of the engine, which is therefore asked as well: it answers between two
-    steps of generation, asleep or awake, but not while it takes in weights. So it may be silent for `engine_seconds`.
+    A server hangs when it has answered no health check for SILENT_SECONDS, or, started again, none at all for the launcher's
+    `startup_timeout`. The process that answers them only stands in front of the engine, which is therefore asked as well: it answers
+    between two steps of generation, asleep or awake, but not while it takes in weights. So it may be silent for `engine_seconds`.
     """
 
     def __init__(self, launcher: Launcher, engine_seconds: float):
         self._launcher, self._engine_seconds = launcher, engine_seconds
         self._servers, self._engines = Silence(), Silence()
-        self._have_answered: set[int] = set()
+        self._have_answered = {server.supervisor.pid for server in launcher.servers}
         self._looked = 0.0
 
     def hung(self) -> list[tuple[Server, str]]:
