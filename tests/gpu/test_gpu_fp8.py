@@ -10,9 +10,10 @@ from tests.gpu.test_gpu_parity import PLACES, need, step
 
 SHAPE = "qwen2_untied"
 JUDGED = ("loss", "log-prob", "gradient", "gradient norm")
-# Relative errors of gradients. Ours in bf16 and in float32 are 0.28 apart at most, for what bf16 moves falls to another FP8 number; the
-# median of the linears is 0.2 from float32, where bf16 without FP8 is 0.05 at most.
-APART, FP8_ERROR = 0.4, 0.1
+# Relative errors of gradients. Ours in bf16 and in float32 are 0.28 apart at most, for what bf16 moves falls to another FP8 number; 0.45
+# where a scale is that of all micro-batches' largest magnitude. The median of the linears is 0.2 from float32, where bf16 without FP8 is
+# 0.05 at most.
+APART, FP8_ERROR = {"delayed": 0.6}, 0.1
 
 
 @pytest.mark.timeout(900)
@@ -30,6 +31,6 @@ def test_a_step_in_fp8_is_that_of_our_own_rounding(place, recipe):
         {name: error for (kind, name), error in distances(*pair).items() if kind == "gradient"}
         for pair in ((found, exact), (found, rounded))
     )
-    assert all(error < APART for error in apart.values())
+    assert all(error < APART.get(recipe, 0.4) for error in apart.values())
     linears = sorted(error for name, error in noise.items() if "_proj" in name)
     assert linears[len(linears) // 2] > FP8_ERROR
