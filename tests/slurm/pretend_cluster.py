@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
 CONFIG = """\
 ClusterName=pretend
 SlurmctldHost={host}({address})
@@ -106,6 +108,15 @@ def slurm(folder: Path, nodes: int = 2, networks: bool = False) -> Iterator[Netw
     with Networks(names) if networks else contextlib.nullcontext() as wired:
         with _slurm(folder, names, wired):
             yield wired
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For the tests of a file that imports it: a Slurm of their own, where there can be one."""
+    if reason := missing():
+        pytest.skip(reason)
+    with slurm(tmp_path_factory.mktemp("slurm")):
+        yield
 
 
 @contextlib.contextmanager

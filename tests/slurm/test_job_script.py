@@ -10,7 +10,7 @@ import yaml
 from launch.submit import ROOT
 from launch.submit import main as submit_main
 from tests.e2e.world import wait_for
-from tests.slurm import pretend_cluster
+from tests.slurm.pretend_cluster import cluster as cluster
 from tests.slurm.pretend_cluster import command_output, processes_of, start_now, told
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -41,14 +41,6 @@ case "$*" in
     end 0 ;;
 esac
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster(tmp_path_factory):
-    if reason := pretend_cluster.missing():
-        pytest.skip(reason)
-    with pretend_cluster.slurm(tmp_path_factory.mktemp("slurm")):
-        yield
 
 
 @pytest.fixture

@@ -17,20 +17,12 @@ import torch
 import yaml
 
 from tests.e2e import world
-from tests.slurm import pretend_cluster
+from tests.slurm.pretend_cluster import cluster as cluster
 from tests.slurm.pretend_cluster import command_output, processes_of, start_now, told
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 STEPS = 24
 PARTS = ["run.nodes=2", "rollout.placement=dedicated", "rollout.weight_sync_transport=p2p", "run.save_steps=12"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster(tmp_path_factory):
-    if reason := pretend_cluster.missing():
-        pytest.skip(reason)
-    with pretend_cluster.slurm(tmp_path_factory.mktemp("slurm")):
-        yield
 
 
 @pytest.fixture(scope="module")
