@@ -92,7 +92,8 @@ def one(model, tmp_path_factory) -> list[dict]:
     return run_ranks(two_steps, 1, {}, model, tmp_path_factory.mktemp("one"))[0]
 
 
-@pytest.mark.parametrize("case", [LAYOUTS[0], pytest.param(LAYOUTS[1], marks=pytest.mark.full)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_every_layout_takes_the_steps_of_one_process_and_float64_agrees(case, one, model, tmp_path, capfd):
     for metrics in run_ranks(two_steps, case.ranks, case.parallel, model, tmp_path):
         for found, expected in zip(metrics, one, strict=True):

@@ -94,6 +94,7 @@ def test_responses_under_way_live_through_a_sync(tmp_path, in_flight):
     assert all(line["staleness/max"] <= 1 and line["token_mult_prob_error"] < 1.001 for line in run.metrics)
 
 
+@pytest.mark.full
 def test_responses_that_a_step_waits_for_too_long_are_cut(tmp_path):
     run = world.train(tmp_path, *AHEAD, *SLOW, "run.max_steps=2", "rollout.straggler_seconds=0.03")
     assert run.code == 0 and run.metrics[0]["async/cut"] > 0, run.err

@@ -112,6 +112,7 @@ def test_what_this_machine_cannot_compute_is_refused_before_a_server_starts(tmp_
     assert not [*tmp_path.rglob("vllm_*.log")] and not [*tmp_path.rglob("resolved.yaml")]
 
 
+@pytest.mark.full
 def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path):
     run = world.train(tmp_path, "rollout.extra_args=[--no-such-flag]", launched=True)
     assert run.code == 1 and "Traceback" not in run.err

@@ -150,7 +150,7 @@ def _full(*case):
         _full(in_reward, []),
         _full(in_logprobs, []),
         _full(in_backward, []),
-        (in_optimizer, []),
+        _full(in_optimizer, []),
         _full(in_sync, []),
         _full(after_sync, []),
         _full(in_save, []),
