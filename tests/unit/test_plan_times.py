@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
 from megagrpo.config import ConfigError, load_config
 from megagrpo.plan import main, plan, with_times
@@ -209,7 +210,7 @@ def test_the_sum_for_a_sync_is_that_of_its_exact_plan():
     settings = config(
         "rollout.placement=dedicated", "parallel.tp=2", "parallel.sequence_parallel=true", "rollout.servers=2", "rollout.tp=2"
     )
-    exact = plan_sync(MODEL, settings.parallel, 8, EngineLayout(tp=2, ep=1, servers=2), 2)
+    (exact,) = run_ranks(plan_sync, 1, MODEL, settings.parallel, 8, EngineLayout(tp=2, ep=1, servers=2), 2)
     assert sync_seconds(settings, MODEL, 8, H100) == pytest.approx(exact.seconds(H100.network_gb_per_s * LINK_EFFICIENCY)[0], rel=0.1)
 
 
