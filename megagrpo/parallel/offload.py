@@ -38,6 +38,8 @@ class Away:
     def __init__(self):
         self._host = HostMemory()
         self._storages: dict[int, tuple[UntypedStorage, int, int | None]] = {}  # with their size, and where their bytes are
+        self._copied: dict[int, tuple[UntypedStorage, int]] = {}  # where the host has the bytes of each; held, so a key stays its own
+        self._version: int | None = None  # of these
         self.used = 0  # bytes in the host's memory
 
     @property
@@ -45,15 +47,21 @@ class Away:
         """Whether everything is on the device."""
         return not self._storages
 
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage has left."""
+        return tensor.untyped_storage()._cdata in self._storages
+
     @torch.no_grad()
-    def move(self, tensors: Iterable[Tensor]) -> None:
-        """Move what of these tensors' storages is on the device, each once."""
+    def move(self, tensors: Iterable[Tensor], version: int | None = None) -> None:
+        """Move what of these tensors' storages is on the device, each once. What the host has of the same `version` of their contents is
+        not copied again; without one that is nothing."""
+        if version != self._version:
+            self._forget()
+            self._version = version
         for key, storage in self._still_there(tensors):
-            size, start = storage.nbytes(), self.used
-            for host, part in self._host.part(start, size):
-                host.copy_(_bytes(storage)[part], non_blocking=True)
-            self.used += size
-            self._storages[key] = storage, size, start
+            if key not in self._copied:
+                self._copied[key] = storage, self._copy(storage)
+            self._storages[key] = storage, storage.nbytes(), self._copied[key][1]
             _empty(storage)
 
     @torch.no_grad()
@@ -76,7 +84,21 @@ class Away:
                 for host, part in self._host.part(start, size):
                     _bytes(storage)[part].copy_(host, non_blocking=True)
             self._storages.popitem()
+        if self._version is None:
+            self._forget()
+
+    def _forget(self) -> None:
+        assert self.is_empty, "what the host has is all that there is"
+        self._copied.clear()
         self.used = 0
+
+    def _copy(self, storage: UntypedStorage) -> int:
+        """Where the host has its bytes now."""
+        size, start = storage.nbytes(), self.used
+        for host, part in self._host.part(start, size):
+            host.copy_(_bytes(storage)[part], non_blocking=True)
+        self.used += size
+        return start
 
     def _still_there(self, tensors: Iterable[Tensor]) -> list[tuple[int, UntypedStorage]]:
         return [(key, storage) for key, storage in storages(tensors).items() if key not in self._storages]

@@ -54,9 +54,25 @@ def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: i
 
 
 def moved_bytes(config: RunConfig, model: HfConfig, world_size: int) -> list[float]:
-    """Of a rank of each stage, what `train.offload` moves to the host and back in each step."""
+    """Of a rank of each stage, what waits in the host's memory while vLLM generates (`train.offload`)."""
+    return [sum(parts.values()) for parts in _moved(config, model, world_size)]
+
+
+def copied_bytes(config: RunConfig, model: HfConfig, world_size: int) -> list[float]:
+    """Of a rank of each stage, what `train.offload` copies in each step: all of it to the GPU, and to the host what steps change, which are
+    no weights under adapters, and of a reference the steps that it moves in."""
+    a, copied = config.algorithm, []
+    adapters = stage_adapters(model, config.parallel, config.lora) if config.lora.enabled else None
+    for stage, parts in enumerate(_moved(config, model, world_size)):
+        weights = parts["weights"] if adapters is None else adapters[stage] * weight_bytes(config)
+        reference = parts["reference"] / a.ref_model_sync_steps if a.sync_ref_model else 0.0
+        copied.append(sum(parts.values()) + weights + parts["optimizer"] + reference)
+    return copied
+
+
+def _moved(config: RunConfig, model: HfConfig, world_size: int) -> list[dict[str, float]]:
     stages = stage_memory(config, model, max(1, world_size // config.parallel.model_parallel_size))
-    return [GIB * sum(stage["train"][part] for part in MOVED) for stage in stages]
+    return [{part: GIB * stage["train"][part] for part in MOVED} for stage in stages]
 
 
 def activation_bytes(config: RunConfig, model: HfConfig) -> list[float]:

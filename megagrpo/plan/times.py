@@ -11,7 +11,7 @@ from math import ceil, exp
 from megagrpo.config import RunConfig
 from megagrpo.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.plan.gpus import GPUS_PER_NODE, Gpu
-from megagrpo.plan.host import moved_bytes
+from megagrpo.plan.host import copied_bytes
 from megagrpo.plan.links import HOST_GB_PER_S, Links
 from megagrpo.plan.memory import GIB, block_bytes, engine_bytes, kv_bytes, takes_turns, weight_bytes
 from megagrpo.plan.passes import pass_seconds
@@ -178,13 +178,13 @@ def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, 
 
 def sync_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> float:
     """The busiest end of a weight sync: a rank sends its part of what all servers want, a worker gets its part of the model. `megagrpo plan
-    --weight-sync` finds both exactly. With what `train.offload` moves to the host before responses, and back after them."""
+    --weight-sync` finds both exactly. With what `train.offload` copies to the host before responses, and back after them."""
     r = config.rollout
     size = num_parameters(model) * weight_bytes(config)
     received = size / r.tp
     sent = received * server_gpus(config) / world_size
     span = 1 if r.placed == "colocated" else 10**9
-    offload = 2 * max(moved_bytes(config, model, world_size)) / (HOST_GB_PER_S * 1e9) if takes_turns(config) else 0
+    offload = max(copied_bytes(config, model, world_size)) / (HOST_GB_PER_S * 1e9) if takes_turns(config) else 0
     return Links(gpu).seconds(max(received, sent), span) + offload
 
 

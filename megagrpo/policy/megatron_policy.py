@@ -70,11 +70,13 @@ class MegatronPolicy:
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
             chunk.config.finalize_model_grads_func = self._finalize_gradients
+        self.times_filled = 0  # how often its weights were written from outside
         self._denominator = 1
         self._bad_tensor: BadTensor | None = None
 
     def weights_changed(self) -> None:
-        """Tell the optimizer that the model's weights were written from outside: its float32 masters are copied from them anew."""
+        """Say that the model's weights, frozen ones too, were written from outside: the optimizer copies its float32 masters anew."""
+        self.times_filled += 1
         self.optimizer.reload_model_params()
 
     @torch.no_grad()

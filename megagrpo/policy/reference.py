@@ -23,12 +23,18 @@ class Reference:
     """A copy of this rank's weights that are trained, as they are now, in the compute dtype and on the same device (2 or 4 bytes per local
     parameter). With LoRA these are the adapters; fresh ones add nothing, so the reference is the model itself, and no copy of it.
 
-    It stays as it is but for `mix_in`; `moved` says whether that has happened. `weights` are in the order of the policy's parameters."""
+    It stays as it is but for `mix_in`, and for what `load_state_dict` takes over of one that had moved; `times_moved` counts both.
+    `weights` are in the order of the policy's parameters."""
 
     def __init__(self, policy: MegatronPolicy):
         self._policy = policy
         self.weights = [p.detach().clone() for p in self._parameters()]
-        self.moved = False
+        self.times_moved = 0
+
+    @property
+    def moved(self) -> bool:
+        """Whether it is another one than at first."""
+        return self.times_moved > 0
 
     @torch.no_grad()
     def mix_in(self, alpha: float) -> None:
@@ -36,7 +42,7 @@ class Reference:
         arXiv 2404.09656, as TRL has it). Elementwise: every copy of a weight moves alike."""
         for weight, parameter in zip(self.weights, self._parameters(), strict=True):
             weight.copy_(weight.float().mul_(1 - alpha).add_(parameter.float(), alpha=alpha))
-        self.moved = True
+        self.times_moved += 1
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -90,7 +96,7 @@ class Reference:
         with self.in_place():
             for i, chunk in enumerate(self._policy.chunks):
                 load_state(chunk, states[str(i)])
-        self.moved = True
+        self.times_moved += 1
 
 
 def kl_by_sample(batches: Sequence[TrainBatch], layout: Layout) -> Tensor:

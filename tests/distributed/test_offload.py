@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiny_policy import SHAPES, tiny_model, tiny_run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.checkpoint import Checkpointer
@@ -35,7 +36,7 @@ CASES = {
     "stored_base": (2, "qwen2_untied", {}, dict(train=SHARDED, lora=dict(rank=2), model=dict(base_storage="nf4"))),
     "sharded_fp32": (2, "qwen2_untied", dict(tp=2, sequence_parallel=True), dict(train=SHARDED)),
 }
-USUAL = ("sharded_bf16",)
+USUAL = ("sharded_bf16", "adapters")
 
 
 def alive(but: Sequence[torch.Tensor] = ()) -> int:
@@ -54,9 +55,38 @@ def everything(policy: MegatronPolicy, reference: Reference) -> list[torch.Tenso
     return [t.detach().clone() for t in (*weights, *masters, *moments, *reference.weights)]
 
 
+class BytesTo(TorchDispatchMode):
+    """Counts what is copied to places of the host's memory inside."""
+
+    def __init__(self, offload: Offload | Stays):
+        super().__init__()
+        self.offload, self.copies = offload, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            self.copies.append(args[0])
+        return function(*args, **kwargs or {})
+
+    @property
+    def total(self) -> int:
+        host = storages(pieces_of(self.offload))
+        return sum(copy.nbytes for copy in self.copies if copy.untyped_storage()._cdata in host)
+
+
+def pieces_of(offload: Offload) -> list[torch.Tensor]:
+    return [piece for part in offload._parts for piece in part._host.pieces]
+
+
+def frozen(policy: MegatronPolicy) -> list[torch.Tensor]:
+    """Weights that no step changes."""
+    stored = [b for chunk in policy.chunks for name, b in chunk.named_buffers() if ".stored." in name]
+    return stored + [p for chunk in policy.chunks for p in chunk.parameters() if not p.requires_grad]
+
+
 def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[list[torch.Tensor], list[float]]:
-    """All numbers after three steps, log-probs of each among them, with a checkpoint that is loaded again after the second; and what was
-    left on the device after each, as a share of what had been there."""
+    """All numbers after three steps, log-probs of each among them; and what was left on the device after each, as a share of what had been
+    there. After the second frozen weights are written, or else the reference moves, as it cannot beside adapters, and a checkpoint is saved
+    that is loaded when the reference has moved once more."""
     policy = MegatronPolicy(settings, layout, hf_config)
     fill_weights(policy, hf_config, layout)
     reference = Reference(policy)
@@ -64,25 +94,39 @@ def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[l
     offload = Offload(policy, reference) if offloads else Stays()
     batch = pack(random_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     saver = Checkpointer(folder / f"saved{offloads}", layout, policy, 1, folder, reference)
-    logprobs, left = [], []
+    logprobs, left, lora = [], [], settings.lora.enabled
+    once = sum(w.nbytes for w in (*reference.weights, *frozen(policy)))
+
+    def leave(written: int) -> None:
+        """Move everything away, the weights last; of reference and frozen weights so many bytes are copied."""
+        weights = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+        with BytesTo(offload) as copies:
+            offload.keep_weights()
+            held = [p.detach() for chunk in policy.chunks for p in chunk.parameters()]
+            assert all(torch.equal(one, other) for one, other in zip(held, weights, strict=True))
+            offload.keep_nothing()
+        assert offload.away == offloads
+        if offloads:
+            assert copies.total == offload.host_bytes - once + written
+
     for step in range(3):
         logprobs += [rows for rows in policy.logprobs(batch) if rows is not None]
         policy.train_step(reference.annotate(batch), make_loss(settings), batch.num_tokens)
         whole = alive() if offloads else 0
-        weights = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
-        offload.keep_weights()
-        held = [p.detach() for chunk in policy.chunks for p in chunk.parameters()]
-        assert all(torch.equal(one, other) for one, other in zip(held, weights, strict=True))
-        del weights, held
-        offload.keep_nothing()
-        assert offload.away == offloads
+        leave(written=[once, 0, 0 if lora else once][step])
         if offloads:
-            pieces = [*offload._weights._host.pieces, *offload._state._host.pieces]
-            left.append(alive(pieces) / whole)
+            left.append(alive(pieces_of(offload)) / whole)
         offload.keep_everything()
         if step == 1:
+            for weight in frozen(policy):
+                weight.data.copy_(weight.data.roll(1, 0))
+            policy.weights_changed()
+            if not lora:
+                reference.mix_in(0.5)
             saver.save(TrainState(step=1))
-            offload.keep_nothing()
+            if not lora:
+                reference.mix_in(0.5)
+            leave(written=sum(w.nbytes for w in frozen(policy)) if lora else once)
             offload.keep_everything()
             saver.load(saver.latest())
     return everything(policy, reference) + logprobs, left

@@ -43,7 +43,8 @@ def leave_and_come_back(folder: Path, place: str) -> tuple[float, float, bool, f
     offload = Offload(policy, reference)
 
     def numbers() -> list[torch.Tensor]:
-        return [t.detach().to("cpu", copy=True) for t in (*offload._of_weights(), *offload._of_state(), *policy.logprobs(batch))]
+        held = (*offload._of_weights(), *offload._of_state(), *reference.weights, *policy.logprobs(batch))
+        return [t.detach().to("cpu", copy=True) for t in held]
 
     stayed, before = numbers(), own_gib()
     for _ in range(2):  # into memory that is new, and into that again

@@ -19,6 +19,7 @@ from megagrpo.plan.links import LINK_EFFICIENCY, Links
 from megagrpo.plan.memory import activation_elements, smallest_gpu, trainer_memory
 from megagrpo.plan.passes import ATTENTION_EFFICIENCY, BANDWIDTH, DENSE_EFFICIENCY, IMBALANCE, LAYER_STARTS, TOUCHES, fill, pass_seconds
 from megagrpo.plan.search import USABLE, USABLE_WITH_EXPERTS, search
+from megagrpo.plan.shapes import num_parameters
 from megagrpo.plan.times import DECODE_BANDWIDTH, DECODE_STEP_SECONDS, LAYER_SECONDS, exponential_mean, step_times, sync_seconds
 from megagrpo.plan.workload import Lengths, expected_lengths
 from megagrpo.policy.hf_config import parse_hf_config
@@ -187,6 +188,20 @@ def test_stragglers_make_generation_longer_than_the_average_response():
 )
 def test_settings_cost_what_they_cost(worse, better, phase):
     assert seconds(*worse)[phase] > seconds(*better)[phase]
+
+
+def test_what_no_step_changes_is_copied_to_the_host_once_and_back_in_every_step():
+    def copied(*overrides: str) -> float:
+        """Bytes of a step, by the seconds that they take."""
+        stays = seconds("parallel.tp=8", "parallel.sequence_parallel=true", "train.offload=false", *overrides)["sync"]
+        return 25e9 * (seconds("parallel.tp=8", "parallel.sequence_parallel=true", *overrides)["sync"] - stays)
+
+    weights, frozen = 2 * num_parameters(MODEL) / 8, copied("lora.rank=8")
+    follows = ("algorithm.sync_ref_model=true", "algorithm.ref_model_sync_steps=10")
+    still, moves = (copied("algorithm.beta=0.1", *keys) - copied() for keys in ((), follows))
+    assert copied() == pytest.approx(2 * (2 + 12) / 2 * weights, rel=0.01)  # bf16, float32 masters and moments, both ways
+    assert still == pytest.approx(weights, rel=0.01) and moves == pytest.approx(1.1 * weights, rel=0.01)
+    assert weights < frozen < 1.2 * weights  # adapters, their masters and moments both ways
 
 
 @pytest.mark.parametrize(("slow", "fast"), [("a100", "h100"), ("h100", "h200"), ("h200", "b200")])
