@@ -101,7 +101,6 @@ class WeightSync:
         self.offload.keep_weights()
         sent = [self._as_sent(*held) for held in found]
         while True:
-            self.offload.keep_weights()  # which they are not where a server died just before it served them
             began = time.perf_counter()
             update = self.transport.prepare(sent, weight_version, self.engine)
             prepared = time.perf_counter()
@@ -117,6 +116,7 @@ class WeightSync:
             if not isinstance(outcome, ServerDied):
                 raise outcome
             self.say(f"warning: a vLLM server died in a weight sync, which begins anew: {outcome}")
+            self.offload.keep_weights()  # they have left where it died just before it served them
 
     def _as_sent(self, name: str, param: Tensor, blocks: Sequence[Block]) -> tuple[str, Tensor, Sequence[Block]]:
         """What a parameter and its blocks are on their way; another one than here where an engine in bfloat16 keeps it in float32."""

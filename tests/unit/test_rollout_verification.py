@@ -143,19 +143,19 @@ def test_a_trainer_leaves_its_memory_when_all_is_verified_and_before_the_engine_
 
         def resume(self, update, only=None):
             leaves.noted.append("engine serves")
-            if len(leaves.noted) < 6:
+            if len(leaves.noted) < 5:
                 raise ServerDied("http://s is gone")
 
     leaves, param = Leaves(), torch.ones(5)
     with WeightSync(DiesOnce(), OneRank(), "float32", SharedMemory(OneRank(), "float32", tmp_path), offload=leaves) as sync:
         sync.push([("p", param, [whole_block("hf.w", (5,))])], 1)
         once = ["weights stay", "engine loads", "nothing stays", "engine serves"]
-        assert leaves.noted == ["weights stay", *once, *once]
+        assert leaves.noted == [*once, *once]
         leaves.noted.clear()
         param[0] = torch.nan
         with pytest.raises(WeightSyncError, match="NaN"):
             sync.push([("p", param, [whole_block("hf.w", (5,))])], 2)
-        assert set(leaves.noted) == {"weights stay"}
+        assert leaves.noted == ["weights stay"]
 
 
 def test_an_adapter_is_written_before_the_trainer_leaves_and_then_loaded(monkeypatch):
