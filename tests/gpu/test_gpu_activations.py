@@ -7,7 +7,8 @@ from megagrpo.parallel.ranks import run_ranks
 from megagrpo.policy import activation_offload
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import Outcome, relative_error, take_step
-from tests.gpu.test_gpu_parity import PLACES, need, small
+from tests.gpu.places import PLACES, need
+from tests.gpu.test_gpu_parity import small
 
 
 def _step(settings, hf_config) -> Outcome | None:

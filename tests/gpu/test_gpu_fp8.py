@@ -6,7 +6,8 @@ import pytest
 from megagrpo.parallel import device
 from megagrpo.parallel.ranks import run_ranks
 from megagrpo.verify.compare import compare, distances, silent_tensors
-from tests.gpu.test_gpu_parity import PLACES, need, step
+from tests.gpu.places import PLACES, need
+from tests.gpu.test_gpu_parity import step
 
 SHAPE = "qwen2_untied"
 JUDGED = ("loss", "log-prob", "gradient", "gradient norm")

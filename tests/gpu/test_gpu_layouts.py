@@ -6,7 +6,7 @@ import pytest
 from tiny_policy import SHAPES
 
 from megagrpo.__main__ import main
-from megagrpo.parallel import device
+from tests.gpu.places import need_gpus
 
 RUN = """
 model: {path: %s, precision: bf16}
@@ -39,8 +39,7 @@ CASES = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("layout", "gpus", "shape"), [(layout, gpus, shape) for layout, gpus, shapes in CASES for shape in shapes])
 def test_layouts_on_gpus_take_the_step_of_one_process(layout, gpus, shape, tmp_path):
-    if (there := len(device.visible_gpus() or [])) < gpus:
-        pytest.skip(f"needs {gpus} GPU(s), and there are {there}")
+    need_gpus(gpus)
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
     (tmp_path / "run.yaml").write_text(RUN % tmp_path)
     assert main(["verify", str(tmp_path / "run.yaml"), "--layout", layout]) == 0

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.parallel import device
 from megagrpo.parallel.ranks import run_ranks
+from tests.gpu.places import PLACES, need
 
 MODELS = {"gpu": "0.5b", "cpu": "tiny"}
 LEFT_GIB = 0.5  # cuBLAS' workspaces, and what the allocator cannot give back
@@ -56,10 +56,9 @@ def leave_and_come_back(folder: Path, place: str) -> tuple[float, float, bool, f
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("place", [pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.full)])
+@pytest.mark.parametrize("place", PLACES)
 def test_a_trainer_leaves_its_gpu_and_comes_back_the_same(place, tmp_path):
-    if (place == "gpu") != device.has_gpu():
-        pytest.skip("needs a GPU" if place == "gpu" else "the GPU has its own turn")
+    need(place)
     before, left, same, norm = run_ranks(leave_and_come_back, 1, tmp_path, place, timeout=300)[0]
     assert same and 0 < norm < float("inf")
     if place == "gpu":

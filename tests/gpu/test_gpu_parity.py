@@ -11,6 +11,7 @@ from megagrpo.parallel.ranks import run_ranks
 from megagrpo.verify.compare import compare, silent_tensors
 from megagrpo.verify.shrink import plainly, random_samples, shrink_model
 from megagrpo.verify.step import Outcome, take_step
+from tests.gpu.places import PLACES, need
 
 # What bf16 may do to these models: to the median log-prob, in nats, and to all gradients together, relative. Ours does half of it on a CPU:
 # 0.017 (of Gemma 3; 0.012 of the others) and 0.041.
@@ -18,12 +19,6 @@ LOGPROB, GRADIENT = 0.034, 0.082
 DENSE = ("llama_tied", "qwen2_untied", "qwen3_tied", "glm4", "phi3", "gemma2", "gemma3")
 EXPERTS = ("qwen3_moe", "mixtral")
 ON_CPU = dict(env={"CUDA_VISIBLE_DEVICES": ""}, start="spawn" if device.has_gpu() else None)
-PLACES = [pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.full)]
-
-
-def need(place: str) -> None:
-    if (place == "gpu") != device.has_gpu():
-        pytest.skip("needs a GPU" if place == "gpu" else "the GPU has its own turn")
 
 
 def small(shape: str):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.parallel import device
+from tests.gpu.places import PLACES, need
 
 ROOT = Path(__file__).parents[2]
 # Rewards of ten steps without a GPU, as README shows them. Another machine draws other tokens: over three steps that moves a mean by less
@@ -17,10 +17,9 @@ SLACK = 0.15
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("place", [pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.full)])
+@pytest.mark.parametrize("place", PLACES)
 def test_the_reward_of_the_quickstart_rises_as_the_recorded_one_does(place, tmp_path):
-    if (place == "gpu") != device.has_gpu():
-        pytest.skip("needs a GPU" if place == "gpu" else "the GPU has its own turn")
+    need(place)
     command = [ROOT / "launch" / "local.sh", ROOT / "configs" / "quickstart.yaml", f"run.output_dir={tmp_path}", "run.tensorboard=false"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
     assert done.returncode == 0, done.stdout[-3000:]

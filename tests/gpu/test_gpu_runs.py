@@ -4,6 +4,7 @@ import pytest
 
 from megagrpo.parallel import device
 from tests.e2e import world
+from tests.gpu.places import need_gpus
 
 SETTINGS = ("model.precision=bf16", "rollout.gpu_memory_utilization=0.2", "rollout.enforce_eager=true", "rollout.mismatch_threshold=1.05")
 CASES = {
@@ -25,9 +26,7 @@ def cases():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("gpus", "transport", "words"), [*cases()])
 def test_a_run_takes_its_steps_and_server_and_trainer_agree(gpus, transport, words, tmp_path):
-    there = len(device.visible_gpus() or [])
-    if there < gpus or (not gpus and there):
-        pytest.skip(f"needs {gpus} GPU(s), and there are {there}" if gpus else "the GPU has its own turn")
+    need_gpus(gpus)
     ranks = gpus - ("rollout.placement=dedicated" in words)
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(device.visible_gpus()[:gpus])} if gpus else {}
     process = world.start(tmp_path, *SETTINGS, *words, launched=True, NPROC=str(max(1, ranks)), **visible)

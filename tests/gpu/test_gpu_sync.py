@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.parallel import device
 from megagrpo.parallel.ranks import run_ranks
+from tests.gpu.places import PLACES, need
 
 SETTINGS = (
     "rollout.gpu_memory_utilization=0.2",
@@ -64,10 +64,9 @@ def sync_sleep_and_sync(folder: Path, precision: str) -> Found:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("place", [pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.full)])
+@pytest.mark.parametrize("place", PLACES)
 def test_a_server_on_the_same_gpu_gets_the_weights_sleeps_and_gets_them_again(place, tmp_path):
-    if (place == "gpu") != device.has_gpu():
-        pytest.skip("needs a GPU" if place == "gpu" else "the GPU has its own turn")
+    need(place)
     (found,) = run_ranks(sync_sleep_and_sync, 1, tmp_path, "bf16" if place == "gpu" else "fp32", timeout=600)
     assert max(found.near) < NEAR[place] and found.stale > 3 * NEAR[place]
     assert found.transport == {"gpu": "cuda_ipc", "cpu": "shared_memory"}[place]
