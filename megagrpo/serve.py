@@ -84,9 +84,7 @@ def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> 
     gone: set[str] = set()
     pulse = Pulse(launcher, engine_seconds)
     while not stop.wait(LOOK_SECONDS):
-        for server, words in pulse.hung():
-            _warn(f"vLLM server {server.url} {words}; ending it")
-            server.end()
+        pulse.end_hung(_warn)
         for place, server in enumerate(launcher.servers):
             if server.alive or server.url in gone:
                 continue

@@ -88,7 +88,7 @@ class RolloutSection(Section):
     """Seconds until one generate request must be answered."""
     weight_sync_timeout: PositiveFloat = 300.0
     """Seconds that each phase of a weight sync may take; one that takes longer ends the run with the phase, the rank and the tensor. After
-    as long without a word from its engine `megagrpo serve` starts a server again."""
+    as long without a word from its engine a server that this run or `megagrpo serve` has started is started again."""
     max_restarts: NonNegativeInt = 3
     """How many times each launched server that dies or hangs is started again. It holds the current weights before it is asked. With 0,
     or after the last time, the others go on without it."""

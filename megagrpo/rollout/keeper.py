@@ -1,4 +1,5 @@
-"""Servers that have died or joined: nobody asks them before they hold the current weights. Those of the run are started again."""
+"""Servers that have died or joined: nobody asks them before they hold the current weights. Those of the run are started again, and ended
+when they hang."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from megagrpo.rollout.launcher import Launcher, Server, healthy
-from megagrpo.rollout.pulse import Silence
+from megagrpo.rollout.pulse import Pulse, Silence
 from megagrpo.rollout.vllm_updates import Updates
 
 LOOK_SECONDS = 0.3
@@ -82,15 +83,30 @@ class Watcher:
 
 class Keeper(Watcher):
     """The same for servers of a launcher, which it starts again when they have ended, at the same address, up to the launcher's
-    `max_restarts` times each. When no more is to come, `engine` gives up waiting. While others sleep, their GPUs are the trainer's, and so
-    are those of one that has ended: it is started when they wake up."""
+    `max_restarts` times each. Those that hang, by `Pulse` or because a request has found no answer, it ends. When no more is to come,
+    `engine` gives up waiting. While others sleep, their GPUs are the trainer's, and so are those of one that has ended: it is started when
+    they wake up."""
 
     def __init__(self, launcher: Launcher, engine: Updates, refill: Callable[[str], bool], say: Callable[[str], None] = print):
         super().__init__(engine, refill, say)
         self.launcher = launcher
+        self._pulse = Pulse(launcher, engine.sync_timeout)
+        self._feeling = threading.Thread(target=self._feel, name="pulse", daemon=True)  # of its own: it waits for answers
         self._silence = Silence()
         self._starting: set[str] = set()
         self._given_up: set[str] = set()
+
+    def __enter__(self) -> Keeper:
+        self._feeling.start()
+        return super().__enter__()
+
+    def __exit__(self, *exc) -> None:
+        super().__exit__(*exc)
+        self._feeling.join(timeout=LOOK_SECONDS + 1)
+
+    def _feel(self) -> None:
+        while not self._end.wait(LOOK_SECONDS):
+            self._pulse.end_hung(lambda text: self.say(f"warning: {text}"))
 
     def _look(self) -> None:
         for place, server in enumerate(self.launcher.servers):

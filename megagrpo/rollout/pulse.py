@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import httpx
 
 from megagrpo.rollout.access import headers
 from megagrpo.rollout.launcher import Launcher, Server
-from megagrpo.rollout.vllm_http import HEALTH_SECONDS, answers
+from megagrpo.rollout.vllm_http import CERTIFICATES, HEALTH_SECONDS, answers
 
 PULSE_SECONDS = 2.0  # between two looks
-SILENT_SECONDS = 60.0  # without an answer to a health check, after which a server hangs
+SILENT_SECONDS = 60.0  # without an answer to a health check, after which a server hangs; its engine never before
 LONGEST = 10.0  # of the time between two looks, what counts at most
 
 
@@ -42,28 +42,38 @@ class Pulse:
 
     A server hangs when it has answered no health check for SILENT_SECONDS, or, started again, none at all for the launcher's
     `startup_timeout`. The process that answers them only stands in front of the engine, which is therefore asked as well: it answers
-    between two steps of generation, asleep or awake, but not while it takes in weights. So it may be silent for `engine_seconds`.
+    between two steps of generation, asleep or awake, but not while it takes in weights. So it may be silent for `engine_seconds`: as long
+    as that may take.
     """
 
     def __init__(self, launcher: Launcher, engine_seconds: float):
-        self._launcher, self._engine_seconds = launcher, engine_seconds
+        self._launcher, self._engine_seconds = launcher, max(engine_seconds, SILENT_SECONDS)
         self._servers, self._engines = Silence(), Silence()
         self._have_answered = {server.supervisor.pid for server in launcher.servers}
         self._looked = 0.0
 
-    def hung(self) -> list[tuple[Server, str]]:
+    def end_hung(self, say: Callable[[str], None]) -> None:
+        """End servers that hang, after a line for each to `say`."""
+        for server, words in self._hung():
+            say(f"vLLM server {server.url} {words}; ending it")
+            server.end()
+
+    def _hung(self) -> list[tuple[Server, str]]:
         """Servers that hang, and the words for it."""
         if time.monotonic() - self._looked < PULSE_SECONDS:
             return []
         alive = [server for server in self._launcher.servers if server.alive]
+        began = time.monotonic()
         said = asyncio.run(self._ask([server.url for server in alive]))
         self._looked = time.monotonic()
+        if self._looked - began > HEALTH_SECONDS + 1:  # this process had no time to listen
+            return []
         judged = [(server, self._judge(server, *answered)) for server, answered in zip(alive, said, strict=True)]
         return [(server, words) for server, words in judged if words]
 
     async def _ask(self, urls: list[str]) -> list[list[bool]]:
         """Whether each server, and its engine, answers."""
-        async with httpx.AsyncClient(trust_env=False, headers=headers(self._launcher.token)) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=CERTIFICATES, headers=headers(self._launcher.token)) as client:
             both = [asyncio.gather(answers(client, url), _engine_answers(client, url)) for url in urls]
             return await asyncio.gather(*both)
 

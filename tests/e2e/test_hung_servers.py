@@ -1,4 +1,5 @@
-"""What `megagrpo serve` does when a vLLM server hangs behind its own health check, and that work is not taken for hanging."""
+"""What `megagrpo serve`, and a run with servers of its own, do when a vLLM server hangs behind its own health check, and that work is not
+taken for hanging."""
 
 import os
 import signal
@@ -10,16 +11,24 @@ import pytest
 from megagrpo import serve
 from megagrpo.rollout import pulse
 from megagrpo.rollout.launcher import healthy
+from megagrpo.rollout.vllm_server import VllmEngine
 from megagrpo.types import SamplingParams
+from tests.e2e import world
+from tests.e2e.test_server_dies import assert_same_steps, processes_of_server
 from tests.e2e.tiny_servers import PROMPTS, below, connect, greedy, launch, model_folder
 from tests.e2e.world import wait_for
 
 ENGINE_SECONDS = 6.0
 
 
+def look_often(set_to=setattr):
+    set_to(pulse, "PULSE_SECONDS", 0.2)
+    set_to(pulse, "SILENT_SECONDS", ENGINE_SECONDS)
+
+
 @pytest.mark.full
 def test_a_server_whose_engine_is_stopped_is_started_again_and_one_that_works_is_left_alone(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.2)
+    look_often(monkeypatch.setattr)
     folder = model_folder("llama", 0)
     launcher = launch(folder, "llama_that_hangs")
     launcher.max_restarts = 1
@@ -47,3 +56,30 @@ def test_a_server_whose_engine_is_stopped_is_started_again_and_one_that_works_is
     ending, again = capsys.readouterr().err.splitlines()[-2:]
     assert "answers, but its engine has said nothing for 6 s (rollout.weight_sync_timeout); ending it" in ending
     assert "starting it again, 1 of 1 times" in again
+
+
+def stop_the_engine_at_the_tenth_prompt():
+    """Called in the trainer: from then on the process behind its server that computes is stopped."""
+    look_often()
+    ask, pid, asked = VllmEngine._ask, os.getpid(), []
+
+    async def disturbed(self, client, url, job):
+        asked.append(job)
+        if len(asked) == 10:
+            for behind in processes_of_server(pid)[1:]:
+                os.kill(behind, signal.SIGSTOP)
+        return await ask(self, client, url, job)
+
+    VllmEngine._ask = disturbed
+
+
+@pytest.mark.full
+def test_a_run_whose_engine_hangs_in_generation_ends_its_server_and_takes_the_same_steps(tmp_path):
+    options = ["run.max_steps=4", f"rollout.weight_sync_timeout={ENGINE_SECONDS:g}"]
+    plain = world.train(tmp_path / "plain", *options, prepare=look_often, launched=True)
+    assert plain.code == 0 and "ending it" not in plain.out, plain.err
+    run = world.train(tmp_path / "hung", *options, prepare=stop_the_engine_at_the_tenth_prompt, launched=True)
+    assert run.code == 0, run.err
+    assert "answers, but its engine has said nothing for 6 s (rollout.weight_sync_timeout); ending it" in run.out
+    assert "starting it again, 1 of 3 times" in run.out and "is back, with weight version 3" in run.out
+    assert_same_steps(run, plain)

@@ -13,10 +13,15 @@ from tests.e2e import world
 from tests.e2e.tiny_servers import below
 
 
-def kill_server(trainer_pid, number=signal.SIGKILL):
-    """A signal to all processes of the run's vLLM server, not to the supervisor above them."""
+def processes_of_server(trainer_pid):
+    """All of the run's vLLM server, the one that answers requests first, without the supervisor above them."""
     (supervisor,) = [pid for pid in world.family(trainer_pid) if "supervisor.py" in open(f"/proc/{pid}/cmdline").read()]
-    for pid in below(supervisor):
+    return below(supervisor)
+
+
+def kill_server(trainer_pid, number=signal.SIGKILL):
+    """A signal to all processes of the run's vLLM server."""
+    for pid in processes_of_server(trainer_pid):
         os.kill(pid, number)
 
 

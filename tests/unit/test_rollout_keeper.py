@@ -5,9 +5,12 @@ import signal
 import sys
 import time
 
+import psutil
 import pytest
 
 import megagrpo.rollout.keeper as keeper_module
+from megagrpo.rollout import launcher as launcher_module
+from megagrpo.rollout import pulse, vllm_http
 from megagrpo.rollout.engine import EngineDeadError
 from megagrpo.rollout.keeper import Keeper
 from megagrpo.rollout.launcher import Launcher, ServerOptions
@@ -34,6 +37,31 @@ class Stand(Launcher):
     def _command(self, port):
         code = f"import os, sys; os.path.exists({str(self.log_dir / 'broken')!r}) and sys.exit(3)\n{WELL}"
         return [sys.executable, "-I", "-S", "-c", code, str(port)]
+
+
+class Wedged(Stand):
+    """Servers that are well, and whose engine says nothing while there is a file `wedged` in the log folder."""
+
+    def _command(self, port):
+        *words, code, port = super()._command(port)
+        silent = f"while os.path.exists({str(self.log_dir / 'wedged')!r}) and 'paused' in self.path: time.sleep(0.02)"
+        code = code.replace("do_GET(self):", f"do_GET(self):\n        import time\n        {silent}")
+        return [*words, code.replace("http.server.HTTPServer", "http.server.ThreadingHTTPServer"), port]
+
+
+def stop(server):
+    """SIGSTOP to a server, not to its supervisor."""
+    for process in psutil.Process(server.supervisor.pid).children(recursive=True):
+        process.suspend()
+
+
+def impatient(monkeypatch):
+    """Who says nothing for half a second hangs."""
+    for name, seconds in (("PULSE_SECONDS", 0.01), ("SILENT_SECONDS", 0.5)):
+        monkeypatch.setattr(pulse, name, seconds)
+    for module in (pulse, vllm_http):
+        monkeypatch.setattr(module, "HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr(launcher_module, "GRACE_SECONDS", 0.1)
 
 
 def wait_until(condition, seconds=20.0):
@@ -118,6 +146,28 @@ def test_a_server_that_is_there_and_says_nothing_is_ended_and_started_again(stan
     with Keeper(stand, engine, lambda url: True, said.append):
         wait_until(lambda: len(said) == 3)
     assert "has said nothing for 0.2 s; ending it" in said[0] and "starting it again" in said[1] and "is back" in said[2]
+
+
+@pytest.mark.parametrize("wedged", [False, True], ids=["stopped", "wedged"])
+def test_a_server_that_hangs_while_nobody_asks_it_anything_is_ended_and_started_again(wedged, tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper_module, "LOOK_SECONDS", 0.05)
+    impatient(monkeypatch)
+    (tmp_path / "config.json").write_text("{}")
+    with Wedged(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
+        launcher.start()
+        engine, said = VllmEngine(launcher.wait(), str, patience=5.0, sync_timeout=0.6 if wedged else 60.0), []
+        with Keeper(launcher, engine, lambda url: True, said.append):
+            (tmp_path / "wedged").touch()
+            if not wedged:
+                time.sleep(1.0)  # an engine that takes in weights says nothing either
+                assert not said
+                stop(launcher.servers[0])
+            wait_until(lambda: launcher.restarts)
+            (tmp_path / "wedged").unlink()
+            wait_until(lambda: len(said) == 3)
+    words = "answers, but its engine has said nothing for 0.6 s" if wedged else "has answered no health check for 0.5 s"
+    assert words in said[0] and "starting it again, 1 of 1 times" in said[1] and "is back" in said[2]
+    assert not engine.dead
 
 
 def test_nothing_is_started_once_the_keeper_is_left(stand):

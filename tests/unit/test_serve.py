@@ -4,16 +4,14 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megagrpo import serve
 from megagrpo.__main__ import main, parse
-from megagrpo.rollout import launcher as launcher_module
-from megagrpo.rollout import pulse, vllm_http
+from megagrpo.rollout import pulse
 from megagrpo.rollout.launcher import ServerOptions, healthy
 from tests.unit.test_placement import QUICKSTART
-from tests.unit.test_rollout_keeper import Stand, kill, wait_until
+from tests.unit.test_rollout_keeper import Stand, Wedged, impatient, kill, stop, wait_until
 
 
 @pytest.fixture
@@ -47,29 +45,10 @@ def test_a_server_that_dies_is_started_again_and_with_the_last_one_for_good_it_e
     assert f"{stand.urls[0]} was killed by SIGKILL and stays so after 1 restarts (rollout.max_restarts); its log: " in second
 
 
-class Wedged(Stand):
-    """Servers that are well, and whose engine says nothing while there is a file `wedged` in the log folder."""
-
-    def _command(self, port):
-        *words, code, port = super()._command(port)
-        silent = f"while os.path.exists({str(self.log_dir / 'wedged')!r}) and 'paused' in self.path: time.sleep(0.02)"
-        code = code.replace("do_GET(self):", f"do_GET(self):\n        import time\n        {silent}")
-        return [*words, code.replace("http.server.HTTPServer", "http.server.ThreadingHTTPServer"), port]
-
-
-def stop(server):
-    """SIGSTOP to a server, not to its supervisor."""
-    for process in psutil.Process(server.supervisor.pid).children(recursive=True):
-        process.suspend()
-
-
-@pytest.mark.parametrize("wedged", [False, True], ids=["stopped", "wedged"])
+@pytest.mark.parametrize("wedged", [pytest.param(False, id="stopped", marks=pytest.mark.full), pytest.param(True, id="wedged")])
 def test_a_server_that_hangs_is_ended_and_started_again(wedged, tmp_path, monkeypatch, capsys):
-    for module, name, seconds in ((serve, "LOOK_SECONDS", 0.01), (pulse, "PULSE_SECONDS", 0.01), (pulse, "SILENT_SECONDS", 0.5)):
-        monkeypatch.setattr(module, name, seconds)
-    for module in (pulse, vllm_http):
-        monkeypatch.setattr(module, "HEALTH_SECONDS", 0.2)
-    monkeypatch.setattr(launcher_module, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
+    impatient(monkeypatch)
     (tmp_path / "config.json").write_text("{}")
     end = threading.Event()
     with Wedged(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
