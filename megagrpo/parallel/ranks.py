@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -111,6 +112,7 @@ def _explain(ranks: dict[int, BaseProcess], folder: Path) -> str:
 def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable, args: tuple) -> None:
     """The life of one rank; never returns."""
     _die_with(parent)
+    gc.freeze()  # the collector would touch, and so copy, every page of what the fork has inherited
     code = 1
     try:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))

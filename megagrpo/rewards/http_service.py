@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.rewards.functions import encodable
+
+if TYPE_CHECKING:
+    import httpx
 
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 _LONGEST_WAIT = 30.0  # seconds between two attempts, whatever the server asks for
@@ -30,6 +31,8 @@ class JsonService:
 
     async def post(self, body: dict[str, Any]) -> Any:
         """The answer's JSON. ServiceError when there is none."""
+        import httpx  # here, where it is used: a worker that only describes the function starts in half the time
+
         if self._client is None:  # made here, in the loop that uses it
             self._client = httpx.AsyncClient(timeout=self._timeout, limits=httpx.Limits(max_connections=None))
         content = json.dumps(_encodable(body)).encode()
