@@ -50,7 +50,7 @@ def silent_servers(urls: list[str], seconds: float) -> list[str]:
     deadline = time.monotonic() + seconds
     while urls and time.monotonic() < deadline:
         urls = [url for url in urls if not _answers(url)]
-        time.sleep(1 if urls else 0)
+        time.sleep(min(1.0, max(0.0, deadline - time.monotonic())) if urls else 0)
     return urls
 
 

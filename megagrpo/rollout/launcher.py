@@ -26,6 +26,7 @@ import httpx
 
 from megagrpo.rollout.access import FILE_VARIABLE, GUARD, TOKEN_VARIABLE
 from megagrpo.rollout.engine import EngineStartError
+from megagrpo.rollout.vllm_http import CERTIFICATES
 
 HOST = "127.0.0.1"
 HERE = Path(__file__).parent
@@ -203,7 +204,7 @@ class Launcher:
                 told = now - begun
                 log = self.servers[waiting[0]].log
                 progress(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {told:.0f} s, log {log}")
-            time.sleep(0.2 if waiting else 0)
+            time.sleep(0.1 if waiting else 0)
         return self.urls
 
     def stop(self) -> None:
@@ -339,7 +340,7 @@ class Launcher:
 def healthy(url: str) -> bool:
     """Whether the server at `url` says that it is well."""
     try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+        return httpx.get(f"{url}/health", timeout=5, verify=CERTIFICATES).status_code == 200
     except httpx.HTTPError:
         return False
 

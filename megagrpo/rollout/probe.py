@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import httpx
 
 from megagrpo.rollout.access import headers
-from megagrpo.rollout.vllm_http import error_text
+from megagrpo.rollout.vllm_http import CERTIFICATES, error_text
 
 BACKEND = """--weight-transfer-config '{"backend": "megagrpo"}'"""
 VERBS = "--worker-extension-cls megagrpo.rollout.vllm_worker.WorkerVerbs"
@@ -19,7 +19,7 @@ def check_plugin(urls: Sequence[str], token: str | None = None, quantization: st
     makes something else of them than `quantization` says. Changes nothing there."""
     for url in urls:
         try:
-            asked = dict(json={"init_info": {}}, headers=headers(token), timeout=60, trust_env=False)
+            asked = dict(json={"init_info": {}}, headers=headers(token), timeout=60, trust_env=False, verify=CERTIFICATES)
             answer = httpx.post(f"{url}/init_weight_transfer_engine", **asked)
         except httpx.TransportError as error:
             raise ValueError(f"rollout.urls: {url} does not answer: {error!r}") from error

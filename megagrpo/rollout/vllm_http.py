@@ -186,7 +186,7 @@ def check_urls(urls: Sequence[str]) -> None:
     """ValueError that names the servers of `rollout.urls` that do not answer their health check."""
 
     async def check() -> list[bool]:
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=CERTIFICATES) as client:
             return await asyncio.gather(*(answers(client, url) for url in urls))
 
     if silent := [url for url, answered in zip(urls, asyncio.run(check()), strict=True) if not answered]:

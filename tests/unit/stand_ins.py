@@ -1,4 +1,7 @@
-"""Stand-ins for vLLM servers: processes and threads with real sockets that answer prompts, or misbehave in a way that they are told."""
+"""Stand-ins for vLLM servers: processes and threads with real sockets that answer prompts, or misbehave in a way that they are told.
+
+Imports nothing but what Python brings along: a process starts at once.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,6 @@ import threading
 import time
 from pathlib import Path
 
-from megagrpo.types import Prompt, SamplingParams
-
-SAMPLING = SamplingParams(1.0, 4)
 ALONE = """
 import sys; sys.path[:0] = {paths!r}
 from tests.unit import stand_ins
@@ -22,11 +22,6 @@ server = stand_ins.StandIn(delay={delay})
 print(server.url, flush=True)
 import threading; threading.Event().wait()
 """
-
-
-def prompts(count: int) -> list[Prompt]:
-    """Prompts that differ."""
-    return [Prompt(i, (1, 2, i + 3), "") for i in range(count)]
 
 
 def ids_for(body: dict, index: int) -> list[int]:

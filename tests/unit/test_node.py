@@ -42,7 +42,7 @@ class Healthy(http.server.BaseHTTPRequestHandler):
 def test_servers_that_do_not_answer_in_time_are_named(node, capsys):
     server = http.server.HTTPServer(("127.0.0.1", 0), Healthy)
     server.well = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     up = f"http://127.0.0.1:{server.server_address[1]}"
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

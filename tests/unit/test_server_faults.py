@@ -14,9 +14,11 @@ from megagrpo.rollout.keeper import Watcher
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_http import named_urls, read_urls
 from megagrpo.rollout.vllm_server import VllmEngine
-from tests.unit.stand_ins import SAMPLING, Process, StandIn, ids_for, prompts
+from megagrpo.types import Prompt, SamplingParams
+from tests.unit.stand_ins import Process, StandIn, ids_for
 
 N = 2
+SAMPLING = SamplingParams(1.0, 4)
 ANSWERS_WRONG = ["html", "truncated", "fewer", "one twice", "too long", "no log-prob", "words", "wrong version"]
 BREAKS_OFF = ["reset", "half", "no http", "error", "drip"]
 
@@ -36,6 +38,11 @@ def servers():
     """Makes stand-ins that are gone at the end."""
     with ExitStack() as stack:
         yield lambda *words, **options: stack.enter_context(closing(StandIn(*words, **options)))
+
+
+def prompts(count):
+    """Prompts that differ."""
+    return [Prompt(i, (1, 2, i + 3), "") for i in range(count)]
 
 
 def generate(engine, count=12, seen=None):

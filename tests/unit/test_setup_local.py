@@ -1,14 +1,19 @@
 """launch/local.sh: how many ranks, with which environment, and what becomes of signals and exit codes."""
 
 import importlib.util
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
+import warnings
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
+import torch.distributed.run  # noqa: F401  # once for all launchers, which are forks
 
 from megagrpo.config import load_config
 
@@ -99,16 +104,29 @@ def test_cores_are_shared_out_and_what_the_user_set_stays(local, monkeypatch):
     assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
-def start(folder: Path, what: str) -> subprocess.Popen:
+def start(folder: Path, what: str) -> ForkProcess:
     """Two ranks of a stand-in trainer under the launcher's torchrun."""
     (folder / "stand_in.py").write_text(RANK)
-    code = "import sys, runpy; main = runpy.run_path(sys.argv[1])['torchrun']; sys.exit(main(2, ['stand_in', *sys.argv[2:]]))"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(REPOSITORY / "launch" / "local.py"), str(folder), what],
-        env=os.environ | {"PYTHONPATH": f"{folder}:{REPOSITORY}"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    launcher = multiprocessing.get_context("fork").Process(target=launch, args=(folder, what))
+    with warnings.catch_warnings():  # torch keeps two idle helper threads
+        warnings.simplefilter("ignore", DeprecationWarning)
+        launcher.start()
+    return launcher
+
+
+def launch(folder: Path, what: str) -> None:
+    os.dup2(os.open(folder / "errors", os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = open(2, "w", closefd=False)
+    os.environ["PYTHONPATH"] = f"{folder}:{REPOSITORY}"
+    sys.exit(runpy.run_path(str(REPOSITORY / "launch" / "local.py"))["torchrun"](2, ["stand_in", str(folder), what]))
+
+
+def finish(launcher: ForkProcess, folder: Path) -> tuple[int, str]:
+    """Its exit code, and what it and its ranks have said."""
+    launcher.join(60)
+    code = launcher.exitcode
+    launcher.kill()
+    return code, (folder / "errors").read_text()
 
 
 def wait_for(condition, seconds: float = 60) -> None:
@@ -130,25 +148,23 @@ def alive(pid: int) -> bool:
 def test_a_signal_reaches_every_rank_and_their_saving_is_waited_for(tmp_path, signum):
     launcher = start(tmp_path, "wait")
     wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
-    launcher.send_signal(signum)
-    _, errors = launcher.communicate(timeout=60)
-    assert launcher.returncode == 128 + signum and "Traceback" not in errors
+    os.kill(launcher.pid, signum)
+    code, errors = finish(launcher, tmp_path)
+    assert code == 128 + signum and "Traceback" not in errors
     assert sorted(p.name for p in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
     assert not [p for p in tmp_path.glob("pid-*") if alive(int(p.read_text()))]
 
 
 def test_a_rank_that_fails_ends_the_others_and_gives_its_exit_code(tmp_path):
-    launcher = start(tmp_path, "fail")
-    _, errors = launcher.communicate(timeout=60)
-    assert launcher.returncode == 7
+    code, errors = finish(start(tmp_path, "fail"), tmp_path)
+    assert code == 7
     assert "rank 1 says why" in errors and "rank 1 failed first, with exit code 7" in errors and "Traceback" not in errors
     assert not [p for p in tmp_path.glob("pid-*") if alive(int(p.read_text()))]
 
 
 def test_ranks_that_end_well_end_the_launcher_well(tmp_path):
-    launcher = start(tmp_path, "end")
-    _, errors = launcher.communicate(timeout=60)
-    assert launcher.returncode == 0, errors
+    code, errors = finish(start(tmp_path, "end"), tmp_path)
+    assert code == 0, errors
 
 
 def test_a_wrong_config_ends_the_script_with_code_2_before_any_rank_starts():
