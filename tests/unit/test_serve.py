@@ -78,6 +78,18 @@ def test_time_in_which_nobody_listened_is_no_silence(monkeypatch):
     assert [silence.goes_on("a") for _ in range(2)] == [0.0, 1.0]
 
 
+def test_who_has_no_time_to_listen_takes_nobody_for_silent(stand, monkeypatch):
+    impatient(monkeypatch)
+    monkeypatch.setattr(pulse, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.0)
+    watching = pulse.Pulse(stand, 60)
+    stop(stand.servers[0])
+    for health_seconds, hung in ((-1.0, 0), (0.2, 1)):  # by the first every answer takes too long
+        monkeypatch.setattr(pulse, "HEALTH_SECONDS", health_seconds)
+        assert [len(watching._hung()) for _ in range(2)] == [0, hung]
+    kill(stand.servers[0])
+
+
 def test_it_ends_when_it_is_asked_to(stand, monkeypatch):
     monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
     stop = threading.Event()
