@@ -38,7 +38,7 @@ from megagrpo.parallel.together import RankError, own_part, together
 from megagrpo.policy.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.model_state import load_state, sharded_state
+from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.policy.optimizer import dense_moments
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.scale_state import load_scales, sharded_scales
@@ -165,6 +165,7 @@ class Checkpointer:
             load_scales(self.policy.chunks, loaded["fp8"])
         if with_reference:
             self.reference.load_state_dict(loaded["reference"])
+        self.policy.masters_changed()
         if same_layout:
             torch.set_rng_state(loaded["rng"][0]["torch"])
             get_cuda_rng_tracker().set_states(loaded["rng"][0]["tracker"])
@@ -220,6 +221,7 @@ class Checkpointer:
         }
         state["optimizer"] = self.policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=local)
         _drop_absent(state["optimizer"])
+        state |= {name: dense_state(state[name]) for name in self._chunk_names()}  # the optimizer knows parameters by identity
         state["scheduler"] = self.policy.scheduler.state_dict()
         state["fp8"] = sharded_scales(self.policy.chunks, self.layout)
         if with_reference:

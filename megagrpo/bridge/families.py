@@ -13,6 +13,7 @@ from megagrpo.families import FAMILIES
 from megagrpo.families.blocks import Block, Local, in_layer, named, same
 from megagrpo.families.dense import EMBEDDING, HEAD
 from megagrpo.parallel.layout import Layout
+from megagrpo.policy.fp8_weights import DenseWeight, is_fp8
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.specs import BLOCK
@@ -35,7 +36,7 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
 
     Names are unique within the rank: those of later virtual stages start with "chunkN.". The blocks cover the parameter, rows of
     the padded vocabulary excepted. Tied embeddings on two pipeline stages come twice, with equal blocks. KeyError when the family
-    has no rule for a parameter. In place of a weight that is kept in fewer bits comes the `StoredWeight`.
+    has no rule for a parameter. In place of a weight that is kept in fewer bits comes its `StoredWeight` or `DenseWeight`.
     """
     table = FAMILIES[hf_config.family].table(hf_config)
     for i, chunk in enumerate(chunks):
@@ -44,6 +45,7 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
             if is_adapter(name):
                 continue
             param = getattr(model.get_submodule(name.rpartition(".")[0]), "stored", param) if name.endswith(".weight") else param
+            param = DenseWeight(param) if is_fp8(param) else param
             place = _IN_LAYER.fullmatch(name)
             key, layer = (place[2], _block_number(model, int(place[1]))) if place else (name, None)
             if key == HEAD and hf_config.tied_embeddings:
@@ -66,7 +68,7 @@ def fill(param: Tensor, found: list[Block], value_of: Callable[[Block], Tensor])
     for block in found:
         place = block.view(dense)
         place.copy_(value_of(block).reshape(place.shape))
-    if isinstance(param, StoredWeight):
+    if isinstance(param, (StoredWeight, DenseWeight)):
         param.store(dense)
 
 
@@ -93,7 +95,7 @@ def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout)
 def trained_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> list[tuple[str, Tensor, list[Block]]]:
     """What has a gradient: the adapters where there are any, else all weights that are parameters."""
     adapters = list(adapter_blocks(chunks, hf_config, layout))
-    return adapters or [held for held in blocks(chunks, hf_config, layout) if isinstance(held[1], nn.Parameter)]
+    return adapters or [held for held in blocks(chunks, hf_config, layout) if isinstance(held[1], (nn.Parameter, DenseWeight))]
 
 
 def _weights_without_gradient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

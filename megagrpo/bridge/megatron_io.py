@@ -19,7 +19,7 @@ from megagrpo.families.blocks import Block
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.build import build_model, weights_dtype
 from megagrpo.policy.hf_config import HfConfig
-from megagrpo.policy.model_state import load_state, sharded_state
+from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 
 from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica  # isort: skip
@@ -39,7 +39,7 @@ METADATA = {
 def model_state(chunks: list[nn.Module], layout: Layout) -> dict[str, Any]:
     """Sharded state of the chunks: under "model" when there is one, "model0", "model1", ... for virtual pipeline stages."""
     metadata = METADATA | {"dp_cp_group": layout.dp_cp_group}
-    return {name: sharded_state(chunk, metadata) for name, chunk in _named(chunks)}
+    return {name: dense_state(sharded_state(chunk, metadata)) for name, chunk in _named(chunks)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,6 +35,9 @@ class ModelSection(Section):
     moe_router_padding_for_quantization: bool = False
     """With FP8 and experts: have routers send every expert a multiple of what FP8 multiplies, 16 or 32 tokens, some of which count for
     nothing, instead of adding rows of zeros to what an expert got. No result changes but by what such tokens do to scales."""
+    fp8_param: bool = False
+    """Keep the weights that are multiplied in FP8 as FP8 numbers between steps, rounded from the optimizer's float32 masters, instead of
+    rounding bf16 ones for each product: the same steps, in less memory. vLLM gets the rounded weights. With `tensorwise` or `blockwise`."""
     base_storage: Literal["none", "fp8", "nf4"] = "none"
     """With LoRA: keep the frozen weights of the blocks' linears in 8 bits (e4m3) or 4 (NF4 of QLoRA) and a scale per 64 elements, and make
     them dense for each use. The model that is trained is the rounded one, and so is what vLLM gets."""

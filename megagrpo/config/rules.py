@@ -179,14 +179,30 @@ def fp8_problems(config: RunConfig) -> list[str]:
     if m.fp8_recipe != "none":
         why = "linears with an adapter are multiplied in model.precision"
         adapted = f"model.fp8_recipe: {m.fp8_recipe}, and {why}; choose none, or set lora.rank to 0"
-        return problems + [adapted] * config.lora.enabled
+        return problems + [adapted] * config.lora.enabled + (_fp8_param_problems(config) if m.fp8_param else [])
     said = {"model.fp8_format": m.fp8_format != "auto" and m.fp8_format, "model.bf16_layers": m.bf16_layers}
-    said["model.moe_router_padding_for_quantization"] = m.moe_router_padding_for_quantization and "true"
+    said |= {f"model.{key}": getattr(m, key) and "true" for key in ("moe_router_padding_for_quantization", "fp8_param")}
     return problems + [
         f"{key}: {value} is about FP8, and model.fp8_recipe is none; choose a recipe, or leave it out"
         for key, value in said.items()
         if value
     ]
+
+
+def _fp8_param_problems(config: RunConfig) -> list[str]:
+    """What weights that are FP8 numbers between steps cannot be beside."""
+    m, t, key, problems = config.model, config.train, "model.fp8_param: true", []
+    if m.fp8_recipe in ("delayed", "mxfp8"):
+        problems.append(f"{key} takes scales of a weight as it is, or of blocks of 128; choose tensorwise or blockwise, not {m.fp8_recipe}")
+    if m.precision == "fp32":
+        problems.append(f"{key}, and weights in float32 have no masters to be rounded from; set model.precision to bf16")
+    if t.optimizer == "muon":
+        problems.append(f"{key} takes masters that ranks share out, and Muon's are whole; set it to false, or train.optimizer to adam")
+    elif not t.distributed_optimizer:
+        problems.append(f"{key} takes masters that ranks share out; set train.distributed_optimizer to true")
+    if config.algorithm.sync_ref_model:
+        problems.append(f"{key} rounds small moves of a reference away; set algorithm.sync_ref_model to false")
+    return problems
 
 
 def quantization_problems(config: RunConfig) -> list[str]:

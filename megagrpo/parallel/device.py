@@ -333,6 +333,7 @@ def _patch_megatron() -> None:
     compile_function, torch.compile = torch.compile, lambda function=None, *args, **kwargs: function or (lambda inner: inner)
     try:
         _import_quietly()
+        from megatron.core.distributed import param_and_grad_buffer
         from megatron.core.optimizer import clip_grads
         from megatron.core.tensor_parallel import mappings, random
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -346,11 +347,19 @@ def _patch_megatron() -> None:
     logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(lambda record: "NVRx" not in record.getMessage())
     # Falls back to torch.norm, which is inexact on a CPU: the clipped gradient would be too long by as much.
     clip_grads.l2_norm_impl = multi_tensor_l2norm
+    # gloo joins tensors that are gathered together, and makes numbers of the bytes of weights in FP8 where others are bf16.
+    param_and_grad_buffer.dist_all_gather_func = _gather_alone
     # all_to_all_single wants a sequence of numbers; Megatron makes one only of tensors that it moves away from a GPU.
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy_where_asked
     # gloo gathers tensors of one length only; an expert that several tensor-parallel ranks hold gets another length from each. Can go
     # with a gloo that gathers ragged tensors.
     mappings._gather_along_first_dim = functools.partial(_gather_ragged, mappings._gather_along_first_dim)
+
+
+def _gather_alone(whole, part, group, async_op: bool) -> None:
+    """Gather now, also where torch would wait for what else is to be gathered."""
+    assert not async_op, "weights are gathered before the next step begins"
+    group._allgather_base(whole, part).wait()
 
 
 def _as_numpy_where_asked(tensor, as_numpy: bool = False, record_stream: bool = False):

@@ -23,7 +23,7 @@ from megagrpo.policy.hf_config import HfConfig
 GIB = 2**30
 PREFILL_TOKENS = 8192  # of one batch of vLLM's, by its default on large GPUs
 MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}  # of both, with their share of two scales
-FP8_BYTES = 2  # of a weight that is multiplied in FP8, beside it: rounded along its rows and along its columns, kept for the next time
+FP8_BYTES = 2  # of a weight that is multiplied in FP8: rounded along its rows and along its columns, kept for the next time
 NOT_OFFLOADED = 2  # layers whose activations are on the GPU whatever model.offload_activations says: the one at work, and its neighbour
 STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # of a weight, with its share of a scale
 
@@ -45,7 +45,7 @@ def stage_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) 
         stage_adapters(model, p, config.lora),
         stage_linears(model, p),
         largest_chunks(model, p),
-        stage_fp8(model, p, config.model.bf16_layers) if gpu and config.model.fp8_recipe != "none" else [0] * p.pp,
+        stage_fp8(model, p, config.model.bf16_layers) if config.model.fp8_recipe != "none" else [0] * p.pp,
         strict=True,
     )
     given = num_parameters(model) * weight_bytes(config) / (dp * p.model_parallel_size)
@@ -82,14 +82,15 @@ def _stage_memory(
     moment_bytes = 4 if train.optimizer == "muon" else 0 if train.optimizer_offload else MOMENT_BYTES[train.optimizer_state_dtype]
     optimizer_bytes = moment_bytes + (0 if element == 4 else 4)  # and master weights beside bf16
     stored = 0 if config.model.base_storage == "none" else linears
+    saved = in_fp8 * (element - (FP8_BYTES if gpu else 1)) if config.model.fp8_param else 0
     resident = {
-        "weights": (parameters - stored) * element + stored * STORED_BYTES.get(config.model.base_storage, 0),
+        "weights": (parameters - stored) * element + stored * STORED_BYTES.get(config.model.base_storage, 0) - saved,
         "gradients": (trained + trained_experts) * 4,
         "optimizer": optimizer_bytes
         * (trained / copies + trained_experts / expert_copies if train.distributed_optimizer else trained + trained_experts),
-        "reference": (trained + trained_experts) * element if config.algorithm.beta else 0,
+        "reference": (trained + trained_experts) * element - saved if config.algorithm.beta else 0,
     }
-    if in_fp8:
+    if gpu and in_fp8 and not config.model.fp8_param:
         resident["fp8_weights"] = in_fp8 * FP8_BYTES
     tokens = train.max_tokens_per_micro_batch / p.cp
     one_layer, kept, passing = (elements * tokens * element for elements in activation_elements(config, model, gpu))

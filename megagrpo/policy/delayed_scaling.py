@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+from megagrpo.policy.rounding import E4M3, scaled
+
 INPUT, WEIGHT, GRADIENT = range(3)
 
 
@@ -128,12 +129,6 @@ class Slot:
 
     def operands(self, x: Tensor, weight: Tensor) -> Operands:
         return self.scaling.operands(self.index, x, weight)
-
-
-def scaled(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """x in float32, each number replaced by what `dtype` holds of number x scale; what is too large for it by the largest that it has."""
-    most = torch.finfo(dtype).max
-    return (x.float() * scale).clamp(-most, most).to(dtype).float() / scale
 
 
 def delay(chunks: Sequence[nn.Module], linears: Sequence[nn.Module], history: History, gradients: torch.dtype, group: dist.ProcessGroup):

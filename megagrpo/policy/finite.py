@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-import megagrpo.parallel.device  # noqa: F401  (prepares the platform before megatron is imported)
+from megagrpo.policy.fp8_weights import dense
 
 from megatron.core.utils import unwrap_model  # isort: skip
 
@@ -50,7 +50,7 @@ def bad_gradient(chunks: Sequence[nn.Module], pp_rank: int, rank: int, summed: b
 
 def bad_weight(chunks: Sequence[nn.Module], pp_rank: int, rank: int) -> BadTensor | None:
     """The first weight of the forward pass on this rank that is not finite. Local."""
-    found = _bad(chunks, lambda parameter: parameter.data)
+    found = _bad(chunks, dense)
     return _tensor(KINDS[0], min(found, default=None), pp_rank, rank)
 
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megagrpo.config import ModelSection
 from megagrpo.parallel import device
-from megagrpo.policy.delayed_scaling import E4M3, E5M2, History, Operands, Slot, delay
+from megagrpo.policy.delayed_scaling import History, Operands, Slot, delay
+from megagrpo.policy.fp8_weights import Fp8Tensor, hold_in_fp8
+from megagrpo.policy.rounding import E4M3, E5M2, Tile, round_to
 
 from megatron.core import fp8_utils  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region  # isort: skip
@@ -26,20 +27,21 @@ from megatron.core.transformer.moe import token_dispatcher  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
 BLOCKS = {"tensorwise": None, "blockwise": 128, "mxfp8": 32}  # numbers along the sum of a product that share a scale; None: all
-Tile = tuple[int, int]
 _megatrons_recipe = fp8_utils.get_fp8_recipe
 
 
 @dataclass(frozen=True)
 class Fp8:
     """A recipe as `model.fp8_recipe` names it, whether gradients are e5m2 numbers, the decoder layers, from 0, that it leaves alone, and
-    what the scales of `delayed` follow from; and whether routers send experts as many tokens as FP8 likes."""
+    what the scales of `delayed` follow from; whether routers send experts as many tokens as FP8 likes, and whether weights are kept in FP8
+    between steps."""
 
     recipe: str
     hybrid: bool
     bf16_layers: frozenset[int] = frozenset()
     history: History | None = None
     pads_routing: bool = False
+    keeps_weights: bool = False
 
     @classmethod
     def of(cls, model: ModelSection, num_layers: int) -> Fp8 | None:
@@ -50,8 +52,14 @@ class Fp8:
             raise ValueError(f"model.bf16_layers: {wrong[0]}, and the model has {num_layers} layers; use -{num_layers} to {num_layers - 1}")
         history = History(model.fp8_amax_history_len, model.fp8_amax_compute_algo, model.fp8_margin)
         bf16_layers = frozenset(i % num_layers for i in model.bf16_layers)
-        padding = model.moe_router_padding_for_quantization
-        return cls(model.fp8_recipe, model.hybrid_fp8, bf16_layers, history if model.fp8_recipe == "delayed" else None, padding)
+        return cls(
+            model.fp8_recipe,
+            model.hybrid_fp8,
+            bf16_layers,
+            history if model.fp8_recipe == "delayed" else None,
+            model.moe_router_padding_for_quantization,
+            model.fp8_param,
+        )
 
     def megatron_config(self) -> dict[str, Any]:
         """The part of Megatron's configuration that says so to Transformer Engine; `keep_in_bf16` says the rest. Without Transformer Engine
@@ -63,6 +71,7 @@ class Fp8:
         told = dict(fp8="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe)
         fp8_utils.get_fp8_recipe = _recipe
         told |= dict(moe_router_padding_for_quantization=True) if self.pads_routing else {}
+        told |= dict(fp8_param=True) if self.keeps_weights else {}
         if h := self.history:
             told |= dict(fp8_amax_history_len=h.length, fp8_amax_compute_algo=h.algo, fp8_margin=h.margin)
         return told
@@ -79,18 +88,27 @@ class Fp8:
         return self.round(x, E4M3, dim)
 
     def weight(self, weight: Tensor, dim: int) -> Tensor:
-        return self.round(weight, E4M3, dim, square=True)
+        return weight.values() if isinstance(weight, Fp8Tensor) else self.round(weight, E4M3, dim, square=True)
 
     def gradient(self, grad: Tensor, dim: int) -> Tensor:
         return self.round(grad, self.gradients, dim)
 
     def round(self, x: Tensor, dtype: torch.dtype, dim: int, square: bool = False) -> Tensor:
         """x [rows, width] as an operand of a product that adds up over `dim`. Blocks of a weight are `square` where the recipe has such."""
+        return round_to(x, dtype, self.tile(x.shape, dim, square), power_of_two=self.powers_of_two)
+
+    def tile(self, shape: torch.Size, dim: int, square: bool = False) -> Tile:
+        """Rows and columns of a matrix that share a scale in such a product."""
         block = BLOCKS[self.recipe]
         if block is None:
-            return round_to(x, dtype, tuple(x.shape))
+            return tuple(shape)
         other = block if square and self.recipe == "blockwise" else 1
-        return round_to(x, dtype, (block, other) if dim == 0 else (other, block), power_of_two=True)
+        return (block, other) if dim == 0 else (other, block)
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether scales are."""
+        return BLOCKS[self.recipe] is not None
 
 
 def _recipe(config: TransformerConfig) -> Any:
@@ -150,35 +168,16 @@ def _in_bf16(config: TransformerConfig, layer_no: int) -> bool:
     return layer_no in getattr(config, "bf16_layers", ())
 
 
-def round_to(x: Tensor, dtype: torch.dtype, tile: Tile, power_of_two: bool = False) -> Tensor:
-    """x [rows, width] in float32, each number replaced by what `dtype` holds of number x scale; a tile of numbers shares a scale.
-
-    It maps the tile's largest magnitude to the largest number of the dtype, or to what the next lower `power_of_two` makes of it. Where all
-    numbers are 0, and where the largest is not finite, it is 1.
-    """
-    rows, width = x.shape
-    if not x.numel():
-        return x.float()
-    high, wide = (-(-size // by) * by for size, by in zip(x.shape, tile, strict=True))
-    tiles = F.pad(x.float(), (0, wide - width, 0, high - rows)).view(high // tile[0], tile[0], wide // tile[1], tile[1])
-    largest, most = tiles.abs().amax((1, 3), keepdim=True), torch.finfo(dtype).max
-    scale = (most / largest).clamp(max=torch.finfo(torch.float32).max)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa 2^exponent, mantissa in [1/2, 1)
-        scale = torch.ldexp(torch.ones_like(mantissa), exponent - 1)
-    scale = torch.where(largest.isfinite() & (largest > 0), scale, 1.0)
-    held = (tiles * scale).clamp(-most, most).to(dtype).float() / scale
-    return held.view(high, wide)[:rows, :width]
-
-
 def quantise_linears(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int, amax_group: torch.distributed.ProcessGroup) -> None:
-    """Have the linears of the bare chunks' decoder layers, experts' among them, multiply as the recipe says. Weights are what they were.
-    Ranks of `amax_group` share scales that follow what was met before."""
+    """Have the linears of the bare chunks' decoder layers, experts' among them, multiply as the recipe says. Weights are what they were,
+    or the nearest in FP8. Ranks of `amax_group` share scales that follow what was met before."""
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
     inside = [layer for layer in layers if (layer.layer_number - 1) // layers_per_block not in fp8.bf16_layers]
     linears = [m for layer in inside for m in layer.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
     for linear in linears:
         linear.fp8, linear.__class__ = fp8, _quantised(type(linear))
+        if fp8.keeps_weights:
+            hold_in_fp8(linear, fp8.tile(linear.weight.shape, dim=1, square=True), fp8.powers_of_two)
     if fp8.history is not None:
         delay(chunks, linears, fp8.history, fp8.gradients, amax_group)
 
@@ -208,14 +207,14 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, fp8: Fp8 | Operands, group: torch.distributed.ProcessGroup | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.fp8, ctx.group = fp8, group
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.fp8, ctx.group = weight, fp8, group  # the weight is there anyway, and may be no plain tensor
         product = fp8.input(x.flatten(0, -2), 1) @ fp8.weight(weight, 1).t()
         return product.to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        (x, weight), fp8 = ctx.saved_tensors, ctx.fp8
+        (x,), weight, fp8 = ctx.saved_tensors, ctx.weight, ctx.fp8
         inputs, grads = x.flatten(0, -2), grad.flatten(0, -2)
         grad_x = (fp8.gradient(grads, 1) @ fp8.weight(weight, 0)).to(x.dtype).view(x.shape)
         if ctx.group is not None:

@@ -23,9 +23,18 @@ from megagrpo.policy.build import build_model, head_input, hidden_states, lm_hea
 from megagrpo.policy.delayed_scaling import scaling_of
 from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_weight, culprit
 from megagrpo.policy.fp8 import Fp8
+from megagrpo.policy.fp8_weights import forget_unrounded
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.lora import attach_adapters, without_dropout
-from megagrpo.policy.optimizer import build_optimizer, build_scheduler, learning_rate, overlaps_reduction, wrap_data_parallel
+from megagrpo.policy.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    learning_rate,
+    masters_from_weights,
+    overlaps_reduction,
+    weights_from_masters,
+    wrap_data_parallel,
+)
 from megagrpo.policy.stored import store_weights
 from megagrpo.types import LossFn, LossInputs, MicroBatch, RefHead, TrainBatch, Truncation
 
@@ -60,7 +69,7 @@ class MegatronPolicy:
             attach_adapters(self.chunks, hf_config, config.lora, config.model.recompute)
         if config.model.base_storage != "none":
             store_weights(self.chunks, config.model.base_storage)
-        self.model = wrap_data_parallel(self.chunks, config.train, layout)
+        self.model = wrap_data_parallel(self.chunks, config.train, layout, config.model.fp8_param)
         self.optimizer = build_optimizer(self.model, config.train, self.dtype)
         self.scheduler = build_scheduler(self.optimizer, config.train, config.run.max_steps * config.algorithm.updates_per_step)
         self.shares_prompts = _shares_prompts(config.train.share_prompts)
@@ -77,7 +86,15 @@ class MegatronPolicy:
     def weights_changed(self) -> None:
         """Say that the model's weights, frozen ones too, were written from outside: the optimizer copies its float32 masters anew."""
         self.times_filled += 1
-        self.optimizer.reload_model_params()
+        masters_from_weights(self.optimizer, self.config.model.fp8_param)
+        forget_unrounded(self.chunks)
+
+    def masters_changed(self) -> None:
+        """Say that the masters of bf16 weights were written from outside: weights are rounded from them anew, those in FP8 too, of which a
+        checkpoint holds less than what they were rounded from. Collective."""
+        forget_unrounded(self.chunks)
+        if self.dtype == torch.bfloat16:
+            weights_from_masters(self.optimizer, self.model)
 
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch) -> list[Tensor | None]:
@@ -288,10 +305,13 @@ def foretell(loss_fn: LossFn, micro_batch: MicroBatch, places: Tensor, rows: sli
 
 def check_device(config: RunConfig, hf_config: HfConfig) -> None:
     """ValueError, with key and fix, when this rank's device cannot compute as the config says. It takes no model."""
+    dtype = device.resolve_precision(config.model.precision)
     if fp8 := Fp8.of(config.model, hf_config.num_layers):
         fp8.megatron_config()
+        if fp8.keeps_weights and dtype != torch.bfloat16:
+            raise ValueError("model.fp8_param: weights in float32 have no masters to be rounded from; set model.precision to bf16")
     _shares_prompts(config.train.share_prompts)
-    _fused_options(config, device.resolve_precision(config.model.precision), hf_config)
+    _fused_options(config, dtype, hf_config)
 
 
 def _shares_prompts(wanted: bool | None) -> bool:

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
-import megagrpo.parallel.device  # noqa: F401  (prepares the platform before megatron is imported)
+from megagrpo.policy.fp8_weights import dense, is_fp8, write
 
-from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.parallel.device)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip  (after megagrpo.policy)
+from megatron.core.utils import unwrap_model  # isort: skip
 
 EXTRA = "_extra_state"  # of a layer: what is no weight. One of several experts' in one layer is followed by its number
 
@@ -23,11 +24,22 @@ def sharded_state(chunk: nn.Module, metadata: dict[str, Any]) -> dict[str, Any]:
     return {name: entry for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=metadata).items() if not _is_extra(name)}
 
 
+def dense_state(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` of a chunk, with dense copies in the host's memory in place of weights in FP8: what checkpoints hold."""
+    for entry in state.values():
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and is_fp8(entry.data):
+            entry.data = dense(entry.data).cpu()
+    return state
+
+
 def load_state(chunk: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-    """Take over what was loaded into `sharded_state`. Layers whose extra state is not in it keep their own."""
+    """Take over what was loaded into `dense_state`. Layers whose extra state is not in it keep their own."""
     model = unwrap_model(chunk)
     without = {name: None for name in model.state_dict() if name.endswith(EXTRA)}
     model.load_state_dict(without | state, strict=strict)
+    for name, weight in model.named_parameters():
+        if is_fp8(weight) and name in state:
+            write(weight, state[name])
 
 
 def _is_extra(name: str) -> bool:

@@ -10,7 +10,9 @@ from torch import Tensor
 import megagrpo.parallel.device as device
 from megagrpo.parallel.offload import Away, storages
 from megagrpo.parallel.together import own_part
+from megagrpo.policy.fp8_weights import parts
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.optimizer import parts_of
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.stored import StoredWeight
 
@@ -61,7 +63,8 @@ class Offload:
         self._state.drop(self._gradients())
         self._state.move(t for t in self._of_state() if t.untyped_storage()._cdata not in of_weights)
         if self._reference is not None:
-            self._reference_weights.move(self._reference.weights, version=self._reference.times_moved)
+            of_reference = [part for weight in self._reference.weights for part in parts(weight)]
+            self._reference_weights.move(of_reference, version=self._reference.times_moved)
         self._forget_rounded_weights()
         device.release_memory()
 
@@ -87,7 +90,7 @@ class Offload:
     def _of_weights(self) -> Iterator[Tensor]:
         """Parameters, frozen ones too, the buffers that those which are sharded are gathered in, and what `model.base_storage` keeps."""
         for chunk in self._policy.model:
-            yield from chunk.module.parameters()
+            yield from (part for weight in chunk.module.parameters() for part in parts(weight))
             yield from chunk.module.buffers()
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 if buffer.param_data is not None:
@@ -95,8 +98,7 @@ class Offload:
 
     def _of_state(self) -> Iterator[Tensor]:
         """Masters, which are the weights themselves where these are float32, and moments."""
-        built = self._policy.optimizer
-        for part in getattr(built, "chained_optimizers", [built]):
+        for part in parts_of(self._policy.optimizer):
             for group in part.optimizer.param_groups:
                 yield from group["params"]
             for state in part.optimizer.state.values():

@@ -14,6 +14,7 @@ import megagrpo.parallel.device as device
 from megagrpo.config import TrainSection
 from megagrpo.parallel.compact_adam import CompactAdam
 from megagrpo.parallel.layout import Layout
+from megagrpo.policy.fp8_weights import unrounded
 
 from megatron.core import optimizer  # isort: skip  (after megagrpo.parallel, which prepares the platform)
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
@@ -33,9 +34,11 @@ def overlaps_reduction(train: TrainSection, copies: int) -> bool:
     return wanted and copies > 1
 
 
-def wrap_data_parallel(chunks: Sequence[torch.nn.Module], train: TrainSection, layout: Layout) -> list[DistributedDataParallel]:
+def wrap_data_parallel(
+    chunks: Sequence[torch.nn.Module], train: TrainSection, layout: Layout, in_fp8: bool = False
+) -> list[DistributedDataParallel]:
     """Each model chunk with float32 gradient buffers that are summed over the data- and context-parallel ranks, which hold the same
-    weights; during the last backward pass if `overlaps_reduction`."""
+    weights, some `in_fp8`; during the last backward pass if `overlaps_reduction`."""
     copies, wrapped = layout.dp_cp_size, []
     overlaps = overlaps_reduction(train, copies)
     size = train.ddp_bucket_size or max(40_000_000, 1_000_000 * copies)
@@ -45,6 +48,7 @@ def wrap_data_parallel(chunks: Sequence[torch.nn.Module], train: TrainSection, l
             use_distributed_optimizer=train.distributed_optimizer,
             overlap_grad_reduce=overlaps,
             bucket_size=size if overlaps else None,
+            fp8_param_gather=in_fp8,
         )
         one_bucket = index > 0 or layout.pp_rank > 0 or not overlaps
         places = _buffer_layout(chunk, config, None if one_bucket else size, copies)
@@ -119,8 +123,7 @@ def _adam(train: TrainSection) -> Iterator[None]:
 @contextlib.contextmanager
 def dense_moments(built: MegatronOptimizer) -> Iterator[None]:
     """Inside, moments are float32 tensors in the optimizer's state, as Megatron's checkpoints read and write them."""
-    parts = [part.optimizer for part in getattr(built, "chained_optimizers", [built])]
-    compact = [part for part in parts if isinstance(part, CompactAdam)]
+    compact = [part.optimizer for part in parts_of(built) if isinstance(part.optimizer, CompactAdam)]
     for part in compact:
         part.dense_moments()
     try:
@@ -128,6 +131,33 @@ def dense_moments(built: MegatronOptimizer) -> Iterator[None]:
     finally:
         for part in compact:
             part.compact_moments()
+
+
+def parts_of(built: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that it consists of: one for each group of ranks that share out a state."""
+    return getattr(built, "chained_optimizers", [built])
+
+
+@torch.no_grad()
+def masters_from_weights(built: MegatronOptimizer, in_fp8: bool) -> None:
+    """Make masters of what the model's weights are; of those in FP8, of what was last written to them, which they are rounded from."""
+    built.reload_model_params()
+    for part in parts_of(built) if in_fp8 else []:
+        for weights, masters in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
+            for weight, master in zip(weights, masters, strict=True):
+                if (values := unrounded(weight)) is not None:
+                    own = part._get_model_param_range_map(weight)["param"]
+                    master.copy_(values.view(-1)[own.start : own.end])
+
+
+@torch.no_grad()
+def weights_from_masters(built: MegatronOptimizer, wrapped: Sequence[DistributedDataParallel]) -> None:
+    """Round the model's bf16 weights, and those in FP8, from their masters, as at the end of a step. Collective."""
+    for part in parts_of(built):
+        part._copy_main_params_to_model_params()
+    for chunk in wrapped:
+        if chunk.ddp_config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)
 
 
 def build_scheduler(built: MegatronOptimizer, train: TrainSection, total_steps: int) -> OptimizerParamScheduler:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megagrpo.parallel.layout import Layout
+from megagrpo.policy.fp8_weights import copied
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.model_state import load_state, sharded_state
+from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.types import MicroBatch, RefHead, TrainBatch
 
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace  # isort: skip  (after megagrpo.parallel)
@@ -28,7 +29,7 @@ class Reference:
 
     def __init__(self, policy: MegatronPolicy):
         self._policy = policy
-        self.weights = [p.detach().clone() for p in self._parameters()]
+        self.weights = [copied(p) for p in self._parameters()]
         self.times_moved = 0
 
     @property
@@ -48,7 +49,7 @@ class Reference:
     def in_place(self) -> Iterator[None]:
         """The policy's modules are the reference inside, the policy again outside, whatever is raised. Nothing is copied."""
         parameters = self._parameters()
-        own = [p.data for p in parameters]
+        own = [p.detach() for p in parameters]
         try:
             for parameter, weight in zip(parameters, self.weights, strict=True):
                 parameter.data = weight
@@ -86,7 +87,7 @@ class Reference:
             return entry
 
         with self.in_place():
-            states = {str(i): sharded_state(chunk, metadata) for i, chunk in enumerate(self._policy.chunks)}
+            states = {str(i): dense_state(sharded_state(chunk, metadata)) for i, chunk in enumerate(self._policy.chunks)}
             dict_list_map_inplace(hold, states)
         add_prefix_for_sharding(states, "reference.")
         return states

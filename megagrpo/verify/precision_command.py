@@ -111,7 +111,7 @@ def _texts(config: RunConfig, base_folder: Path, folder: Path, tokens: int) -> l
 
 def _measure(config: RunConfig, hf_config: HfConfig, folder: Path, samples: Sequence[TrainSample], world: int) -> PrecisionErrors:
     config = config.model_copy(update=dict(model=config.model.model_copy(update=dict(recompute="none"))))
-    plain = config.model_copy(update=dict(model=config.model.model_copy(update=dict(fp8_recipe="none", bf16_layers=[]))))
+    plain = config.model_copy(update=dict(model=config.model.model_copy(update=dict(fp8_recipe="none", bf16_layers=[], fp8_param=False))))
     if "WORLD_SIZE" in os.environ:
         return measure(config, plain, hf_config, folder, samples)
     try:

@@ -61,13 +61,14 @@ def _few_layers(stages: list[int] | None) -> list[int] | None:
 
 
 def plainly(config: RunConfig) -> RunConfig:
-    """`config` on one process, without what only saves time or memory: nothing recomputed, shared, sharded or fused."""
+    """`config` on one process, without what only saves time or memory: nothing recomputed, shared or fused, and sharded only for weights
+    that are rounded from sharded masters."""
     in_chunks = dict(fused_logprobs=False, logprobs_fp8_recipe="none")
     return config.model_copy(
         update=dict(
             parallel=ParallelSection(timeout_minutes=config.parallel.timeout_minutes),
             model=config.model.model_copy(update=dict(recompute="none", offload_activations=0.0)),
-            train=config.train.model_copy(update=in_chunks | dict(share_prompts=False, distributed_optimizer=False)),
+            train=config.train.model_copy(update=in_chunks | dict(share_prompts=False, distributed_optimizer=config.model.fp8_param)),
         )
     )
 

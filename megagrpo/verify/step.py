@@ -17,6 +17,7 @@ from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.look_ahead import look_ahead
 from megagrpo.parallel.layout import Layout, init_layout
+from megagrpo.policy.fp8_weights import dense, unrounded, write
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import gather_gradients
@@ -108,7 +109,8 @@ def _move_away(policy: MegatronPolicy) -> None:
     """Move the policy away from the reference: a function of each weight alone, so that every layout moves alike."""
     for chunk in policy.chunks:
         for parameter in filter(lambda p: p.requires_grad, chunk.parameters()):
-            parameter.add_(0.02 * torch.sin(40 * parameter))
+            before = dense(parameter) if unrounded(parameter) is None else unrounded(parameter)
+            write(parameter, before + 0.02 * torch.sin(40 * before))
 
 
 def _old_logprobs(batch: TrainBatch, logprobs: list[Tensor | None]) -> list[Tensor]:

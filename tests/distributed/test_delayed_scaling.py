@@ -15,10 +15,10 @@ from megagrpo.checkpoint import Checkpointer
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy import delayed_scaling
-from megagrpo.policy.delayed_scaling import E4M3, E5M2, GRADIENT, INPUT, WEIGHT, DelayedScaling, History
+from megagrpo.policy.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling, History
 from megagrpo.policy.fp8 import Product, Quantised
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.rounding import E4M3, E5M2, scaled
 from megagrpo.types import TrainState
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import fill_weights
@@ -85,7 +85,7 @@ def test_a_scale_follows_from_what_was_met_before_and_never_from_what_is_there(h
             for index, part in naive:
                 for _ in range(2):
                     x = torch.randn(4, 4, generator=generator) * 10 ** (step % 3) * (step != 4)
-                    assert delayed_scaling.scaled(x, E4M3, scaling.scale[index, part]).isfinite().all()
+                    assert scaled(x, E4M3, scaling.scale[index, part]).isfinite().all()
                     scaling.note(index, part, x)
                     naive[index, part].meets(x.abs().max().item())
             scaling.update([INPUT, WEIGHT])
@@ -99,7 +99,7 @@ def test_a_scale_follows_from_what_was_met_before_and_never_from_what_is_there(h
 
 def test_numbers_too_large_for_a_scale_become_the_largest_that_there_are():
     x = torch.tensor([1.0, -300.0, 0.3, float("nan")])
-    found = delayed_scaling.scaled(x, E4M3, torch.tensor(4.0))
+    found = scaled(x, E4M3, torch.tensor(4.0))
     assert found[:3].tolist() == [1.0, -112.0, 0.3125] and found[3].isnan()
 
 

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.checkpoint import Checkpointer
-from megagrpo.config import ParallelSection
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
 from megagrpo.parallel.offload import storages
+from megagrpo.policy.fp8_weights import parts
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.offload import Offload
 from megagrpo.policy.reference import Reference
@@ -34,6 +34,12 @@ CASES = {
     "fp8_moments": (2, "llama_tied", {}, dict(train=SHARDED | dict(optimizer_state_dtype="fp8"))),
     "muon": (1, "llama_tied", {}, dict(train=WHOLE | dict(optimizer="muon"))),
     "stored_base": (2, "qwen2_untied", {}, dict(train=SHARDED, lora=dict(rank=2), model=dict(base_storage="nf4"))),
+    "weights_in_fp8": (
+        2,
+        "llama_tied",
+        dict(tp=2),
+        dict(train=SHARDED, model=dict(precision="bf16", fp8_recipe="tensorwise", fp8_param=True)),
+    ),
     "sharded_fp32": (2, "qwen2_untied", dict(tp=2, sequence_parallel=True), dict(train=SHARDED)),
 }
 USUAL = ("sharded_bf16", "adapters")
@@ -95,7 +101,7 @@ def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[l
     batch = pack(random_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     saver = Checkpointer(folder / f"saved{offloads}", layout, policy, 1, folder, reference)
     logprobs, left, lora = [], [], settings.lora.enabled
-    once = sum(w.nbytes for w in (*reference.weights, *frozen(policy)))
+    once = sum(part.nbytes for w in (*reference.weights, *frozen(policy)) for part in parts(w))
 
     def leave(written: int) -> None:
         """Move everything away, the weights last; of reference and frozen weights so many bytes are copied."""
@@ -135,7 +141,8 @@ def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[l
 def _compare(case: str, folder: Path) -> list[float]:
     _, model, parallel, sections = CASES[case]
     settings = tiny_run(parallel, **sections | dict(train=sections["train"] | dict(share_prompts=False)))
-    hf_config = shrink_model(SHAPES[model], ParallelSection(), unit=64) if settings.lora.enabled else tiny_model(model)
+    wide = settings.lora.enabled or settings.model.fp8_param
+    hf_config = shrink_model(SHAPES[model], settings.parallel, unit=64) if wide else tiny_model(model)
     layout = init_layout(settings.parallel)
     (folder / "config.json").write_text("{}")
     expected, _ = _steps(settings, hf_config, layout, folder, offloads=False)

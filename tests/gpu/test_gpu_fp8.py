@@ -2,6 +2,7 @@
 without a GPU."""
 
 import pytest
+import torch
 
 from megagrpo.parallel import device
 from megagrpo.parallel.ranks import run_ranks
@@ -35,3 +36,18 @@ def test_a_step_in_fp8_is_that_of_our_own_rounding(place, recipe):
     assert all(error < APART.get(recipe, 0.4) for error in apart.values())
     linears = sorted(error for name, error in noise.items() if "_proj" in name)
     assert linears[len(linears) // 2] > FP8_ERROR
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_with_weights_kept_in_fp8_is_that_with_bf16_weights(place, recipe):
+    need(place)
+    if place == "gpu" and (problem := run_ranks(device.fp8_problem, 1, recipe, timeout=300)[0]):
+        pytest.skip(f"{recipe}: {problem}")
+    plain, kept = (step(SHAPE, "bf16", on_cpu=False, fp8_recipe=recipe, fp8_param=keeps) for keeps in (False, True))
+    assert torch.equal(kept.logprobs, plain.logprobs)
+    apart = distances(kept, plain)
+    assert max(error for (kind, _), error in apart.items() if kind == "gradient") <= (1e-2 if place == "gpu" else 0)  # attention's sums
+    moved = {name: error for (kind, name), error in apart.items() if kind == "next weight"}
+    assert all(0.01 < moved[name] < 0.05 if "_proj.weight" in name else moved[name] < 1e-3 for name in moved)

@@ -12,7 +12,7 @@ MODELS = {"gpu": "0.5b", "cpu": "tiny"}
 LEFT_GIB = 0.5  # cuBLAS' workspaces, and what the allocator cannot give back
 
 
-def leave_and_come_back(folder: Path, place: str) -> tuple[float, float, bool, float]:
+def leave_and_come_back(folder: Path, place: str, in_fp8: bool) -> tuple[float, float, bool, float]:
     """(GiB before and after leaving, whether all numbers are the same bit for bit, gradient norm of a step after that)."""
     import torch
 
@@ -23,13 +23,15 @@ def leave_and_come_back(folder: Path, place: str) -> tuple[float, float, bool, f
     from megagrpo.algorithms.reductions import denominator
     from megagrpo.data.packing import pack, packing_rules
     from megagrpo.parallel.layout import init_layout
+    from megagrpo.policy.fp8_weights import parts
     from megagrpo.policy.hf_config import load_hf_config
     from megagrpo.policy.megatron_policy import MegatronPolicy
     from megagrpo.policy.offload import Offload
     from megagrpo.policy.reference import Reference
 
-    precision = "bf16" if place == "gpu" else "fp32"
+    precision = "bf16" if place == "gpu" or in_fp8 else "fp32"
     overrides = [f"model.precision={precision}", "algorithm.beta=0.1", "rollout.max_prompt_length=64", "rollout.max_completion_length=64"]
+    overrides += ["model.fp8_recipe=blockwise", "model.fp8_param=true"] * in_fp8
     config = run_config(write_shape(shape(MODELS[place]), folder), *overrides)
     layout = init_layout(config.parallel, config.run.seed)
     hf_config = load_hf_config(folder)
@@ -43,7 +45,12 @@ def leave_and_come_back(folder: Path, place: str) -> tuple[float, float, bool, f
     offload = Offload(policy, reference)
 
     def numbers() -> list[torch.Tensor]:
-        held = (*offload._of_weights(), *offload._of_state(), *reference.weights, *policy.logprobs(batch))
+        held = (
+            *offload._of_weights(),
+            *offload._of_state(),
+            *(part for w in reference.weights for part in parts(w)),
+            *policy.logprobs(batch),
+        )
         return [t.detach().to("cpu", copy=True) for t in held]
 
     stayed, before = numbers(), own_gib()
@@ -56,10 +63,11 @@ def leave_and_come_back(folder: Path, place: str) -> tuple[float, float, bool, f
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_trainer_leaves_its_gpu_and_comes_back_the_same(place, tmp_path):
+def test_a_trainer_leaves_its_gpu_and_comes_back_the_same(place, in_fp8, tmp_path):
     need(place)
-    before, left, same, norm = run_ranks(leave_and_come_back, 1, tmp_path, place, timeout=300)[0]
+    before, left, same, norm = run_ranks(leave_and_come_back, 1, tmp_path, place, in_fp8, timeout=300)[0]
     assert same and 0 < norm < float("inf")
     if place == "gpu":
         assert left < LEFT_GIB < before / 10

@@ -27,7 +27,8 @@ def small(shape: str):
 
 
 def step(shape: str, precision: str, on_cpu: bool, **model) -> Outcome:
-    settings = plainly(tiny_run({}, model=dict(precision=precision, **model)))
+    train = dict(distributed_optimizer=model.get("fp8_param", False))
+    settings = plainly(tiny_run({}, model=dict(precision=precision, **model), train=train))
     options = ON_CPU if on_cpu else {}
     (found,) = run_ranks(take_step, 1, settings, small(shape), random_samples(), timeout=300, **options)
     return found

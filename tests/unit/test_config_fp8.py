@@ -21,6 +21,27 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
             ["model.moe_router_padding_for_quantization=true"],
             "model.moe_router_padding_for_quantization: true is about FP8, and model.fp8_recipe is none; choose a recipe, or leave it out",
         ),
+        (["model.fp8_param=true"], "model.fp8_param: true is about FP8, and model.fp8_recipe is none; choose a recipe, or leave it out"),
+        (
+            ["model.fp8_param=true", "model.fp8_recipe=mxfp8"],
+            "model.fp8_param: true takes scales of a weight as it is, or of blocks of 128; choose tensorwise or blockwise, not mxfp8",
+        ),
+        (
+            ["model.fp8_param=true", "model.fp8_recipe=blockwise", "model.precision=fp32"],
+            "model.fp8_param: true, and weights in float32 have no masters to be rounded from; set model.precision to bf16",
+        ),
+        (
+            ["model.fp8_param=true", "model.fp8_recipe=blockwise", "train.distributed_optimizer=false"],
+            "model.fp8_param: true takes masters that ranks share out; set train.distributed_optimizer to true",
+        ),
+        (
+            ["model.fp8_param=true", "model.fp8_recipe=blockwise", "train.optimizer=muon", "train.distributed_optimizer=false"],
+            "model.fp8_param: true takes masters that ranks share out, and Muon's are whole; set it to false, or train.optimizer to adam",
+        ),
+        (
+            ["model.fp8_param=true", "model.fp8_recipe=blockwise", "algorithm.sync_ref_model=true", "algorithm.beta=0.1"],
+            "model.fp8_param: true rounds small moves of a reference away; set algorithm.sync_ref_model to false",
+        ),
         (
             ["model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=16"],
             "model.fp8_amax_history_len: 16 is about scales with a history, and model.fp8_recipe is tensorwise; choose delayed",
@@ -84,6 +105,8 @@ def test_megatron_is_told_where_transformer_engine_multiplies(monkeypatch):
     delayed = Fp8.of(section(fp8_recipe="delayed", fp8_amax_history_len=7, fp8_amax_compute_algo="most_recent", fp8_margin=1), 2)
     told = delayed.megatron_config()
     assert told == dict(fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=7, fp8_amax_compute_algo="most_recent", fp8_margin=1)
+    kept = Fp8.of(section(fp8_recipe="blockwise", fp8_param=True), 2)
+    assert kept.megatron_config() == dict(fp8="e4m3", fp8_recipe="blockwise", fp8_param=True)
     config = TransformerConfig(num_layers=6, hidden_size=8, num_attention_heads=1, **Fp8("tensorwise", hybrid=True).megatron_config())
     keep_in_bf16(config, [0, 1, 4])
     assert config.fp8 == "hybrid" and [fp8_utils.is_first_last_bf16_layer(config, i) for i in range(-1, 6)] == [

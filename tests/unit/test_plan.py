@@ -629,6 +629,29 @@ def test_products_in_fp8_keep_two_rounded_copies_of_each_linear_on_a_gpu(folder)
     assert found == pytest.approx(mixed.num_layers * attention + len(dense) * 3 * h * 96 + (mixed.num_layers - len(dense)) * experts)
 
 
+def test_weights_kept_in_fp8_are_those_copies_and_nothing_else(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+
+    def parts(*overrides: str, gpu: bool) -> dict[str, float]:
+        settings = config(
+            folder,
+            "model.precision=bf16",
+            "model.fp8_recipe=blockwise",
+            "algorithm.beta=0.1",
+            "train.distributed_optimizer=true",
+            *overrides,
+        )
+        return trainer_memory(settings, parse_hf_config(LLAMA_8B), dp=1, gpu=gpu)["train"]
+
+    linears = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) / 2**30
+    rounded, kept, on_cpu = parts(gpu=True), parts("model.fp8_param=true", gpu=True), parts("model.fp8_param=true", gpu=False)
+    assert rounded.pop("fp8_weights") == pytest.approx(2 * linears) and rounded == kept
+    for part in ("weights", "reference"):
+        assert kept[part] - on_cpu[part] == pytest.approx(linears)
+    partly = parts("model.fp8_param=true", "model.bf16_layers=[0]", gpu=False)
+    assert partly["weights"] - on_cpu["weights"] == pytest.approx(linears / 32)
+
+
 def test_weights_in_fewer_bits_take_less_room_and_must_be_cut_into_blocks(folder):
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
 

@@ -1,0 +1,212 @@
+"""Weights kept in FP8: the same steps, bit for bit, as with bf16 ones that are rounded for each product, and dense ones for all others."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_fp8 import config, model
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.bridge.export import iter_full
+from megagrpo.bridge.megatron_io import load_model, model_state
+from megagrpo.checkpoint import Checkpointer, newest_checkpoint
+from megagrpo.config import ModelSection, ParallelSection, RunConfig
+from megagrpo.data.packing import pack, packing_rules
+from megagrpo.parallel.layout import Layout, init_layout
+from megagrpo.policy.finite import bad_weight
+from megagrpo.policy.fp8 import Fp8
+from megagrpo.policy.fp8_weights import dense, is_fp8, unrounded, write
+from megagrpo.policy.megatron_policy import MegatronPolicy, check_device
+from megagrpo.policy.reference import Reference
+from megagrpo.policy.rounding import E4M3, round_to
+from megagrpo.types import TrainState
+from megagrpo.verify.compare import compare, distances, silent_tensors
+from megagrpo.verify.shrink import plainly, random_samples
+from megagrpo.verify.step import fill_weights, take_step
+
+from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.policy, which prepares the platform)
+
+CASES = {
+    "one": (1, "qwen2_untied", {}, {}),
+    "dp2": (2, "qwen2_untied", {}, {}),
+    "tp2_sp": (2, "qwen3_tied", dict(tp=2, sequence_parallel=True), {}),
+    "ep2": (2, "qwen3_moe", dict(ep=2), {}),
+    "pp2": (2, "llama_tied", dict(pp=2), {}),
+    "buckets": (2, "qwen2_untied", {}, dict(overlap_grad_reduce=True, ddp_bucket_size=1000)),
+}
+USUAL = (("dp2", "tensorwise"), ("ep2", "blockwise"))
+
+
+def settings(case: str, recipe: str, kept: bool) -> RunConfig:
+    _, _, parallel, train = CASES[case]
+    told = dict(precision="bf16", fp8_param=kept, bf16_layers=[-1] if case == "one" else [])
+    return config(parallel, recipe, dict(distributed_optimizer=True, learning_rate=1e-2) | train, **told)
+
+
+def start(run: RunConfig, shape: str, layout: Layout) -> tuple[MegatronPolicy, Reference]:
+    hf_config = model(shape)
+    policy = MegatronPolicy(run, layout, hf_config)
+    fill_weights(policy, hf_config, layout)
+    policy.weights_changed()
+    return policy, Reference(policy)
+
+
+def masters(policy: MegatronPolicy) -> list[torch.Tensor]:
+    """Float32 masters that this rank has all of; ranks share out weights in FP8 and others apart, so parts are not the same."""
+    found = [(p.numel(), getattr(p, "main_param", None)) for chunk in policy.chunks for p in chunk.parameters()]
+    return [master.clone() for count, master in found if master is not None and master.numel() == count]
+
+
+def step(policy: MegatronPolicy, reference: Reference) -> list[torch.Tensor]:
+    """Log-probs, reference's too, before an optimizer step, and masters after it."""
+    run, layout = policy.config, policy.layout
+    batch = pack(random_samples(), packing_rules(run, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    logprobs = policy.logprobs(batch)
+    annotated = reference.annotate(batch)
+    policy.train_step(annotated, make_loss(run), batch.num_tokens)
+    told = [*logprobs, *(m.ref_logprobs for m in annotated.micro_batches)]
+    return [rows for rows in told if rows is not None] + (masters(policy) if layout.dp_cp_size == 1 else [])
+
+
+def rounded(plain: MegatronPolicy, kept: MegatronPolicy) -> list[torch.Tensor]:
+    """The weights of `kept`; asserts that they are those of `plain`, rounded where they are in FP8."""
+    fp8 = Fp8.of(kept.config.model, kept.hf_config.num_layers)
+    bf16, weights = ([p for chunk in policy.chunks for p in chunk.parameters()] for policy in (plain, kept))
+    for exact, weight in zip(bf16, weights, strict=True):
+        exact = exact.detach()
+        assert torch.equal(dense(weight), fp8.round(exact, E4M3, 1, square=True).to(exact.dtype) if is_fp8(weight) else exact)
+    return weights
+
+
+def _steps(case: str, recipe: str) -> tuple[int, int]:
+    """Weights in FP8, and all; asserts what the file says."""
+    layout = init_layout(ParallelSection(**CASES[case][2]))
+    plain, kept = (start(settings(case, recipe, kept), CASES[case][1], layout) for kept in (False, True))
+    for _ in range(3):
+        expected, found = step(*plain), step(*kept)
+        assert len(expected) == len(found)
+        assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    weights = rounded(plain[0], kept[0])
+    return sum(map(is_fp8, weights)), len(weights)
+
+
+@pytest.mark.parametrize(
+    ("case", "recipe"),
+    [
+        pytest.param(case, recipe, marks=[] if (case, recipe) in USUAL else [pytest.mark.full])
+        for case in CASES
+        for recipe in ("tensorwise", "blockwise")
+    ],
+)
+def test_steps_are_those_of_bf16_weights_that_are_rounded_for_each_product(case, recipe):
+    for in_fp8, everything in run_ranks(_steps, CASES[case][0], case, recipe):
+        assert 0 < in_fp8 < everything
+
+
+def _exchanged(case: str, recipe: str, folder: Path) -> None:
+    """Runs that keep weights in FP8 and that do not save after a step, and each goes on from what the other has saved as from its own."""
+    (folder / "config.json").write_text("{}")
+    layout = init_layout(ParallelSection(**CASES[case][2]))
+    expected, savers = {}, {}
+    for kept in (False, True):
+        policy, reference = start(settings(case, recipe, kept), CASES[case][1], layout)
+        step(policy, reference)
+        savers[kept] = Checkpointer(folder / f"saved{kept}", layout, policy, 1, folder)
+        savers[kept].save(TrainState(step=1))
+        expected[kept] = step(policy, reference), whole(policy)
+    for kept in (False, True):
+        for saved in (False, True):
+            policy, reference = start(settings(case, recipe, kept), CASES[case][1], layout)
+            Checkpointer(folder / f"saved{saved}", layout, policy, 1, folder).load(savers[saved].latest())
+            found = step(policy, reference), whole(policy)
+            for one, other in zip([*expected[kept][0], *expected[kept][1]], [*found[0], *found[1]], strict=True):
+                assert torch.equal(one, other), (kept, saved)
+
+
+def whole(policy: MegatronPolicy) -> list[torch.Tensor]:
+    """The model's tensors as others get them, on rank 0."""
+    return [tensor.clone() for _, tensor in iter_full(policy.chunks, policy.hf_config, policy.layout)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "recipe"), [("tp2_sp", "tensorwise"), ("ep2", "blockwise")])
+def test_a_checkpoint_goes_on_with_either_kind_of_weights_bit_for_bit(case, recipe, tmp_path):
+    run_ranks(_exchanged, CASES[case][0], case, recipe, tmp_path)
+
+
+def _saved(case: str, recipe: str, folder: Path) -> None:
+    """A checkpoint of a run after one step."""
+    (folder / "config.json").write_text("{}")
+    layout = init_layout(ParallelSection(**CASES[case][2]))
+    policy, reference = start(settings(case, recipe, True), CASES[case][1], layout)
+    step(policy, reference)
+    Checkpointer(folder / "saved", layout, policy, 1, folder).save(TrainState(step=1))
+
+
+def _loaded(case: str, recipe: str, shape: str, folder: Path) -> None:
+    """A run with weights in FP8 and one without read the checkpoint: each has weights that are rounded from the masters, not from what the
+    ranks that saved had rounded."""
+    layout = init_layout(ParallelSection(**CASES[case][2]))
+    plain, kept = (start(settings(case, recipe, kept), shape, layout)[0] for kept in (False, True))
+    for policy in (plain, kept):
+        Checkpointer(folder / "saved", layout, policy, 1, folder).load(newest_checkpoint(folder / "saved"))
+    assert any(map(is_fp8, rounded(plain, kept)))
+    assert all(torch.equal(p.detach().flatten(), p.main_param.bfloat16()) for p in plain.chunks[0].parameters())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("blockwise", marks=pytest.mark.full)])
+def test_a_checkpoint_of_them_goes_into_another_layout(recipe, tmp_path):
+    run_ranks(_saved, 2, "tp2_sp", recipe, tmp_path)
+    run_ranks(_loaded, 1, "one", recipe, CASES["tp2_sp"][1], tmp_path)
+
+
+def _written_and_read(folder: Path) -> None:
+    """Weights written into a policy, saved as Megatron has them or given to others, are what was written, rounded; its masters are not."""
+    layout = init_layout(ParallelSection())
+    policy, reference = start(settings("one", "tensorwise", True), CASES["one"][1], layout)
+    named = dict(policy.chunks[0].named_parameters())
+    weight = named["decoder.layers.1.mlp.linear_fc1.weight"]
+    exact = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    write(weight, exact)
+    policy.weights_changed()
+    assert torch.equal(weight.main_param.view(weight.shape), exact.float()) and not torch.equal(dense(weight), exact)
+    assert 0 < (dense(weight) - exact).abs().max() < 2**-3 * exact.abs().max() and unrounded(weight) is None
+    assert torch.equal(dense(weight), round_to(exact, E4M3, tuple(exact.shape)).bfloat16())
+    assert all(torch.equal(weight, kept) is False for kept in reference.weights if kept.shape == weight.shape)
+    before = whole(policy)
+    dist_checkpointing.save(model_state(policy.chunks, layout), str(folder), async_strategy="mcore")
+    policy.weights_changed()
+    masters_of_rounded = weight.main_param.clone()
+    assert torch.equal(masters_of_rounded.view(weight.shape).bfloat16(), dense(weight))
+    write(weight, exact)
+    load_model(policy.chunks, folder, layout)
+    assert all(torch.equal(one, other) for one, other in zip(before, whole(policy), strict=True))
+    with pytest.raises(TypeError, match=r"aten.add_.Tensor would change a weight in FP8; write\(\) what it becomes"), torch.no_grad():
+        weight.add_(1)
+    bad = exact.clone()
+    bad[3, 5] = torch.nan
+    write(weight, bad)
+    assert bad_weight(policy.chunks, 0, 0).name == "decoder.layers.1.mlp.linear_fc1.weight"
+    assert dense(weight).isnan().sum() == 1
+
+
+def test_what_is_written_to_them_is_rounded_and_their_masters_are_not(tmp_path):
+    run_ranks(_written_and_read, 1, tmp_path)
+
+
+@pytest.mark.full
+def test_megagrpo_verify_holds_a_layout_with_them_against_one_process_without():
+    run = settings("tp2_sp", "blockwise", True)
+    single = [plainly(run), plainly(run.model_copy(update=dict(model=ModelSection(path="tiny", precision="fp32"))))]
+    rounded, exact = (run_ranks(take_step, 1, one, model("qwen3_tied"), random_samples())[0] for one in single)
+    found = run_ranks(take_step, 2, run, model("qwen3_tied"), random_samples())[0]
+    assert silent_tensors(found) == [] and [d for d in compare(found, exact, rounded, coarse=True) if not d.passed] == []
+    assert max(error for (kind, _), error in distances(found, exact).items() if kind == "next weight") > 0.02  # of FP8
+
+
+def test_a_policy_in_float32_is_refused_where_nobody_said_so():
+    run = settings("one", "blockwise", True)
+    run = run.model_copy(update=dict(model=run.model.model_copy(update=dict(precision="fp32"))))
+    with pytest.raises(ValueError, match=r"model\.fp8_param: weights in float32 have no masters to be rounded from; set model\.precision"):
+        check_device(run, model("qwen2_untied"))
