@@ -4,6 +4,7 @@ construction of Cohen et al. 1997, "The AETG system", with rules)."""
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -32,6 +33,32 @@ def covering_rows(axes: Axes, rules: Sequence[Rule], strength: int = 2) -> list[
         rows.append({axis: row[axis] for axis in axes})
         for combination in combinations(rows[-1].items(), strength):
             left.pop(frozenset(combination), None)
+    return rows
+
+
+def cheaper(rows: Sequence[Row], axes: Axes, rules: Sequence[Rule], cost: Callable[[Row], float], strength: int = 2) -> list[Row]:
+    """Rows that hold the same combinations and cost less: without those that hold nothing which others do not, and with a cheaper value
+    wherever it takes away nothing that is held once."""
+
+    def held_by(row: Row) -> set[frozenset]:
+        return {frozenset(some) for some in combinations(row.items(), strength)}
+
+    can_complete = _completer(axes, rules)
+    held = Counter(some for row in rows for some in held_by(row))
+    rows = [dict(row) for row in rows]
+    before = None
+    while rows != before:
+        before = [dict(row) for row in rows]
+        for row in sorted(rows, key=cost, reverse=True):
+            changed = [row | {axis: value} for axis in axes for value in axes[axis]]
+            for other in [{}, *sorted((other for other in changed if cost(other) < cost(row)), key=cost)]:
+                if can_complete(other) and all(held[some] > 1 for some in held_by(row) - held_by(other)):
+                    held.subtract(held_by(row))
+                    held.update(held_by(other))
+                    row.clear()
+                    row.update(other)
+                    break
+        rows = [row for row in rows if row]
     return rows
 
 
