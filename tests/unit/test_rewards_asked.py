@@ -21,7 +21,7 @@ def judge_by_length(body: dict) -> tuple[int, dict]:
 
 
 def scorer(*functions, **section) -> RewardScorer:
-    return RewardScorer(RewardsSection(functions=list(functions), **section), 100)
+    return RewardScorer(RewardsSection(functions=list(functions), workers=1, **section), 100)
 
 
 def judge(server: Server, **args) -> dict:

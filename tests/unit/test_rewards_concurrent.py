@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import RewardsSection
+from megagrpo.rewards import pool as pool_module
 from megagrpo.rewards.feed import Feed
 from megagrpo.rewards.pool import WorkerPool
 from megagrpo.rewards.scorer import RewardScorer
@@ -149,7 +150,8 @@ def test_a_coroutine_is_cancelled_at_its_deadline_and_the_others_go_on(folder):
         assert s.metrics()["rewards/never/timeouts"] == 1
 
 
-def test_a_coroutine_that_blocks_costs_its_worker_and_the_innocent_are_called_again(folder):
+def test_a_coroutine_that_blocks_costs_its_worker_and_the_innocent_are_called_again(folder, monkeypatch):
+    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.5)
     with scorer(folder, "blocks", timeout=0.5) as s:
         assert values(s.score(rollouts("a", "hang", "c", "d")), "blocks") == [1.0, 0.0, 1.0, 1.0]
         assert s.metrics()["rewards/blocks/timeouts"] == 1 and s.metrics()["rewards/blocks/exceptions"] == 0
