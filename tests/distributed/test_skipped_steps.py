@@ -4,6 +4,7 @@ the step had never been."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from functools import partial
@@ -127,14 +128,21 @@ def _infinite_weight(training, rank, hf_name):
     return lambda: element.copy_(kept)
 
 
-def _good_bad_good(case, plant, *arguments):
-    """What a run whose second step is spoilt said, whether that step changed nothing, and whether it ends like a run without it."""
+# The replica that is spoilt, and the first rank of its last stage; the rank and the layer that are spoilt.
+LOSSES = list(zip(CASES, (0, 0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 1, 1, 2), strict=True))
+GRADIENTS = [(CASES[1], 1, 2), (CASES[2], 0, 1), (CASES[3], 1, 3), (CASES[4], 1, 0), (CASES[6], 2, 3)]
+WEIGHTS = [(CASES[0], 0, 1), (CASES[1], 1, 2), (CASES[2], 0, 1), (CASES[5], 1, 3)]
+
+
+def _good_bad_good(case, faults):
+    """For each fault what a run whose second step it spoils said, whether that step changed nothing, and whether it ends like a run
+    without it."""
     layout = init_layout(case.config().parallel)
-    ends = []
-    for spoilt in (False, True):
-        training = Training(case, layout)
+
+    def run(plant=None, *arguments):
+        training, unchanged = Training(case, layout), None
         training.step()
-        if spoilt:
+        if plant is not None:
             before = training.state()
             mend = plant(training, *arguments)
             metrics = training.step()
@@ -143,35 +151,43 @@ def _good_bad_good(case, plant, *arguments):
             assert training.trainer.state.skipped_steps == 1 and "grad_norm" not in metrics
         metrics = training.step()
         assert training.trainer.state.skipped_in_a_row == 0 and metrics["grad_norm"] > 0
-        ends.append((training.state(), metrics))
-    (one, one_metrics), (other, other_metrics) = ends
-    return training.said.lines, unchanged, same(one, other) and one_metrics == other_metrics
+        return training.said.lines, unchanged, training.state(), metrics
+
+    _, _, good, good_metrics = run()
+    ends = [run(*fault) for fault in faults]
+    return [(said, unchanged, same(good, end) and good_metrics == metrics) for said, unchanged, end, metrics in ends]
 
 
-def check(results, *fragments):
-    for said, unchanged, as_if_never in results:
+@functools.cache
+def outcomes(name):
+    """By kind of fault, what each rank of the case of that name has found."""
+    case = next(case for case in CASES if case.name == name)
+    faults = [(_nan_token_in_the_loss, replica) for at, replica, _ in LOSSES if at is case]
+    faults += [(_nan_in_a_gradient, rank, DOWN.format(layer)) for at, rank, layer in GRADIENTS if at is case]
+    faults += [(_infinite_weight, rank, DOWN.format(layer)) for at, rank, layer in WEIGHTS if at is case]
+    ranks = run_ranks(_good_bad_good, case.ranks, case, faults)
+    return {plant: [found[i] for found in ranks] for i, (plant, *_) in enumerate(faults)}
+
+
+def check(case, plant, *fragments):
+    for said, unchanged, as_if_never in outcomes(case.name)[plant]:
         assert unchanged and as_if_never
         assert len(said) == 1 and all(fragment in said[0] for fragment in ("skipped in a row 1 of 5", *fragments)), said
 
 
-# The replica that is spoilt, and the first rank of its last stage.
-@pytest.mark.parametrize(("case", "replica", "rank"), list(zip(CASES, (0, 0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 1, 1, 2), strict=True)), ids=str)
+@pytest.mark.parametrize(("case", "replica", "rank"), LOSSES, ids=str)
 def test_a_nan_in_one_replicas_loss_changes_nothing_anywhere(case, replica, rank):
-    check(run_ranks(_good_bad_good, case.ranks, case, _nan_token_in_the_loss, replica), f"on rank {rank}; loss nan")
+    check(case, _nan_token_in_the_loss, f"on rank {rank}; loss nan")
 
 
-@pytest.mark.parametrize(
-    ("case", "rank", "layer"), [(CASES[1], 1, 2), (CASES[2], 0, 1), (CASES[3], 1, 3), (CASES[4], 1, 0), (CASES[6], 2, 3)], ids=str
-)
+@pytest.mark.parametrize(("case", "rank", "layer"), GRADIENTS, ids=str)
 def test_a_nan_in_one_ranks_gradient_is_named(case, rank, layer):
-    results = run_ranks(_good_bad_good, case.ranks, case, _nan_in_a_gradient, rank, DOWN.format(layer))
-    check(results, f"NaN or infinity in the gradient of {DOWN.format(layer)} on rank {rank}; loss -0.")
+    check(case, _nan_in_a_gradient, f"NaN or infinity in the gradient of {DOWN.format(layer)} on rank {rank}; loss -0.")
 
 
-@pytest.mark.parametrize(("case", "rank", "layer"), [(CASES[0], 0, 1), (CASES[1], 1, 2), (CASES[2], 0, 1), (CASES[5], 1, 3)], ids=str)
+@pytest.mark.parametrize(("case", "rank", "layer"), WEIGHTS, ids=str)
 def test_an_infinite_weight_is_named_and_not_the_gradients_it_spoils(case, rank, layer):
-    results = run_ranks(_good_bad_good, case.ranks, case, _infinite_weight, rank, DOWN.format(layer))
-    check(results, f"NaN or infinity in the weight of {DOWN.format(layer)} on rank {rank}; loss nan")
+    check(case, _infinite_weight, f"NaN or infinity in the weight of {DOWN.format(layer)} on rank {rank}; loss nan")
 
 
 def _bad_loss_alone(case):
