@@ -15,7 +15,7 @@ from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.weight_sync import WeightSync
 from megagrpo.weight_sync.point_to_point import PointToPoint
 from tests.e2e.test_restarts import Kept, wait_for
-from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, shards
+from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, sampled_fresh, shards
 from tests.e2e.tiny_servers import below, connect, greedy, halt, is_halted, launch, model_folder, tied_llamas
 
 
@@ -64,7 +64,7 @@ def test_a_worker_that_gets_something_else_than_was_sent_refuses_it_and_takes_th
             sync.push(shards(fresh.folder), synced.engine.weight_version + 1)
         monkeypatch.setattr(Exchange, "send", send)
         sync.push(shards(fresh.folder), synced.engine.weight_version + 2)
-    assert sampled(synced.engine) == sampled(fresh.engine)
+    assert sampled(synced.engine) == sampled_fresh()
 
 
 @pytest.mark.full
@@ -76,7 +76,7 @@ def test_a_push_whose_server_dies_is_done_over_when_it_is_back(read):
         push_and_kill(kept, synced.folder, 0, read, lambda halted: below(synced.launcher.servers[0].supervisor.pid))
         assert synced.engine.weight_version == began + 1 and kept.asked_before == [0] and not is_paused(synced.engine)
         kept.push(fresh.folder)
-        assert sampled(synced.engine) == sampled(fresh.engine)
+        assert sampled(synced.engine) == sampled_fresh()
     (told,) = kept.synced
     assert re.search(r"^warning: a vLLM server died in a weight sync, which begins anew: .*phase (update|finish): vLLM server http", told)
     assert "starting it again, 1 of 3 times" in kept.said[0] and "is back and waits for the next weight sync" in kept.said[1]
@@ -113,7 +113,7 @@ def test_a_push_to_two_servers_one_of_which_dies_goes_on_with_the_other():
         kept.push(folder)
         kept.push(fresh.folder)
         assert two_servers.engine._living() == two_servers.engine.urls and kept.asked_before == [0]
-        assert sampled(two_servers.engine) == sampled(fresh.engine)
+        assert sampled(two_servers.engine) == sampled_fresh()
     two_servers.launcher.stop()
 
 
@@ -149,4 +149,4 @@ def test_a_server_that_hangs_before_or_after_the_weights_is_named_with_the_phase
         for pid in processes:
             os.kill(pid, signal.SIGCONT)
         sync.push(shards(fresh.folder), version + 3)
-        assert sampled(engine) == sampled(fresh.engine)
+        assert sampled(engine) == sampled_fresh()

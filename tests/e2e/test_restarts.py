@@ -17,7 +17,7 @@ from megagrpo.rollout.keeper import Keeper
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.types import SamplingParams
 from megagrpo.weight_sync import WeightSync
-from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, shards
+from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, sampled_fresh, shards
 from tests.e2e.tiny_servers import PROMPTS, below, connect, greedy, halt, is_halted, launch, model_folder, tied_llamas
 
 LONG = SamplingParams(1.0, 100)
@@ -87,7 +87,7 @@ def test_a_server_that_is_killed_in_the_middle_comes_back_with_the_current_weigh
         killer.start()
         assert [group[0].response_ids for group in engine.generate(PROMPTS, 1, LONG, seed=1)] == expected
         killer.join()
-        assert sampled(engine) == sampled(fresh.engine)
+        assert sampled(engine) == sampled_fresh()
     assert kept.asked_before == [0] and len(kept.said) == 2
     assert "starting it again, 1 of 3 times (rollout.max_restarts)" in kept.said[0]
     assert kept.said[1].endswith(f"is back, with weight version {engine.weight_version}")
@@ -104,7 +104,7 @@ def test_a_sync_whose_server_dies_goes_through_and_the_server_gets_it_when_it_is
         killer.join()
         assert greedy(kept.server.engine) != greedy(fresh.engine)
         kept.push(fresh.folder)
-        assert sampled(kept.server.engine) == sampled(fresh.engine) and kept.asked_before == [0]
+        assert sampled(kept.server.engine) == sampled_fresh() and kept.asked_before == [0]
 
 
 def push_and_die(engine, folder, version):
@@ -168,7 +168,7 @@ def test_a_trainer_that_dies_before_it_writes_leaves_the_server_as_it_was(fresh,
     assert trainer.exitcode == -signal.SIGKILL and not is_paused(synced.engine) and sampled(synced.engine) == before
     with WeightSync(synced.engine, OneRank(), "float32") as sync:
         sync.push(shards(fresh.folder), synced.engine.weight_version + 1)
-    assert sampled(synced.engine) == sampled(fresh.engine) and not left_by(trainer.pid)
+    assert sampled(synced.engine) == sampled_fresh() and not left_by(trainer.pid)
 
 
 @pytest.mark.parametrize("number", PLACES)
@@ -182,7 +182,7 @@ def test_a_server_that_waits_for_a_trainer_that_dies_while_it_writes_gives_up_wi
     assert trainer.exitcode == -signal.SIGKILL and is_paused(synced.engine)
     with WeightSync(synced.engine, OneRank(), "float32") as sync:
         sync.push(shards(fresh.folder), synced.engine.weight_version + 2)
-    assert sampled(synced.engine) == sampled(fresh.engine) and not left_by(trainer.pid)
+    assert sampled(synced.engine) == sampled_fresh() and not left_by(trainer.pid)
 
 
 @pytest.mark.parametrize("read", PLACES)
@@ -202,7 +202,7 @@ def test_a_trainer_that_dies_while_a_server_reads_leaves_it_paused_until_the_nex
         httpx.post(f"{synced.engine.urls[0]}/inference/v1/generate", json=body, timeout=0.5)
     with WeightSync(synced.engine, OneRank(), "float32") as sync:
         sync.push(shards(fresh.folder), synced.engine.weight_version + 2)
-    assert sampled(synced.engine) == sampled(fresh.engine) and not left_by(trainer.pid)
+    assert sampled(synced.engine) == sampled_fresh() and not left_by(trainer.pid)
 
 
 @pytest.mark.full
@@ -219,7 +219,7 @@ def test_a_server_that_dies_at_the_first_or_the_last_tensor_is_told_by_name_wher
     again = connect(launch(folder, f"llama_again{read}"), folder)
     with WeightSync(again.engine, OneRank(), "float32") as sync:
         sync.push(shards(fresh.folder), 1)
-        assert sampled(again.engine) == sampled(fresh.engine)
+        assert sampled(again.engine) == sampled_fresh()
     again.launcher.stop()
 
 
