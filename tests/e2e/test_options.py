@@ -10,9 +10,9 @@ from tests.e2e import world
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
+def plain():
     """Two steps with nothing changed."""
-    return succeeded(world.train(tmp_path_factory.mktemp("plain")))
+    return world.plain()
 
 
 def succeeded(run):

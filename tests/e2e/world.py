@@ -108,7 +108,7 @@ train: {{learning_rate: 1e-3, adam_epsilon: 1e-6, max_tokens_per_micro_batch: 25
 
 @functools.cache
 def folder() -> Path:
-    """Holds model/, train.jsonl, eval.jsonl, rewards.py and config.yaml."""
+    """Holds model/, train.jsonl, eval.jsonl, rewards.py and config.yaml; server/ and plain/ come later."""
     made = Path(tempfile.mkdtemp(prefix="megagrpo_world_"))
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == owner else None)
@@ -244,6 +244,14 @@ def train(output: Path, *overrides: str, prepare: Callable[[], None] = lambda: N
     """A run into `output`/run from its beginning to its end."""
     with running(output, *overrides, prepare=prepare, launched=launched) as run:
         return run.wait()
+
+
+@functools.cache
+def plain() -> Run:
+    """The run of the config as it is: two steps of one rank. Nobody changes its folder."""
+    run = train(folder() / "plain")
+    assert run.code == 0, run.err
+    return run
 
 
 def start(output: Path, *overrides: str, launched: bool = False, **environment: str) -> subprocess.Popen:
