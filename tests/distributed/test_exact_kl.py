@@ -113,7 +113,7 @@ class CountHeadProducts(TorchDispatchMode):
 def head_products(algorithm: dict) -> float:
     """Products with the LM head in a train step, per chunk of tokens."""
     config, hf_config = tiny_run(algorithm=algorithm), tiny_model("qwen2_untied")
-    policy, batch, _ = prepare(config, hf_config, init_layout(config.parallel), random_samples())
+    policy, batch, _ = prepare(config, hf_config, init_layout(config.parallel), random_samples()[:4])
     divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
     batch = look_ahead(batch, policy, divisor, config.algorithm.entropy_coef)
     with CountHeadProducts() as counted:
