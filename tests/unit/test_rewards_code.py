@@ -1,5 +1,6 @@
 """Programs in the sandbox: what works, what counts, and that no hostile one does harm or outlives its deadline."""
 
+import functools
 import os
 import socket
 import time
@@ -63,8 +64,11 @@ def outside(tmp_path_factory):
     assert not Path("/tmp/megagrpo_escape").exists() and not Path("/dev/shm/megagrpo_escape").exists()
 
 
+made = functools.cache(CodeExecution)  # it tries the sandbox each time
+
+
 def score(completion, tests=None, expected=None, **options):
-    return CodeExecution(**options)([completion], tests=[tests], expected_output=[expected])[0]
+    return made(**options)([completion], tests=[tests], expected_output=[expected])[0]
 
 
 def sandboxes() -> set[str]:

@@ -167,7 +167,7 @@ def test_a_rollout_that_no_function_can_score_has_reward_nan(folder):
 
 @pytest.mark.parametrize("function", ["hangs_in_python", "sleeps", "hangs_in_c"])
 def test_a_reward_that_hangs_costs_its_own_completion_only(folder, function):
-    with scorer(folder, f"mine.py:{function}", timeout=1.0) as s:
+    with scorer(folder, f"mine.py:{function}", timeout=0.6) as s:
         scored = s.score(rollouts("a", "b", "hang", "d", "e", "f"))
         assert rewards_of(scored, function) == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
         assert s.metrics()[f"rewards/{function}/timeouts"] == 1
@@ -177,7 +177,7 @@ def test_a_reward_that_hangs_costs_its_own_completion_only(folder, function):
 
 def test_a_sympy_expression_that_never_ends_is_cut_off(folder):
     columns = {"question": "q", "answer": "1", "metadata": {"source_dataset": "countdown", "target": 24, "numbers": [9, 9, 9, 9]}}
-    with scorer(folder, "reasoning_gym", timeout=1.0, workers=1) as s:
+    with scorer(folder, "reasoning_gym", timeout=0.4, workers=1) as s:
         s.check_columns(columns)
         assert s.score(rollouts("<answer>9**9**9**9</answer>", columns=columns))[0].reward == 0.0
         assert s.metrics()["rewards/reasoning_gym/timeouts"] == 1
