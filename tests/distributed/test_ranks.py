@@ -1,5 +1,6 @@
 """Ranks of this machine: results in rank order, failures with a name, nothing left behind."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,10 @@ def sum_of_ranks(offset: int) -> float:
 
 def test_every_rank_is_in_the_group_and_results_come_in_rank_order():
     assert run_ranks(sum_of_ranks, 2, 10) == [21.0, 22.0]
+
+
+def test_what_a_fork_inherits_is_no_garbage_to_be_looked_for():
+    assert run_ranks(gc.get_freeze_count, 1)[0] > 10_000
 
 
 def test_ranks_can_be_fresh_interpreters():

@@ -1,10 +1,11 @@
+import gc
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megagrpo.__main__ import main, parse
+from megagrpo.__main__ import _imports, main, parse
 from megagrpo.config import ConfigError
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
@@ -54,3 +55,13 @@ def test_help_names_the_commands_and_with_a_command_every_key(capsys):
         assert ended.value.code == 0
         printed = capsys.readouterr().out
         assert "megagrpo train CONFIG" in printed and ("train.adam_beta1" in printed) == keys
+
+
+def test_what_a_command_imports_is_no_garbage_to_be_looked_for():
+    try:
+        with pytest.raises(ImportError), _imports():
+            assert not gc.isenabled()
+            import megagrpo.no_such_module  # noqa: F401
+        assert gc.isenabled() and gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
