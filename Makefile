@@ -1,11 +1,12 @@
 # make quickstart: set everything up and watch a small model learn.   make test: set everything up and run the tests.
 # make test-full: all tests and the large matrix of layouts, in which any three options meet.
 # make test-gpu: the tests that need a GPU, on a machine that has one. There CUDA_VISIBLE_DEVICES= make test runs the others.
+# make test-te: Transformer Engine's layers on a machine without a GPU, its kernels in torch; sets everything up as for GPUs, which compiles.
 # make test-slurm: jobs on a real Slurm with pretend nodes; installs Debian's slurm-wlm, munge and iproute2 where they are missing, and needs root.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: quickstart test test-full test-gpu test-slurm setup
+.PHONY: quickstart test test-full test-gpu test-te test-slurm setup
 .DEFAULT_GOAL := quickstart
 
 setup:
@@ -18,10 +19,14 @@ test: setup
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q $(ARGS)
 
 test-full: setup
-	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m "not slurm and not gpu" $(ARGS)
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m "not slurm and not gpu and not te" $(ARGS)
 
 test-gpu: setup
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -q -m gpu -rs $(ARGS)
+
+test-te:
+	@launch/setup.sh gpu
+	@OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= LD_LIBRARY_PATH=$$(printf '%s:' .venv/lib/python3.12/site-packages/nvidia/*/lib)$$LD_LIBRARY_PATH .venv/bin/python -m pytest -q -m te -rs $(ARGS) tests/te
 
 test-slurm: setup
 	@command -v slurmctld >/dev/null && command -v ip >/dev/null || apt-get install -y --no-install-recommends slurm-wlm munge iproute2

@@ -45,7 +45,16 @@ if TYPE_CHECKING:
 USABLE = 0.8  # share of the memory that a planned peak may take: workspaces, fragments and FP8's copies of weights come on top
 WITHOUT_GPU_GIB = 8.0  # that a model may take where the script is only tried out
 TARGETS = "targets on one H200: MFU of train >= 50% in bf16 at 7b, of log-probs >= 60%, FP8 >= 1.3 x of bf16"
-RECIPES = ("none", "tensorwise", "blockwise", "delayed", "mxfp8")  # the last one takes a Blackwell chip
+KEPT = "_kept"  # after a recipe: with model.fp8_param
+RECIPES = (
+    "none",
+    "tensorwise",
+    "blockwise",
+    "blockwise_kept",
+    "tensorwise_kept",
+    "delayed",
+    "mxfp8",
+)  # the last one takes a Blackwell chip
 Sizes = Sequence[tuple[int, int]]  # (prompt, response) tokens of each sample
 
 
@@ -221,7 +230,10 @@ def name_of(recipe: str) -> str:
 
 def with_recipe(case: Case, recipe: str, overrides: Sequence[str]) -> Case:
     """The same in FP8. ConfigError when the config does not allow it."""
-    return case if recipe == "none" else replace(case, config=run_config(case.config.model.path, *overrides, f"model.fp8_recipe={recipe}"))
+    if recipe == "none":
+        return case
+    keys = f"model.fp8_recipe={recipe.removesuffix(KEPT)}", f"model.fp8_param={str(recipe.endswith(KEPT)).lower()}"
+    return replace(case, config=run_config(case.config.model.path, *overrides, *keys))
 
 
 def attempt(case: Case, recipe: str, overrides: Sequence[str], steps: int) -> tuple[Case, Measured] | None:
@@ -255,7 +267,9 @@ def report(case: Case, recipe: str, found: Measured, gpu: Gpu | None, ceilings: 
 def main(arguments: Sequence[str] | None = None) -> int:
     made = parser(__doc__)
     made.add_argument("--models", nargs="+", choices=(*SMALL, *LARGE, TINY), default=[*SMALL, *LARGE])
-    made.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES[:3], help="of model.fp8_recipe; none is bf16")
+    made.add_argument(
+        "--recipes", nargs="+", choices=RECIPES, default=RECIPES[:4], help=f"of model.fp8_recipe; none is bf16, {KEPT} with fp8_param"
+    )
     made.add_argument("--layers", type=int, help="of every model; as many as fit when left out")
     made.add_argument("--steps", type=int, default=3, help="measured, after two to warm up")
     args = parse(made, arguments)
@@ -270,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(TARGETS)
             return 0
         table = Table(
-            **dict(model__layers="<12", recipe="<10", what="<9", s="7.3f", predicted="9.3f", tokens__s="9.0f", TFLOP__s="7.1f"),
+            **dict(model__layers="<12", recipe="<15", what="<9", s="7.3f", predicted="9.3f", tokens__s="9.0f", TFLOP__s="7.1f"),
             **dict(MFU="6.1%", of_GEMM="7.1%", of_bf16="7.2f", peak_GiB="8.1f", predicted_GiB="13.1f"),
         )
         for case in cases:

@@ -300,6 +300,7 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
             module._yarn_concentration_factor = attention_factor
     if model.position_embedding_type == "rope":
         model.rotary_pos_emb.inv_freq = rotary.frequencies
+        model.rotary_pos_emb.rotary_interleaved = hf_config.rotary_interleaved  # which HybridModel does not tell it
 
 
 def rotary_frequencies(hf_config: HfConfig, longest_sequence: int | None = None) -> tuple[Tensor, float]:

@@ -2,9 +2,8 @@
 
     python tests/distributed/te_weights.py        # writes tests/vectors/te_weights.json; Transformer Engine, and no GPU, is needed
 
-See te_manifest.py for the environment. Everything is theirs, tensors, buffers and optimizer, but the kernels, which need a GPU: those that
-round, transpose and look for magnitudes are written here in torch. While it records it also has the weights leave and come back, swapped
-for the reference's, saved and loaded.
+See te_manifest.py for the environment. Everything is theirs, tensors, buffers and optimizer, but the kernels (te_kernels.py). While it
+records it also has the weights leave and come back, swapped for the reference's, saved and loaded.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from pathlib import Path
 
 import torch
 from ranks import run_ranks
+from te_kernels import replace_kernels
 from test_fp8_weights import settings, start, whole
-from torch import Tensor
 
 from megagrpo.checkpoint import Checkpointer
 from megagrpo.config import ParallelSection
-from megagrpo.parallel import device
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.fp8_weights import dense, is_fp8, parts
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -34,7 +32,6 @@ from megagrpo.types import TrainState
 
 FILE = Path(__file__).parents[1] / "vectors" / "te_weights.json"
 CASES = [(recipe, shape, ranks) for recipe in ("tensorwise", "blockwise") for shape, ranks in (("qwen2_untied", 2), ("qwen3_moe", 1))]
-E4M3, BLOCK = torch.float8_e4m3fn, 128
 
 
 def name_of(case: tuple) -> str:
@@ -117,104 +114,6 @@ def check_second_copy(policy: MegatronPolicy) -> None:
             assert torch.equal(weight._columnwise_data, weight._rowwise_data.t())
         else:
             assert not weight._transpose_invalid and torch.equal(weight._transpose, weight._data.t())
-
-
-def replace_kernels() -> None:
-    """Have a process without a GPU build Transformer Engine's layers, and round their weights in torch."""
-    import transformer_engine_torch as kernels
-    from transformer_engine.pytorch import quantization
-    from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
-    from transformer_engine.pytorch.tensor import float8_tensor, utils
-    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-
-    device.has_transformer_engine, device.has_gpu, torch.cuda.is_available = lambda: True, lambda: False, lambda: True
-    device.fp8_problem = lambda recipe: None
-    quantization.check_recipe_support = lambda recipe: None
-    quantization.FP8GlobalStateManager.is_fp8_available = classmethod(lambda cls: (True, ""))
-    utils.is_non_tn_fp8_gemm_supported = float8_tensor.is_non_tn_fp8_gemm_supported = lambda: False  # as on Hopper
-    torch.compiler.set_stance("force_eager")
-
-    def quantize(x: Tensor, quantizer, target=None, noop=None):
-        if target is None:
-            of, tensors = quantizer.create_metadata(x.shape, dtype=x.dtype), quantizer.alloc_tensors(x.shape, device=x.device)
-            target = of["cls"].__tensor_unflatten__(tensors, of, x.shape, x.stride())
-        if isinstance(quantizer, Float8BlockQuantizer):
-            tiles = in_tiles(x)
-            scale = scale_of(magnitudes(tiles), quantizer.force_pow_2_scales)
-            put_blocks(target, out_of_tiles(rounded(tiles, scale[:, None, :, None]), x.shape), 1 / scale)
-        else:
-            own = getattr(quantizer, "scale", None)
-            scale = scale_of(x.abs().amax().float().view(1), False) if own is None else own.view(1)
-            target._data.copy_(rounded(x, scale).view(target._data.shape))
-            target._scale_inv.copy_(1 / scale)
-            if target._transpose is not None and x.dim() == 2:
-                target._transpose.copy_(target._data.t())
-                target._transpose_invalid = False
-        return target
-
-    def transpose(data: Tensor, kind, out: Tensor | None = None) -> Tensor:
-        return data.t().contiguous() if out is None else out.copy_(data.t())
-
-    def partial_magnitudes(master: Tensor, found: Tensor, rows: int, width: int, first: int, block: int) -> None:
-        own = magnitudes(in_tiles(in_place(master, rows, width, first)))
-        found[:, : own.shape[1]] = own
-
-    def partial_cast(master: Tensor, part: Tensor, scale: Tensor, rows: int, width: int, first: int, block: int, kind) -> None:
-        tiles = in_tiles(in_place(master, rows, width, first))
-        numbers = out_of_tiles(rounded(tiles, scale[:, None, : tiles.shape[2], None]), (rows, width)).flatten()
-        part.copy_(numbers[first : first + master.numel()])
-
-    def scales(operation, overflow, lists: list[list[Tensor]], most: float, power_of_two: bool, epsilon: float) -> None:
-        assert operation is utils.multi_tensor_compute_scale_and_scale_inv and (most, epsilon) == (448.0, 0.0)
-        for magnitude, scale, inverse in zip(*lists, strict=True):
-            scale.copy_(scale_of(magnitude, power_of_two))
-            inverse.copy_(1 / scale)
-
-    kernels.quantize, kernels.fp8_transpose = quantize, transpose
-    kernels.dequantize = lambda x, kind: (x._data.view(E4M3).float() * x._scale_inv).to(TE_DType_To_Torch[DType.cast(kind)])
-    kernels.compute_amax = lambda x, found: found.copy_(x.abs().amax())
-    kernels.fp8_block_scaling_compute_partial_amax, kernels.fp8_block_scaling_partial_cast = partial_magnitudes, partial_cast
-    utils.multi_tensor_applier = scales
-
-
-def rounded(x: Tensor, scale: Tensor) -> Tensor:
-    return (x.float() * scale).clamp(-448, 448).to(E4M3).view(torch.uint8)
-
-
-def scale_of(magnitude: Tensor, power_of_two: bool) -> Tensor:
-    scale = torch.where(magnitude > 0, 448 / magnitude, 1.0)
-    return 2 ** scale.log2().floor() if power_of_two else scale
-
-
-def in_tiles(x: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % BLOCK))
-    return padded.view(len(padded) // BLOCK, BLOCK, -1, BLOCK)
-
-
-def out_of_tiles(tiles: Tensor, shape: tuple[int, int]) -> Tensor:
-    return tiles.reshape(tiles.shape[0] * BLOCK, -1)[: shape[0], : shape[1]]
-
-
-def magnitudes(tiles: Tensor) -> Tensor:
-    return tiles.abs().amax((1, 3)).float()
-
-
-def in_place(master: Tensor, rows: int, width: int, first: int) -> Tensor:
-    """A matrix of which only this part is there; the rest is 0."""
-    matrix = master.new_zeros(rows * width)
-    matrix[first : first + master.numel()] = master.flatten()
-    return matrix.view(rows, width)
-
-
-def put_blocks(target, numbers: Tensor, inverse: Tensor) -> None:
-    """Numbers and scales of blocks along the rows, and along the columns where those are kept; scales are padded to fours."""
-    for data, scales, own, transposed in (
-        (target._rowwise_data, target._rowwise_scale_inv, numbers, inverse),
-        (target._columnwise_data, target._columnwise_scale_inv, numbers.t(), inverse.t()),
-    ):
-        if data is not None:
-            data.copy_(own)
-            scales.zero_()[:, : transposed.shape[1]] = transposed
 
 
 if __name__ == "__main__":

@@ -66,9 +66,11 @@ def test_a_small_gpu_gets_fewer_layers_and_those_that_are_asked_for_are_there(ca
 
 
 def test_a_dry_train_step_predicts_each_precision_and_says_why_one_cannot_be(capsys):
-    said = dry(train_step, capsys, "--models", "7b", "--recipes", "none", "tensorwise", "blockwise")
-    seconds = {name: float(s) for s, name in re.findall(r"predicted +(\S+) s = .* GiB \((\w+)\)", said)}
-    assert seconds.keys() == {"bf16", "tensorwise", "blockwise"} and seconds["bf16"] > 1.2 * seconds["blockwise"]
+    said = dry(train_step, capsys, "--models", "7b", "--recipes", "none", "tensorwise", "blockwise", "blockwise_kept")
+    predicted = {name: (float(s), float(gib)) for s, gib, name in re.findall(r"predicted +(\S+) s = .* (\S+) GiB \((\w+)\)", said)}
+    seconds, gib = ({name: pair[i] for name, pair in predicted.items()} for i in (0, 1))
+    assert seconds.keys() == {"bf16", "tensorwise", "blockwise", "blockwise_kept"}
+    assert seconds["bf16"] > 1.2 * seconds["blockwise"] and gib["bf16"] == gib["blockwise_kept"] < gib["blockwise"]
     said = dry(train_step, capsys, "--models", "7b", "--recipes", "none", "tensorwise", "lora.rank=8")
     assert "(bf16)" in said and "tensorwise: " in said and "model.fp8_recipe" in said
 

@@ -1,0 +1,166 @@
+"""Transformer Engine's layers without a GPU, its kernels in torch (te_kernels.py): a step on them is ours, of every family, in layouts, in
+FP8 and with weights kept in FP8."""
+
+import functools
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from te_kernels import replace_kernels
+from te_manifest import architecture
+from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
+
+from megagrpo.config import ParallelSection
+from megagrpo.families.architecture import HfConfig
+from megagrpo.parallel import device
+from megagrpo.policy.fp8 import Fp8, Product
+from megagrpo.verify.compare import distances, silent_tensors
+from megagrpo.verify.shrink import random_samples, shrink_model
+from megagrpo.verify.step import Outcome, take_step
+
+HERE = importlib.util.find_spec("transformer_engine") is not None and not device.has_gpu()
+pytestmark = [
+    pytest.mark.te,
+    pytest.mark.skipif(not HERE, reason="needs Transformer Engine where there is no GPU; where there is one make test-gpu shows more"),
+]
+LIKE_OURS = 1e-5  # relative: what float32 sums in another order do
+FAMILIES = [*SHAPES, *MORE_SHAPES, "mistral", "glm", "gpt_oss", "deepseek_v2", "deepseek_v2 lite", "deepseek_v3"]
+LAYOUTS = {
+    "tp2_sp": (2, "qwen2_untied", dict(tp=2, sequence_parallel=True)),
+    "pp2": (2, "llama_tied", dict(pp=2)),
+    "dp2": (2, "qwen3_tied", {}),
+    "ep2": (2, "qwen3_moe", dict(ep=2)),
+    "cp2": (2, "qwen2_untied", dict(cp=2)),  # with windows, so attention is ours
+    "tp2_ep2_etp1": (4, "qwen3_moe", dict(tp=2, ep=2, etp=1, sequence_parallel=True)),
+}
+
+
+OPTIONS = {
+    "adapters": dict(lora=dict(rank=4)),
+    "stored base": dict(lora=dict(rank=4), model=dict(base_storage="nf4")),
+    "recompute full": dict(model=dict(recompute="full")),
+    "recompute selective": dict(model=dict(recompute="selective")),
+    "activations on the host": dict(model=dict(offload_activations=1.0)),
+}
+
+
+def small(shape: str) -> HfConfig:
+    """Heads and widths of 64, cut in two if need be; families without a shape have their tiny model."""
+    known = SHAPES | MORE_SHAPES
+    return shrink_model(known[shape], ParallelSection(tp=2, pp=2, ep=2), unit=64) if shape in known else architecture(shape)
+
+
+def stepped(on_theirs: bool, *args: Any) -> Outcome:
+    """`take_step`, on Transformer Engine's layers or on ours. Megatron asks for some of its kernels in either case."""
+    replace_kernels()
+    device.has_transformer_engine = lambda: on_theirs
+    return take_step(*args)
+
+
+@functools.cache
+def ours(shape: str, **model: str) -> Outcome:
+    """The step of one process without Transformer Engine."""
+    run = tiny_run({}, model=dict(precision="fp32") | model, train=dict(share_prompts=False))
+    return run_ranks(stepped, 1, False, run, small(shape), random_samples(), timeout=300)[0]
+
+
+def theirs(shape: str, ranks: int = 1, parallel: dict | None = None, **model: Any) -> Outcome:
+    """The step on Transformer Engine's layers."""
+    train = dict(share_prompts=False, distributed_optimizer=ranks > 1 or "fp8_param" in model)
+    run = tiny_run(parallel or {}, model=dict(precision="fp32") | model, train=train)
+    found = run_ranks(stepped, ranks, True, run, small(shape), random_samples(), timeout=300)[0]
+    assert silent_tensors(found) == []
+    return found
+
+
+def furthest(found: Outcome, expected: Outcome) -> float:
+    """The largest relative difference of anything but weights after the step, which Adam may turn round where a gradient is next to 0."""
+    return max(error for (kind, _), error in distances(found, expected).items() if kind != "next weight")
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_a_step_of_every_family_is_ours(shape):
+    assert furthest(theirs(shape), ours(shape)) < LIKE_OURS
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_step_in_a_layout_is_ours_in_one_process(case):
+    ranks, shape, parallel = LAYOUTS[case]
+    assert furthest(theirs(shape, ranks, parallel), ours(shape)) < LIKE_OURS
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_step_with_an_option_is_ours(option):
+    own = dict(train=dict(share_prompts=False)) | OPTIONS[option]
+    run = tiny_run({}, **own | dict(model=dict(path="tiny", precision="fp32") | own.get("model", {})))
+    expected, found = (
+        run_ranks(stepped, 1, on_theirs, run, small("qwen3_untied"), random_samples(), timeout=300)[0] for on_theirs in (False, True)
+    )
+    assert silent_tensors(found) == [] and furthest(found, expected) < LIKE_OURS
+
+
+def _products(recipe: str, hybrid: bool) -> list[float]:
+    """Relative differences between a linear of Transformer Engine's, alone and behind a norm, and ours: output and both gradients."""
+    replace_kernels()
+    import transformer_engine.pytorch as te
+    from megatron.core import fp8_utils
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    fp8 = Fp8(recipe, hybrid)
+    told = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1, **fp8.megatron_config())
+    torch.manual_seed(0)
+    weight, grad = 0.1 * torch.randn(320, 192), torch.randn(256, 1, 320) * torch.logspace(-3, 0, 256)[:, None, None]
+    x, apart = torch.randn(256, 1, 192), []
+    for kind, options in ((te.Linear, {}), (te.LayerNormLinear, dict(normalization="RMSNorm"))):
+        linear = kind(192, 320, bias=False, params_dtype=torch.float32, device="cpu", **options)
+        linear.weight.data.copy_(weight)
+        own, inputs = weight.clone().requires_grad_(), [x.clone().requires_grad_() for _ in range(2)]
+        with te.fp8_autocast(enabled=True, fp8_recipe=fp8_utils.get_fp8_recipe(told)):
+            found = linear(inputs[0])
+        normed = inputs[1] * torch.rsqrt(inputs[1].square().mean(-1, keepdim=True) + linear.eps) if options else inputs[1]
+        expected = Product.apply(normed, own, fp8, None)
+        found.backward(grad)
+        expected.backward(grad)
+        pairs = (found, expected), (inputs[0].grad, inputs[1].grad), (linear.weight.grad, own.grad)
+        apart += [((one - other).norm() / other.norm()).item() for one, other in pairs]
+        assert (expected - normed @ weight.t()).norm() / expected.norm() > 0.01  # and not what it is without FP8
+    return apart
+
+
+@pytest.mark.parametrize(("recipe", "hybrid"), [("tensorwise", True), ("tensorwise", False), ("blockwise", True), ("blockwise", False)])
+def test_all_products_in_fp8_are_ours(recipe, hybrid):
+    assert max(run_ranks(_products, 1, recipe, hybrid)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize("shape", ["llama_tied", "qwen3_moe"])
+def test_a_step_in_fp8_is_ours_but_for_numbers_between_two(shape, recipe):
+    found, expected, exact = theirs(shape, fp8_recipe=recipe), ours(shape, fp8_recipe=recipe), ours(shape)
+    # A number that lies between two of FP8's may fall to either, and then moves what comes after it: a few tokens, and all gradients a bit.
+    apart, noise = ((one.logprobs - other.logprobs).abs().median() for one, other in ((found, expected), (expected, exact)))
+    assert apart < 1e-2 * noise
+    gradients, of_fp8 = (
+        {k: e for k, e in distances(a, b).items() if k[0] == "gradient"} for a, b in ((found, expected), (expected, exact))
+    )
+    assert sorted(gradients.values())[len(gradients) // 2] < 0.6 * sorted(of_fp8.values())[len(of_fp8) // 2]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "ranks", "parallel"),
+    [
+        ("blockwise", "llama_tied", 1, {}),
+        ("blockwise", "qwen3_moe", 2, dict(ep=2)),
+        ("tensorwise", "qwen2_untied", 2, dict(tp=2, sequence_parallel=True)),
+    ],
+)
+def test_a_step_with_weights_kept_in_fp8_is_that_with_bf16_weights_bit_for_bit(recipe, shape, ranks, parallel):
+    plain, kept = (
+        theirs(shape, ranks, parallel, precision="bf16", fp8_recipe=recipe, **more)
+        for more in (dict(fp8_param=False), dict(fp8_param=True))
+    )
+    assert torch.equal(kept.logprobs, plain.logprobs)
+    assert all(torch.equal(kept.gradients[name], plain.gradients[name]) for name in plain.gradients)
+    moved = {name: error for (kind, name), error in distances(kept, plain).items() if kind == "next weight"}
+    assert all((0.005 < moved[name] < 0.05) == ("_proj.weight" in name) for name in moved)
