@@ -29,6 +29,9 @@ fi
 command -v git >/dev/null || fail "git is missing; install it (Debian, Ubuntu: apt-get install git)"
 command -v cc >/dev/null || fail "no C compiler: 'cc' is not on PATH; install one (Debian, Ubuntu: apt-get install build-essential)"
 
+# Whatever Python the shell or program that calls this runs on: .python-version says which one it is here.
+unset PYENV_VERSION
+
 # A pyenv shim for uv may exist and still not run, so try it.
 export UV_PYTHON_DOWNLOADS=never
 UV=uv

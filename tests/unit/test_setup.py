@@ -22,7 +22,7 @@ def machine(tmp_path):
     for name in FILES:
         shutil.copy(REPOSITORY / name, clone / name)
 
-    def run(*arguments: str, tools: dict[str, str]) -> subprocess.CompletedProcess:
+    def run(*arguments: str, tools: dict[str, str], **environment: str) -> subprocess.CompletedProcess:
         for tool in TOOLS:
             (path / tool).unlink(missing_ok=True)
             (path / tool).symlink_to(shutil.which(tool))
@@ -31,7 +31,7 @@ def machine(tmp_path):
             (path / tool).chmod(0o755)
         return subprocess.run(
             [shutil.which("bash"), str(clone / "launch" / "setup.sh"), *arguments],
-            env={"PATH": str(path), "HOME": str(tmp_path)},
+            env={"PATH": str(path), "HOME": str(tmp_path)} | environment,
             capture_output=True,
             text=True,
             timeout=60,
@@ -59,6 +59,12 @@ def test_what_is_missing_is_said_and_nothing_is_set_up(machine, tools, message):
     ended = machine("cpu", tools=tools)
     assert ended.returncode == 2 and message in ended.stderr
     assert not (machine.clone / ".venv").exists()
+
+
+def test_the_python_that_pyenv_runs_elsewhere_does_not_count(machine):
+    finds = '[ "$1" = --version ] || { [ -z "$PYENV_VERSION" ] && echo python; }'
+    ended = machine("cpu", tools={"git": "", "cc": "", "uv": finds, "python": "exit 1"}, PYENV_VERSION="3.11.7")
+    assert "python has no headers (Python.h)" in ended.stderr
 
 
 def test_an_unknown_kind_is_refused(machine):
