@@ -192,17 +192,15 @@ def _round_masters(
     Transformer Engine 2.20 (`quantize_master_weights`)."""
     if not weights:
         return
-    own = [_in_place(*each) for each in zip(weights, masters, starts, strict=True)]
+    own = list(zip(weights, masters, starts, strict=True))
     # NaN has no place in a maximum over ranks, and leaves the scale as infinity does.
-    magnitudes = [largest(tiles).nan_to_num(nan=torch.inf) for tiles in own]
+    magnitudes = [largest(_in_place(*each)).nan_to_num(nan=torch.inf) for each in own]
     joined = torch.cat([each.flatten() for each in magnitudes])
     dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
-    for weight, tiles, master, start, most in zip(
-        weights, own, masters, starts, joined.split([each.numel() for each in magnitudes]), strict=True
-    ):
+    for (weight, master, start), most in zip(own, joined.split([each.numel() for each in magnitudes]), strict=True):
         weight.scales.copy_(scale_for(most.view(weight.scales.shape), E4M3, weight.power_of_two))
         if master is not None:
-            weight.put(tiles, slice(start, start + master.numel()))
+            weight.put(_in_place(weight, master, start), slice(start, start + master.numel()))
 
 
 def _in_place(weight: Fp8Tensor, master: Tensor | None, start: int | None) -> Tensor:
