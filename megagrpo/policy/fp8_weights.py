@@ -23,7 +23,7 @@ from megatron.core import fp8_utils  # isort: skip
 
 class Fp8Tensor(torch.Tensor):
     """A matrix as e4m3 `numbers` [rows, width] uint8 and float32 `scales` [tiles down, tiles across] that they were multiplied by. To
-    others it is of `dtype`: what is computed from it is computed from `dense()`, and `copy_` rounds what it is given.
+    others it is of `dtype`: what is computed from it is computed from `dequantize()`, and `copy_` rounds what it is given.
 
     Its counterparts are Transformer Engine's Float8Tensor and Float8BlockwiseQTensor, which need a GPU.
     """
@@ -146,11 +146,15 @@ def copied(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def write(weight: Tensor, values: Tensor) -> None:
-    """Replace what a weight stands for. One in FP8 becomes the nearest that there is, and keeps `values` in the host's memory: its
-    master is not to begin with less."""
+    """Replace what a weight stands for. One in FP8 becomes the nearest that there is, and remembers `values`."""
     weight.copy_(values)
     if is_fp8(weight):
-        weight.unrounded = values.detach().to(weight.dtype).cpu()
+        remember(weight, values)
+
+
+def remember(weight: Tensor, values: Tensor) -> None:
+    """Keep what a weight in FP8 was rounded from in the host's memory: its master is not to begin with less."""
+    weight.unrounded = values.detach().to(weight.dtype).cpu()
 
 
 def unrounded(weight: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from megagrpo.policy.fp8_weights import dense, is_fp8, write
+from megagrpo.policy.fp8_weights import dense, is_fp8, remember
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip  (after megagrpo.policy)
 from megatron.core.utils import unwrap_model  # isort: skip
@@ -39,7 +39,7 @@ def load_state(chunk: nn.Module, state: dict[str, Any], strict: bool = True) -> 
     model.load_state_dict(without | state, strict=strict)
     for name, weight in model.named_parameters():
         if is_fp8(weight) and name in state:
-            write(weight, state[name])
+            remember(weight, state[name])
 
 
 def _is_extra(name: str) -> bool:

@@ -9,7 +9,6 @@ Nothing is computed.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from te_kernels import replace_kernels
 from tiny_families import MODELS, tiny_config
 from torch import nn
 
 from megagrpo.bridge.megatron_io import METADATA
 from megagrpo.config import ParallelSection
 from megagrpo.families.architecture import HfConfig
-from megagrpo.parallel import device
 from megagrpo.parallel.imagined import imagined_layouts
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.build import build_model
@@ -112,7 +111,6 @@ def recorded_chunk(weights: Weights, num_layers: int) -> nn.Module:
 
 def fp8_recipe(recipe: str, form: str) -> str:
     """What megatron-core makes of the keys, in Transformer Engine's own words; and that it keeps the layers in bf16 that it is told."""
-    device.fp8_problem = lambda recipe: None
     fp8 = Fp8(recipe, form == "hybrid", history=History(16, "max", 2) if recipe == "delayed" else None)
     config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=1, **fp8.megatron_config())
     keep_in_bf16(config, [0, 3])
@@ -136,11 +134,7 @@ def delayed_scales(history: History, form: str, run: list[Pass]) -> list[list[fl
     makes of these it can also compute in torch."""
     from transformer_engine.pytorch import fp8_autocast, quantization
 
-    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"
-    torch.compiler.set_stance("force_eager")
-    quantization.check_recipe_support = lambda recipe: None
     manager = quantization.FP8GlobalStateManager
-    manager.is_fp8_available = classmethod(lambda cls: (True, ""))
     manager.reset()
     fp8 = Fp8("delayed", form == "hybrid", history=history)
     recipe = fp8_utils.get_fp8_recipe(TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1, **fp8.megatron_config()))
@@ -162,8 +156,7 @@ def delayed_scales(history: History, form: str, run: list[Pass]) -> list[list[fl
 
 def record() -> dict[str, Any]:
     """Everything, of every family, with Transformer Engine's linears and with Megatron's own."""
-    # It is installed, asks for CUDA when a layer is made, and never computes.
-    device.has_transformer_engine, device.has_gpu, torch.cuda.is_available = lambda: True, lambda: False, lambda: True
+    replace_kernels()  # it asks for CUDA when a layer is made, and never computes
     alone = init_layout(ParallelSection())
     models, keys = {}, {}
     for name in CASES:

@@ -18,13 +18,18 @@ JUDGED = ("loss", "log-prob", "gradient", "gradient norm")
 APART, FP8_ERROR = {"delayed": 0.6}, 0.1
 
 
+def need_recipe(place: str, recipe: str) -> None:
+    """Skips the test where that place, or the recipe on it, is not."""
+    need(place)
+    if place == "gpu" and (problem := run_ranks(device.fp8_problem, 1, recipe, timeout=300)[0]):
+        pytest.skip(f"{recipe}: {problem}")
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_in_fp8_is_that_of_our_own_rounding(place, recipe):
-    need(place)
-    if place == "gpu" and (problem := run_ranks(device.fp8_problem, 1, recipe, timeout=300)[0]):
-        pytest.skip(f"{recipe}: {problem}")
+    need_recipe(place, recipe)
     exact, rounded = step(SHAPE, "fp32", on_cpu=True), step(SHAPE, "fp32", on_cpu=True, fp8_recipe=recipe)
     found = step(SHAPE, "bf16", on_cpu=False, fp8_recipe=recipe)
     assert silent_tensors(found) == []
@@ -42,9 +47,7 @@ def test_a_step_in_fp8_is_that_of_our_own_rounding(place, recipe):
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_with_weights_kept_in_fp8_is_that_with_bf16_weights(place, recipe):
-    need(place)
-    if place == "gpu" and (problem := run_ranks(device.fp8_problem, 1, recipe, timeout=300)[0]):
-        pytest.skip(f"{recipe}: {problem}")
+    need_recipe(place, recipe)
     plain, kept = (step(SHAPE, "bf16", on_cpu=False, fp8_recipe=recipe, fp8_param=keeps) for keeps in (False, True))
     assert torch.equal(kept.logprobs, plain.logprobs)
     apart = distances(kept, plain)
