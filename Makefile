@@ -13,7 +13,7 @@ setup:
 	@launch/setup.sh
 
 quickstart: setup
-	@launch/local.sh configs/quickstart.yaml $(ARGS)
+	@launch/local.sh configs/quickstart.yaml run.overwrite=true $(ARGS)
 
 test: setup
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q $(ARGS)

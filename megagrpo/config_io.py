@@ -17,6 +17,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 PLACES = ("N", "NAME")  # what stands in a dotted key for the position in a list, and for a free name
+SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:`
+Anchor = Callable[[dict[str, Any], Path], dict[str, Any]]
 Loc = tuple[str | int, ...]  # where pydantic found something: keys, and positions in lists
 
 
@@ -72,10 +74,17 @@ def _parse_yaml(text: str, origin: str) -> Any:
         raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
 
 
-def read_yaml(path: str | Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The mapping in `path`, laid over the file that its `defaults:` key names (relative to itself), and so on up the chain.
+def shipped_configs() -> Path:
+    """The folder with the configs that come with megagrpo: inside the package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    return next((folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir()), package / "configs")
 
-    Mappings merge key by key; a list or a scalar replaces what it overrides.
+
+def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The mapping in `path`, laid over the file that its `defaults:` key names, and so on up the chain.
+
+    `defaults:` is a path relative to the file, or `megagrpo:NAME` for a shipped config. Mappings merge key by key; a list or a scalar
+    replaces what it overrides. `anchor(values, folder)` makes the relative paths of each file absolute.
     """
     path = Path(path)
     if path.resolve() in _children:
@@ -93,11 +102,24 @@ def read_yaml(path: str | Path, _children: tuple[Path, ...] = ()) -> dict[str, A
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold `section: ...` keys at the top, not a {type(values).__name__}")
     if "defaults" not in values:
-        return values
+        return anchor(values, path.parent)
     parent = values.pop("defaults")
     if not isinstance(parent, str):
         raise ConfigError(f"{path}: `defaults:` must name one file (got {parent!r})")
-    return _merge(read_yaml(path.parent / parent, (*_children, path.resolve())), values)
+    return _merge(read_yaml(_parent_file(parent, path), anchor, (*_children, path.resolve())), anchor(values, path.parent))
+
+
+def _parent_file(name: str, child: Path) -> Path:
+    """The file that `defaults: name` means in the file `child`. ConfigError for a shipped config that does not exist."""
+    if not name.startswith(SHIPPED):
+        return child.parent / name
+    folder, stem = shipped_configs(), name.removeprefix(SHIPPED).removesuffix(".yaml")
+    if not (folder / f"{stem}.yaml").is_file():
+        known = sorted(str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.yaml"))
+        near = difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {SHIPPED}{near[0]}?" if near else ""
+        raise ConfigError(f"{child}: defaults: no shipped config {name}{hint}; shipped: {', '.join(known)}")
+    return folder / f"{stem}.yaml"
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -133,12 +155,14 @@ def _index(elements: list, part: str, key: str) -> int:
 # ------------------------------------------------------------------------------------------------------------------- validating
 
 
-def load[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str], agree: Callable[[M], list[str]]) -> M:
+def load[M: BaseModel](
+    model: type[M], path: str | Path, overrides: Sequence[str], agree: Callable[[M], list[str]], anchor: Anchor
+) -> M:
     """The validated model, or one ConfigError: wrong keys, wrong values, and what `agree` says of fields that are each valid.
 
     Every field of `model` is a section. `agree` may meet a section without its required values, and does not read those.
     """
-    values, problems = read_yaml(path), []
+    values, problems = read_yaml(path, anchor), []
     for override in overrides:
         try:
             apply_override(values, override)

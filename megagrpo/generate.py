@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from megagrpo.collect import sampling_params
@@ -142,7 +141,7 @@ def connect(serving: Serving, given: argparse.Namespace) -> Chat:
     rollout, seed = config.rollout, config.run.seed if given.seed is None else given.seed
     folder = serving.find(given.checkpoint, given.adapter)
     tokenizer = load_tokenizer(config.model.tokenizer or folder, folder)
-    template = read_chat_template(config.data.chat_template, Path(given.model).parent if given.is_config else None)
+    template = read_chat_template(config.data.chat_template)
     max_tokens = given.max_tokens or rollout.max_completion_length
     limit = config.longest_sequence
     if not rollout.urls:

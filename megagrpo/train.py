@@ -118,9 +118,9 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         dialogues = own_part(layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader)
         tools, columns = together(layout, lambda: (dialogues.tools, dialogues.columns) if dialogues else ([], []), here=first)[0]
         prompts = PromptSource(
-            config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder, tools=tools
+            config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, tools=tools
         )
-        held_out = load_sets(config, tokenizer, base_folder, tools, columns)
+        held_out = load_sets(config, tokenizer, tools, columns)
         rewards = own_part(layout, lambda: _rewards(config, base_folder, prompts.columns, held_out, resources), here=layout.is_dp_leader)
 
     dtype = device.resolve_precision(config.model.precision)
@@ -238,6 +238,7 @@ def prepare_run_folder(config: RunConfig, folder: Path, job: str | None = None) 
             )
         aside = next(p for p in (folder.with_name(f"{folder.name}.{i}") for i in range(1, 10_000)) if not p.exists())
         shutil.move(folder, aside)
+        print(f"the earlier run in {folder} was moved to {aside}" + (" (run.overwrite)" if config.run.overwrite else ""), flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     save_resolved(config, folder)
     if job is not None:

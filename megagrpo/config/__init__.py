@@ -23,6 +23,7 @@ from megagrpo.config.lora import LoraSection as LoraSection
 from megagrpo.config.model import ModelSection as ModelSection
 from megagrpo.config.model import ParallelSection as ParallelSection
 from megagrpo.config.multi_turn import MultiTurnSection as MultiTurnSection
+from megagrpo.config.paths import anchored
 from megagrpo.config.placement import LOOPBACK as LOOPBACK
 from megagrpo.config.placement import weight_path as weight_path
 from megagrpo.config.rewards import RewardFunction as RewardFunction
@@ -89,7 +90,7 @@ class RunConfig(Section):
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in the YAML file `path` with `key=value` overrides applied. ConfigError lists every problem at once."""
-    return config_io.load(RunConfig, path, overrides, cross_field_problems)
+    return config_io.load(RunConfig, path, overrides, cross_field_problems, anchored)
 
 
 def render_help() -> str:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count, islice
-from pathlib import Path
 from typing import Any
 
 from megagrpo.config import DataSection, DatasetSection
@@ -43,16 +42,15 @@ class PromptSource:
         tokenizer: Tokenizer,
         max_prompt_length: int,
         seed: int,
-        base_folder: str | Path | None = None,
         key: str = "data.train",
         tools: Sequence[dict[str, Any]] = (),
     ):
         self._key = key
         self._data, self._tokenizer, self._seed = data, tokenizer, seed
         self._max_prompt_length = max_prompt_length
-        self._template, self._tools = read_chat_template(data.chat_template, base_folder), tools
+        self._template, self._tools = read_chat_template(data.chat_template), tools
         rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
-        self._rows = load_rows(section, self._key, rows_seed, data.prompt_column, base_folder)
+        self._rows = load_rows(section, self._key, rows_seed, data.prompt_column)
         self._check_columns(list(self._rows[0]))
         self.num_overlong = 0
         self._kept = self._usable_rows()

@@ -20,18 +20,18 @@ GYM_PREFIX = "reasoning_gym:"
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def load_rows(section: DatasetSection, key: str, seed: int, prompt_column: str, base_folder: str | Path | None = None) -> Sequence[dict]:
+def load_rows(section: DatasetSection, key: str, seed: int, prompt_column: str) -> Sequence[dict]:
     """The rows of a data set, `section.size` of them at most. `key` is the section's place in the config, for messages.
 
-    Relative paths are looked for in the current folder, then in `base_folder`. Rows of reasoning-gym hold `question`, `answer`, `metadata`
-    and the question again as `prompt_column`; `seed` generates them unless `options` has one.
+    Rows of reasoning-gym hold `question`, `answer`, `metadata` and the question again as `prompt_column`; `seed` generates them unless
+    `options` has one.
     ValueError for a source that does not exist, cannot be read or has no rows."""
     if section.source.startswith(GYM_PREFIX):
         rows: Sequence[dict] = _generate(section, key, seed, prompt_column)
     else:
         if section.options:
             raise ValueError(f"{key}.options: only {GYM_PREFIX}FAMILY takes options; remove {', '.join(section.options)}")
-        rows = _read(section, key, base_folder)
+        rows = _read(section, key)
     if len(rows) == 0:
         raise ValueError(f"{key}.source: {section.source} (split {section.split}) has no rows")
     return rows
@@ -43,8 +43,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean `{near[0]}`?" if near else ""
 
 
-def _read(section: DatasetSection, key: str, base_folder: str | Path | None) -> datasets.Dataset:
-    path = _find(section.source, key, base_folder)
+def _read(section: DatasetSection, key: str) -> datasets.Dataset:
+    path = _find(section.source, key)
     try:
         if path is None:
             data = datasets.load_dataset(section.source, section.subset, split=section.split)
@@ -61,17 +61,15 @@ def _read(section: DatasetSection, key: str, base_folder: str | Path | None) -> 
     return data if section.size is None else data.select(range(min(section.size, len(data))))
 
 
-def _find(source: str, key: str, base_folder: str | Path | None) -> Path | None:
+def _find(source: str, key: str) -> Path | None:
     """The file or folder of that name; None when the name can only be a hub data set. ValueError for a path that does not exist."""
     path = Path(source).expanduser()
-    places = [path] if base_folder is None else [path, Path(base_folder) / path]
-    for place in places:
-        if place.is_dir() or (place.is_file() and place.suffix in _FORMATS):
-            return place.resolve()
-        if place.is_file():
-            raise ValueError(f"{key}.source: {place} must end in one of {', '.join(_FORMATS)}")
+    if path.is_dir() or (path.is_file() and path.suffix in _FORMATS):
+        return path.resolve()
+    if path.is_file():
+        raise ValueError(f"{key}.source: {path} must end in one of {', '.join(_FORMATS)}")
     if path.suffix in _FORMATS or path.is_absolute() or source.startswith(".") or source.count("/") > 1:
-        raise ValueError(f"{key}.source: no file or folder {' or '.join(str(p.absolute()) for p in places)}")
+        raise ValueError(f"{key}.source: no file or folder {path.absolute()}")
     return None
 
 

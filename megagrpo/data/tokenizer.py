@@ -32,15 +32,14 @@ def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> To
     return HuggingFaceTokenizer(tokenizer, _generation_eos(model_path or path))
 
 
-def read_chat_template(chat_template: str | None, base_folder: str | Path | None = None) -> str | None:
-    """`data.chat_template` as text: a file (looked for here, then in `base_folder`) by its content; Jinja, None and `none` as they are.
+def read_chat_template(chat_template: str | None) -> str | None:
+    """`data.chat_template` as text: a file by its content; Jinja, None and `none` as they are.
 
     ValueError for what is neither."""
     if chat_template is None or chat_template == PLAIN_TEXT or "{{" in chat_template or "{%" in chat_template:
         return chat_template
-    for folder in (Path(), *([Path(base_folder)] if base_folder else [])):
-        if (folder / chat_template).is_file():
-            return (folder / chat_template).read_text()
+    if Path(chat_template).is_file():
+        return Path(chat_template).read_text()
     raise ValueError(f"data.chat_template: {chat_template!r} is no file, no Jinja text (it has no {{{{ and no {{%) and not `{PLAIN_TEXT}`")
 
 

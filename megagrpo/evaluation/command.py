@@ -50,7 +50,7 @@ def run(
         folder = serving.find(checkpoint, adapter)
         tokenizer = load_tokenizer(config.model.tokenizer or folder, folder)
         dialogues = make_dialogues(config, tokenizer, base_folder, resources)
-        sets = load_sets(config, tokenizer, base_folder, *((dialogues.tools, dialogues.columns) if dialogues else ()))
+        sets = load_sets(config, tokenizer, *((dialogues.tools, dialogues.columns) if dialogues else ()))
         if not sets:
             raise ValueError("evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval")
         serving.start()

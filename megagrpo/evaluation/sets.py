@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import batched
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -44,7 +43,7 @@ class HeldOut:
 
 
 def load_sets(
-    config: RunConfig, tokenizer: Tokenizer, base_folder: Path, tools: Sequence[dict[str, Any]] = (), columns: Sequence[str] = ()
+    config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = (), columns: Sequence[str] = ()
 ) -> list[HeldOut]:
     """The sets that the config names; `tools` are shown in their prompts, `columns` are rewards beside those of functions. ValueError for
     one that cannot be used, and for a pass_function that is no reward."""
@@ -60,7 +59,7 @@ def load_sets(
     for name, section in evaluation_sets(config).items():
         own = {key: getattr(section, key) for key in ("prompt_column", "columns", "extract_hash_answer")}
         data, key = config.data.model_copy(update=own), f"evaluation.sets.{name}" if name else "data.eval"
-        source = PromptSource(section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder, key, tools)
+        source = PromptSource(section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, key, tools)
         truncation = Truncation(section.top_p, section.top_k, section.min_p)
         sampling = SamplingParams(section.temperature, section.max_completion_length, tokenizer.eos_token_ids, truncation)
         about = function, evaluation.pass_reward, answer

@@ -53,7 +53,7 @@ def make_dialogues(config: RunConfig, tokenizer: Tokenizer, base_folder: Path, r
     """Those that `multi_turn` describes, to be closed with `resources`; None without. ValueError for what cannot be used."""
     if not config.multi_turn.enabled:
         return None
-    template = read_chat_template(config.data.chat_template, base_folder)
+    template = read_chat_template(config.data.chat_template)
     players = resources.enter_context(Players(config.multi_turn, base_folder))
     names = display_names(config.rewards.functions)
     if taken := sorted(set(names) & set(players.columns)):

@@ -28,7 +28,7 @@ class Players:
 
     def __init__(self, section: MultiTurnSection, base_folder: str | Path | None = None):
         self.section = section
-        self._scheduler, tools, self._environment = targets(section, base_folder)
+        self._scheduler, tools, self._environment = targets(section)
         self._targets = [target for target in (self._scheduler, *tools, self._environment) if target is not None]
         self._pool = WorkerPool(section.workers, None if base_folder is None else str(Path(base_folder).resolve()))
         try:

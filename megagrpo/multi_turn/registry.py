@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megagrpo.config import MultiTurnSection
 from megagrpo.rewards.registry import Target, locate
 
@@ -15,9 +13,9 @@ SCHEDULERS = {
 TOOLS = {"calculator": "megagrpo.multi_turn.calculator:calculator"}
 
 
-def targets(section: MultiTurnSection, base_folder: str | Path | None = None) -> tuple[Target | None, list[Target], Target | None]:
+def targets(section: MultiTurnSection) -> tuple[Target | None, list[Target], Target | None]:
     """(scheduler, tools, environment). ValueError, with the key, for a name that is none and a file that is not there."""
-    scheduler = section.scheduler and locate(section.scheduler, "multi_turn.scheduler", "scheduler", SCHEDULERS, base_folder)
-    tools = [locate(name, f"multi_turn.tools.{i}", "tool", TOOLS, base_folder) for i, name in enumerate(section.tools)]
-    environment = section.environment and locate(section.environment, "multi_turn.environment", "environment", {}, base_folder)
+    scheduler = section.scheduler and locate(section.scheduler, "multi_turn.scheduler", "scheduler", SCHEDULERS)
+    tools = [locate(name, f"multi_turn.tools.{i}", "tool", TOOLS) for i, name in enumerate(section.tools)]
+    environment = section.environment and locate(section.environment, "multi_turn.environment", "environment", {})
     return scheduler or None, tools, environment or None

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import LoraSection, ParallelSection
+from megagrpo.config_io import shipped_configs
 from megagrpo.policy.hf_config import HfConfig, projections, read_raw_config, stage_layers
 
-KNOWN_SHAPES = Path(__file__).parents[2] / "configs" / "models"  # OWNER/NAME/config.json, for machines that cannot reach the hub
+KNOWN_SHAPES = shipped_configs() / "models"  # OWNER/NAME/config.json, for machines that cannot reach the hub
 
 
 def model_shape(path: str) -> dict[str, Any]:

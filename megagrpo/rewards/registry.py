@@ -55,19 +55,19 @@ class Target:
     heavy: bool = False
 
 
-def resolve(function: str, base_folder: str | Path | None = None, plugins: Sequence[str] = ()) -> Target:
-    """Where `function` (as in `rewards.functions[].function`) is defined. Files are looked for here, then in `base_folder`.
+def resolve(function: str, plugins: Sequence[str] = ()) -> Target:
+    """Where `function` (as in `rewards.functions[].function`) is defined.
 
     Raises ValueError for an unknown name, naming the known ones, and for a file that does not exist."""
     if function.startswith(_MODEL):
-        return Target(*_split(REWARD_MODEL), given=(("path", _model_path(function.removeprefix(_MODEL), base_folder)),), heavy=True)
+        return Target(*_split(REWARD_MODEL), given=(("path", _model_path(function.removeprefix(_MODEL))),), heavy=True)
     if function.startswith(_URL):
         return Target(*_split(SERVED_REWARD), given=(("url", function),))
     if _FILE_PATH.fullmatch(function):
         path, attribute = function.rsplit(":", 1)
-        return Target(str(find_file(path, base_folder, "rewards.functions")), attribute)
+        return Target(str(find_file(path, "rewards.functions")), attribute)
     if plugins and function not in BUILT_IN and _NAME.fullmatch(function):
-        return Target("", function, plugins=tuple(str(find_file(path, base_folder, "rewards.plugins")) for path in plugins))
+        return Target("", function, plugins=tuple(str(find_file(path, "rewards.plugins")) for path in plugins))
     dotted = BUILT_IN.get(function, function)
     if not _IMPORT_PATH.fullmatch(dotted):
         raise ValueError(
@@ -77,11 +77,11 @@ def resolve(function: str, base_folder: str | Path | None = None, plugins: Seque
     return Target(*_split(dotted))
 
 
-def locate(name: str, key: str, kind: str, built_in: Mapping[str, str], base_folder: str | Path | None = None) -> Target:
+def locate(name: str, key: str, kind: str, built_in: Mapping[str, str]) -> Target:
     """Where another `kind` of plug-in than a reward function is defined, given by the config's `key`; as `resolve`."""
     if _FILE_PATH.fullmatch(name):
         path, attribute = name.rsplit(":", 1)
-        return Target(str(find_file(path, base_folder, key)), attribute)
+        return Target(str(find_file(path, key)), attribute)
     dotted = built_in.get(name, name)
     if not _IMPORT_PATH.fullmatch(dotted):
         known = f"known: {', '.join(built_in)}; your own: " if built_in else "give it as "
@@ -115,26 +115,22 @@ def did_you_mean(word: str, known) -> str:
     return f"; did you mean `{near[0]}`?" if near else ""
 
 
-def find_file(path: str, base_folder: str | Path | None, key: str) -> Path:
-    """The file of that name here or in `base_folder`. ValueError, naming the config's `key`, when there is none."""
-    candidates = _candidates(path, base_folder)
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate.resolve()
-    raise ValueError(f"{key}: no file {' or '.join(str(c.absolute()) for c in candidates)}")
+def find_file(path: str, key: str) -> Path:
+    """The file of that name, resolved. ValueError, naming the config's `key`, when it does not exist."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"{key}: no file {file.absolute()}")
+    return file.resolve()
 
 
-def _model_path(path: str, base_folder: str | Path | None) -> str:
-    """The folder of that name here or in `base_folder`; else the name as it is, of a model on the hub."""
-    folders = [str(c.resolve()) for c in _candidates(path, base_folder) if c.is_dir()]
-    if not folders and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+def _model_path(path: str) -> str:
+    """The folder of that name, resolved; else the name as it is, of a model on the hub. ValueError for a path that is no folder."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ValueError(f"rewards.functions: `{_MODEL}{path}`: no folder {path}")
-    return folders[0] if folders else path
-
-
-def _candidates(path: str, base_folder: str | Path | None) -> list[Path]:
-    here = Path(path).expanduser()
-    return [here] if base_folder is None else [here, Path(base_folder) / path]
+    return path
 
 
 def _split(dotted: str) -> tuple[str, str]:

@@ -30,12 +30,12 @@ class RewardScorer:
 
     Plain functions share `rewards.workers` processes; async ones run concurrently in one more, up to `rewards.concurrency` calls; reward
     models and functions with `own_worker` have a process each. All are loaded here at construction: ValueError for an unknown name, a
-    function that cannot be imported, or an argument it does not take. `base_folder` is where relative .py files and modules are looked for
+    function that cannot be imported, or an argument it does not take. `base_folder` is where modules are looked for
     after the current folder. Call `close` at the end (or use `with`)."""
 
     def __init__(self, section: RewardsSection, max_completion_length: int, base_folder: str | Path | None = None):
         names = display_names(section.functions)
-        targets = [resolve(f.function, base_folder, section.plugins) for f in section.functions]
+        targets = [resolve(f.function, section.plugins) for f in section.functions]
         self._functions = [
             Function(name, target, f.weight, f.args, f.timeout or section.timeout, f"own {i}" if f.own_worker or target.heavy else SHARED)
             for i, (name, target, f) in enumerate(zip(names, targets, section.functions, strict=True))

@@ -66,7 +66,7 @@ def main(
         raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *problems]))
     folder = resolve_model(config.model.path)
     hf_config = load_hf_config(folder)
-    samples = batch_of(_texts(config, path.parent, folder, tokens))
+    samples = batch_of(_texts(config, folder, tokens))
     speaks = os.environ.get("RANK", "0") == "0"
 
     def judge(config: RunConfig) -> Verdict:
@@ -94,11 +94,11 @@ def main(
     return 0 if verdict.passed else 1
 
 
-def _texts(config: RunConfig, base_folder: Path, folder: Path, tokens: int) -> list[Tensor]:
+def _texts(config: RunConfig, folder: Path, tokens: int) -> list[Tensor]:
     """Prompts of the training data, `tokens` of them in all: text as the model knows it, for which nothing must be generated."""
     tokenizer = load_tokenizer(config.model.tokenizer or folder, folder)
     try:
-        source = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, base_folder)
+        source = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     texts, total = [], 0

@@ -93,4 +93,5 @@ def test_a_folder_with_an_earlier_run_is_refused_or_moved_aside(parts):
     moved = world.train(parts.folder.parent, "run.max_steps=1", "run.overwrite=true")
     assert moved.code == 0 and [line["step"] for line in moved.lines] == [1] and moved.saved == ["step_000001"]
     aside = parts.folder.with_name("run.1")
+    assert f"the earlier run in {parts.folder} was moved to {aside} (run.overwrite)" in moved.out
     assert (aside / "checkpoints" / "step_000004" / "megagrpo.json").exists() and (aside / "metrics.jsonl").read_text().count("\n") == 4

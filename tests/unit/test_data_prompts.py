@@ -49,11 +49,11 @@ def jsonl(tmp_path_factory) -> Path:
     return path
 
 
-def source(tokenizer, path, *, seed=0, limit=100, base_folder=None, dataset=None, evaluate=False, **data) -> PromptSource:
+def source(tokenizer, path, *, seed=0, limit=100, dataset=None, evaluate=False, **data) -> PromptSource:
     section = {"source": str(path), **(dataset or {})}
     config = DataSection(train=section, eval=section if evaluate else None, **data)
     key = "data.eval" if evaluate else "data.train"
-    return PromptSource(config.eval if evaluate else config.train, config, tokenizer, limit, seed, base_folder, key)
+    return PromptSource(config.eval if evaluate else config.train, config, tokenizer, limit, seed, key)
 
 
 def text(tokenizer, prompt) -> str:
@@ -173,11 +173,10 @@ def test_a_file_answers_to_any_split_name(tokenizer, jsonl):
     assert len(source(tokenizer, jsonl, dataset={"split": "validation[:3]"})) == 3
 
 
-def test_relative_paths_start_here_or_beside_the_config(tokenizer, jsonl, tmp_path, monkeypatch):
-    assert len(source(tokenizer, "rows.jsonl", base_folder=jsonl.parent)) == 10
+def test_relative_paths_count_from_the_current_folder(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     monkeypatch.chdir(tmp_path)
-    assert len(source(tokenizer, "rows.jsonl", base_folder=jsonl.parent)) == 1
+    assert len(source(tokenizer, "rows.jsonl")) == 1
 
 
 @pytest.mark.parametrize("mode, kept, longest", [("drop", [0, 2], 4), ("truncate_left", [0, 1, 2, 3], 4)])

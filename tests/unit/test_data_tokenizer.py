@@ -127,14 +127,13 @@ def test_without_a_template_strings_are_plain_text_and_all_else_is_an_error(chat
         load_tokenizer(chat_folder).render("Hi", system_prompt="Short.", chat_template="none")
 
 
-def test_a_chat_template_comes_as_text_or_from_a_file_here_or_beside_the_config(tmp_path, monkeypatch):
+def test_a_chat_template_comes_as_text_or_from_a_file(tmp_path, monkeypatch):
     (tmp_path / "chat.jinja").write_text(CHATML)
-    assert read_chat_template("chat.jinja", tmp_path) == CHATML
     monkeypatch.chdir(tmp_path)
     assert read_chat_template("chat.jinja") == CHATML
     assert read_chat_template(LLAMA_2) == LLAMA_2 and read_chat_template("none") == "none" and read_chat_template(None) is None
     with pytest.raises(ValueError, match=r"data.chat_template: 'other.jinja' is no file"):
-        read_chat_template("other.jinja", tmp_path)
+        read_chat_template("other.jinja")
 
 
 def test_a_missing_tokenizer_is_named(tmp_path):

@@ -226,13 +226,13 @@ def test_the_example_loads_and_plans():
 
 def test_the_rewards_of_the_example_score_its_rows():
     config = load_config(EXAMPLE)
-    rows = load_rows(config.data.train, "data.train", 0, config.data.prompt_column, EXAMPLE.parent)
+    rows = load_rows(config.data.train, "data.train", 0, config.data.prompt_column)
     answers = ["Paris", "The capital of Japan, a country of many islands, is Tokyo.", "Milan"]
     rollouts = [
         Rollout(Prompt(i, (1,), row["question"], row), (1, 2), (-0.1, -0.1), "stop", 1, answer)
         for i, (row, answer) in enumerate(zip(rows, answers, strict=False))
     ]
-    with RewardScorer(config.rewards, config.rollout.max_completion_length, EXAMPLE.parent) as scorer:
+    with RewardScorer(config.rewards, config.rollout.max_completion_length) as scorer:
         scorer.check_columns(rows[0])
         scored = scorer.score(rollouts)
     assert [s.rewards for s in scored] == [

@@ -146,7 +146,7 @@ def players(plugins):
 
     def make(**section):
         def path(name):
-            return f"mine.py:{name}" if name in PLUGINS else name
+            return f"{plugins}:{name}" if name in PLUGINS else name
 
         named = {k: [path(n) for n in v] if isinstance(v, list) else path(v) for k, v in section.items() if isinstance(v, (str, list))}
         made.append(Players(MultiTurnSection(**dict(timeout=5.0, workers=2) | section | named), plugins.parent))
@@ -262,13 +262,17 @@ def test_episodes_die_with_their_worker_and_a_killed_worker_is_noticed_at_once(p
         (dict(scheduler="math_tip"), "multi_turn.scheduler: `math_tip` is no scheduler; did you mean `math_tip_trick`"),
         (dict(environment="Board"), "multi_turn.environment: `Board` is no environment; give it as package.module:name"),
         (dict(tools=["nowhere.py:f"]), "multi_turn.tools.0: no file .*nowhere.py"),
-        (dict(tools=["mine.py:nothing"]), "has no function `nothing`"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_what_cannot_be_used_is_refused_before_training(players, section, problem):
     with pytest.raises(ValueError, match=problem):
         players(**section)
+
+
+def test_a_tool_that_its_file_does_not_define_is_refused(players, plugins):
+    with pytest.raises(ValueError, match="has no function `nothing`"):
+        players(tools=[f"{plugins}:nothing"])
 
 
 # ----------------------------------------------------------------------------------------------------------------- schedulers
@@ -522,14 +526,14 @@ def test_what_reset_says_is_at_the_end_of_the_prompt(tokenizer, players):
     ],
 )
 def test_rewards_must_have_names_of_their_own_and_a_source(tokenizer, plugins, functions, section, problem):
-    named = {key: f"mine.py:{name}" for key, name in section.items()}
+    named = {key: f"{plugins}:{name}" for key, name in section.items()}
     config = tiny_run(rewards=dict(functions=functions), multi_turn=named, data=dict(chat_template=HERMES, train=dict(source="none")))
     with ExitStack() as resources, pytest.raises(ValueError, match=problem):
         make_dialogues(config, tokenizer, plugins.parent, resources)
 
 
 def test_what_a_configuration_describes_shows_its_tools_and_columns(tokenizer, plugins):
-    values = dict(environment="mine.py:Counter", tools=["calculator"], scheduler="mine.py:Patient", scheduler_args={"limit": 1})
+    values = dict(environment=f"{plugins}:Counter", tools=["calculator"], scheduler=f"{plugins}:Patient", scheduler_args={"limit": 1})
     config = tiny_run(rewards=dict(functions=[]), multi_turn=values, data=dict(chat_template=HERMES, train=dict(source="none")))
     with ExitStack() as resources:
         made = make_dialogues(config, tokenizer, plugins.parent, resources)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import RewardsSection
+from megagrpo.config.paths import anchored
 from megagrpo.rewards import pool as pool_module
 from megagrpo.rewards.feed import Feed
 from megagrpo.rewards.pool import WorkerPool
@@ -110,7 +111,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def scorer(folder, *functions, **section):
-    section = RewardsSection(functions=[f if isinstance(f, dict) else {"function": f"mine.py:{f}"} for f in functions], **section)
+    listed = [dict(f) if isinstance(f, dict) else {"function": f"mine.py:{f}"} for f in functions]
+    section = RewardsSection(**anchored({"rewards": {"functions": listed, **section}}, folder)["rewards"])
     return RewardScorer(section, max_completion_length=100, base_folder=folder)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import RewardsSection
+from megagrpo.config.paths import anchored
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 
@@ -113,7 +114,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def scorer(folder, *functions, timeout=10.0, workers=2):
-    section = RewardsSection(functions=[f if isinstance(f, dict) else {"function": f} for f in functions], timeout=timeout, workers=workers)
+    values = {"rewards": {"functions": [dict(f) if isinstance(f, dict) else {"function": f} for f in functions]}}
+    section = RewardsSection(**anchored(values, folder)["rewards"], timeout=timeout, workers=workers)
     return RewardScorer(section, max_completion_length=100, base_folder=folder)
 
 
@@ -344,7 +346,7 @@ def test_an_argument_from_the_config_stands_in_for_a_column(folder):
 def test_modules_are_found_in_the_current_folder_and_beside_the_config(folder, tmp_path, monkeypatch):
     (tmp_path / "here.py").write_text("def two(completions):\n    return [2.0] * len(completions)\n")
     monkeypatch.chdir(tmp_path)
-    with scorer(folder, "here:two", "here.py:two", "mine:length") as s:
+    with scorer(folder, "here:two", f"{tmp_path}/here.py:two", "mine:length") as s:
         assert s.score(rollouts("a"))[0].rewards == {"two": 2.0, "two_2": 2.0, "length": 1.5}
 
 
@@ -362,7 +364,7 @@ from megagrpo.rewards.pool import Call, WorkerPool
 from megagrpo.rewards.registry import resolve
 pool = WorkerPool(2)
 print(*[worker.process.pid for worker in pool._workers], flush=True)
-call = Call(resolve("mine.py:{function}", {folder!r}), arguments={{"completions": ["hang"]}}, timeout=600)
+call = Call(resolve("{folder}/mine.py:{function}"), arguments={{"completions": ["hang"]}}, timeout=600)
 pool.run([call, call], lambda call, outcome: [])
 """
 

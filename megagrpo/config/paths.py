@@ -1,0 +1,86 @@
+"""Makes the relative paths of a YAML file absolute: they count from the folder of the file in which they stand.
+
+Overrides on the command line do not pass through here; their paths count from the current folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_FUNCTION_IN_FILE = re.compile(r"(.+\.py)(:[A-Za-z_]\w*)")
+_REWARD_MODEL = "model:"
+
+
+def anchored(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`values`, as read from a YAML file in `folder`, with every relative path made absolute, in place. Values of a wrong type stay."""
+    for key, resolve in PATHS.items():
+        _rewrite(values, key.split("."), lambda text, resolve=resolve: resolve(text, folder))
+    return values
+
+
+def _rewrite(node: Any, parts: list[str], resolve: Callable[[str], str]) -> None:
+    """Applies `resolve` to the strings below `node` at the dotted key `parts`; `*` is any place in a list and any key of a mapping."""
+    first, *rest = parts
+    if isinstance(node, list):
+        keys = range(len(node)) if first == "*" else []
+    else:
+        keys = [key for key in node if first in ("*", key)] if isinstance(node, dict) else []
+    for key in keys:
+        if rest:
+            _rewrite(node[key], rest, resolve)
+        elif isinstance(node[key], str):
+            node[key] = resolve(node[key])
+
+
+def _file(text: str, folder: Path) -> str:
+    """A path of a file that may or may not exist yet."""
+    return os.path.abspath(folder / os.path.expanduser(text)) if text else text
+
+
+def _folder_or_name(text: str, folder: Path) -> str:
+    """A model or a tokenizer: a path when it exists in `folder` or can be no hub name; else a hub name or `package:NAME`."""
+    is_path = text.startswith((".", "~")) or text.count("/") > 1 or os.path.exists(folder / text)
+    return _file(text, folder) if is_path else text
+
+
+def _data(text: str, folder: Path) -> str:
+    """A data source: like a model, and a name with a known suffix is a file."""
+    return _file(text, folder) if text.endswith(DATA_SUFFIXES) else _folder_or_name(text, folder)
+
+
+def _function(text: str, folder: Path) -> str:
+    """`path/file.py:name` or `model:PATH`; other names stay."""
+    if found := _FUNCTION_IN_FILE.fullmatch(text):
+        return _file(found[1], folder) + found[2]
+    if text.startswith(_REWARD_MODEL):
+        return _REWARD_MODEL + _folder_or_name(text.removeprefix(_REWARD_MODEL), folder)
+    return text
+
+
+def _template(text: str, folder: Path) -> str:
+    """A chat template: Jinja text and single words stay."""
+    return text if "{{" in text or "{%" in text or not ("." in text or "/" in text) else _file(text, folder)
+
+
+PATHS: dict[str, Callable[[str, Path], str]] = {
+    "model.path": _folder_or_name,
+    "model.reference_path": _folder_or_name,
+    "model.tokenizer": _folder_or_name,
+    "lora.adapter_path": _file,
+    "data.train.source": _data,
+    "data.eval.source": _data,
+    "evaluation.sets.*.source": _data,
+    "data.chat_template": _template,
+    "rewards.functions.*.function": _function,
+    "rewards.plugins.*": _file,
+    "multi_turn.scheduler": _function,
+    "multi_turn.tools.*": _function,
+    "multi_turn.environment": _function,
+    "rollout.urls_file": _file,
+    "rollout.token_file": _file,
+}
