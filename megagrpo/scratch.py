@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
+import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +17,8 @@ from pathlib import Path
 PREFIX = "megagrpo_tmp_"  # rollout/supervisor.py knows it too
 LOCK = ".lock"  # held as long as the process lives; unlike a process id it means the same in every container
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_ATTEMPTS = 3  # to remove a folder that a process still writes to
+_NO_LINK = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
@@ -42,7 +44,7 @@ def temporary_files() -> Iterator[Path]:
             tempfile.tempdir = str(given)
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
             lock.close()
             remove_left(around)
 
@@ -53,4 +55,65 @@ def remove_left(around: Path) -> None:
         with contextlib.suppress(OSError), lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if lock.stat().st_size:
-                shutil.rmtree(lock.parent, ignore_errors=True)
+                remove_tree(lock.parent)
+
+
+def remove_tree(folder: str | os.PathLike) -> bool:
+    """Remove `folder` and its content, which a foreign program made. Returns whether the folder is gone; raises no OSError.
+
+    Python 3.12's shutil.rmtree recurses, and a program can nest more folders than Python has stack frames or a path has bytes. So every
+    folder is first moved to the top, and one folder is open at a time. Folders without permissions get them. No symbolic link is followed.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            with _opened(folder) as top:
+                _empty(top)
+            os.rmdir(folder)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _empty(top: int) -> None:
+    """Remove what can be removed of the content of an open folder."""
+    prefix, moved, pending = secrets.token_hex(8), 0, _unlink_files(top)
+    while pending:
+        name = pending.pop()
+        with contextlib.suppress(OSError):
+            with _opened(name, top) as folder:
+                for below in _unlink_files(folder):
+                    moved += 1
+                    with contextlib.suppress(OSError), _opened(below, folder):  # a move writes `..`, which takes the right to write
+                        os.rename(below, f"{prefix}{moved}", src_dir_fd=folder, dst_dir_fd=top)
+                        pending.append(f"{prefix}{moved}")
+            os.rmdir(name, dir_fd=top)
+
+
+def _unlink_files(folder: int) -> list[str]:
+    """Unlink everything in an open folder but folders; the names of the folders."""
+    with os.scandir(folder) as found:
+        entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
+    for name, is_folder in entries:
+        if not is_folder:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+    return [name for name, is_folder in entries if is_folder]
+
+
+@contextlib.contextmanager
+def _opened(name: str | os.PathLike, within: int | None = None) -> Iterator[int]:
+    """A descriptor of a folder that its owner can now read, write and enter. OSError when `name` is no folder or another user owns it."""
+    handle = os.open(name, os.O_PATH | _NO_LINK, dir_fd=within)
+    try:
+        if os.fstat(handle).st_mode & 0o700 != 0o700:
+            os.chmod(f"/proc/self/fd/{handle}", 0o700)  # fchmod rejects a descriptor that was opened with O_PATH
+        folder = os.open(".", os.O_RDONLY | _NO_LINK, dir_fd=handle)
+    finally:
+        os.close(handle)
+    try:
+        yield folder
+    finally:
+        os.close(folder)

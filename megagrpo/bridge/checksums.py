@@ -9,6 +9,8 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from megagrpo.bridge.file_names import check_inside
+
 CHECKSUMS = "checksums.json"  # file -> CRC-32, of all other files of the folder
 _CHUNK = 2**24
 
@@ -48,11 +50,13 @@ def _verify(folder: Path, written: dict[str, str]) -> None:
 
 def _listed(folder: Path) -> dict[str, str]:
     try:
-        return dict(json.loads((folder / CHECKSUMS).read_text()))
+        listed = dict(json.loads((folder / CHECKSUMS).read_text()))
     except OSError as error:
         raise ValueError(f"{folder} is damaged: {error}; copy the checkpoint again") from None
     except (ValueError, TypeError) as error:
         raise ValueError(f"{folder / CHECKSUMS} is corrupt: {error!r}; copy the checkpoint again") from None
+    check_inside(listed, folder / CHECKSUMS)
+    return listed
 
 
 def _writer(name: str) -> int | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megagrpo.bridge.file_names import check_inside
 from megagrpo.bridge.load import Checkpoint
 from megagrpo.bridge.sources import INDEX, SINGLE
 from megagrpo.bridge.tensor_files import METADATA, NAMES, Entry, first_bad, make_header, parse_header
@@ -92,6 +93,7 @@ def files_of(folder: Path) -> Files | None:
     index = (folder / INDEX).read_bytes() if (folder / INDEX).is_file() else None
     if (folder / HEADERS).is_file():
         headers = json.loads((folder / HEADERS).read_text())
+        check_inside(headers, folder / HEADERS)
         return Files(tuple(File(name, text.encode()) for name, text in headers.items()), index)
     if index is None and not (folder / SINGLE).is_file():
         return None

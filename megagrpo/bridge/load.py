@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megagrpo.boxes import brackets
 from megagrpo.bridge.families import blocks, fill, tensor_names
+from megagrpo.bridge.file_names import check_inside
 from megagrpo.bridge.sources import INDEX, SINGLE
 from megagrpo.bridge.tensor_files import Entry, TensorFile, first_bad
 from megagrpo.bridge.transfers import layer_of
@@ -134,9 +135,11 @@ class Checkpoint:
 def _weight_map(folder: Path, index: bytes) -> dict[str, str]:
     try:
         files = json.loads(index)["weight_map"]
-        absent = sorted(name for name in set(files.values()) if not (folder / name).is_file())
+        names = sorted(set(files.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"model: {folder / INDEX} is corrupt: {error!r}; download it again") from None
+    check_inside(names, folder / INDEX)
+    absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise ValueError(f"model: {folder} lacks {_list(absent)}, named in {INDEX}; download the missing files")
     return files

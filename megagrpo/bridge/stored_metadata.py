@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megagrpo.bridge.file_names import check_inside
+
 FILE = ".metadata"
 CHECKPOINT = "torch.distributed.checkpoint"
 RECORDS = {
@@ -50,4 +52,5 @@ def read_metadata(folder: Path) -> Metadata:
         metadata = _Records(file).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+    check_inside({info.relative_path for info in (metadata.storage_data or {}).values()}, folder / FILE)
     return metadata

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from megagrpo.rewards.feed import Feed
 from megagrpo.rewards.registry import Target
+from megagrpo.scratch import remove_tree
 
 LOAD_SECONDS = 300.0  # to start a worker and load the function; the deadline of the call itself starts after that
 GRACE_SECONDS = 2.0  # within which a worker of coroutines reports one that it has cancelled
@@ -149,7 +149,7 @@ class Worker:
         except ProcessLookupError:
             pass
         self.process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_tree(self._folder)
 
 
 class WorkerPool:

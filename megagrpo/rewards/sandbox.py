@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +16,8 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from megagrpo.scratch import remove_tree
 
 WALLS = ("namespaces", "mounts", "landlock", "seccomp")
 _CHILD = str(Path(__file__).with_name("sandbox_child.py"))
@@ -72,7 +73,7 @@ def run(
         }
         return _watch(job, folder / "work", limits)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
 
 
 def _watch(job: dict, folder: Path, limits: Limits) -> Ran:

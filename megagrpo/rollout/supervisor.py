@@ -4,8 +4,8 @@
 
 Whatever kills the trainer, SIGKILL included, the kernel gives this process a new parent; it looks ten times a second. Descendants whose own
 parent died become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. What the server leaves in shared memory and among
-temporary files goes with it; so does what a trainer that was killed has left there. A file of its own without imports from this
-project: it must start at once and stay small.
+temporary files goes with it; so does what a trainer that was killed has left there. It imports nothing of this project but `scratch`:
+it must start at once and stay small.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ WEIGHTS = "megagrpo-{}.*"  # what a trainer of that process id publishes its wei
 
 def main() -> int:
     """Exit status of the server, 128 + the signal's number when it was killed; 0 when it was stopped from here."""
+    sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file runs by its path
+    from megagrpo.scratch import remove_tree
+
     parent, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -54,10 +57,10 @@ def main() -> int:
     end(server, grace)
     for file in files:
         Path(file).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder)
     if os.getppid() != parent:
         if around.name.startswith(SCRATCH):
-            shutil.rmtree(around, ignore_errors=True)
+            remove_tree(around)
         for folder in Path(SHARED).glob(WEIGHTS.format(parent)):
             shutil.rmtree(folder, ignore_errors=True)
     return 0 if status is None else status if status >= 0 else 128 - status

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megagrpo.bridge.adapters import read_lora
-from megagrpo.bridge.checksums import checksums
+from megagrpo.bridge.checksums import checksums, verify_others
+from megagrpo.bridge.hf_files import HEADERS, files_of
+from megagrpo.bridge.load import Checkpoint
+from megagrpo.bridge.sources import INDEX
 from megagrpo.bridge.stored_metadata import read_metadata
 from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.serving import adapter_arguments
@@ -65,6 +70,37 @@ def test_an_index_that_would_run_something_is_refused_and_runs_nothing(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps({}))
     with pytest.raises(ValueError, match="it holds a dict"):
         StoredTensors(tmp_path)
+
+
+OUTSIDE = ["../outside.safetensors", "/etc/passwd", "a/../../outside.safetensors", "", "a\0b"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_file_name_that_leaves_its_folder_is_refused_before_the_file_is_opened(tmp_path, name):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"w": torch.zeros(2)}, tmp_path / "outside.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(ValueError, match=r"model.safetensors.index.json names the file '.*', which is not inside its folder"):
+        Checkpoint(folder)
+    (folder / HEADERS).write_text(json.dumps({name: "{}"}))  # an export writes files of these names
+    with pytest.raises(ValueError, match=r"safetensors_headers.json names the file '.*', which is not inside its folder"):
+        files_of(folder)
+    (folder / "checksums.json").write_text(json.dumps({name: "00000000"}))
+    with pytest.raises(ValueError, match=r"checksums.json names the file '.*', which is not inside its folder"):
+        verify_others(folder)
+    pieces = {MetadataIndex("w"): _StorageInfo(relative_path=name, offset=0, length=8)}
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=pieces)))
+    with pytest.raises(ValueError, match=r"\.metadata names the file '.*', which is not inside its folder"):
+        read_metadata(folder)
+
+
+def test_a_file_that_a_link_leads_to_is_read_as_the_hubs_cache_has_them(tmp_path):
+    (tmp_path / "snapshot").mkdir()
+    save_file({"w": torch.zeros(2)}, tmp_path / "blob")
+    (tmp_path / "snapshot" / "a.safetensors").symlink_to("../blob")
+    (tmp_path / "snapshot" / INDEX).write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    assert Checkpoint(tmp_path / "snapshot").tensor("w").tolist() == [0, 0]
 
 
 def test_an_index_of_torch_is_read_as_torch_reads_it(tmp_path):

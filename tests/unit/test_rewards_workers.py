@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -101,6 +102,19 @@ def leaves_a_file_and_hangs(completions, note):
     with open(note[0], "w") as file:
         file.write(folder)
     time.sleep(3600)
+
+
+def leaves_deep_folders(completions, note):
+    import tempfile
+    os.chdir(tempfile.mkdtemp())
+    for _ in range(1100):
+        os.mkdir("a")
+        os.chdir("a")
+    with open(note[0], "w") as file:
+        file.write(tempfile.gettempdir())
+    os.umask(0o777)
+    os.mkdir("closed")
+    return [1.0] * len(completions)
 """
 
 
@@ -197,6 +211,15 @@ def test_temporary_files_of_a_killed_worker_are_removed(folder, tmp_path):
     with scorer(folder, "mine.py:leaves_a_file_and_hangs", timeout=1.0) as s:
         assert s.score(rollouts("a", columns={"note": str(note)}))[0].reward == 0.0
         assert note.read_text() and not Path(note.read_text()).exists()
+
+
+def test_deep_folders_of_a_reward_are_removed_with_its_worker(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    note = tmp_path / "folder"
+    with scorer(folder, "mine.py:leaves_deep_folders") as s:
+        assert s.score(rollouts("a", columns={"note": str(note)}))[0].reward == 1.0
+        assert Path(note.read_text()).parent == Path("/dev/shm") and Path(note.read_text()).exists()
+    assert not Path(note.read_text()).exists()
 
 
 def test_a_function_too_slow_for_its_share_of_the_batch_loses_nothing(folder):

@@ -125,11 +125,13 @@ TRAINER += "    print(folder, flush=True); time.sleep(60)"
 
 
 def test_what_a_killed_trainer_leaves_among_temporary_files_goes_with_its_server():
-    with tempfile.TemporaryDirectory() as around:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as around:
         command = [sys.executable, "-c", TRAINER, sys.executable, "-S", str(SUPERVISOR)]
         trainer = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": around}, text=True)
         folder = Path(trainer.stdout.readline().strip())
-        assert folder.parent == Path(around) and list(folder.glob("vllm-*"))
+        assert folder.parent == Path(around)
+        wait_until(lambda: list(folder.glob("vllm-*")))
+        subprocess.run([sys.executable, "-c", "import os\nfor _ in range(1100):\n    os.mkdir('a'); os.chdir('a')"], cwd=folder, check=True)
         trainer.kill()
         trainer.wait()
         wait_until(lambda: not list(Path(around).iterdir()))
