@@ -10,8 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.__main__ import parse
 from megagrpo.config import ConfigError, RunConfig
@@ -65,20 +64,21 @@ def set_thread_environment(ranks: int) -> None:
 
 def torchrun(ranks: int, trainer: list[str]) -> int:
     """Runs the ranks of a run that has no other machine."""
-    own = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
-    return run_ranks(ranks, own, trainer)
+    return run_ranks(ranks, {}, trainer)
 
 
 @temporary_files()  # torchrun leaves an empty folder for logs
-def run_ranks(ranks: int, where: list[str], trainer: list[str], logs: LogsSpecs | None = None) -> int:
+def run_ranks(ranks: int, nodes: dict[str, Any], trainer: list[str], logs: LogsSpecs | None = None) -> int:
     """Runs this machine's ranks under torchrun's agent, in this process, so that a signal reaches it and it forwards it to the ranks.
-    `where` are torchrun's options for the meeting point, `logs` says where the ranks print."""
+    `nodes` are arguments of `rendezvous.options` (empty: one node), `logs` says where the ranks print."""
     os.environ.setdefault("LOGLEVEL", "ERROR")
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import config_from_args, elastic_launch, parse_args
 
-    options = [*where, f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
+    from launch import rendezvous
+
+    options = [*rendezvous.options(**nodes), f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
     config, program, words = config_from_args(parse_args([*options, "-m", *trainer]))
     if logs is not None:
         config.logs_specs, config.role, config.log_line_prefix_template = logs, "", "${role_name}"  # no prefix: one rank is printed

@@ -77,8 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     address, _, port = given.master.rpartition(":")
     number = next((os.environ[name] for name in NUMBERS if name in os.environ), "0")
     set_thread_environment(given.ranks)
-    where = [f"--nnodes={given.nodes}", f"--node-rank={number}", f"--master-addr={address}", f"--master-port={port}"]
-    return run_ranks(given.ranks, where, ["megagrpo", "train", *trainer], RankLogs(given.logs) if given.logs else None)
+    nodes = dict(rank=int(number), num_nodes=given.nodes, address=address, port=int(port))
+    return run_ranks(given.ranks, nodes, ["megagrpo", "train", *trainer], RankLogs(given.logs) if given.logs else None)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ def main(config: RunConfig, config_path: Path) -> int:
         if config.run.deterministic:
             device.make_deterministic()
         _check_plan(config)
+        if config.run.nodes == 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
+            os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK  # ranks and servers are all on this host
         layout = _layout(config)
         with ExitStack() as resources:
             trainer = build(config, config_path.parent, layout, resources)

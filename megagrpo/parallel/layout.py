@@ -5,7 +5,6 @@ This file and `device.py` are the only ones that touch `megatron.core.parallel_s
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from megagrpo.config import ParallelSection
 from megagrpo.parallel import device
+from megagrpo.parallel.rendezvous import join_world
 
 from megatron.core import parallel_state  # isort: skip  (after device, which prepares the platform)
 from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
@@ -133,12 +133,13 @@ class LateRanks(TimeoutError):
 def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
     """Form the process groups of this job and seed each rank's generators.
 
-    The world is torchrun's (or any launcher's that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT), a default process group that
-    exists already, or this one process. Raises ValueError when tp x cp x pp, or ep x etp x pp, does not divide the world.
+    The world is the launcher's (or that of any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT), a default process
+    group that exists already, or this one process. Raises ValueError when tp x cp x pp, or ep x etp x pp, does not divide the world.
     """
     timeout = timedelta(minutes=parallel.timeout_minutes)
     device.select_local_device()
-    _init_world(timeout)
+    if not dist.is_initialized():
+        join_world(device.backend(), timeout)
     world_size = dist.get_world_size()
     if world_size % parallel.model_parallel_size:
         raise ValueError(
@@ -162,15 +163,6 @@ def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
     )
     model_parallel_cuda_manual_seed(seed)
     return _describe(parallel, timeout)
-
-
-def _init_world(timeout: timedelta) -> None:
-    if dist.is_initialized():
-        return
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(device.backend(), timeout=timeout)
-    else:
-        dist.init_process_group(device.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:

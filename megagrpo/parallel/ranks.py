@@ -29,6 +29,7 @@ import torch._dynamo
 
 import megagrpo.parallel.layout  # noqa: F401
 from megagrpo.parallel import device
+from megagrpo.parallel.rendezvous import stay_on_this_host
 
 # Above and here: imported before the forks, once for all. Megatron's optimizer would import the last one in each rank, torch the first.
 import megatron.core.models.mimo.optimizer  # noqa: F401  # isort: skip
@@ -119,6 +120,7 @@ def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable, args
         if not device.has_gpu():
             torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool
         device.select_local_device()
+        stay_on_this_host()
         torch.distributed.init_process_group(device.backend(), init_method=f"file://{folder}/store", rank=rank, world_size=n)
         result = function(*args)
         (folder / f"result_{rank}").write_bytes(pickle.dumps(result))

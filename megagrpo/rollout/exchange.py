@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import re
 import socket
 import time
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from megagrpo.rollout.shared_weights import WeightSyncError
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 CODE_LENGTH = 64  # hexadecimal digits before each note
 LONGEST_PAUSE = 0.1  # seconds between two looks at the board
 
@@ -152,7 +153,7 @@ class Exchange:
                 self.group = dist.ProcessGroupNCCL(store, rank, size, options)
                 self.group.eager_connect_single_device(device)  # now, with everybody: later not all ranks take part in each call
             else:
-                self.group = dist.ProcessGroupGloo(store, rank, size, deadline.left())
+                self.group = dist.ProcessGroupGloo(store, rank, size, _gloo_options(board.host, deadline))
         except RuntimeError as error:
             raise WeightSyncError(f"forming the group of {size} ranks and workers: {_first_line(error)}") from None
 
@@ -183,6 +184,16 @@ class Exchange:
         if self.group is not None and self.device.type == "cuda":
             self.group.abort()
         self.group = None
+
+
+def _gloo_options(host: str, deadline: Deadline) -> dist.ProcessGroupGloo._Options:
+    """Options by which gloo listens on the interface that leads to the board alone; GLOO_SOCKET_IFNAME may name another one."""
+    options, named = dist.ProcessGroupGloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    options._timeout = deadline.left()
+    address = own_address(f"http://{host}") if host else socket.gethostname()
+    place = dict(hostname=address) if named == LOOPBACK_INTERFACE else dict(interface=named)
+    options._devices = [dist.ProcessGroupGloo.create_device(**place)]
+    return options
 
 
 def wait(pending: Sequence[Pending], deadline: Deadline) -> None:

@@ -307,6 +307,9 @@ class Launcher:
         env = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("TORCHELASTIC_")}
         env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
         env["VLLM_PLUGINS"] = "megagrpo"
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the workers of a server are on one host
+        if self.host == HOST:
+            env["NCCL_SOCKET_IFNAME"] = "lo"  # so are all ranks that send them weights
         if self.token is not None:
             env[TOKEN_VARIABLE] = self.token
         if self.options.lora_rank:

@@ -111,7 +111,7 @@ class PointToPoint:
             self.leave_group()
             self.board = Board(host, 0, Deadline(self.seconds), self.secret, serve=True)
         self.attempts += 1
-        return Invitation(host or os.environ["MASTER_ADDR"], self.board.port, self.secret, self.attempts, servers)
+        return Invitation(host or _name_of_this_host(), self.board.port, self.secret, self.attempts, servers)
 
     def _enroll(self, keys: list[list[tuple[str, tuple[int, ...], Box]]]) -> None:
         tensors: dict[str, tuple[tuple[int, ...], dict[Box, list[int]]]] = {}
@@ -365,8 +365,20 @@ class _Held:
 
 
 def _meeting_address(servers: Collection[str]) -> str:
-    """The address of this host that all `servers`, and ranks on other hosts, reach it by; "" where there is more than one."""
+    """The address of this host that all `servers`, and ranks on other hosts, reach it by; "" where there is more than one.
+
+    A server on this host also reaches an address that other hosts reach.
+    """
     found = {own_address(url) for url in servers}
-    if os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1"):
+    if _has_ranks_elsewhere():
         found.add(socket.gethostbyname(os.environ["MASTER_ADDR"]))
+    found = {address for address in found if not address.startswith("127.")} or found
     return found.pop() if len(found) == 1 else ""
+
+
+def _name_of_this_host() -> str:
+    return os.environ["MASTER_ADDR"] if _has_ranks_elsewhere() else socket.gethostname()
+
+
+def _has_ranks_elsewhere() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")

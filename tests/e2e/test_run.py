@@ -1,13 +1,17 @@
-"""Three steps of a tiny model through launch/local.sh, with a vLLM server of its own: what a run leaves behind, and what it does not."""
+"""Three steps of a tiny model on two ranks through launch/local.sh, with a vLLM server of two workers: what a run leaves, and what not."""
 
 import math
+import socket
 
 import pytest
 
 from megagrpo.config import load_config
+from megagrpo.rollout.access import address_of
 from tests.e2e import world
+from tests.listening import listening
 
 STEPS, PROMPTS, GROUP = 3, 4, 4
+OPTIONS = ["run.max_steps=3", "run.tensorboard=true", "run.log_completions_steps=2", "parallel.tp=2", "rollout.tp=2"]
 METRICS = {
     *("step", "wall_time", "weight_version", "checkpoint/failures", "tokens_per_second", "memory_gb", "num_tokens"),
     *("reward", "reward_std", "reward_std_batch", "frac_reward_zero_std", "rewards/low_bytes/mean", "rewards/low_bytes/std"),
@@ -25,17 +29,25 @@ METRICS = {
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """The run, and the processes and files in shared memory that it had while it went on."""
+    """The run, and the processes, the files in shared memory and the listening sockets that it had while it went on. Its environment
+    names an interface that other hosts reach, where this machine has one."""
     output = tmp_path_factory.mktemp("run")
-    held_out = f"data.eval.source={world.folder()}/eval.jsonl"
-    options = ["run.max_steps=3", "run.tensorboard=true", "run.log_completions_steps=2", held_out]
-    process = world.start(output, *options, launched=True)
+    options = [*OPTIONS, f"data.eval.source={world.folder()}/eval.jsonl"]
+    interfaces = [name for _, name in socket.if_nameindex() if name != "lo" and has_address(name)]
+    process = world.start(output, *options, launched=True, NPROC="2", GLOO_SOCKET_IFNAME=[*interfaces, "lo"][0])
     world.wait_for(lambda: world.steps_done(output) or process.poll() is not None, "first step")
     processes = world.family(process.pid)
-    files = world.shared_memory(processes)
+    files, addresses = world.shared_memory(processes), listening(processes)
     run = world.finish(process, output)
     assert run.code == 0, run.out + run.err
-    return run, processes, files
+    return run, processes, files, addresses
+
+
+def has_address(interface):
+    try:
+        return bool(address_of(interface))
+    except ValueError:
+        return False
 
 
 def test_every_step_and_evaluation_is_a_line_of_finite_metrics(watched):
@@ -70,7 +82,7 @@ def test_the_config_that_ran_is_kept_and_loads_back(watched):
     run = watched[0]
     config = load_config(run.folder / "resolved.yaml")
     assert config.run.max_steps == STEPS and config.rollout.num_generations == GROUP
-    words = world.arguments(run.folder.parent, "run.max_steps=3", "run.tensorboard=true", "run.log_completions_steps=2", launched=True)
+    words = world.arguments(run.folder.parent, *OPTIONS, launched=True)
     given = load_config(words[0], [*words[1:], f"data.eval.source={world.folder()}/eval.jsonl"])
     assert config == given
 
@@ -98,9 +110,13 @@ def test_the_console_tells_steps_evaluations_and_a_sample(watched):
     assert "Traceback" not in watched[0].err and "Error" not in watched[0].err
 
 
+def test_no_socket_of_the_run_listens_on_an_address_that_other_hosts_reach(watched):
+    assert watched[3] == {"0100007F"}, "a socket listens on another address than 127.0.0.1"
+
+
 def test_no_process_and_no_shared_memory_outlives_the_run(watched):
-    _, processes, files = watched
-    assert len(processes) >= 6  # trainer, reward worker, supervisor, and the three or more processes of vLLM
+    _, processes, files, _ = watched
+    assert len(processes) >= 9  # launcher, two ranks, reward worker, supervisor, and the four or more processes of vLLM
     assert any(file.name.startswith("megagrpo-") for file in files)
     assert [pid for pid in processes if world.alive(pid)] == []
     assert [file for file in files if file.exists()] == []

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.e2e import world
+from tests.listening import listening
 
 TOKEN = "marked-secret-0123456789abcdef"
 
@@ -15,19 +16,6 @@ TOKEN = "marked-secret-0123456789abcdef"
 def mark_the_token():
     secrets.token_urlsafe = lambda size: TOKEN
     secrets.token_hex = lambda size: TOKEN.replace("marked", "marked-board")
-
-
-def listening(pids):
-    """Addresses of all TCP sockets that these processes listen on, as the kernel writes them."""
-    inodes = set()
-    for pid in pids:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                inodes |= set(re.findall(r"socket:\[(\d+)\]", str(entry.readlink())))
-            except OSError:
-                continue
-    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
-    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
 @pytest.mark.full

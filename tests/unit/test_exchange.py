@@ -1,15 +1,21 @@
 """The board of notes, and what people are told when somebody cannot be reached."""
 
+import os
+import socket
 import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 
-from megagrpo.rollout.exchange import Board, Deadline, is_here, own_address
+from megagrpo.rollout.access import address_of
+from megagrpo.rollout.exchange import Board, Deadline, Exchange, is_here, own_address
 from megagrpo.rollout.receiver import Receiver, Roster
 from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.weight_sync.point_to_point import PointToPoint
+from tests.listening import listening
 
 
 @pytest.fixture
@@ -75,3 +81,33 @@ def test_a_tensor_that_the_workers_of_a_server_do_not_take_in_whole_is_named():
 def test_servers_of_this_host_are_told_from_others():
     assert is_here("http://127.0.0.1:8000") and is_here("http://localhost:8000") and own_address("http://127.0.0.1:8000") == "127.0.0.1"
     assert not is_here("http://192.0.2.1:8000")  # an address for documentation, which is nobody's
+
+
+def exchange_by(address):
+    """A rank that forms a group by a board at `address`; the addresses that it listens on for the group."""
+    board, before = None, listening([os.getpid()])
+    if dist.get_rank() == 0:
+        board = Board(address, 0, Deadline(10), "secret", serve=True)
+    ports = [board and board.port]
+    dist.broadcast_object_list(ports)
+    board = board or Board(address, ports[0], Deadline(10), "secret")
+    formed = Exchange(board, "group", dist.get_rank(), 2, torch.device("cpu"), Deadline(10))
+    addresses = listening([os.getpid()])
+    formed.close()
+    return addresses - before
+
+
+def test_a_group_for_weights_listens_on_the_address_of_its_board_also_where_ranks_stay_on_loopback():
+    addresses = {name: own for _, name in socket.if_nameindex() if name != "lo" and (own := _address(name))}
+    if not addresses:
+        pytest.skip("this machine has no other interface than loopback")
+    address = next(iter(addresses.values()))
+    written = bytes(reversed(socket.inet_aton(address))).hex().upper()
+    assert run_ranks(exchange_by, 2, address) == [{written}, {written}]
+
+
+def _address(interface):
+    try:
+        return address_of(interface)
+    except ValueError:
+        return None

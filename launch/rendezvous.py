@@ -1,0 +1,92 @@
+"""The rendezvous of the launchers: where torchrun's agents, and then the ranks, find each other. Nothing here reads a pickle.
+
+On one node no socket listens. The only agent keeps its notes in its own memory, and the ranks meet in a file of a folder that only
+their user opens. On several nodes the first node's agent serves torch's TCPStore on the master address and on no other.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from launch.preflight import listen
+
+FOLDER_VARIABLE = "MEGAGRPO_RENDEZVOUS"  # names the ranks' folder on one node; megagrpo/parallel/rendezvous.py reads it
+BACKEND = "megagrpo"  # the name under which torchrun knows this rendezvous
+LOOPBACK = "127.0.0.1"
+SECONDS = 600  # until every agent must be there
+
+
+class Rendezvous(RendezvousHandler):
+    """A rendezvous in which the number of nodes and each node's rank are known before it starts."""
+
+    def __init__(self, rank: int, num_nodes: int, address: str, port: int, run_id: str):
+        self._rank, self._num_nodes, self._address, self._port, self._run_id = rank, num_nodes, address, port, run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether ranks join the agent's store; on one node they meet in a file."""
+        return self._num_nodes > 1
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The agents' store. RuntimeError or OSError when the first node cannot be reached, or its address is not on that node."""
+        store = self._served() if self._num_nodes > 1 else HashStore()
+        place = RendezvousStoreInfo(self._address, self._port)
+        return RendezvousInfo(PrefixStore(self._run_id, store), self._rank, self._num_nodes, place)
+
+    def _served(self) -> Store:
+        serves, timeout = self._rank == 0, timedelta(seconds=SECONDS)
+        listener = listen(f"{self._address}:{self._port}").detach() if serves else None  # by itself torch listens on every address
+        return TCPStore(self._address, self._port, self._num_nodes, serves, timeout, master_listen_fd=listener)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None: ...
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def options(rank: int = 0, num_nodes: int = 1, address: str = LOOPBACK, port: int = 0) -> list[str]:
+    """Options of torchrun for one of `num_nodes` nodes; `address` and `port` are the first node's, and one node needs none.
+
+    On one node also makes the folder in which its ranks meet: below the temporary folder, open to this user alone, with a secret by
+    which ranks know each other's messages.
+    """
+    os.environ.pop(FOLDER_VARIABLE, None)
+    if num_nodes == 1:
+        folder = Path(tempfile.mkdtemp(prefix="ranks_"))
+        (folder / "secret").write_text(secrets.token_hex(32))
+        os.environ[FOLDER_VARIABLE] = str(folder)
+    place = [f"--nnodes={num_nodes}", f"--rdzv-endpoint={address}:{port}", f"--rdzv-conf=rank={rank}"]
+    return [f"--rdzv-backend={BACKEND}", "--rdzv-id=ranks", *place]
+
+
+def _made(parameters: RendezvousParameters) -> Rendezvous:
+    address, _, port = parameters.endpoint.rpartition(":")
+    return Rendezvous(int(parameters.get("rank")), parameters.max_nodes, address, int(port), parameters.run_id)
+
+
+rendezvous_handler_registry.register(BACKEND, _made)

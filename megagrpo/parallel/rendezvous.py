@@ -1,0 +1,92 @@
+"""How the ranks of a run find each other, on which interface they listen, and how they know each other's messages.
+
+On one node the ranks meet in a file, and gloo listens on loopback alone. On several nodes they join the store that the launcher serves.
+torch sends Python objects between ranks as pickles, which run code when they are read. With a secret each pickle carries a code
+(HMAC-SHA256), and a pickle without the right code is not read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import pickle
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+FOLDER_VARIABLE = "MEGAGRPO_RENDEZVOUS"  # launch/rendezvous.py makes the folder and sets this
+TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "MEGAGRPO_TOKEN", "MEGAGRPO_TOKEN_FILE"  # those of rollout/access.py
+LOOPBACK = "lo"
+CODE_BYTES = 32
+
+
+def join_world(backend: str, timeout: timedelta) -> None:
+    """Form the default process group: in the launcher's folder, in the store of MASTER_ADDR, or of this one process.
+
+    ValueError on several nodes without a token: their ranks sign with it what they send each other.
+    """
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        stay_on_this_host()
+    else:
+        sign_objects(_shared_token())
+    if "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif folder:
+        sign_objects(Path(folder, "secret").read_bytes())
+        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def _shared_token() -> bytes:
+    """The token that all nodes of a run know."""
+    file, token = os.environ.get(TOKEN_FILE_VARIABLE), os.environ.get(TOKEN_VARIABLE, "").encode()
+    try:
+        token = Path(file).read_bytes().strip() if file else token
+    except OSError as error:
+        raise ValueError(f"{TOKEN_FILE_VARIABLE}: {file} cannot be read: {error.strerror}") from error
+    if not token:
+        raise ValueError(
+            f"{TOKEN_FILE_VARIABLE}: on several nodes ranks sign what they send each other with the token in this file, and it names no "
+            "token; `openssl rand -hex 32` makes one. Give every node the same"
+        )
+    return token
+
+
+def stay_on_this_host() -> None:
+    """Have gloo listen on loopback alone, also where the environment names another interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+
+
+def sign_objects(secret: bytes) -> None:
+    """Sign every object that torch.distributed sends from now on, and refuse to read an object without its code."""
+    key = hmac.digest(secret, b"objects between ranks", "sha256")
+
+    class Signing:
+        """Writes a pickle after its code; torch uses it as `pickle.Pickler`."""
+
+        def __init__(self, file: IO[bytes]):
+            self._file = file
+
+        def dump(self, obj: Any) -> None:
+            pickled = pickle.dumps(obj)
+            self._file.write(hmac.digest(key, pickled, "sha256") + pickled)
+
+    class Checking:
+        """Reads a pickle whose code is right; torch uses it as `pickle.Unpickler`. UnpicklingError for any other bytes."""
+
+        def __init__(self, file: IO[bytes]):
+            self._file = file
+
+        def load(self) -> Any:
+            code, pickled = self._file.read(CODE_BYTES), self._file.read()
+            if not hmac.compare_digest(code, hmac.digest(key, pickled, "sha256")):
+                raise pickle.UnpicklingError("an object between ranks does not carry this run's code; it was not read")
+            return pickle.loads(pickled)
+
+    distributed_c10d._pickler, distributed_c10d._unpickler = Signing, Checking
