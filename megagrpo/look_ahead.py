@@ -58,7 +58,7 @@ def _with_real_terms(batch: TrainBatch, policy: MegatronPolicy, denominator: int
     moved = any(layout.all_gather_objects(any(m.old_logprobs is not None for m in batch.micro_batches)))
     logprobs = policy.logprobs(batch) if moved else [None] * len(batch.micro_batches)
     mine = [sample_sums(m, row) for m, row in zip(batch.micro_batches, logprobs, strict=True)]
-    terms = RealTerms.of(_of_all_ranks(layout, mine), config.rollout.num_generations, config.algorithm.real_tau)
+    terms = RealTerms.of(_of_all_ranks(layout, mine), batch.samples, config.rollout.num_generations, config.algorithm.real_tau)
     slopes, values = zip(*(terms.rows(m, denominator) for m in batch.micro_batches), strict=True)
     return batch.with_rows(slopes=slopes, values=values)
 

@@ -8,6 +8,7 @@ of all of them, and the loss of a micro-batch is linear in them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,10 +55,15 @@ class RealTerms:
     values: Tensor
 
     @classmethod
-    def of(cls, sums: Tensor, group_size: int, tau: float) -> RealTerms:
-        """From the `sample_sums` [any, 4] of the whole step. A sample without loss tokens stays in its group with score 0 on the side of
-        A <= 0, as in ms-swift."""
+    def of(cls, sums: Tensor, members: Sequence[int], group_size: int, tau: float) -> RealTerms:
+        """From the `sample_sums` [any, 4] of the whole step and the numbers of all its samples, `members`.
+
+        Packing drops samples whose tokens are all masked. They stay in their groups: a sample without loss tokens has score 0 and lies on
+        the side of A <= 0, as in ms-swift.
+        """
         sums = sums[sums[:, 0] >= 0]
+        dropped = sorted(set(members) - set(sums[:, 0].long().tolist()))
+        sums = torch.cat([sums, torch.tensor([(i, 0.0, 0.0, 0.0) for i in dropped], dtype=sums.dtype).view(-1, 4)])
         samples, place = sums[:, 0].long().unique(return_inverse=True)
         advantages = sums.new_zeros(samples.numel()).index_copy(0, place, sums[:, 1])
         counts, moved = sums.new_zeros(2, samples.numel()).index_add(1, place, sums[:, 2:].t())

@@ -48,7 +48,8 @@ def rollouts() -> list[ScoredRollout]:
         dialogue = None if all(written[length:]) else Dialogue(written[length:], messages=(), num_turns=2, ended="done")
         prompt = Prompt(i, tuple(ids[:length]), "a question", {})
         logprobs = tuple(sample.rollout_logprobs[length:].tolist())
-        rollout = Rollout(prompt, tuple(ids[length:]), logprobs, "stop", 1, "an answer", dialogue)
+        reason = "length" if sample.truncated else "stop"
+        rollout = Rollout(prompt, tuple(ids[length:]), logprobs, reason, 1, "an answer", dialogue)
         rewards = {"chance": chance.random() if i != 7 else None, "coin": float(chance.random() < 0.5) if i % 4 != 3 else None}
         summed = (rewards["chance"] or 0.0) + 0.5 * (rewards["coin"] or 0.0) if any(r is not None for r in rewards.values()) else math.nan
         made.append(ScoredRollout(rollout, rewards, summed))

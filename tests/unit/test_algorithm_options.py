@@ -61,7 +61,8 @@ def of_the_loss(**algorithm):
     rows = replace(rows, old_logprobs=old, ref_logprobs=old - 0.3 if config.algorithm.beta else None)
     divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
     if config.algorithm.loss_type == "real":
-        slopes, values = RealTerms.of(sample_sums(rows, policy.detach()), GROUP_SIZE, config.algorithm.real_tau).rows(rows, divisor)
+        terms = RealTerms.of(sample_sums(rows, policy.detach()), batch.samples, GROUP_SIZE, config.algorithm.real_tau)
+        slopes, values = terms.rows(rows, divisor)
         rows = replace(rows, slopes=slopes, values=values)
     loss = make_loss(config)(LossInputs(policy, entropy, rows)).numerator / divisor
     return loss.item(), torch.autograd.grad(loss, policy)[0]

@@ -47,7 +47,7 @@ def contributions(name: str, rules: PackingRules, dp_size: int, dtype: torch.dty
         sums = [
             sample_sums(replace(m, old_logprobs=m.rollout_logprobs), moved(m.rollout_logprobs)) for b in batches for m in b.micro_batches
         ]
-        terms = RealTerms.of(torch.cat(sums), GROUP_SIZE, config.algorithm.real_tau)
+        terms = RealTerms.of(torch.cat(sums), batches[0].samples, GROUP_SIZE, config.algorithm.real_tau)
     for batch in batches:
         for micro_batch in batch.micro_batches:
             tags = micro_batch.rollout_logprobs.to(dtype)

@@ -41,7 +41,7 @@ def step(name, advantages, lengths, policy=-1.1, old=-1.2):
     batch = replace(batch, old_logprobs=torch.full((batch.num_tokens,), old))
     logprobs = torch.full((batch.num_tokens,), policy, requires_grad=True)
     if name == "real":
-        slopes, values = RealTerms.of(sample_sums(batch, logprobs.detach()), 2, 0.5).rows(batch, max(sum(lengths), 1))
+        slopes, values = RealTerms.of(sample_sums(batch, logprobs.detach()), range(len(samples)), 2, 0.5).rows(batch, max(sum(lengths), 1))
         batch = replace(batch, slopes=slopes, values=values)
     numerator = make_loss(config)(LossInputs(logprobs, torch.zeros_like(logprobs), batch)).numerator
     (gradient,) = torch.autograd.grad(numerator, logprobs)

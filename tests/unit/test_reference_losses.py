@@ -12,8 +12,8 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.real import RealTerms, sample_sums
 from megagrpo.algorithms.reductions import FIXED_LENGTH, TOKENS, denominator
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import build_micro_batch
-from megagrpo.types import LossInputs, TrainBatch, TrainSample
+from megagrpo.data.packing import UNLIMITED, pack
+from megagrpo.types import LossInputs, TrainSample
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 TRL = json.loads((VECTORS / "trl_loss.json").read_text())
@@ -32,32 +32,40 @@ def settings(**algorithm):
 
 
 class Rows:
-    """The vectors' padded [B, T] rows as one pack, and back. Positions under the mask stay in the pack: a mask may have holes."""
+    """The vectors' padded [B, T] rows as one packed micro-batch, and back. Masked positions stay in it (a mask may have holes); responses
+    that are `truncated` [B] are masked as `mask_truncated_completions` masks them, which is up to `pack`."""
 
-    def __init__(self, inputs, mask):
-        self.mask = torch.tensor(mask, dtype=torch.bool)
-        self.width = self.mask.shape[1]
+    def __init__(self, inputs, mask, truncated=None):
+        mask = torch.tensor(mask, dtype=torch.bool)
+        truncated = truncated or [0] * len(mask)
+        self.width = mask.shape[1]
         samples = []
-        for advantage, row in zip(inputs["advantages"], self.mask, strict=True):
+        for advantage, row, cut in zip(inputs["advantages"], mask, truncated, strict=True):
             response = torch.cat([torch.zeros(PROMPT, dtype=torch.bool), row])
             length = PROMPT + self.width
-            samples.append(TrainSample(torch.arange(length), response, torch.zeros(length), advantage, index=len(samples)))
-        batch = build_micro_batch(samples)
-        advantages = torch.tensor(inputs["advantages"], dtype=torch.float64).repeat_interleave(PROMPT + self.width)
-        self.batch = replace(batch, advantages=advantages)
+            samples.append(
+                TrainSample(torch.arange(length), response, torch.zeros(length), advantage, index=len(samples), truncated=bool(cut))
+            )
+        self.step = pack(samples, replace(UNLIMITED, mask_truncated=True))
+        (batch,) = self.step.micro_batches
+        self.sequences = batch.samples  # rows that packing keeps
+        self.num_rows = len(mask)
+        advantages = torch.tensor(inputs["advantages"], dtype=torch.float64)[self.sequences]
+        self.batch = replace(batch, advantages=advantages.repeat_interleave(PROMPT + self.width))
 
     def pack(self, rows):
-        rows = torch.tensor(rows, dtype=torch.float64)
+        rows = torch.tensor(rows, dtype=torch.float64)[self.sequences]
         rows = rows.expand(-1, self.width) if rows.shape[1] == 1 else rows
         padded = torch.nn.functional.pad(rows, (PROMPT - 1, 1))
         return padded.flatten()
 
     def unpack(self, flat):
-        return flat.view(-1, PROMPT + self.width)[:, PROMPT - 1 : -1]
+        """[B, T], 0 in rows that packing dropped."""
+        kept = flat.view(-1, PROMPT + self.width)[:, PROMPT - 1 : -1]
+        return kept.new_zeros(self.num_rows, self.width).index_copy(0, self.sequences, kept)
 
     def divisor(self, config):
-        step = TrainBatch((self.batch,), num_tokens=int(self.mask.sum()), num_sequences=len(self.mask))
-        return denominator(step, config.algorithm.loss_type, config.rollout.max_completion_length)
+        return denominator(self.step, config.algorithm.loss_type, config.rollout.max_completion_length)
 
 
 def of_the_whole_step(batch, policy, entropy, rows, config):
@@ -70,14 +78,14 @@ def of_the_whole_step(batch, policy, entropy, rows, config):
     if algorithm.entropy_coef:
         found["entropy_weights"] = counted * (algorithm.entropy_coef * rows.divisor(config) / counted.sum())
     if algorithm.loss_type == "real":
-        terms = RealTerms.of(sample_sums(batch, policy), config.rollout.num_generations, algorithm.real_tau)
+        terms = RealTerms.of(sample_sums(batch, policy), rows.step.samples, config.rollout.num_generations, algorithm.real_tau)
         found["slopes"], found["values"] = terms.rows(batch, rows.divisor(config))
     return found
 
 
-def check(case, inputs, mask, config, scale=1.0, batch_changes=lambda rows: {}):
+def check(case, inputs, mask, config, scale=1.0, batch_changes=lambda rows: {}, truncated=None):
     """`scale`: our denominator over the reference's, where that is not the count of this batch."""
-    rows = Rows(inputs, mask)
+    rows = Rows(inputs, mask, truncated)
     changes = {"old_logprobs": rows.pack(inputs["old"])} | batch_changes(rows)
     if config.algorithm.beta:
         changes["ref_logprobs"] = rows.pack(inputs["ref"])
@@ -181,6 +189,12 @@ ITS_CORRECTION = {
     "sequence_truncate": "geometric_truncate",
     "sequence_mask": "geometric_mask",
 }
+SWIFT_CLIPPING = {
+    "clip_ratio/low_mean": "low_clip_mean",
+    "clip_ratio/high_mean": "high_clip_mean",
+    "clip_ratio/region_mean": "region_clip_mean",
+    "cispo_clip_ratio": "cispo_clip_ratio",
+}
 # What ours computes otherwise, and why; docs/losses.md says it to users. Of these cases each must differ.
 SWIFT_DIFFERS = {
     "grpo/rollout_is/token_truncate/C2": "its correction weighs the KL term too",
@@ -188,20 +202,33 @@ SWIFT_DIFFERS = {
     "grpo/rollout_is/sequence_truncate/C2": "its correction weighs the KL term too",
     "grpo/rollout_is/sequence_mask/C2": "its correction weighs the KL term too, and tokens of a kept sequence by their own ratios",
 }
+# Token losses: its divisor counts the tokens of filtered responses too, ours only the tokens of the loss, as TRL's (docs/losses.md).
+SWIFT_COUNTS_FILTERED = ("cispo/overlong_filter_rows1,4",)
 SWIFT_CASES = [(engine, case) for engine, file in SWIFT.items() for case in file["cases"]]
 
 
 @pytest.mark.parametrize(("engine", "case"), SWIFT_CASES, ids=lambda v: v if isinstance(v, str) else v["name"])
 def test_ms_swift(engine, case):
-    if case["name"] not in SWIFT_DIFFERS:
+    if case["name"] not in (*SWIFT_DIFFERS, *SWIFT_COUNTS_FILTERED):
         _check_swift(engine, case)
         return
     with pytest.raises(AssertionError):
         _check_swift(engine, case)
-    assert case["config"]["beta"] > 0
+    assert case["config"]["beta"] > 0 or case["name"] in SWIFT_COUNTS_FILTERED
 
 
-def _check_swift(engine, case):
+@pytest.mark.parametrize("name", SWIFT_COUNTS_FILTERED)
+@pytest.mark.parametrize("engine", SWIFT)
+def test_ms_swift_divides_token_losses_by_all_tokens_and_ours_by_those_that_its_overlong_filter_keeps(engine, name):
+    """Its loss and gradient are ours times (tokens after the filter) / (tokens before it)."""
+    inputs, (case,) = SWIFT[engine]["inputs"], [c for c in SWIFT[engine]["cases"] if c["name"] == name]
+    tokens = [sum(row) for row in inputs["mask"]]
+    kept = sum(n for n, cut in zip(tokens, inputs["truncated_mask"], strict=True) if not cut)
+    assert (kept, sum(tokens)) == (22, 31)
+    _check_swift(engine, case, scale=kept / sum(tokens))
+
+
+def _check_swift(engine, case, scale=None):
     reference, inputs = case["config"], SWIFT[engine]["inputs"]
     words = {ours: reference[theirs] for theirs, ours in SWIFT_WORDS.items() if reference[theirs] is not None}
     words["fipo_safety_threshold"] = reference["fipo_safety_threshold"]
@@ -212,28 +239,34 @@ def _check_swift(engine, case):
             "importance_correction_max": reference["rollout_importance_sampling_threshold"],
         }
         changes["rollout_logprobs"] = inputs["sampling"]
-    mask = torch.tensor(inputs["mask"])
-    if reference["overlong_filter"]:
-        mask = mask * (1 - torch.tensor(inputs["truncated_mask"], dtype=torch.long)[:, None])
     metrics = check(
         case,
         inputs,
-        mask.tolist(),
+        inputs["mask"],
         settings(**words),
-        scale=_swift_scale(engine, reference, mask, torch.tensor(inputs["mask"])),
+        scale=scale or _swift_scale(engine, reference, torch.tensor(inputs["mask"])),
         batch_changes=lambda rows: {name: rows.pack(values) for name, values in changes.items()},
+        truncated=inputs["truncated_mask"] if reference["overlong_filter"] else None,
     )
-    if "kl" in case.get("metrics", {}):
-        assert metrics["kl"] == pytest.approx(case["metrics"]["kl"], rel=1e-5)
+    theirs = dict(case.get("metrics", {}))
+    clipping = theirs.pop("clipping", {})
+    theirs |= {name: clipping[its] for name, its in SWIFT_CLIPPING.items() if its in clipping}
+    if "kl" in theirs:
+        assert metrics["kl"] == pytest.approx(theirs["kl"], rel=1e-5)
+    for name in SWIFT_CLIPPING.keys() & theirs.keys():
+        # One ratio per sequence: shares of sequences here, as in TRL; ms-swift weighs each sequence by its tokens.
+        agrees = metrics[name] == pytest.approx(theirs[name], rel=1e-5)
+        assert agrees == (reference["importance_sampling_level"] != "sequence"), name
 
 
-def _swift_scale(engine, reference, mask, whole):
+def _swift_scale(engine, reference, mask):
     """Megatron's schedule and the Trainer divide by the micro-batches afterwards, so token losses are multiplied by their number first."""
     if reference["loss_type"] not in ("dapo", "cispo", "fipo", *(["bnpo"] if engine == "megatron" else [])):
         return 1.0
-    items = reference["num_items_in_batch"] or float(whole.sum())
     accumulated = reference["num_microbatches"] if engine == "megatron" else reference["gradient_accumulation_steps"]
-    return float(mask.sum()) / items * accumulated * reference["world"]
+    if reference["num_items_in_batch"] is None:  # all tokens are in this batch
+        return float(accumulated * reference["world"])
+    return float(mask.sum()) / reference["num_items_in_batch"] * accumulated * reference["world"]
 
 
 @pytest.mark.parametrize("case", GMPO, ids=lambda c: f"beta {c['beta']}")
