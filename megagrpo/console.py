@@ -1,4 +1,8 @@
-"""What a person sees while a run goes on: one line per step, an evaluation line, and now and then a prompt with two of its responses."""
+"""Prints a run's progress: the metrics of each step and evaluation, and now and then a prompt with two of its responses.
+
+Lines are at most 100 columns, and at most as wide as a narrower terminal. A message stays one line however long it is: its text can then
+be searched for.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,9 @@ STEP_COLUMNS = [
     ("length", "completions/mean_length", "{:6.1f}"),
     ("cut", "completions/clipped_ratio", "{:4.0%}"),
     ("entropy", "entropy", "{:5.3f}"),
-    ("clip", "clip_ratio/region_mean", "{:5.1%}"),
     ("grad", "grad_norm", "{:6.2f}"),
+    ("", "time/step", "{:5.1f}s"),
+    ("clip", "clip_ratio/region_mean", "{:5.1%}"),
     ("tok/s", "tokens_per_second", "{:5.0f}"),
     ("age", "staleness/mean", "{:4.2f}"),
     ("idle", "idle/trainer", "{:4.0%}"),
@@ -31,6 +36,8 @@ EVALUATION_COLUMNS = [("reward", "reward", "{:6.3f}"), ("pass@1", "pass@1", "{:4
 EVALUATION_COLUMNS += [c for c in STEP_COLUMNS if c[0] in ("length", "cut")]
 # Endings of counters that are shown when they are not 0.
 ALARMS = ("/timeouts", "/exceptions", "/unscorable", "/failures", "/skipped_steps", "/alarms")
+MAX_WIDTH = 100  # columns
+INDENT = 14  # columns before what goes on from the line above
 PHASES = ["generate", "reward", "logprobs", "train", "sync"]
 
 
@@ -54,15 +61,13 @@ class ConsoleSink:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         width = len(str(self._max_steps))
-        line = Text().append(f"step {step:{width}d}/{self._max_steps}", style="bold")
-        self._cells(line, STEP_COLUMNS, metrics)
-        self._print(line.append(_times(metrics), style="dim"))
+        first = Text(f"step {step:{width}d}/{self._max_steps}", style="bold")
+        self._print_cells([first, *self._cells(STEP_COLUMNS, metrics), *_phases(metrics)])
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         for held_out in self._held_out:
-            line = Text().append(f"evaluation after step {step}{f' of {held_out}' if held_out else ''}", style="bold cyan")
-            self._cells(line, EVALUATION_COLUMNS, self._metrics_of(held_out, metrics))
-            self._print(line)
+            first = Text(f"evaluation after step {step}{f' of {held_out}' if held_out else ''}", style="bold cyan")
+            self._print_cells([first, *self._cells(EVALUATION_COLUMNS, self._metrics_of(held_out, metrics))])
 
     def _metrics_of(self, held_out: str, metrics: dict[str, float]) -> dict[str, float]:
         """Those of one set, without what its name puts before them. The set "" has those that begin with no other's name."""
@@ -84,10 +89,14 @@ class ConsoleSink:
             style = "green" if advantage > 0 else "red" if advantage < 0 else ""
             blocks.append(Text.assemble(("response  ", "dim"), _short(sample.rollout.text), ("  -> ", "dim"), (score, style)))
         if self._console.is_terminal:
-            self._console.print(Panel(Group(*blocks), title=f"step {step}", title_align="left", border_style="dim"))
+            panel = Panel(Group(*blocks), title=f"step {step}", title_align="left", border_style="dim", width=self._width)
+            self._console.print(panel)
         else:
             for block in blocks:
-                self._print(Text("    ").append(block))
+                first, *rest = block.wrap(self._console, self._width - INDENT, overflow="fold")
+                self._print(Text("    ").append(first))
+                for line in rest:
+                    self._print(Text(" " * INDENT).append(line))
 
     def message(self, text: str) -> None:
         self._print(Text(text))
@@ -95,25 +104,40 @@ class ConsoleSink:
     def close(self) -> None:
         self._console.file.flush()
 
-    def _cells(self, line: Text, columns: list[tuple[str, str, str]], metrics: dict[str, float]) -> None:
-        for label, name, form in columns:
-            if name in metrics and label not in self._hidden:
-                line.append(f"  {label} ", style="dim").append(form.format(metrics[name]), style="green" if name == "reward" else "")
-        for name, value in metrics.items():
-            if name.endswith(ALARMS) and value:
-                line.append(f"  {name} {value:g}", style="red")
+    @property
+    def _width(self) -> int:
+        """Columns of a line."""
+        return min(self._console.width, MAX_WIDTH) if self._console.is_terminal else MAX_WIDTH
+
+    def _cells(self, columns: list[tuple[str, str, str]], metrics: dict[str, float]) -> list[Text]:
+        """One text per metric of `columns` that was reported, then one per counter of failures that is not 0."""
+        shown = [column for column in columns if column[1] in metrics and column[0] not in self._hidden]
+        cells = [
+            Text.assemble((f"  {label} " if label else "  ", "dim"), (form.format(metrics[name]), "green" if name == "reward" else ""))
+            for label, name, form in shown
+        ]
+        return cells + [Text(f"  {name} {value:g}", style="red") for name, value in metrics.items() if name.endswith(ALARMS) and value]
+
+    def _print_cells(self, cells: list[Text]) -> None:
+        """Prints cells side by side; those that no longer fit go on indented lines below."""
+        line = cells[0]
+        for cell in cells[1:]:
+            if len(line) + len(cell) > self._width:
+                self._print(line)
+                line, cell = Text(" " * INDENT), cell[len(cell.plain) - len(cell.plain.lstrip()) :]
+            line = line + cell
+        self._print(line)
 
     def _print(self, line: Text) -> None:
         self._console.print(line, soft_wrap=True)
         self._console.file.flush()
 
 
-def _times(metrics: dict[str, float]) -> str:
-    """`  12.3s = generate 6.1 + train 5.2 + ...`; phases below 50 ms are left out."""
+def _phases(metrics: dict[str, float]) -> list[Text]:
+    """`  generate 6.1`, ` + train 5.2`, ...: seconds of each phase; phases below 50 ms are left out."""
     parts = [(phase, metrics.get(f"time/{phase}", 0.0)) for phase in PHASES]
-    total = metrics.get("time/step", sum(seconds for _, seconds in parts))
-    named = " + ".join(f"{phase} {seconds:.1f}" for phase, seconds in parts if seconds >= 0.05)
-    return f"  {total:5.1f}s" + (f" = {named}" if named else "")
+    named = [f"{phase} {seconds:.1f}" for phase, seconds in parts if seconds >= 0.05]
+    return [Text(f"{'  ' if i == 0 else ' + '}{text}", style="dim") for i, text in enumerate(named)]
 
 
 def _best_and_worst(scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> list[tuple[ScoredRollout, float]]:

@@ -131,8 +131,9 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     context = f" x cp {layout.cp_size}" if layout.cp_size > 1 else ""
     writer.message(
         f"{config.run.name}: {config.model.path} in {name_of(dtype)} on {layout.world_size} rank(s) "
-        f"= tp {layout.tp_size}{context} x pp {layout.pp_size} x dp {layout.dp_size}; everything goes to {run_folder}"
+        f"= tp {layout.tp_size}{context} x pp {layout.pp_size} x dp {layout.dp_size}"
     )
+    writer.message(f"run folder: {run_folder}")
     launcher = None
     if first and not config.rollout.urls:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -164,7 +165,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     with _problems_of_the_config():
         transport, why = _transport(config, layout, urls)
     quantization = config.rollout.quantization
-    writer.message(f"weights go to vLLM by {transport}: {why}" + f"; it makes {quantization} of them" * (quantization != "none"))
+    quantized = f"; vLLM quantizes to {quantization}" if quantization != "none" else ""
+    writer.message(f"weight sync: {transport} ({why}){quantized}")
     engine = None
     if layout.is_dp_leader:
         options = dict(lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), refills=transport == "shared_memory")

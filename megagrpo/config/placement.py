@@ -30,9 +30,9 @@ def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]
     if asked == "shared_memory" and not one_host:
         raise ValueError("rollout.weight_sync_transport: shared_memory needs all ranks and servers on one host; set it to auto or p2p")
     if asked != "auto":
-        return asked, "rollout.weight_sync_transport says so"
+        return asked, "set by rollout.weight_sync_transport"
     if not gpu:
-        return ("shared_memory", "everything is on one host") if one_host else ("p2p", "several hosts")
+        return ("shared_memory", "single host") if one_host else ("p2p", "several hosts")
     if placed == "colocated" and one_host:
         return "cuda_ipc", "the servers share the trainer's GPUs"
     return "p2p", f"rollout.placement is {placed}" + ("" if one_host else ", several hosts")

@@ -119,7 +119,7 @@ def test_training_on_rollouts_in_fp8_shows_in_its_metrics(tmp_path):
         for kind in ("none", FP8)
     )
     assert plain.code == run.code == 0, plain.err + run.err
-    assert f"; it makes {FP8} of them" in run.out and "it makes" not in plain.out
+    assert f"; vLLM quantizes to {FP8}" in run.out and "quantizes" not in plain.out
     near, apart = (statistics.fmean(line["token_mult_prob_error"] for line in one.metrics) - 1 for one in (plain, run))
     assert 2 * near < apart < 0.1 and len(run.metrics) == 3
     assert statistics.fmean(line["gen_kl_error"] for line in run.metrics) > statistics.fmean(line["gen_kl_error"] for line in plain.metrics)

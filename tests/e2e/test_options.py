@@ -64,8 +64,8 @@ def test_a_seed_repeats_itself_and_another_one_differs(plain, tmp_path):
 
 def test_weights_sent_straight_to_the_workers_make_the_same_run(plain, tmp_path):
     run = succeeded(world.train(tmp_path, "rollout.weight_sync_transport=p2p", "rollout.weight_sync_bucket_megabytes=0.1"))
-    assert "weights go to vLLM by p2p: rollout.weight_sync_transport says so" in run.out
-    assert "weights go to vLLM by shared_memory: everything is on one host" in plain.out
+    assert "weight sync: p2p (set by rollout.weight_sync_transport)" in run.out
+    assert "weight sync: shared_memory (single host)" in plain.out
     assert texts(run) == texts(plain) and largest_difference(run, plain) == 0
 
 

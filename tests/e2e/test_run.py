@@ -103,7 +103,9 @@ def test_the_last_step_is_saved(watched):
 def test_the_console_tells_steps_evaluations_and_a_sample(watched):
     lines = [line for line in watched[0].out.splitlines() if line.strip()]
     for step, line in enumerate([line for line in lines if line.startswith("step ")], 1):
-        assert line.startswith(f"step {step}/3  reward ") and "= generate" in line
+        assert line.startswith(f"step {step}/3  reward ")
+    assert sum("generate " in line and " + train " in line for line in lines) == 3
+    assert max(map(len, lines)) <= 100
     assert [line.split("  ")[0] for line in lines if line.startswith("evaluation")] == [f"evaluation after step {n}" for n in (0, 3)]
     assert sum(line.startswith("    prompt    What is") for line in lines) == 1  # log_completions_steps=2: of step 2 alone
     assert any(line.startswith("checkpoint ") and line.endswith("step_000003") for line in lines)

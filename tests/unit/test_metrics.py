@@ -2,6 +2,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from megagrpo.types import Prompt, Rollout, ScoredRollout
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 STEP = {"reward": 0.52, "reward_std": 0.31, "kl": 0.1, "entropy": 1.9, "grad_norm": 2.3, "time/generate": 6.1, "time/train": 5.2}
+STEP["time/step"] = 11.3
 
 
 def config(*overrides: str):
@@ -32,9 +34,9 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def printed(method: str, *arguments, terminal: bool = False, overrides: tuple = ()) -> str:
+def printed(method: str, *arguments, terminal: bool = False, columns: int = 100, overrides: tuple = ()) -> str:
     file = io.StringIO()
-    console = Console(file=file, force_terminal=terminal, width=100, highlight=False)
+    console = Console(file=file, force_terminal=terminal, width=columns, highlight=False)
     getattr(ConsoleSink(config(*overrides), console), method)(*arguments)
     return file.getvalue()
 
@@ -167,9 +169,40 @@ def test_wandb_works_offline_and_leaves_no_process(tmp_path):
 
 def test_the_step_line_reads_in_one_glance():
     assert printed("step", 3, STEP) == (
-        "step  3/10  reward  0.520  std 0.310  entropy 1.900  grad   2.30   11.3s = generate 6.1 + train 5.2\n"
+        "step  3/10  reward  0.520  std 0.310  entropy 1.900  grad   2.30   11.3s  generate 6.1 + train 5.2\n"
     )
     assert "kl 0.1000" in printed("step", 3, STEP, overrides=("algorithm.beta=0.1",))
+
+
+FULL_STEP = STEP | {
+    "completions/mean_length": 21.8, "completions/clipped_ratio": 0.8, "clip_ratio/region_mean": 0.0, "tokens_per_second": 152.0,
+    "staleness/mean": 0.5, "idle/trainer": 0.2, "time/reward": 0.3, "time/logprobs": 1.5, "time/sync": 1.9,
+    "rewards/exact_number/exceptions": 3.0, "train/skipped_steps": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("columns", [60, 100, 200])
+def test_no_line_of_a_step_is_wider_than_100_columns_or_a_narrower_terminal(terminal, columns):
+    text = printed("step", 3, FULL_STEP, terminal=terminal, columns=columns, overrides=("algorithm.beta=0.1",))
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines()]
+    assert len(lines) > 1 and max(map(len, lines)) <= (min(columns, 100) if terminal else 100)
+    assert lines[0].startswith("step  3/10  reward  0.520") and all(line.startswith(" " * 14) for line in lines[1:])
+    words = " ".join(" ".join(lines).split())
+    for cell in ("kl 0.1000", "tok/s 152", "11.3s", "generate 6.1 + reward 0.3 + logprobs 1.5 + train 5.2 + sync 1.9", "exceptions 3"):
+        assert cell in words
+
+
+def test_a_long_response_goes_on_in_indented_lines():
+    text = "A tale of two cities. " * 20
+    for terminal in (False, True):
+        shown = [
+            re.sub(r"\x1b\[[0-9;]*m", "", line)
+            for line in printed("completions", 1, [scored(1.0, text)], [0.5], terminal=terminal, columns=160).splitlines()
+        ]
+        assert max(map(len, shown)) <= 100
+        assert " ".join(" ".join(shown).replace("│", " ").split()).count("A tale of two cities.") == 20
+    assert "advantage +0.50" in "".join(printed("completions", 1, [scored(1.0, "x" * 250)], [0.5]).split("\n"))
 
 
 def test_the_evaluation_line_is_short_and_what_went_wrong_is_on_it():

@@ -22,16 +22,16 @@ def config(*overrides):
 @pytest.mark.parametrize(
     ("overrides", "gpu", "one_host", "transport", "why"),
     [
-        ([], False, True, "shared_memory", "everything is on one host"),
+        ([], False, True, "shared_memory", "single host"),
         ([], False, False, "p2p", "several hosts"),
         ([], True, True, "cuda_ipc", "the servers share the trainer's GPUs"),
         ([], True, False, "p2p", "rollout.placement is colocated, several hosts"),
         (["rollout.placement=dedicated"], True, True, "p2p", "rollout.placement is dedicated"),
-        (["rollout.placement=dedicated"], False, True, "shared_memory", "everything is on one host"),
+        (["rollout.placement=dedicated"], False, True, "shared_memory", "single host"),
         ([URLS], True, False, "p2p", "rollout.placement is external, several hosts"),
-        ([URLS, "rollout.placement=external"], False, True, "shared_memory", "everything is on one host"),
-        (["rollout.weight_sync_transport=p2p"], False, True, "p2p", "rollout.weight_sync_transport says so"),
-        (["rollout.weight_sync_transport=shared_memory"], True, True, "shared_memory", "rollout.weight_sync_transport says so"),
+        ([URLS, "rollout.placement=external"], False, True, "shared_memory", "single host"),
+        (["rollout.weight_sync_transport=p2p"], False, True, "p2p", "set by rollout.weight_sync_transport"),
+        (["rollout.weight_sync_transport=shared_memory"], True, True, "shared_memory", "set by rollout.weight_sync_transport"),
         (["lora.rank=8", "lora.sync=adapter"], True, True, "shared_memory", "lora.sync is adapter: adapters travel as files"),
     ],
 )
@@ -72,7 +72,7 @@ def test_contradictions_are_refused_with_a_fix(overrides, message):
 
 def test_the_plan_says_which_way_weights_take_and_why():
     both = dict(plan(config(), 1).rows)["weights"]
-    assert both == "on GPUs cuda_ipc (the servers share the trainer's GPUs), without GPUs shared_memory (everything is on one host)"
+    assert both == "on GPUs cuda_ipc (the servers share the trainer's GPUs), without GPUs shared_memory (single host)"
     assert dict(plan(config("rollout.placement=dedicated"), 1, gpu_memory_gb=80).rows)["weights"] == "p2p (rollout.placement is dedicated)"
     named = dict(plan(config("rollout.weight_sync_transport=cuda_ipc"), 1).rows)["weights"]
     assert named.endswith("without GPUs rollout.weight_sync_transport: cuda_ipc needs GPUs, and there are none here; set it to auto")
