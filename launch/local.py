@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> int:
             )
         ranks = num_ranks(command.config)
         if problems := plan(command.config, ranks).problems:
-            raise ConfigError("\n".join(problems))
+            raise ConfigError("\n".join(map(str, problems)))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -27,6 +27,7 @@ try:
     from launch.slurm import sbatch_script
     from megagrpo.config import ConfigError, load_config
     from megagrpo.plan import plan
+    from megagrpo.plan.shapes import UnseenModel
 except (ModuleNotFoundError, SyntaxError) as error:  # of a python3 without the packages, or too old
     if Path(sys.prefix) == OWN_PYTHON.parents[1]:
         raise
@@ -74,12 +75,12 @@ def check_plan(config, world_size: int, gpu_memory_gb: float | None) -> None:
     try:
         problems = plan(config, world_size, gpu_memory_gb).problems
     except ModuleNotFoundError as error:  # only models of the hub or of a package take more than this script does
-        problems = [f"model.path: {config.model.path} needs {error.name}, which is not installed here"]
-    unseen = [problem for problem in problems if problem.startswith("model.path:")]
+        problems = [UnseenModel(("model.path",), f"{config.model.path} needs {error.name}, which is not installed here")]
+    unseen = [problem for problem in problems if isinstance(problem, UnseenModel)]
     for problem in unseen:
         print(f"not checked here: {problem}", file=sys.stderr)
     if problems != unseen:
-        raise ConfigError("\n".join(problem for problem in problems if problem not in unseen))
+        raise ConfigError("\n".join(str(problem) for problem in problems if problem not in unseen))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Knows YAML and pydantic, and no key of ours: `config` applies it to `RunConfig`.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import re
@@ -16,14 +17,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
+from megagrpo.config.problems import ConfigError, Problem
+
 PLACES = ("N", "NAME")  # what stands in a dotted key for the position in a list, and for a free name
 SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:`
 Anchor = Callable[[dict[str, Any], Path], dict[str, Any]]
 Loc = tuple[str | int, ...]  # where pydantic found something: keys, and positions in lists
-
-
-class ConfigError(ValueError):
-    """A config that cannot be used; the text lists every problem, one a line."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------- reading
@@ -155,66 +154,85 @@ def _index(elements: list, part: str, key: str) -> int:
 # ------------------------------------------------------------------------------------------------------------------- validating
 
 
-def load[M: BaseModel](
-    model: type[M], path: str | Path, overrides: Sequence[str], agree: Callable[[M], list[str]], anchor: Anchor
-) -> M:
-    """The validated model, or one ConfigError: wrong keys, wrong values, and what `agree` says of fields that are each valid.
+def load[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str], anchor: Anchor) -> M:
+    """The validated model, or one ConfigError with every problem: wrong keys, wrong values, and fields that contradict each other.
 
-    Every field of `model` is a section. `agree` may meet a section without its required values, and does not read those.
+    `model` raises a ProblemError for fields that are each valid and contradict each other.
     """
-    values, problems = read_yaml(path, anchor), []
+    values, refused, problems = read_yaml(path, anchor), [], []
     for override in overrides:
         try:
             apply_override(values, override)
         except ConfigError as error:
-            problems.append(str(error))
+            refused.append(str(error))
     try:
         config = model.model_validate(values)
     except ValidationError as error:
-        problems += _problems(model, values, error, agree)
-    if problems:
-        raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *problems]))
+        problems = _problems(model, values, error)
+    if refused or problems:
+        raise ConfigError(listed(path, [*refused, *problems]), problems)
     return config
 
 
-def _problems[M: BaseModel](model: type[M], values: dict, error: ValidationError, agree: Callable[[M], list[str]]) -> list[str]:
-    """One line for each field that is wrong, then the lines of `agree` that do not speak of those."""
-    found = error.errors(include_url=False)
-    if [e["loc"] for e in found] == [()]:  # every field is valid: the model's own check of their agreement failed
-        return str(found[0]["ctx"]["error"]).split("\n")
-    leaves = {str(e["loc"][-1]) for e in found}
-    agreement = [p for p in agree(_salvage(model, values, [e["loc"] for e in found])) if leaves.isdisjoint(re.findall(r"\w+", p))]
-    known = [key for key, _ in fields(model)]
-    return [_sentence(e, known) for e in found] + agreement
+def listed(path: str | Path, problems: Sequence[object]) -> str:
+    """The text of a ConfigError about the file `path`: how many problems there are, then one a line."""
+    return "\n  ".join([f"{path}: {len(problems)} problem(s)", *map(str, problems)])
 
 
-def _salvage[M: BaseModel](model: type[M], values: dict, bad: list[Loc]) -> M:
-    """The model with its wrong values at their defaults; a section that lacks a required value has its other defaults only."""
-    for *parents, last in bad:
-        here: Any = values
-        for part in parents:
-            here = here[part] if isinstance(here, list) else here.get(part, {})
-        if isinstance(here, dict):
-            here.pop(last, None)
-    sections = {}
-    for name, field in model.model_fields.items():
-        section = section_of(field.annotation)
+_EMPTY = {"missing": "", "list_type": [], "dict_type": {}, "model_type": {}}  # type of pydantic's error -> a value to go on with
+
+
+def _problems[M: BaseModel](model: type[M], values: dict, error: ValidationError) -> list[Problem]:
+    """Every field that is wrong, then every contradiction between fields of which none is wrong."""
+    known, wrong = [key for key, _ in fields(model)], []
+    for _ in range(20):  # a section has less levels; each round may empty one of them
+        found = error.errors(include_url=False)
+        if [e["loc"] for e in found] == [()]:  # every field is valid by now: the model's own check of their agreement failed
+            keys = [problem.keys[0] for problem in wrong]
+            return wrong + [problem for problem in found[0]["ctx"]["error"].problems if not problem.is_about(keys)]
+        keys = [problem.keys[0] for problem in wrong]
+        wrong += [problem for e in found if not (problem := _problem(e, known)).is_about(keys)]
+        values = _repaired(values, found)
         try:
-            sections[name] = section.model_validate(values.get(name, {}))
-        except ValidationError:
-            sections[name] = section.model_construct()
-    return model.model_construct(**sections)
+            model.model_validate(values)
+        except ValidationError as another:
+            error = another
+        else:
+            break
+    return wrong
 
 
-def _sentence(error: dict[str, Any], known: list[str]) -> str:
+def _repaired(values: dict, found: list[dict[str, Any]]) -> dict:
+    """A copy of `values` without what is wrong: left at its default, or empty where a value is required."""
+    values = copy.deepcopy(values)
+    for error in found:
+        here, owner, name = values, None, None
+        for part in error["loc"]:
+            if isinstance(here, dict) and (part in here or error["type"] == "missing"):
+                owner, name = here, part
+            if not _has(here, part):
+                break
+            here = here[part]
+        if owner is not None and name == error["loc"][-1] and error["type"] in _EMPTY:
+            owner[name] = copy.copy(_EMPTY[error["type"]])
+        elif owner is not None:
+            owner.pop(name, None)
+    return values
+
+
+def _has(here: Any, part: str | int) -> bool:
+    return part in here if isinstance(here, dict) else isinstance(here, list) and isinstance(part, int) and part < len(here)
+
+
+def _problem(error: dict[str, Any], known: list[str]) -> Problem:
+    """What pydantic says of one key."""
     loc, value = error["loc"], error["input"]
-    key = ".".join(str(part) for part in loc)
+    keys = (".".join(map(str, loc)),)
     if error["type"] == "extra_forbidden":
-        return f"{key}: unknown key{_did_you_mean(loc, known)}"
+        return Problem(keys, f"unknown key{_did_you_mean(loc, known)}")
     if error["type"] == "missing":
-        return f"{key}: required, and not given"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{key}: {message} (got {value!r})"
+        return Problem(keys, "required, and not given")
+    return Problem(keys, f"{error['msg'].removeprefix('Value error, ')} (got {value!r})")
 
 
 def _did_you_mean(loc: Loc, known: list[str]) -> str:

@@ -264,7 +264,7 @@ def _layout(config: RunConfig) -> Layout:
 def _check_plan(config: RunConfig) -> None:
     problems = plan(config, int(os.environ.get("WORLD_SIZE", "1")), device.gpu_memory_gb(), device.host_memory_gb()).problems
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(map(str, problems)))
 
 
 class _problems_of_the_config:

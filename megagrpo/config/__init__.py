@@ -26,6 +26,9 @@ from megagrpo.config.multi_turn import MultiTurnSection as MultiTurnSection
 from megagrpo.config.paths import anchored
 from megagrpo.config.placement import LOOPBACK as LOOPBACK
 from megagrpo.config.placement import weight_path as weight_path
+from megagrpo.config.problems import ConfigError as ConfigError
+from megagrpo.config.problems import Problem as Problem
+from megagrpo.config.problems import ProblemError as ProblemError
 from megagrpo.config.rewards import RewardFunction as RewardFunction
 from megagrpo.config.rewards import RewardsSection as RewardsSection
 from megagrpo.config.rollout import RolloutSection as RolloutSection
@@ -34,7 +37,6 @@ from megagrpo.config.run import DebugSection as DebugSection
 from megagrpo.config.run import RunSection as RunSection
 from megagrpo.config.section import Section
 from megagrpo.config.train import TrainSection as TrainSection
-from megagrpo.config_io import ConfigError as ConfigError
 
 
 class RunConfig(Section):
@@ -84,13 +86,13 @@ class RunConfig(Section):
     def _sections_agree(self) -> RunConfig:
         problems = cross_field_problems(self)
         if problems:
-            raise ValueError("\n".join(problems))
+            raise ProblemError(*problems)
         return self
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in the YAML file `path` with `key=value` overrides applied. ConfigError lists every problem at once."""
-    return config_io.load(RunConfig, path, overrides, cross_field_problems, anchored)
+    return config_io.load(RunConfig, path, overrides, anchored)
 
 
 def render_help() -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from megagrpo.config.data import DatasetSection
+from megagrpo.config.problems import Problem
 from megagrpo.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, Share
 
 if TYPE_CHECKING:
@@ -81,21 +82,24 @@ def _filled(section: EvaluationSet, config: RunConfig) -> EvaluationSet:
     return section.model_copy(update={key: value for key, value in defaults.items() if getattr(section, key) is None})
 
 
-def evaluation_problems(config: RunConfig) -> list[str]:
+def evaluation_problems(config: RunConfig) -> list[Problem]:
     """Rules of evaluation."""
-    evaluation, problems = config.evaluation, []
+    evaluation, problems, sets = config.evaluation, [], ("data.eval", "evaluation.sets")
     held_out = bool(evaluation.sets) or config.data.eval is not None
     if evaluation.steps and not held_out:
-        problems.append("evaluation.steps: needs data.eval or evaluation.sets; name held-out prompts or set steps to 0")
+        said = "needs data.eval or evaluation.sets; name held-out prompts or set steps to 0"
+        problems.append(Problem(("evaluation.steps", *sets), said))
     if evaluation.keep_best is not None and not held_out:
-        problems.append("evaluation.keep_best: needs data.eval or evaluation.sets; name held-out prompts or leave it empty")
+        said = "needs data.eval or evaluation.sets; name held-out prompts or leave it empty"
+        problems.append(Problem(("evaluation.keep_best", *sets), said))
     if evaluation.num_generations > 1 and evaluation.temperature == 0 and (not evaluation.sets or config.data.eval is not None):
-        problems.append("evaluation.num_generations: greedy responses are all the same; raise evaluation.temperature or use 1")
+        said = f"{evaluation.num_generations} greedy responses are all the same; raise evaluation.temperature or use 1"
+        problems.append(Problem(("evaluation.num_generations", "evaluation.temperature", *sets), said))
     for name in evaluation.sets:
         filled = _filled(evaluation.sets[name], config)
         if filled.num_generations > 1 and filled.temperature == 0:
-            problems.append(
-                f"evaluation.sets.{name}.num_generations: {filled.num_generations} greedy responses are all the same; raise its "
-                "temperature or use 1"
-            )
+            own = f"evaluation.sets.{name}"
+            keys = (f"{own}.num_generations", f"{own}.temperature", "evaluation.num_generations", "evaluation.temperature")
+            said = f"{filled.num_generations} greedy responses are all the same; raise its temperature or use 1"
+            problems.append(Problem(keys, said))
     return problems

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from megagrpo.config.problems import Problem
 from megagrpo.config.section import NonNegativeInt, PositiveFloat, Section
 
 if TYPE_CHECKING:
@@ -56,29 +57,32 @@ class LoraSection(Section):
         return tuple(p for p in PROJECTIONS if self.target_modules == ALL_LINEAR or p in self.target_modules)
 
 
-def lora_problems(config: RunConfig) -> list[str]:
+def lora_problems(config: RunConfig) -> list[Problem]:
     """Targets that cannot have an adapter, options without one, and what does not know adapters."""
-    lora, problems = config.lora, []
+    lora, problems, targets = config.lora, [], ("lora.target_modules",)
     choice = f"choose {ALL_LINEAR} or a list of {', '.join(PROJECTIONS)}"
     named = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
     if unknown := [name for name in named if name not in PROJECTIONS and lora.target_modules != ALL_LINEAR]:
         why = "embeddings and LM head have none" if {"lm_head", "embed_tokens"} & set(unknown) else "no such projection"
-        problems.append(f"lora.target_modules: {', '.join(unknown)}: {why}; {choice}")
+        problems.append(Problem(targets, f"{', '.join(unknown)}: {why}; {choice}"))
     if not named:
-        problems.append(f"lora.target_modules: names nothing to train; {choice}")
+        problems.append(Problem(targets, f"names nothing to train; {choice}"))
     if not lora.enabled and lora.adapter_path is not None:
-        problems.append(
-            f"lora.adapter_path: {lora.adapter_path} needs lora.rank, the rank it was made with; set it, or leave the path empty"
-        )
+        said = f"{lora.adapter_path} needs lora.rank, the rank it was made with; set it, or leave the path empty"
+        problems.append(Problem(("lora.adapter_path", "lora.rank"), said))
     if not lora.enabled and lora.sync == "adapter":
-        problems.append("lora.sync: there are no adapters to send; set lora.rank, or choose merged")
+        problems.append(Problem(("lora.sync", "lora.rank"), "there are no adapters to send; set lora.rank, or choose merged"))
     if lora.syncs_adapters and lora.rank > LARGEST_IN_VLLM:
-        problems.append(f"lora.rank: vLLM takes adapters up to rank {LARGEST_IN_VLLM}; lower it, or set lora.sync to merged")
+        said = f"vLLM takes adapters up to rank {LARGEST_IN_VLLM}; lower it, or set lora.sync to merged"
+        problems.append(Problem(("lora.rank", "lora.sync"), said))
     storage = config.model.base_storage
     if storage != "none" and not lora.enabled:
-        problems.append(f"model.base_storage: {storage} is for weights that are not trained; set lora.rank, or choose none")
+        said = f"{storage} is for weights that are not trained; set lora.rank, or choose none"
+        problems.append(Problem(("model.base_storage", "lora.rank"), said))
     if storage != "none" and lora.syncs_adapters:
-        problems.append(f"lora.sync: vLLM's own weights are not those of model.base_storage {storage}; choose merged")
+        said = f"vLLM's own weights are not those of model.base_storage {storage}; choose merged"
+        problems.append(Problem(("lora.sync", "lora.rank", "model.base_storage"), said))
     if lora.enabled and config.debug.dump_steps:
-        problems.append("debug.dump_steps: megagrpo audit knows no adapters; leave it empty, or set lora.rank to 0")
+        said = "megagrpo audit knows no adapters; leave it empty, or set lora.rank to 0"
+        problems.append(Problem(("debug.dump_steps", "lora.rank"), said))
     return problems

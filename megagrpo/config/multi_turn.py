@@ -6,7 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megagrpo.config.problems import Problem
 from megagrpo.config.section import PositiveFloat, PositiveInt, Section
+
+ANSWERING = ("multi_turn.scheduler", "multi_turn.tools", "multi_turn.environment")  # the keys that make a response have several turns
+LIMITS = ("multi_turn.max_response_length", "multi_turn.completion_length_limit_scope")
 
 
 class MultiTurnSection(Section):
@@ -52,23 +56,28 @@ class MultiTurnSection(Section):
         return bool(self.tools or self.environment)
 
 
-def multi_turn_problems(m: MultiTurnSection) -> list[str]:
+def multi_turn_problems(m: MultiTurnSection) -> list[Problem]:
     """Options that would say nothing, or contradict each other."""
     problems, given = [], m.model_fields_set - {"scheduler", "tools", "environment"}
     fields = MultiTurnSection.model_fields
     idle = [name for name in fields if name in given and getattr(m, name) != fields[name].default]
     if not m.enabled:
-        return [f"multi_turn.{name}: nobody answers the policy; name a scheduler, tools or an environment" for name in idle]
+        said = "nothing answers the policy; name a scheduler, tools or an environment"
+        return [Problem((f"multi_turn.{name}", *ANSWERING), said) for name in idle]
     if m.scheduler_args and m.scheduler is None:
-        problems.append("multi_turn.scheduler_args: there is no scheduler to pass them to; name one or leave them out")
+        keys = ("multi_turn.scheduler_args", "multi_turn.scheduler")
+        problems.append(Problem(keys, "there is no scheduler to pass them to; name one or leave them out"))
     for name in ("max_tool_calling_iterations", "tool_parser"):
         if name in idle and not m.calls_tools:
-            problems.append(f"multi_turn.{name}: there are no tools; name tools or an environment, or leave it out")
+            keys = (f"multi_turn.{name}", "multi_turn.tools", "multi_turn.environment")
+            problems.append(Problem(keys, "there are no tools; name tools or an environment, or leave it out"))
     if m.completion_length_limit_scope == "per_round" and m.max_response_length is None:
-        problems.append("multi_turn.max_response_length: per_round limits no whole response; give the tokens that one may have")
+        problems.append(Problem(LIMITS, "per_round limits no whole response; give the tokens that one may have"))
     if m.completion_length_limit_scope == "total" and m.max_response_length is not None:
         problems.append(
-            "multi_turn.max_response_length: rollout.max_completion_length limits the whole response; leave it out, or set "
-            "completion_length_limit_scope to per_round"
+            Problem(
+                LIMITS,
+                "rollout.max_completion_length limits the whole response; leave it out, or set completion_length_limit_scope to per_round",
+            )
         )
     return problems

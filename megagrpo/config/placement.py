@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from megagrpo.config.problems import Problem
+
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
@@ -38,40 +40,36 @@ def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]
     return "p2p", f"rollout.placement is {placed}" + ("" if one_host else ", several hosts")
 
 
-def placement_problems(config: RunConfig) -> list[str]:
+def placement_problems(config: RunConfig) -> list[Problem]:
     """Placements and transports that contradict each other."""
-    r, problems = config.rollout, []
+    r, problems, placement, urls = config.rollout, [], "rollout.placement", "rollout.urls"
     if r.placement == "external" and not r.urls:
-        problems.append("rollout.placement: external servers are those of rollout.urls, which is empty; name them, or choose auto")
+        said = "external servers are those of rollout.urls, which is empty; name them, or choose auto"
+        problems.append(Problem((placement, urls), said))
     if r.placement in ("colocated", "dedicated") and r.urls:
-        problems.append(
-            f"rollout.placement: {r.placement} servers are started here, and rollout.urls names others; leave rollout.urls empty, or "
-            "choose external"
-        )
+        said = f"{r.placement} servers are started here, and rollout.urls names others; leave rollout.urls empty, or choose external"
+        problems.append(Problem((placement, urls), said))
     if config.train.offload and r.placed == "dedicated":
-        problems.append("train.offload: true makes room for servers on the same GPUs, and dedicated ones have their own; leave it empty")
+        said = "true makes room for servers on the same GPUs, and dedicated ones have their own; leave it empty"
+        problems.append(Problem(("train.offload", placement), said))
     if config.run.nodes > 1 and r.placed == "colocated":
-        problems.append(
-            f"rollout.placement: {r.placed} servers share the GPUs of one node, and run.nodes is {config.run.nodes}; choose dedicated, "
-            "or external with rollout.urls"
-        )
+        said = f"{r.placed} servers share the GPUs of one node, and run.nodes is {config.run.nodes}; choose dedicated, or external with "
+        problems.append(Problem((placement, "run.nodes", urls), f"{said}rollout.urls"))
     if r.weight_sync_transport == "cuda_ipc" and r.placed != "colocated":
-        problems.append(
-            f"rollout.weight_sync_transport: cuda_ipc reaches only servers on the trainer's own GPUs, and rollout.placement is {r.placed}; "
-            "choose p2p or auto"
-        )
+        said = f"cuda_ipc reaches only servers on the trainer's own GPUs, and rollout.placement is {r.placed}; choose p2p or auto"
+        problems.append(Problem(("rollout.weight_sync_transport", placement, urls), said))
     if r.weight_sync_transport in ("p2p", "cuda_ipc") and config.lora.syncs_adapters:
-        problems.append(
-            f"rollout.weight_sync_transport: {r.weight_sync_transport} moves weights, and lora.sync adapter sends adapters as files; "
-            "set it to auto, or lora.sync to merged"
-        )
+        said = f"{r.weight_sync_transport} moves weights, and lora.sync adapter sends adapters as files; set it to auto, or lora.sync to "
+        problems.append(Problem(("rollout.weight_sync_transport", "lora.sync", "lora.rank"), f"{said}merged"))
     if r.urls_file is not None and not r.urls:
-        problems.append("rollout.urls_file: it changes the servers of rollout.urls, which is empty; name those to begin with")
+        said = "it changes the servers of rollout.urls, which is empty; name those to begin with"
+        problems.append(Problem(("rollout.urls_file", urls), said))
     if r.interface != LOOPBACK and r.urls:
-        problems.append(f"rollout.interface: {r.interface} is for servers started here, and rollout.urls names others; leave it out")
+        said = f"{r.interface} is for servers started here, and rollout.urls names others; leave it out"
+        problems.append(Problem(("rollout.interface", urls), said))
     if any("@" in url for url in r.urls):
-        problems.append("rollout.urls: an address must not hold a password, everybody reads it; name its file in rollout.token_file")
+        problems.append(Problem((urls,), "an address must not hold a password, everybody reads it; name its file in rollout.token_file"))
     for argument, instead in OURS.items():
         if any(word.partition("=")[0] == argument for word in r.extra_args):
-            problems.append(f"rollout.extra_args: {argument} {instead}; leave it out")
+            problems.append(Problem(("rollout.extra_args",), f"{argument} {instead}; leave it out"))
     return problems

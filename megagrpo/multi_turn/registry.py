@@ -14,7 +14,7 @@ TOOLS = {"calculator": "megagrpo.multi_turn.calculator:calculator"}
 
 
 def targets(section: MultiTurnSection) -> tuple[Target | None, list[Target], Target | None]:
-    """(scheduler, tools, environment). ValueError, with the key, for a name that is none and a file that is not there."""
+    """(scheduler, tools, environment). ProblemError, with the key, for an unknown name and a missing file."""
     scheduler = section.scheduler and locate(section.scheduler, "multi_turn.scheduler", "scheduler", SCHEDULERS)
     tools = [locate(name, f"multi_turn.tools.{i}", "tool", TOOLS) for i, name in enumerate(section.tools)]
     environment = section.environment and locate(section.environment, "multi_turn.environment", "environment", {})

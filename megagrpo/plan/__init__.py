@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megagrpo.config import ConfigError, RunConfig
+from megagrpo.config import ConfigError, Problem, ProblemError, RunConfig
 from megagrpo.plan.files import data_notes, output_problems, tokenizer_notes
 from megagrpo.plan.gpus import GPUS, Gpu
 from megagrpo.plan.host import host_memory
@@ -48,7 +48,7 @@ from megagrpo.plan.text import (
 )
 from megagrpo.plan.times import StepTimes, step_times
 from megagrpo.plan.workload import Lengths, expected_lengths
-from megagrpo.policy.hf_config import HfConfig, model_problems, parse_hf_config
+from megagrpo.policy.hf_config import MODEL, HfConfig, model_problems, parse_hf_config
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Plan:
     """`problems` is empty when the run can start; `notes` stop nothing. `memory` is phase -> part -> GiB on the rank that holds most; empty
     without a model, of which `model` is the shape. `times` and `found` are there when they were asked for."""
 
-    problems: list[str]
+    problems: list[Problem]
     rows: list[tuple[str, str]]
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)  # what -> GiB of the fullest node's RAM
     smallest_gpu: float = 0.0  # GiB that a GPU needs to hold what is placed on it, a trainer rank or vLLM or both; 0 without a model
-    notes: list[str] = field(default_factory=list)
+    notes: list[Problem] = field(default_factory=list)
     model: HfConfig | None = None
     rules: list[Verdict] = field(default_factory=list)
     times: StepTimes | None = None
@@ -82,7 +82,8 @@ class Plan:
 
     def as_json(self) -> str:
         """Everything of the plan, sizes in GiB and times in seconds."""
-        made: dict[str, Any] = {"problems": self.problems, "notes": self.notes, "rows": dict(row for row in self.rows if row[0])}
+        made: dict[str, Any] = {"problems": list(map(str, self.problems)), "notes": list(map(str, self.notes))}
+        made |= {"rows": dict(row for row in self.rows if row[0])}
         made |= {"memory_gib": self.memory, "smallest_gpu_gib": self.smallest_gpu, "host_gib": self.host}
         made["rules"] = [{"number": v.rule.number, "rule": v.rule.what, "state": v.state, "told_by": v.rule.elsewhere} for v in self.rules]
         if self.times:
@@ -127,7 +128,7 @@ def main(
             links = kind and (kind.nvlink_gb_per_s if config.rollout.placed == "colocated" else kind.network_gb_per_s)
             made.rows.extend([("", ""), *rows_of(config, world_size, link_gb_per_s or links)])
         except ValueError as error:
-            made.problems.append(str(error))
+            made.problems.extend(error.problems if isinstance(error, ProblemError) else [Problem(("--weight-sync",), str(error))])
     print(made.as_json() if json else made, file=sys.stderr if made.problems and not json else sys.stdout)
     return 2 if made.problems else 0
 
@@ -146,10 +147,8 @@ def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths
     found = search(config, made.model, world_size, gpu, lengths) if searching and not unfit else []
     notes = list(made.notes)
     if searching and not found and not unfit:
-        notes.append(
-            f"--search: no layout of {world_size} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, another "
-            "rollout.tp or rollout.gpu_memory_utilization"
-        )
+        said = f"no layout of {world_size} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, another rollout.tp or "
+        notes.append(Problem(("--search", "rollout.tp", "rollout.gpu_memory_utilization"), f"{said}rollout.gpu_memory_utilization"))
     return replace(made, problems=made.problems + unfit, rows=rows, times=times, found=found, notes=notes)
 
 
@@ -172,10 +171,10 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None,
     ]
     try:
         raw = model_shape(config.model.path)
-    except ValueError as error:
-        return judged(Plan([*problems, *str(error).split("\n")], rows, notes=notes), gpu_memory_gb)
+    except ProblemError as error:
+        return judged(Plan([*problems, *error.problems], rows, notes=notes), gpu_memory_gb)
     unfit = model_problems(raw, parallel)
-    if any(problem.startswith("model") for problem in unfit):
+    if any(problem.keys == MODEL for problem in unfit):
         return judged(Plan(problems + unfit, rows, notes=notes), gpu_memory_gb)
     model = parse_hf_config(raw)
     wrong, worth_knowing = tokenizer_notes(config, model)

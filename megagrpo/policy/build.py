@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megagrpo.config import ProblemError
 from megagrpo.families.family import FULL, rope
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
@@ -62,7 +63,7 @@ def build_model(
     """
     problems = model_problems(hf_config.raw, _sizes(layout))
     if problems:
-        raise ValueError("\n".join(problems))
+        raise ProblemError(*problems)
     device.prepare_precision(dtype)
     config = transformer_config(
         hf_config, layout, dtype=dtype, recompute=recompute, sequence_parallel=sequence_parallel, init_weights=init_weights, fp8=fp8

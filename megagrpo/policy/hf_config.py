@@ -12,10 +12,12 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, Protocol
 
+from megagrpo.config import Problem, ProblemError
 from megagrpo.families import FAMILIES
 from megagrpo.families.architecture import Experts, HfConfig
 from megagrpo.families.family import common_fields, layer_type_problems, rope, rotated_share
 
+MODEL = ("model",)  # the keys of a problem about what is in the model's folder
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -41,11 +43,13 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"model: {folder} holds no config.json; name a folder in Hugging Face format") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"model: {path} is not valid JSON: {e}; download it again") from None
+        raise ProblemError(Problem(MODEL, f"{folder} holds no config.json; name a folder in Hugging Face format")) from None
+    except OSError as e:
+        raise ProblemError(Problem(MODEL, f"{path} cannot be read: {e.strerror}; name a folder in Hugging Face format")) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise ProblemError(Problem(MODEL, f"{path} is not valid JSON: {e}; download it again")) from None
     if not isinstance(raw, dict):
-        raise ValueError(f"model: {path} holds no object of keys and values; download it again")
+        raise ProblemError(Problem(MODEL, f"{path} holds no object of keys and values; download it again"))
     return raw
 
 
@@ -53,9 +57,14 @@ def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
     """The architecture that a config.json describes. Raises ValueError, listing every reason, when it is not supported."""
     problems = architecture_problems(raw)
     if problems:
-        raise ValueError("\n".join(problems))
+        raise ProblemError(*of_model(problems))
     family = FAMILIES[raw["model_type"]]
     return HfConfig(**common_fields(family, raw) | family.read(raw))
+
+
+def of_model(lines: Sequence[str]) -> list[Problem]:
+    """The lines of `architecture_problems` as problems."""
+    return [Problem(MODEL, line.removeprefix("model: "), rule=19) for line in lines]
 
 
 def architecture_problems(raw: dict[str, Any]) -> list[str]:
@@ -114,13 +123,14 @@ def _likeness(a: str, b: str) -> float:
     return SequenceMatcher(None, *(name.lower().removesuffix("_text") for name in (a, b))).ratio()
 
 
-def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[str]:
-    """Why this model cannot be cut into `parallel`, one line each with the valid values; empty when it can."""
-    problems = architecture_problems(raw)
-    if problems:
-        return problems
+def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[Problem]:
+    """Why this model cannot be cut into `parallel`, with the valid values; empty when it can."""
+    if lines := architecture_problems(raw):
+        return of_model(lines)
+    problems: list[Problem] = []
     tp, hf_config = parallel.tp, parse_hf_config(raw)
     sizes = {"num_attention_heads": hf_config.num_heads, "num_key_value_heads": hf_config.num_kv_heads}
+    rules = {"num_attention_heads": 1, "num_key_value_heads": 2}  # all others are widths of an MLP
     if not all(map(hf_config.has_experts, range(hf_config.num_layers))):
         sizes["intermediate_size"] = hf_config.intermediate_size
     if hf_config.experts and hf_config.experts.shared_size:
@@ -128,19 +138,22 @@ def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[str]:
     for key, size in sizes.items():
         if size % tp:
             valid = [d for d in _divisors(hf_config.num_kv_heads) if not any(n % d for n in sizes.values())]
-            problems.append(f"parallel.tp: {key}={size} is not divisible by tp={tp}; valid tp: {_words(valid)}")
+            said = f"{key}={size} is not divisible by tp={tp}; valid tp: {_words(valid)}"
+            problems.append(Problem(("parallel.tp", "model.path"), said, rule=rules.get(key, 3)))
     return problems + _stage_problems(hf_config.num_layers, parallel) + _expert_problems(hf_config.family, hf_config.experts, parallel)
 
 
-def _stage_problems(layers: int, parallel: Sizes) -> list[str]:
+def _stage_problems(layers: int, parallel: Sizes) -> list[Problem]:
     stages = parallel.pp * parallel.vpp
     example = f"parallel.pipeline_layers=[{','.join(map(str, nearly_even(layers, stages)))}]"
     if parallel.pipeline_layers is not None and sum(parallel.pipeline_layers) != layers:
-        given = f"parallel.pipeline_layers: {list(parallel.pipeline_layers)} sums to {sum(parallel.pipeline_layers)}"
-        return [f"{given}, not to num_hidden_layers={layers}" + (f"; {example} would do" if stages <= layers else "")]
+        said = f"{list(parallel.pipeline_layers)} sums to {sum(parallel.pipeline_layers)}, not to num_hidden_layers={layers}"
+        fix = f"; {example} would do" if stages <= layers else ""
+        return [Problem(("parallel.pipeline_layers", "model.path"), said + fix, rule=5)]
     if parallel.pipeline_layers is None and layers % stages:
         valid = f"num_hidden_layers={layers} is not divisible by pp x vpp = {stages}; valid pp x vpp: {_words(_divisors(layers))}"
-        return [f"parallel.pp: {valid}" + (f"; or set {example}" if stages <= layers else "")]
+        fix = f"; or set {example}" if stages <= layers else ""
+        return [Problem(("parallel.pp", "parallel.vpp", "model.path"), valid + fix, rule=5)]
     return []
 
 
@@ -160,20 +173,22 @@ def nearly_even(layers: int, stages: int) -> list[int]:
     return [layers // stages + (stage in favoured) for stage in range(stages)]
 
 
-def _expert_problems(family: str, experts: Experts | None, parallel: Sizes) -> list[str]:
+def _expert_problems(family: str, experts: Experts | None, parallel: Sizes) -> list[Problem]:
     problems = []
     if experts is None:
         if parallel.ep > 1:
-            problems.append(f"parallel.ep: {parallel.ep}, but {family} has no experts; set it to 1")
+            problems.append(Problem(("parallel.ep", "model.path"), f"{parallel.ep}, but {family} has no experts; set it to 1"))
         if parallel.expert_tp != parallel.tp:
-            problems.append(f"parallel.etp: {parallel.expert_tp}, but {family} has no experts; leave it empty")
+            problems.append(Problem(("parallel.etp", "model.path"), f"{parallel.expert_tp}, but {family} has no experts; leave it empty"))
         return problems
     if experts.count % parallel.ep:
         valid = _words(_divisors(experts.count))
-        problems.append(f"parallel.ep: the model's {experts.count} experts are not divisible by ep={parallel.ep}; valid ep: {valid}")
+        said = f"the model's {experts.count} experts are not divisible by ep={parallel.ep}; valid ep: {valid}"
+        problems.append(Problem(("parallel.ep", "model.path"), said, rule=7))
     if (width := experts.intermediate_size) % parallel.expert_tp:
         valid = _words(_divisors(width))
-        problems.append(f"parallel.etp: the experts' width {width} is not divisible by etp={parallel.expert_tp}; valid etp: {valid}")
+        said = f"the experts' width {width} is not divisible by etp={parallel.expert_tp}; valid etp: {valid}"
+        problems.append(Problem(("parallel.etp", "model.path"), said, rule=7))
     return problems
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megagrpo.config.problems import Problem, ProblemError
+
 if TYPE_CHECKING:
     from megagrpo.config import RewardFunction
 
@@ -55,25 +57,26 @@ class Target:
     heavy: bool = False
 
 
-def resolve(function: str, plugins: Sequence[str] = ()) -> Target:
-    """Where `function` (as in `rewards.functions[].function`) is defined.
+def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.functions") -> Target:
+    """Where `function`, the value of `key`, is defined.
 
-    Raises ValueError for an unknown name, naming the known ones, and for a file that does not exist."""
+    Raises ProblemError for an unknown name, naming the known ones, and for a file that does not exist."""
     if function.startswith(_MODEL):
-        return Target(*_split(REWARD_MODEL), given=(("path", _model_path(function.removeprefix(_MODEL))),), heavy=True)
+        return Target(*_split(REWARD_MODEL), given=(("path", _model_path(function.removeprefix(_MODEL), key)),), heavy=True)
     if function.startswith(_URL):
         return Target(*_split(SERVED_REWARD), given=(("url", function),))
     if _FILE_PATH.fullmatch(function):
         path, attribute = function.rsplit(":", 1)
-        return Target(str(find_file(path, "rewards.functions")), attribute)
+        return Target(str(find_file(path, key)), attribute)
     if plugins and function not in BUILT_IN and _NAME.fullmatch(function):
         return Target("", function, plugins=tuple(str(find_file(path, "rewards.plugins")) for path in plugins))
     dotted = BUILT_IN.get(function, function)
     if not _IMPORT_PATH.fullmatch(dotted):
-        raise ValueError(
-            f"rewards.functions: `{function}` is no reward function{did_you_mean(function, BUILT_IN)}; known: {', '.join(BUILT_IN)}; "
+        said = (
+            f"`{function}` is no reward function{did_you_mean(function, BUILT_IN)}; known: {', '.join(BUILT_IN)}; "
             "your own: package.module:function, path/file.py:function, or a name from rewards.plugins; models: model:PATH or http://..."
         )
+        raise ProblemError(Problem((key,), said, rule=18))
     return Target(*_split(dotted))
 
 
@@ -85,7 +88,8 @@ def locate(name: str, key: str, kind: str, built_in: Mapping[str, str]) -> Targe
     dotted = built_in.get(name, name)
     if not _IMPORT_PATH.fullmatch(dotted):
         known = f"known: {', '.join(built_in)}; your own: " if built_in else "give it as "
-        raise ValueError(f"{key}: `{name}` is no {kind}{did_you_mean(name, built_in)}; {known}package.module:name or path/file.py:name")
+        said = f"`{name}` is no {kind}{did_you_mean(name, built_in)}; {known}package.module:name or path/file.py:name"
+        raise ProblemError(Problem((key,), said))
     return Target(*_split(dotted))
 
 
@@ -116,20 +120,20 @@ def did_you_mean(word: str, known) -> str:
 
 
 def find_file(path: str, key: str) -> Path:
-    """The file of that name, resolved. ValueError, naming the config's `key`, when it does not exist."""
+    """The file of that name, resolved. ProblemError, with the config's `key`, when it does not exist."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"{key}: no file {file.absolute()}")
+        raise ProblemError(Problem((key,), f"no file {file.absolute()}"))
     return file.resolve()
 
 
-def _model_path(path: str) -> str:
-    """The folder of that name, resolved; else the name as it is, of a model on the hub. ValueError for a path that is no folder."""
+def _model_path(path: str, key: str) -> str:
+    """The folder of that name, resolved; else the name as it is, of a model on the hub. ProblemError for a path that is no folder."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return str(folder.resolve())
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ValueError(f"rewards.functions: `{_MODEL}{path}`: no folder {path}")
+        raise ProblemError(Problem((key,), f"`{_MODEL}{path}`: no folder {path}", rule=18))
     return path
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megagrpo.boxes import Box, cut, size, whole
 from megagrpo.bridge.transfers import layer_of
+from megagrpo.config import Problem, ProblemError
 from megagrpo.families.architecture import HfConfig
 
 VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it before it cuts
@@ -31,7 +32,8 @@ class EngineLayout:
 
     def __post_init__(self):
         if self.ep > 1 and self.ep % self.tp:
-            raise ValueError(f"rollout: experts over ep {self.ep} workers of a server need a multiple of tp {self.tp}")
+            said = f"experts over ep {self.ep} workers of a server need a multiple of tp {self.tp}"
+            raise ProblemError(Problem(("rollout.tp", "rollout.enable_expert_parallel"), said))
 
     @property
     def copies(self) -> int:
@@ -136,13 +138,13 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
         return [_part(name, shape, 0, at, half, *mine) for at in (0, half)]
     if kind in BY_ROWS:
         return [_part(name, shape, 0, 0, shape[0], *mine)]
-    raise ValueError(f"{name}: how vLLM cuts tensors of this kind is not known here")
+    raise ProblemError(Problem(("model",), f"{name}: how vLLM cuts tensors of this kind is not known here"))
 
 
 def _part(name: str, shape: tuple[int, ...], dim: int, start: int, length: int, parts: int, part: int) -> Box:
     """Part number `part` of `parts` of places [start, start + length) of dimension `dim`."""
     if length % parts:
-        raise ValueError(f"rollout.tp: {name} of shape {shape} cannot be cut into {parts} along dimension {dim}")
+        raise ProblemError(Problem(("rollout.tp",), f"{name} of shape {shape} cannot be cut into {parts} along dimension {dim}"))
     step = length // parts
     return cut(shape, dim, start + part * step, start + part * step + step)
 
@@ -160,7 +162,7 @@ def _stacked_experts(name: str, shape: tuple[int, ...], model: HfConfig, layout:
 def _vocabulary(name: str, shape: tuple[int, ...], tp: int, tp_rank: int) -> Box:
     padded = -(-shape[0] // VOCAB_PADDING) * VOCAB_PADDING
     if padded % tp:
-        raise ValueError(f"rollout.tp: {name} has {padded} rows with vLLM's padding, which tp={tp} does not divide")
+        raise ProblemError(Problem(("rollout.tp",), f"{name} has {padded} rows with vLLM's padding, which tp={tp} does not divide"))
     step = padded // tp
     return cut(shape, 0, min(tp_rank * step, shape[0]), min(tp_rank * step + step, shape[0]))
 

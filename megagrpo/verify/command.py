@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megagrpo import config_io
 from megagrpo.config import ConfigError, ParallelSection, RunConfig, load_config
 from megagrpo.parallel import device, quiet
 from megagrpo.parallel.ranks import RankFailed, run_ranks
@@ -81,7 +82,7 @@ def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int |
         raise ConfigError(f"--layout {layout}: needs {dp * replica} ranks, and there are {ranks}; leave dp or --ranks out")
     ranks = ranks or (dp * replica if dp else config.parallel.smallest_world)
     if problems := plan(config, ranks).problems:
-        raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *problems]))
+        raise ConfigError(config_io.listed(path, problems))
     unit = config.model.width_align if config.model.base_storage == "none" else BLOCK_SIZE
     model = shrink_model(model_shape(config.model.path), config.parallel, unit)
     return Case(layout_text(config.parallel, ranks // replica), config, ranks, shrink_config(config), model)

@@ -63,7 +63,7 @@ def main(
         raise ConfigError("model.fp8_recipe: none computes nothing in FP8; name a recipe, as in model.fp8_recipe=blockwise")
     world = int(os.environ.get("WORLD_SIZE", config.parallel.smallest_world))
     if problems := plan(config, world).problems:
-        raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *problems]))
+        raise ConfigError(config_io.listed(path, problems))
     folder = resolve_model(config.model.path)
     hf_config = load_hf_config(folder)
     samples = batch_of(_texts(config, folder, tokens))

@@ -97,6 +97,35 @@ def test_samples_without_advantage_are_computed_when_told_so(tmp_path, override,
         assert not load_config(path, [override, other_gradient]).algorithm.leaves_out_zero_advantage
 
 
+@pytest.mark.parametrize(
+    ("wrong", "contradiction"),
+    [
+        # the last word of the wrong key, `tp`, stands in the sentence about another key
+        (["rollout.tp=x"], ["parallel.sequence_parallel=true", "parallel.vpp=2"]),
+        (["data.train.source=1"], ["data.curriculum_low=0.9", "data.curriculum_high=0.1"]),
+        (["rewards.functions=5"], ["evaluation.steps=2"]),
+        (["evaluation.sets={'bad name': {source: a}}"], ["train.warmup_steps=1000"]),
+        (["multi_turn.tools=[1]"], ["multi_turn.max_turns=3", "parallel.vpp=2"]),
+        (["model=3", "run={2: 3}", "lora.target_modules=[1]"], ["train.min_learning_rate=1"]),
+    ],
+)
+def test_a_contradiction_is_named_beside_wrong_values_of_other_keys(tmp_path, wrong, contradiction):
+    path = write(tmp_path, SMALLEST)
+    with pytest.raises(ConfigError) as alone:
+        load_config(path, [c for c in contradiction if not c.startswith("multi_turn")])
+    found = problems(path, *wrong, *contradiction)
+    assert set(map(str, alone.value.problems)) <= set(found)
+    assert len(found) > 1 + len(alone.value.problems)
+
+
+def test_a_contradiction_that_a_wrong_value_may_cause_waits_until_that_is_right(tmp_path):
+    path = write(tmp_path, SMALLEST)
+    said = ["parallel.tp: Input should be a valid integer, unable to parse string as an integer (got 'x')"]
+    assert problems(path, "parallel.tp=x", "parallel.sequence_parallel=true")[1:] == said
+    (one,) = problems(path, "rewards=3")[1:]
+    assert one.startswith("rewards: ")
+
+
 def test_a_wrong_value_does_not_cause_a_second_problem_about_its_default(tmp_path):
     path = write(tmp_path, SMALLEST + "parallel: {tp: two, sequence_parallel: true}\n")
     assert len(problems(path)) == 2
@@ -201,7 +230,7 @@ def test_experts_cannot_be_shared_out_over_one_worker(tmp_path):
 
 
 MULTI_TURN = {
-    "multi_turn.max_turns=3": "multi_turn.max_turns: nobody answers the policy; name a scheduler, tools or an environment",
+    "multi_turn.max_turns=3": "multi_turn.max_turns: nothing answers the policy; name a scheduler, tools or an environment",
     "multi_turn={tools: [calculator], scheduler_args: {attempts: 3}}": "multi_turn.scheduler_args: there is no scheduler to pass them to",
     "multi_turn={scheduler: math_tip_trick, tool_parser: 'vllm:hermes'}": "multi_turn.tool_parser: there are no tools",
     "multi_turn={tools: [calculator], tool_parser: xml}": "multi_turn.tool_parser: String should match pattern",

@@ -50,18 +50,24 @@ GPT_OSS |= {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
+def cuts(raw: dict, parallel: ParallelSection) -> list[str]:
+    """Why a model cannot be cut, as it is printed."""
+    return list(map(str, model_problems(raw, parallel)))
+
+
+
 def test_importing_it_needs_no_torch():
     code = "import sys, megagrpo.policy.hf_config; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_problems_name_the_key_and_the_valid_sizes():
-    assert model_problems(SMOLLM2, ParallelSection(tp=3, pp=2)) == []
-    two = model_problems(SMOLLM2, ParallelSection(tp=2))
+    assert cuts(SMOLLM2, ParallelSection(tp=3, pp=2)) == []
+    two = cuts(SMOLLM2, ParallelSection(tp=2))
     assert two[0] == "parallel.tp: num_attention_heads=9 is not divisible by tp=2; valid tp: 1, 3"
     assert two[1].startswith("parallel.tp: num_key_value_heads=3 is not divisible by tp=2")
     assert len(two) == 2  # 1536 is divisible
-    (deep,) = model_problems(SMOLLM2, ParallelSection(pp=4, vpp=2))
+    (deep,) = cuts(SMOLLM2, ParallelSection(pp=4, vpp=2))
     assert deep == (
         "parallel.pp: num_hidden_layers=30 is not divisible by pp x vpp = 8; valid pp x vpp: 1, 2, 3, 5, 6, 10, 15, 30; "
         "or set parallel.pipeline_layers=[3,4,4,4,4,4,4,3]"
@@ -69,27 +75,27 @@ def test_problems_name_the_key_and_the_valid_sizes():
 
 
 def test_layers_per_stage_must_add_up_and_the_suggestion_does():
-    assert model_problems(SMOLLM2, ParallelSection(pp=4, pipeline_layers=[6, 9, 9, 6])) == []
-    (problem,) = model_problems(SMOLLM2, ParallelSection(pp=4, pipeline_layers=[6, 9, 9, 7]))
+    assert cuts(SMOLLM2, ParallelSection(pp=4, pipeline_layers=[6, 9, 9, 6])) == []
+    (problem,) = cuts(SMOLLM2, ParallelSection(pp=4, pipeline_layers=[6, 9, 9, 7]))
     assert problem == (
         "parallel.pipeline_layers: [6, 9, 9, 7] sums to 31, not to num_hidden_layers=30; parallel.pipeline_layers=[7,8,8,7] would do"
     )
     for layers, pp in itertools.product(range(1, 13), range(1, 13)):
-        problems = model_problems(SMOLLM2 | {"num_hidden_layers": layers}, ParallelSection(pp=pp))
+        problems = cuts(SMOLLM2 | {"num_hidden_layers": layers}, ParallelSection(pp=pp))
         if pp > layers:  # no stage without a layer
             assert "pipeline_layers" not in problems[0]
         elif layers % pp:
             suggested = json.loads(problems[0].partition("parallel.pipeline_layers=")[2])
             assert (
                 len(suggested) == pp
-                and model_problems(SMOLLM2 | {"num_hidden_layers": layers}, ParallelSection(pp=pp, pipeline_layers=suggested)) == []
+                and cuts(SMOLLM2 | {"num_hidden_layers": layers}, ParallelSection(pp=pp, pipeline_layers=suggested)) == []
             )
         else:
             assert problems == []
 
 
 def test_heads_that_divide_but_groups_that_do_not_are_reported():
-    (problem,) = model_problems(SMOLLM2 | {"intermediate_size": 1152}, ParallelSection(tp=9))
+    (problem,) = cuts(SMOLLM2 | {"intermediate_size": 1152}, ParallelSection(tp=9))
     assert "num_key_value_heads=3 is not divisible by tp=9; valid tp: 1, 3" in problem
 
 
@@ -309,10 +315,10 @@ def test_a_config_of_experts_that_lacks_a_size_or_has_no_experts_says_so():
 
 def test_the_width_of_dense_mlps_matters_only_where_there_are_some():
     odd = MIXED | {"intermediate_size": 1535}
-    assert model_problems(odd, ParallelSection(tp=3)) == [
+    assert cuts(odd, ParallelSection(tp=3)) == [
         "parallel.etp: the experts' width 64 is not divisible by etp=3; valid etp: 1, 2, 4, 8, 16, 32, 64"
     ]
-    (problem,) = model_problems(odd | {"mlp_only_layers": [4]}, ParallelSection(tp=3, etp=1))
+    (problem,) = cuts(odd | {"mlp_only_layers": [4]}, ParallelSection(tp=3, etp=1))
     assert problem == "parallel.tp: intermediate_size=1535 is not divisible by tp=3; valid tp: 1"
 
 

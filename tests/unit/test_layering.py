@@ -20,7 +20,9 @@ LEVELS = [
 ]
 MAX_LINES = 420
 # Within a level, in one direction only: the bridge knows the model's shape, vLLM's side knows the bridge's boxes.
-SIDEWAYS = {("config", "config_io"), ("bridge", "policy"), ("rollout", "bridge"), ("__main__", "train"), ("verify", "plan")}
+# `config` and `config_io` are one room: `config_io` makes what `config.problems` defines.
+SIDEWAYS = {("bridge", "policy"), ("rollout", "bridge"), ("__main__", "train"), ("verify", "plan")}
+SIDEWAYS |= {("config", "config_io"), ("config_io", "config")}
 MEGATRON = {"parallel", "policy", "bridge", "checkpoint"}
 LIGHT = {"config": {"pydantic"}, "config_io": {"yaml", "pydantic", "pydantic_core"}}
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from megagrpo.config import ParallelSection, load_config
-from megagrpo.plan import plan
+from megagrpo.plan import Plan, plan
 from megagrpo.plan.host import host_memory
 from megagrpo.plan.memory import PREFILL_TOKENS, engine_memory, kv_bytes, stage_memory, trainer_memory
 from megagrpo.plan.problems import vllm_can_split
@@ -78,6 +78,12 @@ def folder(tmp_path):
     return tmp_path
 
 
+def told(made: Plan) -> list[str]:
+    """The plan's problems as they are printed."""
+    return list(map(str, made.problems))
+
+
+
 def config(folder: Path, *overrides: str):
     return load_config(REPOSITORY / "configs" / "quickstart.yaml", [f"model.path={folder}", *overrides])
 
@@ -86,7 +92,7 @@ def config(folder: Path, *overrides: str):
 def test_committed_configs_have_a_plan_without_problems(name):
     ranks, gpu = CONFIGS[name]
     made = plan(load_config(REPOSITORY / "configs" / f"{name}.yaml"), ranks, gpu_memory_gb=gpu)
-    assert made.problems == [] and all(0 < parts["total"] < gpu for parts in made.memory.values())
+    assert told(made) == [] and all(0 < parts["total"] < gpu for parts in made.memory.values())
 
 
 @pytest.mark.parametrize(
@@ -136,15 +142,15 @@ def test_the_ranks_share_out_heads_and_shared_experts_and_each_holds_the_latents
 
 def test_what_latent_attention_and_shared_experts_cannot_have_is_told(folder):
     (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3))
-    assert plan(config(folder, "lora.rank=4"), 1).problems == [
+    assert told(plan(config(folder, "lora.rank=4"), 1)) == [
         "lora.rank: 4, and no projection of deepseek_v3's latent attention can have an adapter; set it to 0"
     ]
-    assert plan(config(folder, "algorithm.router_aux_loss_coef=0.1"), 1).problems == [
+    assert told(plan(config(folder, "algorithm.router_aux_loss_coef=0.1"), 1)) == [
         "algorithm.router_aux_loss_coef: 0.1, but the loss is for experts chosen by softmax from all there are, which those of deepseek_v3 "
         "are not; set it to 0"
     ]
     (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3 | {"moe_intermediate_size": 2052, "num_hidden_layers": 4}))
-    assert plan(config(folder, "parallel.tp=8", "parallel.etp=1", "parallel.sequence_parallel=true"), 8).problems == [
+    assert told(plan(config(folder, "parallel.tp=8", "parallel.etp=1", "parallel.sequence_parallel=true"), 8)) == [
         "parallel.tp: moe_intermediate_size x n_shared_experts=2052 is not divisible by tp=8; valid tp: 1, 2, 4"
     ]
 
@@ -166,7 +172,7 @@ def test_experts_are_shared_out_over_ep_and_etp_and_their_optimizer_over_what_is
 def test_what_does_not_fit_the_experts_is_told_with_what_does(folder):
     def problems(raw: dict, world_size: int, *overrides: str) -> list[str]:
         (folder / "config.json").write_text(json.dumps(raw))
-        return plan(config(folder, *overrides), world_size).problems
+        return told(plan(config(folder, *overrides), world_size))
 
     assert problems(MIXED, 6, "parallel.tp=3", "parallel.ep=2", "parallel.sequence_parallel=true") == []
     assert problems(MIXED, 3, "parallel.tp=3") == [
@@ -342,12 +348,12 @@ def test_fused_logprobs_write_no_logits_without_gradients_and_little_with_them(f
     ],
 )
 def test_all_problems_name_the_key_the_rule_and_the_nearest_valid_values(folder, world_size, overrides, expected):
-    assert plan(config(folder, *overrides), world_size).problems == expected
+    assert told(plan(config(folder, *overrides), world_size)) == expected
 
 
 def test_uneven_stages_are_planned_with_their_own_layers(folder):
     made = plan(config(folder, "parallel.pp=2", "parallel.vpp=2", "parallel.pipeline_layers=[5,9,9,7]"), 2)
-    assert made.problems == [] and "= tp 1 x pp 2 (vpp 2, layers 5 9 9 7) x dp 1" in str(made)
+    assert told(made) == [] and "= tp 1 x pp 2 (vpp 2, layers 5 9 9 7) x dp 1" in str(made)
     model = parse_hf_config(LLAMA)
     first, second = layers_of_ranks(model, ParallelSection(pp=2, vpp=2, pipeline_layers=[5, 9, 9, 7]))
     assert first == [*range(5), *range(14, 23)] and second == [*range(5, 14), *range(23, 30)]
@@ -383,14 +389,14 @@ def test_context_parallelism_shares_the_activations_and_the_sharded_optimizer(fo
 
 
 def test_an_unknown_reward_is_a_problem_with_its_place(folder):
-    (problem,) = plan(config(folder, "rewards.functions.0.function=exact_numbr"), 1).problems
+    (problem,) = told(plan(config(folder, "rewards.functions.0.function=exact_numbr"), 1))
     assert problem.startswith("rewards.functions.0.function: `exact_numbr` is no reward function; did you mean `exact_number`?")
 
 
 def test_unknown_tools_and_schedulers_are_reported_with_the_key(folder):
-    (problem,) = plan(config(folder, "multi_turn.tools=[calculater]"), 1).problems
+    (problem,) = told(plan(config(folder, "multi_turn.tools=[calculater]"), 1))
     assert problem.startswith("multi_turn.tools.0: `calculater` is no tool; did you mean `calculator`?")
-    assert plan(config(folder, "multi_turn.scheduler=math_tip_trick"), 1).problems == []
+    assert told(plan(config(folder, "multi_turn.scheduler=math_tip_trick"), 1)) == []
 
 
 def test_vllm_copies_kv_heads_when_there_are_fewer_than_devices():
@@ -405,7 +411,7 @@ def test_vllm_cuts_a_vocabulary_that_it_has_padded_to_64():
 
 def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
     def problems(gpu: float, *overrides: str) -> list[str]:
-        return plan(load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", overrides), 8, gpu).problems
+        return told(plan(load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", overrides), 8, gpu))
 
     beside = "train.offload=false"
     (problem,) = problems(64, beside)
@@ -418,14 +424,14 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
     assert problem.startswith("parallel.tp: a trainer rank needs 39.6 GiB, and a GPU has 38; raise parallel.tp")
     (problem,) = problems(64, "rollout.gpu_memory_utilization=0.2")
     assert problem.startswith("rollout.tp: vLLM's 0.2 of a GPU must hold")
-    (mixed,) = plan(load_config(REPOSITORY / "configs" / "qwen3_30b_a3b_4nodes.yaml"), 16, 40).problems
+    (mixed,) = told(plan(load_config(REPOSITORY / "configs" / "qwen3_30b_a3b_4nodes.yaml"), 16, 40))
     assert "raise parallel.tp, parallel.ep, parallel.pp or parallel.cp" in mixed
 
 
 def test_ram_that_is_too_small_for_what_leaves_the_gpus_is_refused():
     def problems(ram: float, gpu: float | None = 80, *overrides: str) -> list[str]:
         config = load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", overrides)
-        return plan(config, 8, gpu, host_memory_gb=ram).problems
+        return told(plan(config, 8, gpu, host_memory_gb=ram))
 
     (problem,) = problems(100)
     assert problem == ("train.offload: the ranks of a node keep 113.5 GiB in RAM (train.offload 113.5), and it has 100.0; set it to false")
@@ -481,9 +487,9 @@ def test_a_server_counts_where_it_shares_the_gpu(folder):
     share = made("rollout.placement=dedicated", "rollout.gpu_memory_utilization=0.01")
     assert share.smallest_gpu == pytest.approx(engine / 0.01) and "or its share of a vLLM server" in str(share)
     assert made("rollout.urls=['http://a:1']").smallest_gpu == pytest.approx(peak)
-    (problem,) = made("rollout.placement=dedicated", "rollout.gpu_memory_utilization=0.01", gpu=10.0).problems
+    (problem,) = told(made("rollout.placement=dedicated", "rollout.gpu_memory_utilization=0.01", gpu=10.0))
     assert problem.startswith("rollout.tp: vLLM's 0.01 of a GPU must hold")
-    (problem,) = made("rollout.placement=dedicated", gpu=1.0).problems
+    (problem,) = told(made("rollout.placement=dedicated", gpu=1.0))
     assert problem.startswith("parallel.tp: a trainer rank needs") and "and a GPU has 1; raise parallel.tp" in problem
 
 
@@ -498,15 +504,15 @@ def test_a_server_counts_where_it_shares_the_gpu(folder):
 def test_a_model_that_is_nowhere_is_one_problem_beside_the_others(monkeypatch, path, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     made = plan(load_config(REPOSITORY / "configs" / "quickstart.yaml", [f"model.path={path}", "parallel.pp=2"]), 1)
-    assert len(made.problems) == 2 and made.problems[0].startswith("world_size") and made.problems[1].startswith(message)
+    assert len(told(made)) == 2 and told(made)[0].startswith("world_size") and told(made)[1].startswith(message)
 
 
 def test_a_model_that_cannot_be_trained_is_refused(folder):
     (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "gpt2"}))
-    (problem,) = plan(config(folder), 1).problems
+    (problem,) = told(plan(config(folder), 1))
     assert problem.startswith("model: architecture gpt2 is not supported")
     (folder / "config.json").unlink()
-    (problem,) = plan(config(folder), 1).problems
+    (problem,) = told(plan(config(folder), 1))
     assert "holds no config.json" in problem
 
 
@@ -539,7 +545,7 @@ def test_adapters_of_llama_8b_are_as_many_as_peft_counts_and_alone_have_gradient
 
 def test_adapters_in_experts_are_refused_and_all_linear_leaves_them_out(folder):
     (folder / "config.json").write_text(json.dumps(MIXED))
-    (problem,) = plan(config(folder, "lora.rank=4", "lora.target_modules=[q_proj, up_proj]"), 1).problems
+    (problem,) = told(plan(config(folder, "lora.rank=4", "lora.target_modules=[q_proj, up_proj]"), 1))
     assert problem.startswith("lora.target_modules: up_proj of qwen3_moe are in its experts, which have no adapters; leave them out")
     made = dict(plan(config(folder, "lora.rank=4"), 1).rows)["LoRA"]
     assert f"{4 * 30 * (4 * 576 + 2 * 576 + 2 * 192):,} trained" in made
@@ -550,7 +556,7 @@ def test_adapters_go_on_the_projections_that_a_model_has(folder):
     made = dict(plan(config(folder, "lora.rank=4"), 1).rows)["LoRA"]
     assert "on qkv_proj, o_proj, gate_up_proj, down_proj: " in made
     assert f"{4 * 30 * (2 * 576 + 2 * 192 + 2 * 576 + 3 * 1536 + 2 * 576):,} trained" in made
-    (problem,) = plan(config(folder, "lora.rank=4", "lora.target_modules=[q_proj, down_proj]"), 1).problems
+    (problem,) = told(plan(config(folder, "lora.rank=4", "lora.target_modules=[q_proj, down_proj]"), 1))
     assert problem == (
         "lora.target_modules: phi3 has no q_proj; name some of qkv_proj, o_proj, gate_up_proj, down_proj, or choose all-linear"
     )
@@ -559,28 +565,28 @@ def test_adapters_go_on_the_projections_that_a_model_has(folder):
 def test_an_adapter_that_vllm_does_not_take_is_refused(folder):
     (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "glm4", "head_dim": 32, "rms_norm_eps": 1e-5}))
     alone = ("lora.rank=4", "lora.sync=adapter")
-    (problem,) = plan(config(folder, *alone), 1).problems
+    (problem,) = told(plan(config(folder, *alone), 1))
     assert problem.startswith("lora.sync: vLLM takes no adapter of the gate_up_proj of glm4; choose merged")
-    assert plan(config(folder, *alone, "lora.target_modules=[q_proj, o_proj]"), 1).problems == []
+    assert told(plan(config(folder, *alone, "lora.target_modules=[q_proj, o_proj]"), 1)) == []
 
 
 def test_products_in_fp8_need_wide_linears_whole_blocks_of_tokens_and_layers_that_exist(folder):
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
     fp8 = ("model.fp8_recipe=mxfp8", "train.max_tokens_per_micro_batch=96")
-    assert plan(config(folder, *fp8, "model.bf16_layers=[0, -32]"), 1).problems == []
-    (problem,) = plan(config(folder, *fp8, "model.bf16_layers=[32]"), 1).problems
+    assert told(plan(config(folder, *fp8, "model.bf16_layers=[0, -32]"), 1)) == []
+    (problem,) = told(plan(config(folder, *fp8, "model.bf16_layers=[32]"), 1))
     assert problem == "model.bf16_layers: 32, and the model has 32 layers; use -32 to 31"
-    (problem,) = plan(config(folder, *fp8, "parallel.cp=2"), 2).problems
+    (problem,) = told(plan(config(folder, *fp8, "parallel.cp=2"), 2))
     assert problem.startswith(
         "train.max_tokens_per_micro_batch: 96 is cut to 64, a multiple of 32 (model.fp8_recipe mxfp8) x parallel.cp = 64"
     )
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | dict(intermediate_size=14336 + 16)))
-    assert plan(config(folder, "model.fp8_recipe=tensorwise"), 1).problems == []
-    (problem,) = plan(config(folder, *fp8), 1).problems
+    assert told(plan(config(folder, "model.fp8_recipe=tensorwise"), 1)) == []
+    (problem,) = told(plan(config(folder, *fp8), 1))
     said = "mxfp8 multiplies by multiples of 32, and a rank's part of intermediate_size is 14352; choose none or another layout"
     assert problem == f"model.fp8_recipe: {said}"
     (folder / "config.json").write_text(json.dumps(MIXED | dict(moe_intermediate_size=24)))
-    assert "a rank's part of moe_intermediate_size is 24" in plan(config(folder, "model.fp8_recipe=blockwise"), 1).problems[-1]
+    assert "a rank's part of moe_intermediate_size is 24" in told(plan(config(folder, "model.fp8_recipe=blockwise"), 1))[-1]
 
 
 def test_activations_of_two_layers_are_on_a_gpu_and_the_others_on_the_host(folder):
@@ -600,9 +606,9 @@ def test_activations_of_two_layers_are_on_a_gpu_and_the_others_on_the_host(folde
 def test_routing_is_padded_for_experts_only(folder):
     padded = ("model.fp8_recipe=blockwise", "model.moe_router_padding_for_quantization=true")
     (folder / "config.json").write_text(json.dumps(MIXED))
-    assert plan(config(folder, *padded), 1).problems == []
+    assert told(plan(config(folder, *padded), 1)) == []
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    (problem,) = plan(config(folder, *padded), 1).problems
+    (problem,) = told(plan(config(folder, *padded), 1))
     assert problem == "model.moe_router_padding_for_quantization: true is for experts, and llama has none; set it to false"
 
 
@@ -657,15 +663,15 @@ def test_weights_in_fewer_bits_take_less_room_and_must_be_cut_into_blocks(folder
 
     def weights(storage: str) -> float:
         settings = config(folder, "lora.rank=32", "model.precision=bf16", f"model.base_storage={storage}")
-        assert plan(settings, 1).problems == []
+        assert told(plan(settings, 1)) == []
         return trainer_memory(settings, parse_hf_config(LLAMA_8B), dp=1)["generate"]["weights"]
 
     linears = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) / 2**30
     assert weights("none") - weights("fp8") == pytest.approx(linears * (2 - 1 - 4 / 64))
     assert weights("none") - weights("nf4") == pytest.approx(linears * (2 - 0.5 - 4 / 64))
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | dict(intermediate_size=14336 + 32)))
-    (problem,) = plan(config(folder, "lora.rank=32", "model.base_storage=nf4"), 1).problems
+    (problem,) = told(plan(config(folder, "lora.rank=32", "model.base_storage=nf4"), 1))
     assert problem.startswith("model.base_storage: a rank's part of intermediate_size is 14368, and 64 elements share a scale")
     (folder / "config.json").write_text(json.dumps(MIXED))
-    (problem,) = plan(config(folder, "lora.rank=4", "model.base_storage=fp8"), 1).problems
+    (problem,) = told(plan(config(folder, "lora.rank=4", "model.base_storage=fp8"), 1))
     assert problem == "model.base_storage: fp8 is for linears, and qwen3_moe has experts; choose none"
