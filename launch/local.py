@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megagrpo.__main__ import parse
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.parent_death import LAUNCHER_VARIABLE
 from megagrpo.plan import plan
 from megagrpo.scratch import temporary_files
 
@@ -72,6 +73,7 @@ def run_ranks(ranks: int, nodes: dict[str, Any], trainer: list[str], logs: LogsS
     """Runs this machine's ranks under torchrun's agent, in this process, so that a signal reaches it and it forwards it to the ranks.
     `nodes` are arguments of `rendezvous.options` (empty: one node), `logs` says where the ranks print."""
     os.environ.setdefault("LOGLEVEL", "ERROR")
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import config_from_args, elastic_launch, parse_args

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before slow imports: a torchrun that is killed while ranks import leaves no rank
+    from megagrpo.parent_death import end_with_torchrun
+
+    end_with_torchrun()
+
 import argparse
 import contextlib
 import gc

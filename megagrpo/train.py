@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shutil
@@ -55,7 +54,9 @@ from megagrpo.rollout.shared_weights import WeightSyncError
 from megagrpo.rollout.vllm_http import check_urls, named_urls
 from megagrpo.rollout.vllm_server import VllmEngine
 from megagrpo.rollout.vllm_updates import Updates
+from megagrpo.run_lock import LOCK, RunFolderLost, RunLock
 from megagrpo.serving import engine_dtype, make_launcher, name_of, offloads, servers_sleep
+from megagrpo.stop_signals import stop_on_signals
 from megagrpo.time_limit import OUT_OF_TIME, end_of_run
 from megagrpo.trainer import BrokenTraining, Trainer
 from megagrpo.weight_sync import Stays, WeightSync, make_transport
@@ -74,7 +75,6 @@ def main(config: RunConfig, config_path: Path) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     layout = None
     try:
-        _end_with_torchrun()
         if config.run.deterministic:
             device.make_deterministic()
         _check_plan(config)
@@ -83,7 +83,7 @@ def main(config: RunConfig, config_path: Path) -> int:
         layout = _layout(config)
         with ExitStack() as resources:
             trainer = build(config, config_path.parent, layout, resources)
-            _stop_on_signals(trainer.collector)
+            stop_on_signals(trainer.collector.stop)
             if layout.world_rank == 0:
                 trainer.time_limit.ends = ends
             stopped_by = trainer.run()
@@ -92,7 +92,7 @@ def main(config: RunConfig, config_path: Path) -> int:
         return _exit_code(stopped_by)
     except ConfigError:
         raise
-    except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining) as error:
+    except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining, RunFolderLost) as error:
         print(f"rank {layout.world_rank} stops: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted; the newest checkpoint is the last thing that was saved", file=sys.stderr)
@@ -114,7 +114,9 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         hf_config = load_hf_config(model_folder)
         own_part(layout, lambda: check_device(config, hf_config))  # before anything is moved or started
         together(layout, lambda: Checkpoint(model_folder).check([], hf_config), here=first)
-        resume_from = together(layout, lambda: prepare_run_folder(config, run_folder, os.environ.get("MEGAGRPO_JOB")), here=first)[0]
+        lock = RunLock(run_folder)
+        resources.callback(lock.release)
+        resume_from = together(layout, lambda: prepare_run_folder(config, lock, os.environ.get("MEGAGRPO_JOB")), here=first)[0]
         tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
         reference_folder = _reference_folder(config, hf_config, tokenizer)
         dialogues = own_part(layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader)
@@ -205,6 +207,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         writer=writer,
         dumps=StepDumps(config, policy, run_folder / "dumps", model_folder, writer.message, reference, reference_folder),
         timer=timer,
+        run_folder_check=lock.check if first else lambda: None,
     )
     if resume_from is not None:
         trainer.restore(resume_from)
@@ -218,12 +221,14 @@ def _exit_code(stopped_by: int) -> int:
     return 128 + stopped_by if stopped_by else 0
 
 
-def prepare_run_folder(config: RunConfig, folder: Path, job: str | None = None) -> Path | None:
-    """Create the run's folder and write `resolved.yaml`; the checkpoint to resume from, None for a fresh start.
+def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None) -> Path | None:
+    """Create and lock the run's folder and write `resolved.yaml`; the checkpoint to resume from, None for a fresh start.
 
-    A run that the same `job` has begun is continued, from the beginning when it has saved nothing yet. ValueError when there is nothing to
-    resume, or it is damaged, or when a fresh start would mix with an earlier run.
+    A run that the same `job` has begun is continued, from the beginning when it has saved nothing yet. ValueError when another process
+    trains into the folder, when there is nothing to resume, or it is damaged, or when a fresh start would mix with an earlier run.
     """
+    lock.take()
+    folder = lock.folder
     checkpoint = newest_checkpoint(folder / "checkpoints")
     begun_by = folder / "job"
     ours = job is not None and begun_by.exists() and begun_by.read_text() == job
@@ -243,7 +248,8 @@ def prepare_run_folder(config: RunConfig, folder: Path, job: str | None = None) 
         aside = next(p for p in (folder.with_name(f"{folder.name}.{i}") for i in range(1, 10_000)) if not p.exists())
         shutil.move(folder, aside)
         print(f"the earlier run in {folder} was moved to {aside}" + (" (run.overwrite)" if config.run.overwrite else ""), flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
+        (aside / LOCK).unlink(missing_ok=True)
+        lock.take()
     save_resolved(config, folder)
     if job is not None:
         begun_by.write_text(job)
@@ -359,22 +365,3 @@ def _weight_sync(
 
 def _step_of(checkpoint: Path | None) -> int:
     return 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
-
-
-def _end_with_torchrun() -> None:
-    """A torchrun that is killed outright cannot end its ranks: have the kernel send them SIGTERM then, on which they save and stop."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def _stop_on_signals(collector: Collector) -> None:
-    """The first Ctrl-C or SIGTERM asks the trainer to save and stop; a second Ctrl-C ends it at once."""
-
-    def ask(number: int, frame: object) -> None:
-        if collector.stop_signal and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        collector.stop(number)
-
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)

@@ -64,6 +64,7 @@ class Trainer:
     saving: TrainState | None = None  # in the one on its way to the disk
     failed_saves: int = 0
     synced: dict[str, float] = field(default_factory=dict)  # what the last weight sync took
+    run_folder_check: Callable[[], None] = lambda: None  # raises when the run's folder is no longer there
     time_limit: TimeLimit = field(init=False)
 
     def __post_init__(self):
@@ -109,6 +110,7 @@ class Trainer:
                 self.state.step, self.state.cursor = self.state.step + 1, self.prompts.cursor
                 self.collector.step = self.state.step
                 self.check_mismatch(metrics)
+                own_part(self.layout, self.run_folder_check)
                 self.finish_save(wait=False)
                 self.writer.step(self.state.step, self.with_speed(metrics))
                 self.stop_if_broken()

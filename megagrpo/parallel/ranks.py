@@ -8,7 +8,6 @@ locks of threads that it does not have. A CUDA driver does not survive a fork, s
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -30,6 +29,7 @@ import torch._dynamo
 import megagrpo.parallel.layout  # noqa: F401
 from megagrpo.parallel import device
 from megagrpo.parallel.rendezvous import stay_on_this_host
+from megagrpo.parent_death import end_with_parent
 
 # Above and here: imported before the forks, once for all. Megatron's optimizer would import the last one in each rank, torch the first.
 import megatron.core.models.mimo.optimizer  # noqa: F401  # isort: skip
@@ -112,7 +112,7 @@ def _explain(ranks: dict[int, BaseProcess], folder: Path) -> str:
 
 def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable, args: tuple) -> None:
     """The life of one rank; never returns."""
-    _die_with(parent)
+    end_with_parent(parent)
     gc.freeze()  # the collector would touch, and so copy, every page of what the fork has inherited
     code = 1
     try:
@@ -135,11 +135,3 @@ def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable, args
         for child in multiprocessing.active_children():
             child.terminate()
         os._exit(code)  # no destructors: a fork's belong to its parent
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent is gone, which may have happened already."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
