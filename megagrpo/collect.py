@@ -104,6 +104,12 @@ class Collector:
         """Which of `prompts` this replica generates where they are asked for ahead: the same ones whichever others they come with."""
         return [i for i, prompt in enumerate(prompts) if prompt.place % self.layout.dp_size == self.layout.dp_rank]
 
+    def reward_tracebacks(self, names: Sequence[str]) -> str:
+        """The first traceback of each of these reward functions, of whichever rank has one. Collective."""
+        everyone = self.layout.all_gather_objects({} if self.rewards is None else self.rewards.tracebacks)
+        known = {name: text for tracebacks in reversed(everyone) for name, text in tracebacks.items()}
+        return "\n".join(known[name] for name in names if name in known)
+
     def stop(self, number: int) -> None:
         """Ask for an end because of signal `number`: the step under way is finished, or given up while it still generates."""
         self.stop_signal = number

@@ -199,6 +199,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         held_out=held_out,
         collector=Collector(layout, dialogues.over(engine) if dialogues else engine, rewards, timer, pool),
         sampling=sampling_params(config.rollout, tokenizer.eos_token_ids),
+        dtype=max(name_of(dtype), engine_dtype(config), key=("float32", "bfloat16").index),
         engine_sleeps=servers_sleep(config),
         offload=offload,
         weights=partial(adapter_blocks if config.lora.syncs_adapters else merged_blocks, policy.chunks, hf_config, layout),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megagrpo.alarms import FIRST_STEPS, always_raising, mismatch_limit, mismatch_warning
 from megagrpo.algorithms.advantages import advantages_of, less_kl, reward_statistics, rewards_by_group, to_samples
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator
@@ -57,6 +59,7 @@ class Trainer:
     dumps: StepDumps
     state: TrainState = field(default_factory=TrainState)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
+    dtype: str = "bfloat16"  # the least precise that trainer or engine computes in
     engine_sleeps: bool = False  # while the policy trains
     engine_naps: bool = False  # since a checkpoint
     offload: Stays = field(default_factory=Stays)  # what the policy leaves on its device for servers that do not sleep
@@ -113,6 +116,7 @@ class Trainer:
                 own_part(self.layout, self.run_folder_check)
                 self.finish_save(wait=False)
                 self.writer.step(self.state.step, self.with_speed(metrics))
+                self.stop_if_rewards_raise(metrics)
                 self.stop_if_broken()
                 last = self.state.step == run.max_steps
                 if last or (evaluation.steps and self.state.step % evaluation.steps == 0):
@@ -193,6 +197,18 @@ class Trainer:
             f"{self.config.train.max_skipped_steps} allowed"
         )
 
+    def stop_if_rewards_raise(self, metrics: dict[str, float]) -> None:
+        """Save and raise BrokenTraining on every rank when a reward function has raised for every response of a step."""
+        failing = always_raising(metrics, self.config)
+        if not failing:
+            return
+        tracebacks = self.collector.reward_tracebacks(failing)
+        self.save(must_succeed=False)
+        raise BrokenTraining(
+            f"rewards.functions: {', '.join(failing)} raised for every response of step {self.state.step}; correct the function and "
+            f"continue with --resume. Its first traceback:\n{tracebacks}"
+        )
+
     def stop_if_broken(self) -> None:
         """Raise BrokenTraining on every rank when too many optimizer steps in a row were skipped."""
         if self.state.skipped_in_a_row >= self.config.train.max_skipped_steps:
@@ -202,17 +218,16 @@ class Trainer:
             )
 
     def check_mismatch(self, metrics: dict[str, float]) -> None:
-        """Count and report a step whose engine and trainer disagree by more than the threshold."""
-        threshold, error = self.config.rollout.mismatch_threshold, metrics.get("token_mult_prob_error", 1.0)
-        if threshold is None or not error > threshold:
+        """Count and report a step whose engine and trainer disagree more than is normal."""
+        error, first = metrics.get("token_mult_prob_error"), self.state.first_mismatches
+        if error is None:
             return
-        self.state.mismatch_alarms += 1
-        self.writer.message(
-            f"warning: step {self.state.step}: token_mult_prob_error {error:.6g} is above rollout.mismatch_threshold {threshold:g}: vLLM "
-            "sampled from another distribution than the trainer computes. After a jump, look at weight_version in completions.jsonl and "
-            "at the server's log; from the first step on, at rollout.quantization and rollout.extra_args, try model.precision=fp32, and "
-            "audit a dumped step. With rollout.max_staleness above 0 it counts what training has moved as well"
-        )
+        limit = mismatch_limit(self.config, self.dtype, first)
+        if limit is not None and error > limit:
+            self.state.mismatch_alarms += 1
+            self.writer.message(mismatch_warning(self.config.rollout, self.dtype, self.state.step, error, limit, first))
+        if len(first) < FIRST_STEPS and math.isfinite(error):
+            self.state.first_mismatches = [*first, error]
 
     def sync(self) -> None:
         """Give the engine the policy's weights; they are verified there before this returns."""
@@ -364,4 +379,4 @@ class Trainer:
 
 
 class BrokenTraining(RuntimeError):
-    """Step after step has no finite gradient: going on would generate for nothing."""
+    """More steps would learn nothing: no gradient is finite, or a reward function only raises."""

@@ -37,9 +37,9 @@ class RolloutSection(Section):
     straggler_seconds: PositiveFloat | None = None
     """With max_staleness above 0: when a step waits and no group has been finished for so long, the responses that it waits for are cut,
     and end like those that reach max_completion_length. Empty never cuts."""
-    mismatch_threshold: Annotated[float, Field(ge=1)] | None = 1.05
-    """Warn when a step's `token_mult_prob_error` is above this; empty never warns. 1.05 is the gate of NeMo-RL's functional tests in
-    bf16; in fp32 the two sides agree to 1.001."""
+    mismatch_threshold: Annotated[float, Field(ge=1)] | None = None
+    """Warn when a step's `token_mult_prob_error` is above this. Empty: warn on a jump, when the error is three times as far from 1 as in
+    the run's first 5 steps and above what is normal, 1.01 in fp32 and 1.1 in bf16. With max_staleness above 0 empty never warns."""
     servers: PositiveInt = 1
     """vLLM servers to start, each with `tp` devices."""
     tp: PositiveInt = 1

@@ -41,7 +41,7 @@ class RewardScorer:
             for i, (name, target, f) in enumerate(zip(names, targets, section.functions, strict=True))
         ]
         self._max_completion_length, self._concurrency = max_completion_length, section.concurrency
-        self._seen_failures: set[tuple[str, str]] = set()
+        self._seen_failures: dict[tuple[str, str], str] = {}
         # The kernel kills a worker when the thread that started it ends, so one thread starts them all and lives as long as they do.
         self._thread = ThreadPoolExecutor(1, "rewards")
         folder = None if base_folder is None else str(Path(base_folder).resolve())
@@ -59,6 +59,11 @@ class RewardScorer:
     def names(self) -> list[str]:
         """Names of the functions in configured order: the keys of `ScoredRollout.rewards`."""
         return [f.name for f in self._functions]
+
+    @property
+    def tracebacks(self) -> dict[str, str]:
+        """The first traceback of each function that has raised, by its name."""
+        return {name: reason for (name, counter), reason in self._seen_failures.items() if counter == "exceptions"}
 
     def _load(self) -> None:
         """Import every function once and check its arguments; all problems at once. Async functions are loaded where they will run too."""

@@ -22,10 +22,11 @@ _SHOWN = 1000  # characters of a text that a report of a failure shows
 class Scoring:
     """`add` groups of rollouts as they come, in any order; `finish` waits for their rewards. Leaving the `with` before drops all.
 
-    `common` are arguments that every function is offered; `seen_failures` are those that were shown, and need no more words.
+    `common` are arguments that every function is offered; `seen_failures` are those that were shown, with their
+    reasons, by function and counter.
     """
 
-    def __init__(self, functions: Sequence[Function], work: Work, common: dict[str, Any], seen_failures: set[tuple[str, str]]):
+    def __init__(self, functions: Sequence[Function], work: Work, common: dict[str, Any], seen_failures: dict[tuple[str, str], str]):
         self._tallies = [Tally(function) for function in functions]
         self._work, self._common, self._seen_failures = work, common, seen_failures
         self._rollouts: list[Rollout] = []  # in the order in which they came
@@ -109,7 +110,7 @@ class Scoring:
         setattr(tally, counter, getattr(tally, counter) + 1)
         if (function.name, counter) in self._seen_failures:
             return
-        self._seen_failures.add((function.name, counter))
+        self._seen_failures[function.name, counter] = reason
         rollout = self._rollouts[i]
         sample = {"prompt": rollout.prompt.messages, "completion": rollout.text, **rollout.prompt.columns}
         given = "was left out" if tally.values[i] is None else f"scored {tally.values[i]:g}"

@@ -119,14 +119,27 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path):
     assert "vLLM server" in run.err and "ended with exit code" in run.err and "--no-such-flag" in run.err and "vllm_0.log" in run.err
 
 
+def test_a_reward_that_raises_for_every_response_ends_the_run_after_the_step_with_its_traceback(tmp_path):
+    own = f"{world.folder()}/rewards.py"
+    functions = json.dumps([{"function": f"{own}:{name}"} for name in ("low_bytes", "raises")])
+    run = world.train(tmp_path, f"rewards.functions={functions}")
+    assert run.code == 1 and len(run.metrics) == 1 and run.saved == ["step_000001"]
+    assert run.metrics[0]["rewards/raises/exceptions"] == 16
+    end = run.err[run.err.index("rank 0 stops: rewards.functions: raises raised for every response of step 1;") :]
+    assert "Traceback (most recent call last)" in end and f'File "{own}"' in end and "RuntimeError: no reward today" in end
+    assert "megagrpo/trainer.py" not in end
+
+
 @pytest.mark.full
 def test_a_reward_that_fails_costs_its_reward_alone(tmp_path):
     own = f"{world.folder()}/rewards.py"
-    functions = json.dumps([{"function": f"{own}:{name}"} for name in ("low_bytes", "raises", "hangs")])
+    functions = json.dumps([{"function": f"{own}:{name}"} for name in ("low_bytes", "raises_on_odd_lengths", "hangs")])
     run = world.train(tmp_path, f"rewards.functions={functions}", "rewards.timeout=0.05", "rollout.prompts_per_step=2")
     assert run.code == 0, run.err
     for line in run.metrics:
-        assert line["rewards/raises/exceptions"] == line["rewards/hangs/timeouts"] == 8
-        assert line["rewards/raises/mean"] == line["rewards/hangs/mean"] == 0 and line["grad_norm"] > 0
+        texts = [row["completion"] for row in run.completions if row["step"] == line["step"]]
+        assert line["rewards/raises_on_odd_lengths/exceptions"] == sum(len(text) % 2 for text in texts) and line["grad_norm"] > 0
+        assert line["rewards/hangs/timeouts"] == 8
+        assert line["rewards/raises_on_odd_lengths/mean"] == line["rewards/hangs/mean"] == 0
         assert line["reward"] == pytest.approx(line["rewards/low_bytes/mean"])
     assert "no reward today" in run.err and "rewards/hangs/timeouts 8" in run.out

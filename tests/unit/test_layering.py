@@ -12,7 +12,7 @@ LEVELS = [
     {"config", "config_io", "types", "boxes", "scratch", "parent_death", "run_lock", "stop_signals"},
     {"algorithms", "rewards", "data", "parallel", "families"},
     {"policy", "bridge", "rollout", "console"},
-    {"weight_sync", "checkpoint", "metrics", "dump", "multi_turn", "look_ahead", "time_limit"},
+    {"weight_sync", "checkpoint", "metrics", "dump", "multi_turn", "look_ahead", "time_limit", "alarms"},
     {"collect", "serving", "adapter_sync"},
     {"draw", "evaluation", "generate", "serve"},
     {"trainer", "plan", "verify", "report", "audit"},
