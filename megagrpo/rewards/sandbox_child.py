@@ -1,14 +1,17 @@
-"""The process that a program of a completion runs in: `python -I -S sandbox_child.py FD`, started by `sandbox.run`.
+"""The process that a program of a completion runs in: `python -I -S sandbox_child.py REPORTS MAILBOX`, started by `sandbox.run`.
 
-It reads a job (JSON) from standard input, puts up the walls that the kernel offers, reports them and, for tests, their results on FD, and
-executes the program. It imports nothing of ours. Every wall holds for what the program starts or imports too, and none of them needs root:
+It reads a job (JSON) from standard input, puts up the walls that the kernel offers, reports them and the results of tests on the descriptor
+REPORTS, and executes the program. It imports nothing of this project but `system_calls`. The walls also hold for what the program imports
+and for its threads. None of them needs root:
 
-- Landlock: files outside of the job's folder cannot be opened, but for reading Python's own. Where the kernel lacks it: a mount namespace.
+- Landlock: the program can open the job's folder, and Python's own files to read. Where the kernel lacks it, a mount namespace does that.
 - seccomp: no sockets, no new processes, no signals to others, no tracing, no way around (io_uring, namespaces, memory outside of limits).
-- user and network namespaces: no network device. Where seccomp is there already this is a second wall.
-- resource limits: processor time, memory, size and number of files.
+- user, mount and network namespaces: no network device, and a folder in memory that the kernel limits and removes with the process.
+- counts: the parent answers each new thread and, where the folder lies on a disk, each new file (seccomp's user notification).
+- resource limits: processor time, memory, size of a file, descriptors.
 """
 
+import _socket
 import ctypes
 import json
 import os
@@ -17,98 +20,22 @@ import struct
 import sys
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x8000000, 0x10000000, 0x40000000
-CLONE_THREAD = 0x10000
-MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
-EPERM, ENOSYS = 1, 38
-ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number, column of the table below
-# Denied system calls: (x86_64, aarch64), None where the architecture has no such call.
-DENIED = {
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "fork": (57, None),
-    "vfork": (58, None),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424),
-    "pidfd_getfd": (438, 438),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "keyctl": (250, 219),
-    "memfd_create": (319, 279),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    "setpriority": (141, 140),
-    "sched_setaffinity": (203, 122),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "fanotify_init": (300, 262),
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
-    "syslog": (103, 116),
-    "process_madvise": (440, 440),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "ioprio_set": (251, 30),
-    # Landlock leaves owners, permissions, times and attributes of files alone, and its first versions their lengths.
-    "truncate": (76, 45),
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-}
-CLONE, CLONE3, TGKILL, PRLIMIT, PRCTL = (56, 220), (435, 435), (234, 131), (302, 261), (157, 167)
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+SECCOMP = {"x86_64": 317, "aarch64": 277}  # the number of the call
+SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER = 1, 8
 
 
 def succeeded(result):
     return result == 0
 
 
-def limit_resources(job):
-    memory, files = job["memory_mb"] << 20, job["file_mb"] << 20
+def limit_resources(job, file_bytes):
     limits = {
-        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_AS: job["memory_mb"] << 20,
         resource.RLIMIT_CPU: job["cpu_seconds"],
-        resource.RLIMIT_FSIZE: files,
+        resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_MEMLOCK: 0,
@@ -133,19 +60,26 @@ def enter_namespaces():
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     except OSError:
-        pass  # unmapped: fewer rights inside, the walls stand all the same
+        pass  # the user stays unmapped, as root without capabilities does: the process has fewer rights, the network is gone
     return True
 
 
 def mount_read_only(job):
-    """Of all files leave the readable ones, read-only, and the job's folder, in a root of their own. False where it cannot be done."""
+    """Make a root of its own: the readable files, read-only, and the job's folder, in memory and limited. False where that fails."""
+    try:
+        return _mount_read_only(job)
+    except OSError:  # an unmapped user cannot create files in a new file system
+        return False
+
+
+def _mount_read_only(job):
     root, folder = job["root"], job["folder"]
     mount = LIBC.mount
     if not succeeded(mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)):
         return False
     if not succeeded(mount(b"tmpfs", root.encode(), b"tmpfs", 0, b"size=1m,mode=755")):
         return False
-    for path in [*job["readable"], folder]:
+    for path in job["readable"]:
         if not os.path.exists(path):
             continue
         inside = root + path
@@ -159,8 +93,12 @@ def mount_read_only(job):
         flags = MS_REMOUNT | MS_BIND | MS_RDONLY
         # A bind mount in a user namespace keeps the flags that are locked on the original: try with the usual ones too.
         locked = (0, 2 | 4, 2 | 4 | 1024, 2 | 4 | 1 << 21, 2 | 1 << 21, 1024, 1 << 21)
-        if path != folder and not any(succeeded(mount(None, inside.encode(), None, flags | more, None)) for more in locked):
+        if not any(succeeded(mount(None, inside.encode(), None, flags | more, None)) for more in locked):
             return False
+    os.makedirs(root + folder)
+    limits = f"size={job['file_mb']}m,nr_inodes={job['max_files'] + 1},mode=700"  # the folder itself is one of them
+    if not succeeded(mount(b"tmpfs", (root + folder).encode(), b"tmpfs", MS_NOSUID | MS_NODEV, limits.encode())):
+        return False
     if not succeeded(mount(None, root.encode(), None, MS_REMOUNT | MS_RDONLY, None)):
         return False
     os.chroot(root)
@@ -179,7 +117,7 @@ def drop_capabilities():
 def restrict_files(job):
     """Landlock (Linux 5.13): read the readable, everything in the job's folder, nothing else. False where the kernel lacks it."""
     create, add, restrict = 444, 445, 446
-    version = LIBC.syscall(create, None, ctypes.c_size_t(0), 1)
+    version = min(LIBC.syscall(create, None, ctypes.c_size_t(0), 1), job["landlock_abi"])
     if version < 1:
         return False
     execute, write, read, list_folder = 1, 2, 4, 8
@@ -212,54 +150,28 @@ def restrict_files(job):
 # --------------------------------------------------------------------------------------------------------------------- seccomp
 
 
-def filter_calls():
-    """A seccomp filter that allows what is not in DENIED; threads may be made, processes not. False where it cannot be installed."""
+def filter_calls(calls, counts, limits_files, mailbox):
+    """Install the filter of `system_calls`. With `counts`, send its listener to the parent through `mailbox`, the descriptor of a socket.
+
+    Returns whether the filter is installed and whether the parent counts. A process has one listener at most: where a container's runtime
+    listens already, the parent cannot."""
     machine = os.uname().machine
-    if machine not in ARCHITECTURES or sys.maxsize <= 2**32:
-        return False
-    audit, column = ARCHITECTURES[machine]
-    load, equal, above, bits, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, kill = 0x7FFF0000, 0x80000000
-    number, architecture, argument = 0, 4, lambda i: 16 + 8 * i
-
-    def deny(error):
-        return 0x50000 | error
-
-    code = [(load, 0, 0, architecture), (equal, 1, 0, audit), (give, 0, 0, kill), (load, 0, 0, number)]
-    if machine == "x86_64":
-        code += [(above, 0, 1, 0x40000000), (give, 0, 0, deny(ENOSYS))]  # x32 has numbers of its own
-    for numbers in DENIED.values():
-        if numbers[column] is not None:
-            code += [(equal, 0, 1, numbers[column]), (give, 0, 0, deny(EPERM))]
-    code += [(equal, 0, 1, CLONE3[column]), (give, 0, 0, deny(ENOSYS))]  # its flags lie in memory: the C library falls back to clone
-    # A clone must be a thread; a signal must be to a thread of this process, limits its own; the signal of the parent's death stays set.
-    code += [
-        (equal, 0, 4, CLONE[column]),
-        (load, 0, 0, argument(0)),
-        (bits, 1, 0, CLONE_THREAD),
-        (give, 0, 0, deny(EPERM)),
-        (give, 0, 0, allow),
-    ]
-    code += [
-        (equal, 0, 4, TGKILL[column]),
-        (load, 0, 0, argument(0)),
-        (equal, 1, 0, os.getpid()),
-        (give, 0, 0, deny(EPERM)),
-        (give, 0, 0, allow),
-    ]
-    code += [(equal, 0, 4, PRLIMIT[column]), (load, 0, 0, argument(0)), (equal, 1, 0, 0), (give, 0, 0, deny(EPERM)), (give, 0, 0, allow)]
-    code += [
-        (equal, 0, 4, PRCTL[column]),
-        (load, 0, 0, argument(0)),
-        (equal, 0, 1, PR_SET_PDEATHSIG),
-        (give, 0, 0, deny(EPERM)),
-        (give, 0, 0, allow),
-    ]
-    code += [(give, 0, 0, allow)]
-    packed = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
-    buffer = ctypes.create_string_buffer(packed, len(packed))
-    program = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(buffer))
-    return succeeded(LIBC.prctl(PR_SET_SECCOMP, 2, program, 0, 0))
+    for counted in (True, False) if counts else (False,):
+        code = calls.build_filter(machine, os.getpid(), counted, limits_files)
+        if code is None or sys.maxsize <= 2**32:
+            return False, False
+        packed = calls.pack(code)
+        buffer = ctypes.create_string_buffer(packed, len(packed))
+        program = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(buffer))
+        listener = LIBC.syscall(SECCOMP[machine], SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER * counted, program)
+        if listener >= 0:
+            if counted:
+                channel = _socket.socket(fileno=mailbox)
+                channel.sendmsg([b"listener"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", listener))])
+                channel.detach()
+                os.close(listener)
+            return True, counted
+    return False, False
 
 
 # ------------------------------------------------------------------------------------------------------------------ the program
@@ -299,23 +211,29 @@ def execute(job, report):
 
 def main():
     LIBC.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0)
-    channel = int(sys.argv[1])
+    reports, mailbox = map(int, sys.argv[1:])
     job = json.load(open(0, "rb", closefd=False))
 
     def report(message, write=os.write, dumps=json.dumps):
-        write(channel, dumps(message).encode() + b"\n")
+        write(reports, dumps(message).encode() + b"\n")
 
     os.chdir(job["folder"])
     feed_input(job["input"].encode("utf-8", "replace"))
+    sys.path.append(job["package"])
+    from megagrpo.rewards import system_calls  # now: its file cannot be read behind the walls
+
     sys.path[:] = job["path"]
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     wanted = job["walls"]
     walls = {"namespaces": "namespaces" in wanted and enter_namespaces()}
     walls["mounts"] = walls["namespaces"] and "mounts" in wanted and mount_read_only(job)
     drop_capabilities()
-    limit_resources(job)
+    limit_resources(job, job["file_mb"] << 20 if walls["mounts"] else job["few_bytes"])
     walls["landlock"] = "landlock" in wanted and restrict_files(job)
-    walls["seccomp"] = "seccomp" in wanted and filter_calls()
+    walls["seccomp"] = walls["counts"] = False
+    if "seccomp" in wanted:
+        walls["seccomp"], walls["counts"] = filter_calls(system_calls, "counts" in wanted, not walls["mounts"], mailbox)
+    os.close(mailbox)
     report({"walls": walls})
     execute(job, report)
     sys.stdout.flush()

@@ -3,6 +3,7 @@
 import functools
 import os
 import socket
+import textwrap
 import time
 from pathlib import Path
 
@@ -15,8 +16,12 @@ from megagrpo.rewards.sandbox import WALLS, Limits, missing_guarantees, run
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 
-SHORT, SHORTER = Limits(seconds=0.8, memory_mb=256), Limits(seconds=0.4, memory_mb=256)
-LAYERS = {"all": WALLS, "no namespaces": ("landlock", "seccomp"), "no Landlock": ("namespaces", "mounts", "seccomp")}
+SHORT, SHORTER = Limits(seconds=4.0, memory_mb=256), Limits(seconds=0.4, memory_mb=256)
+LAYERS = {
+    "all": WALLS,
+    "no namespaces": ("landlock", "seccomp", "counts"),
+    "no Landlock": ("namespaces", "mounts", "seccomp", "counts"),
+}
 ADD = "def add(a, b):\n    return a + b\n"
 TRAPS = {
     "fork": "import os\nif os.fork() == 0:\n    os._exit(0)",
@@ -40,11 +45,25 @@ TRAPS = {
     "UDP": "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
     "a local socket": "import socket\nsocket.socket(socket.AF_UNIX).connect({secret!r})",
     "a signal": "import os\nos.kill({pid}, 0)",
+    "a signal to a descriptor's owner": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 8, {pid})",
+    "a descriptor's signal": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 10, 9)",
+    "a long owner": "import fcntl, os, struct\nfcntl.fcntl(os.pipe()[0], 15, struct.pack('ii', 1, {pid}))",
+    "an owner, in 64 bits": "import ctypes\nassert ctypes.CDLL(None).syscall(72, 0, ctypes.c_long(8 | 1 << 32), ctypes.c_long({pid})) == 0",
+    "a socket's owner": "import fcntl, socket, struct\nfcntl.ioctl(socket.socketpair()[0], 0x8901, struct.pack('i', {pid}))",
+    "a socket's group": "import fcntl, socket, struct\nfcntl.ioctl(socket.socketpair()[0], 0x8902, struct.pack('i', {pid}))",
+    "a lease on Python's files": "import fcntl, os\nfcntl.fcntl(open(os.__file__), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+    "attributes of Python's files": "import fcntl, os, struct\nfcntl.ioctl(open(os.__file__), 0x40086602, struct.pack('l', 0x80))",
+    "attributes by a newer call": "import ctypes\nctypes.set_errno(0)\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+    "libc.syscall(463, 0, 0, 0, 0, 0, 0)\nassert ctypes.get_errno() != 38",
+    "a datagram": "import socket\nsocket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', {socket!r})",
+    "a filter of its own": "import ctypes\nassert ctypes.CDLL(None).syscall(317, 2, 0, ctypes.byref(ctypes.c_int(0x7fff0000))) == 0",
+    "a call by its x32 number": "import ctypes\nassert ctypes.CDLL(None).syscall(0x40000000 + 39) > 0",
     "a signal to all": "import os\nos.kill(-1, 0)",
     "a parent's signal": "import os\nos.kill(os.getppid(), 0)",
     "memory": "x = bytearray(600 << 20)",
     "more memory": "x = []\nwhile True:\n    x.append(bytearray(1 << 20))",
     "memory without a limit": "import os\nos.memfd_create('x')",
+    "memory in a secret area": "import ctypes\nassert ctypes.CDLL(None).syscall(447, 0) >= 0",
     "raised limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))",
     "a large file": "open('x', 'wb').write(bytes(64 << 20))",
     "a daemon": "import ctypes\nassert ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0",
@@ -58,9 +77,11 @@ def outside(tmp_path_factory):
     """What a program might reach for: a file, a folder, a port, this process."""
     folder = tmp_path_factory.mktemp("outside")
     (folder / "secret").write_text("secret")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield {"secret": str(folder / "secret"), "folder": str(folder), "port": server.getsockname()[1], "pid": os.getpid()}
-    assert (folder / "secret").read_text() == "secret" and os.listdir(folder) == ["secret"]
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as local:
+        local.bind(str(folder / "socket"))
+        port = server.getsockname()[1]
+        yield {"secret": str(folder / "secret"), "folder": str(folder), "socket": str(folder / "socket"), "port": port, "pid": os.getpid()}
+    assert (folder / "secret").read_text() == "secret" and sorted(os.listdir(folder)) == ["secret", "socket"]
     assert not Path("/tmp/megagrpo_escape").exists() and not Path("/dev/shm/megagrpo_escape").exists()
 
 
@@ -84,10 +105,10 @@ def sandboxes() -> set[str]:
 
 
 @pytest.mark.parametrize("walls", list(LAYERS.values())[1:], ids=list(LAYERS)[1:])
-@pytest.mark.parametrize("trap", TRAPS)
-def test_no_program_gets_out(outside, trap, walls):
-    limits = Limits(seconds=4.0, memory_mb=256)
-    assert run("", limits, tests=[TRAPS[trap].format(**outside)], walls=walls).passed in ([False], [])
+def test_no_program_gets_out(outside, walls):
+    traps = ["def trap():\n" + textwrap.indent(trap.format(**outside), "    ") + "\ntrap()" for trap in TRAPS.values()]
+    ran = run("", Limits(seconds=20.0, memory_mb=256), tests=traps, walls=walls)
+    assert dict(zip(TRAPS, ran.passed, strict=True)) == dict.fromkeys(TRAPS, False), ran
 
 
 @pytest.mark.parametrize("walls", LAYERS.values(), ids=LAYERS)
@@ -98,10 +119,11 @@ def test_every_guarantee_holds_with_either_kind_of_wall(walls):
 @pytest.mark.parametrize(
     "walls, missing",
     [
-        (("seccomp",), ["no file outside its folder"]),
-        (("landlock",), ["no network", "no other process"]),
-        (("namespaces", "mounts"), ["no other process"]),
-        ((), ["no network", "no file outside its folder", "no other process"]),
+        (("seccomp", "counts"), ["no file outside its folder"]),
+        (("landlock", "seccomp"), ["bounded threads"]),
+        (("landlock",), ["no network", "no other process", "bounded files", "bounded threads"]),
+        (("namespaces", "mounts"), ["no other process", "bounded threads"]),
+        ((), ["no network", "no file outside its folder", "no other process", "bounded files", "bounded threads"]),
     ],
     ids=str,
 )
@@ -139,9 +161,8 @@ def test_options_without_a_meaning_are_refused(options):
         ("import os\nos.close(1)\nos.close(2)\nwhile True:\n    pass", "time"),
         ("while True:\n    print('x' * 100000)", "output"),
         ("import os\nwhile True:\n    os.write(3, b'x' * 100000)\n    os.write(4, b'x' * 100000)", None),
-        ("for i in range(10**9):\n    open(str(i), 'w')", "files"),
-        ("for i in range(10**9):\n    open(str(i % 150), 'ab').write(bytes(1 << 20))", "files"),
-        ("import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(3600,)).start()", "time"),
+        ("for i in range(10**9):\n    open(str(i), 'w')", "died"),
+        ("for i in range(10**9):\n    open(str(i % 150), 'ab').write(bytes(1 << 20))", "died"),
         ("import os\nos._exit(0)", "died"),
         ("1 / 0", "died"),
         ("raise SystemExit(1)", "done"),

@@ -1,0 +1,200 @@
+"""The seccomp filter of a sandboxed program: which system calls it may make, which fail, and which the parent counts.
+
+Numbers are pairs (x86_64, aarch64), None where the architecture has no such call. The kernel reads commands and flags as 32 bits, so the
+filter compares the low 32 bits of an argument. Calls of other ABIs of the same machine (i386, x32, 32-bit ARM) kill the process or fail.
+"""
+
+import struct
+
+ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number, column of the tables below
+NEWEST = 462  # of the calls that these tables know; a later one fails as on an older kernel
+DENIED = {
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "fork": (57, None),
+    "vfork": (58, None),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434),
+    "pidfd_send_signal": (424, 424),
+    "pidfd_getfd": (438, 438),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "seccomp": (317, 277),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "open_by_handle_at": (304, 265),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "keyctl": (250, 219),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    # System V and POSIX objects outlive the process and are shared with others. An id is enough to reach one that exists.
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "shmdt": (67, 197),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "mq_timedsend": (242, 182),
+    "mq_timedreceive": (243, 183),
+    "mq_notify": (244, 184),
+    "mq_getsetattr": (245, 185),
+    "setpriority": (141, 140),
+    "sched_setaffinity": (203, 122),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "fanotify_init": (300, 262),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "syslog": (103, 116),
+    "process_madvise": (440, 440),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
+    # Landlock does not control owners, permissions, times and attributes of files, and before ABI 3 not their lengths.
+    "truncate": (76, 45),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+}
+CLONE, CLONE3, TGKILL, PRLIMIT, PRCTL = (56, 220), (435, 435), (234, 131), (302, 261), (157, 167)
+FCNTL, IOCTL, SOCKETPAIR = (72, 25), (16, 29), (53, 199)
+OPEN, OPENAT, OPENAT2, FALLOCATE = (2, None), (257, 56), (437, 437), (285, 47)
+CREATES = {  # a file or folder, always
+    "creat": (85, None),
+    "mkdir": (83, None),
+    "mkdirat": (258, 34),
+    "mknod": (133, None),
+    "mknodat": (259, 33),
+    "link": (86, None),
+    "linkat": (265, 37),
+    "symlink": (88, None),
+    "symlinkat": (266, 36),
+}
+CLONE_THREAD = 0x10000
+PR_SET_PDEATHSIG, PR_SET_SECCOMP = 1, 22
+SENDS_SIGNALS = (8, 10, 15)  # fcntl: F_SETOWN, F_SETSIG and F_SETOWN_EX make the kernel signal any process of the user
+F_SETLEASE = 1024  # would delay others who open one of Python's files
+IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+AF_UNIX, SOCK_STREAM, SOCK_TYPES = 1, 1, 0xF
+O_ACCMODE, O_CREAT, O_TRUNC, O_TMPFILE = 0x3, 0x40, 0x200, 0x400000  # the bit of O_TMPFILE that no other flag has
+EPERM, ENOTTY, ENOSYS, EOPNOTSUPP, EDQUOT = 1, 25, 38, 95, 122
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+ALLOW, KILL, COUNT = 0x7FFF0000, 0x80000000, 0x7FC00000  # COUNT: the parent answers the call (SECCOMP_RET_USER_NOTIF)
+Code = list[tuple[int, int, int, int]]
+
+
+def fail(error: int) -> int:
+    """The action that makes a call fail with `error`."""
+    return 0x50000 | error
+
+
+def build_filter(machine: str, pid: int, counts: bool, limits_files: bool) -> Code | None:
+    """Instructions (code, jump if true, jump if false, value) of the filter for the process `pid`. None for an unknown `machine`.
+
+    With `counts`, the parent answers each new thread and, with `limits_files`, each call that can create a file. Without `counts`, threads
+    are free, and `limits_files` makes every call that can create a file fail.
+    """
+    if machine not in ARCHITECTURES:
+        return None
+    audit, column = ARCHITECTURES[machine]
+    create = COUNT if counts else fail(EDQUOT)
+    code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), _give(KILL), (_LOAD, 0, 0, 0)]
+    code += [(_AT_LEAST, 0, 1, NEWEST + 1), _give(fail(ENOSYS))]  # also every call of the x32 ABI
+    for numbers in DENIED.values():
+        code += _call(numbers[column], [_give(fail(EPERM))])
+    code += _call(CLONE3[column], [_give(fail(ENOSYS))])  # its flags lie in memory: the C library falls back to clone
+    code += _call(CLONE[column], [_argument(0), (_ANY_BIT, 1, 0, CLONE_THREAD), _give(fail(EPERM)), _give(COUNT if counts else ALLOW)])
+    code += _call(TGKILL[column], _only(0, (pid,), EPERM))
+    code += _call(PRLIMIT[column], _only(0, (0,), EPERM))
+    code += _call(PRCTL[column], _all_but(0, (PR_SET_PDEATHSIG, PR_SET_SECCOMP), EPERM))
+    code += _call(FCNTL[column], _all_but(1, (*SENDS_SIGNALS, F_SETLEASE), EPERM))
+    code += _call(IOCTL[column], _only(1, IOCTLS, ENOTTY))
+    # A datagram socket can send to any address, so only pairs of streams.
+    stream = [_argument(1), (_AND, 0, 0, SOCK_TYPES), (_EQUAL, 1, 0, SOCK_STREAM), _give(fail(EPERM)), _give(ALLOW)]
+    code += _call(SOCKETPAIR[column], [_argument(0), (_EQUAL, 1, 0, AF_UNIX), _give(fail(EPERM)), *stream])
+    if limits_files:
+        for numbers in CREATES.values():
+            code += _call(numbers[column], [_give(create)])
+        code += _call(OPENAT2[column], [_give(fail(ENOSYS))])  # its flags lie in memory
+        code += _call(FALLOCATE[column], [_give(fail(EOPNOTSUPP))])  # it can take space beyond a file's length
+    creates = [(_ANY_BIT, 0, 1, O_CREAT | O_TMPFILE), _give(create)] if limits_files else []
+    for numbers, flags in ((OPEN, 1), (OPENAT, 2)):
+        # Before Landlock's ABI 3 a file that may be read could be truncated by opening it.
+        truncates = [_argument(flags), (_AND, 0, 0, O_TRUNC | O_ACCMODE), (_EQUAL, 0, 1, O_TRUNC), _give(fail(EPERM))]
+        code += _call(numbers[column], [*truncates, _argument(flags), *creates, _give(ALLOW)])
+    return [*code, _give(ALLOW)]
+
+
+def pack(code: Code) -> bytes:
+    """`code` as the kernel reads it: struct sock_filter, 8 bytes each."""
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+
+
+def _give(action: int) -> tuple[int, int, int, int]:
+    return _RETURN, 0, 0, action
+
+
+def _argument(index: int) -> tuple[int, int, int, int]:
+    return _LOAD, 0, 0, 16 + 8 * index  # its low 32 bits
+
+
+def _call(number: int | None, body: Code) -> Code:
+    """Run `body`, which returns on every path, for the call of this number."""
+    return [] if number is None else [(_EQUAL, 0, len(body), number), *body]
+
+
+def _only(index: int, values: tuple[int, ...], error: int) -> Code:
+    """Allow these values of an argument; others fail with `error`."""
+    return [_argument(index), *(step for v in values for step in ((_EQUAL, 0, 1, v), _give(ALLOW))), _give(fail(error))]
+
+
+def _all_but(index: int, values: tuple[int, ...], error: int) -> Code:
+    """These values of an argument fail with `error`; others pass."""
+    return [_argument(index), *(step for v in values for step in ((_EQUAL, 0, 1, v), _give(fail(error)))), _give(ALLOW)]
