@@ -22,7 +22,7 @@ import warnings
 
 import torch
 
-from megagrpo.parallel import wide_products
+from megagrpo.parallel import cpu, wide_products
 from megagrpo.parallel.norms import multi_tensor_l2norm
 
 _CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def prepare_precision(dtype: torch.dtype) -> None:
 
 
 def _multiplies_bf16() -> bool:
-    return has_gpu() or bool(_cpu_flags() & {"avx512_bf16", "amx_bf16"})
+    return has_gpu() or cpu.this_cpu().multiplies_bf16
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -191,7 +191,7 @@ def install() -> None:
         return
     _installed = True
     if not has_gpu():
-        _speed_up_cpu_matmul()
+        choose_float32_products()
         _patch_torch()
         _patch_megatron()
     _report_writes_in_process()
@@ -226,25 +226,13 @@ def _use_own_adam() -> None:
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 
-@functools.cache
-def _cpu_flags() -> frozenset[str]:
-    """Instruction-set flags of this CPU as Linux reports them, and its vendor."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            fields = [line.partition(":")[2].split() for line in lines if line.startswith(("flags", "vendor_id"))]
-    except OSError:
-        return frozenset()
-    return frozenset(word for field in fields for word in field)
+def choose_float32_products() -> None:
+    """Have oneDNN multiply float32 matrices where `cpu.this_cpu` says so, and MKL elsewhere.
 
-
-def _speed_up_cpu_matmul() -> None:
-    """Route float32 products to oneDNN on AMD CPUs: MKL uses AVX2 only there, oneDNN AVX-512 (2.3 times faster measured).
-
-    The setting permits bf16 products, which oneDNN uses on CPUs with AMX only, so those are left alone.
+    torch has two interfaces for this setting and refuses a mix. emerging_optimizers, whose Muon sets and restores it, uses this older
+    one, and so does every caller here. "medium" permits bf16 products, but oneDNN computes them on CPUs with AMX only.
     """
-    flags = _cpu_flags()
-    if "AuthenticAMD" in flags and "avx512f" in flags and "amx_bf16" not in flags:
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    torch.set_float32_matmul_precision("medium" if cpu.this_cpu().float32_by_onednn else "highest")
 
 
 class _Stream:

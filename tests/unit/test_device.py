@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from megagrpo.parallel import device
+from megagrpo.parallel import cpu, device
 from megagrpo.parallel.adam import FusedAdam
 
 cpu_only = pytest.mark.skipif(device.has_gpu(), reason="nothing is patched on a GPU")
@@ -44,21 +44,21 @@ def test_a_fresh_process_imports_the_platform_before_megatron():
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
-def test_a_named_precision_is_taken_and_auto_follows_the_hardware(name, dtype, monkeypatch):
-    assert device.resolve_precision(name) == dtype
-    monkeypatch.setattr(device, "_cpu_flags", lambda: frozenset({"avx512_bf16"} if name == "bf16" else {"avx2"}))
-    if not device.has_gpu():
-        assert device.resolve_precision("auto") == dtype
+def test_a_named_precision_is_taken_on_every_cpu(name, dtype, monkeypatch):
+    for kind in cpu.KINDS:
+        monkeypatch.setenv(cpu.VARIABLE, kind)
+        assert device.resolve_precision(name) == dtype
     with pytest.raises(ValueError, match="'fp64' is not one of auto, bf16, fp32"):
         device.resolve_precision("fp64")
 
 
 @cpu_only
-def test_the_engine_computes_in_float32_where_bf16_products_are_emulated(monkeypatch):
-    monkeypatch.setattr(device, "_cpu_flags", lambda: frozenset({"avx2"}))
-    assert device.engine_precision(torch.bfloat16) == torch.float32
-    monkeypatch.setattr(device, "_cpu_flags", lambda: frozenset({"avx512_bf16"}))
-    assert device.engine_precision(torch.bfloat16) == torch.bfloat16 and device.engine_precision(torch.float32) == torch.float32
+@pytest.mark.parametrize(("kind", "dtype"), [("intel", "float32"), ("intel_amx", "bfloat16"), ("amd", "float32"), ("amd_bf16", "bfloat16")])
+def test_auto_precision_and_the_engines_dtype_follow_the_cpu(kind, dtype, monkeypatch):
+    monkeypatch.setenv(cpu.VARIABLE, kind)
+    assert device.resolve_precision("auto") == getattr(torch, dtype)
+    assert device.engine_precision(torch.bfloat16) == getattr(torch, dtype), "vLLM computes bf16 only where the CPU multiplies it"
+    assert device.engine_precision(torch.float32) == torch.float32
 
 
 def test_ram_is_in_gib_and_holds_this_process():
