@@ -27,7 +27,6 @@ def synchronous(tmp_path_factory):
     return texts(run), [line["grad_norm"] for line in run.metrics]
 
 
-@pytest.mark.full
 def test_a_policy_that_stands_still_gets_the_very_responses_of_a_synchronous_run(tmp_path, synchronous):
     run = world.train(tmp_path, "run.max_steps=4", *STILL, *AHEAD)
     assert run.code == 0, run.err
@@ -80,8 +79,7 @@ def test_what_is_generated_ahead_is_scored_while_the_step_before_trains(tmp_path
     assert all(max(scored[step]) < ended[step] for step in ended)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("in_flight", ["keep", "resume", pytest.param("wait", marks=pytest.mark.full)])
+@pytest.mark.parametrize("in_flight", ["keep", *(pytest.param(way, marks=pytest.mark.full) for way in ("resume", "wait"))])
 def test_responses_under_way_live_through_a_sync(tmp_path, in_flight):
     run = world.train(tmp_path, *AHEAD, *SLOW, *STILL, "run.max_steps=3", f"rollout.in_flight={in_flight}")
     assert run.code == 0, run.err
