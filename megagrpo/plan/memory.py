@@ -175,9 +175,9 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
     return everything, kept, 2 * model.hidden_size / shards + mlp + beside
 
 
-def kv_bytes(model: HfConfig, tp: int, tokens: int, prefill: int | None = None) -> int:
-    """Bytes of one sequence of so many tokens in the KV cache of one of `tp` vLLM devices, 2 per element; heads are copied when there are
-    fewer than devices. Of latent attention each device keeps the whole latent.
+def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = None) -> int:
+    """Elements of one sequence of `tokens` tokens in the KV cache of one of `tp` vLLM devices. A device keeps at least one whole head, and
+    with latent attention the whole latent.
 
     Of a layer with a window vLLM keeps the tokens that one sees before its own, and those of the batch under way, up to `prefill` of them;
     None: all of them, as where whole prompts are one batch.
@@ -185,18 +185,28 @@ def kv_bytes(model: HfConfig, tp: int, tokens: int, prefill: int | None = None) 
     element = model.mla.kv_rank + model.mla.rope_dim if model.mla else 2 * model.head_dim * max(1, model.num_kv_heads // tp)
     windows = [model.window(layer) for layer in range(model.num_layers)]
     kept = (tokens if window is None or prefill is None else min(tokens, window - 1 + prefill) for window in windows)
-    return 2 * element * sum(kept)
+    return element * sum(kept)
+
+
+def kv_bytes(config: RunConfig, model: HfConfig, tokens: int, prefill: int | None = None) -> int:
+    """Bytes of one sequence in the KV cache of one of the run's vLLM devices: `kv_elements` in the dtype that vLLM computes in."""
+    return engine_element(config) * kv_elements(model, config.rollout.tp, tokens, prefill)
+
+
+def engine_element(config: RunConfig) -> int:
+    """Bytes of one number that vLLM computes with: 2 beside quantized weights, else those of a weight in the trainer."""
+    return weight_bytes(config) if config.rollout.quantization == "none" else 2
 
 
 def block_bytes(config: RunConfig) -> int:
     """Bytes of one element of a block's linears in vLLM; without the scales of FP8, which are a thousandth."""
-    return 2 if config.rollout.quantization == "none" else 1
+    return engine_element(config) if config.rollout.quantization == "none" else 1
 
 
 def engine_bytes(config: RunConfig, model: HfConfig) -> int:
-    """Bytes of the whole model in vLLM: embedding and output layer have 2 for each element, whatever the blocks have."""
+    """Bytes of the whole model in vLLM, which quantizes the blocks alone, not embedding and output layer."""
     outer = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
-    return 2 * outer + block_bytes(config) * (num_parameters(model) - outer)
+    return engine_element(config) * outer + block_bytes(config) * (num_parameters(model) - outer)
 
 
 def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) -> dict[str, float]:
@@ -204,7 +214,7 @@ def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) 
     None: of the longest sequence, the least that it needs."""
     tp = config.rollout.tp
     weights = engine_bytes(config, model) / tp / GIB
-    least = kv_bytes(model, tp, config.max_model_len, PREFILL_TOKENS) / GIB
+    least = kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS) / GIB
     rest = least if gpu is None else config.rollout.gpu_memory_utilization * gpu - weights
     return {"vllm_weights": weights, "kv_cache": max(0.0, rest)}
 

@@ -245,7 +245,7 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
                 f"{model.max_positions} (max_position_embeddings); shorten by {longest - model.max_positions}"
             )
             problems.append(Problem((f"evaluation.sets.{name}.max_completion_length", "rollout.max_prompt_length"), said, rule=14))
-    needed = kv_bytes(model, r.tp, config.max_model_len) / GIB
+    needed = kv_bytes(config, model, config.max_model_len) / GIB
     if not r.urls and needed > r.kv_cache_gb:
         said = f"{r.kv_cache_gb:g} cannot hold one sequence of {config.max_model_len} tokens; use {ceil(needed * 10) / 10:g} or more"
         problems.append(Problem(("rollout.kv_cache_gb", *LONGEST_SAMPLE), said, rule=14))

@@ -52,7 +52,7 @@ def rollout_text(config: RunConfig) -> str:
 def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
     """What a server that the run starts has on each of its GPUs, and how many sequences that is."""
     held, r = engine_memory(config, model, gpu), config.rollout
-    fit = int(held["kv_cache"] * GIB / kv_bytes(model, r.tp, config.max_model_len, PREFILL_TOKENS))
+    fit = int(held["kv_cache"] * GIB / kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS))
     wanted = min(r.max_num_seqs, ceil(r.prompts_per_step * r.num_generations / r.servers))
     return (
         f"on each GPU {held['vllm_weights']:.1f} GiB of weights and {held['kv_cache']:.1f} GiB of KV cache, {fit:,} sequences of "

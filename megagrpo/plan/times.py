@@ -158,14 +158,14 @@ def _cached_sequences(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Len
     """Sequences of average length that a server's KV cache holds at once, at least one."""
     r = config.rollout
     room = r.gpu_memory_utilization * gpu.memory_gib * GIB - engine_bytes(config, model) / r.tp
-    return max(1, int(room / max(1, kv_bytes(model, r.tp, int(lengths.sample)))))
+    return max(1, int(room / max(1, kv_bytes(config, model, int(lengths.sample)))))
 
 
 def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, context: float) -> float:
     """One decoding step of a server for `batch` sequences of `context` tokens."""
     tp, experts = config.rollout.tp, model.experts
     of_experts = block_bytes(config) * expert_parameters(model)
-    read = (engine_bytes(config, model) - of_experts) / tp + batch * kv_bytes(model, tp, int(context))
+    read = (engine_bytes(config, model) - of_experts) / tp + batch * kv_bytes(config, model, int(context))
     reading = read / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH)
     if experts:  # each token chooses per_token of count experts: how many of them does a batch touch
         touched = of_experts * (1 - (1 - experts.per_token / experts.count) ** batch)

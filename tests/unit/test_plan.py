@@ -10,7 +10,7 @@ import transformers
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.plan import Plan, plan
 from megagrpo.plan.host import host_memory
-from megagrpo.plan.memory import PREFILL_TOKENS, engine_memory, kv_bytes, stage_memory, trainer_memory
+from megagrpo.plan.memory import PREFILL_TOKENS, engine_memory, kv_bytes, kv_elements, stage_memory, trainer_memory
 from megagrpo.plan.problems import vllm_can_split
 from megagrpo.plan.shapes import (
     layer_parameters,
@@ -137,7 +137,7 @@ def test_the_ranks_share_out_heads_and_shared_experts_and_each_holds_the_latents
     held = stage_parameters(model, ParallelSection(tp=4, ep=4, etp=1))[0]
     assert 4 * held == num_parameters(model) - experts + 3 * whole
     assert num_parameters(model) - num_active_parameters(model) == experts * 248 // 256
-    assert kv_bytes(model, 1, 7) == kv_bytes(model, 4, 7) == 7 * 2 * 5 * 576
+    assert kv_elements(model, 1, 7) == kv_elements(model, 4, 7) == 7 * 5 * 576
 
 
 def test_what_latent_attention_and_shared_experts_cannot_have_is_told(folder):
@@ -446,20 +446,21 @@ def test_layers_with_a_window_keep_its_tokens_and_a_batch(folder):
     windows = dict(model_type="gemma3_text", head_dim=64, sliding_window=512, tie_word_embeddings=True)
     windows |= dict(layer_types=["sliding_attention"] * 5 + ["full_attention"], num_hidden_layers=6, query_pre_attn_scalar=64)
     model, whole = parse_hf_config(LLAMA | windows | dict(max_position_embeddings=65536)), parse_hf_config(LLAMA)
-    token = 2 * 2 * 3 * 64  # keys and values of three heads, in bf16
+    token = 2 * 3 * 64  # elements of keys and values of three heads
     for tokens, prefill in ((100, 8192), (2000, 1000), (32768, 8192), (511, 1), (32768, None)):
         naive = 0
         for window in (512, 512, 512, 512, 512, None):
             last = range(tokens)[-(window - 1 + prefill) :] if window and prefill else range(tokens)
             naive += sum(token for _ in last)
-        assert kv_bytes(model, 1, tokens, prefill) == naive
-    assert kv_bytes(whole, 1, 32768, 8192) == 30 * 32768 * token and kv_bytes(whole, 3, 5) == 30 * 5 * token / 3
+        assert kv_elements(model, 1, tokens, prefill) == naive
+    assert kv_elements(whole, 1, 32768, 8192) == 30 * 32768 * token and kv_elements(whole, 3, 5) == 30 * 5 * token / 3
     (folder / "config.json").write_text(json.dumps(model.raw))
     sizes = ("rollout.max_prompt_length=32768", "train.max_tokens_per_micro_batch=65536", "rollout.kv_cache_gb=100")
-    long = config(folder, *sizes)
-    assert sum(engine_memory(long, model).values()) == pytest.approx(
-        (2 * num_parameters(model) + kv_bytes(model, 1, long.max_model_len, PREFILL_TOKENS)) / 2**30
-    )
+    for precision, element in (("auto", 2), ("bf16", 2), ("fp32", 4)):  # vLLM computes in the dtype of the trainer
+        long = config(folder, *sizes, f"model.precision={precision}")
+        sequence = kv_elements(model, 1, long.max_model_len, PREFILL_TOKENS)
+        assert kv_bytes(long, model, long.max_model_len, PREFILL_TOKENS) == element * sequence
+        assert sum(engine_memory(long, model).values()) == pytest.approx(element * (num_parameters(model) + sequence) / 2**30)
 
 
 def test_a_server_counts_where_it_shares_the_gpu(folder):
