@@ -80,11 +80,12 @@ def test_without_gpus_servers_quantize_no_experts_and_say_so_before_they_start(k
 
 
 def test_the_plan_counts_a_byte_for_each_weight_of_a_block():
+    made = {kind: config(kind, "model.precision=bf16") for kind in ("none", "fp8_per_block")}
     outer = 2 * 128256 * 4096
-    plain, halved = (engine_memory(config(kind, "model.precision=bf16"), MODEL)["vllm_weights"] * 2**30 for kind in ("none", "fp8_per_block"))
+    plain, halved = (engine_memory(made[kind], MODEL)["vllm_weights"] * 2**30 for kind in made)
     assert plain == 2 * num_parameters(MODEL) and halved == num_parameters(MODEL) + outer
     lengths = Lengths(100, 200, 300)
-    slow, fast = (step_times(config(kind, "model.precision=bf16"), MODEL, 8, GPUS["h100"], lengths).seconds["generate"] for kind in ("none", "fp8_per_block"))
+    slow, fast = (step_times(made[kind], MODEL, 8, GPUS["h100"], lengths).seconds["generate"] for kind in made)
     assert 0.6 * slow < fast < 0.95 * slow
-    texts = [dict(plan(config(kind, "model.precision=bf16"), 1).rows)["rollout"] for kind in ("none", "fp8_per_block")]
+    texts = [dict(plan(made[kind], 1).rows)["rollout"] for kind in made]
     assert "; linear layers in fp8_per_block" in texts[1] and texts[0] == texts[1].replace("; linear layers in fp8_per_block", "")
