@@ -11,10 +11,6 @@ if TYPE_CHECKING:
 
 Placement = Literal["auto", "colocated", "dedicated", "external"]
 LOOPBACK = "lo"  # the interface that only this host reaches
-OURS = {  # arguments of vLLM that a run decides
-    "--api-key": "would put a secret where everybody reads it, and launched servers have a token already",
-    "--host": "is decided by rollout.interface",
-}
 Transport = Literal["auto", "shared_memory", "p2p", "cuda_ipc"]
 
 
@@ -69,7 +65,4 @@ def placement_problems(config: RunConfig) -> list[Problem]:
         problems.append(Problem(("rollout.interface", urls), said))
     if any("@" in url for url in r.urls):
         problems.append(Problem((urls,), "an address must not hold a password, everybody reads it; name its file in rollout.token_file"))
-    for argument, instead in OURS.items():
-        if any(word.partition("=")[0] == argument for word in r.extra_args):
-            problems.append(Problem(("rollout.extra_args",), f"{argument} {instead}; leave it out"))
     return problems

@@ -81,7 +81,7 @@ class RolloutSection(Section):
     enforce_eager: bool = False
     """Turn CUDA graphs and compilation of vLLM off."""
     extra_args: list[str] = []
-    """More arguments for the vLLM API server, as on its command line."""
+    """More arguments for the vLLM API server, as on its command line. Unknown ones, and those that other keys set, are refused."""
     startup_timeout: PositiveFloat = 600.0
     """Seconds until a launched server must answer."""
     request_timeout: PositiveFloat = 1800.0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megagrpo.config.ahead import ahead_problems
 from megagrpo.config.algorithm import CLIPPED_LOSSES, AlgorithmSection
 from megagrpo.config.evaluation import evaluation_problems
+from megagrpo.config.extra_args import extra_args_problems
 from megagrpo.config.lora import lora_problems
 from megagrpo.config.multi_turn import multi_turn_problems
 from megagrpo.config.placement import placement_problems
@@ -26,6 +27,7 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
         *(fp8_problems(config) + quantization_problems(config) + layout_problems(config) + length_problems(config)),
         *(step_problems(config) + optimizer_problems(config) + fused_problems(config) + data_problems(config)),
         *(evaluation_problems(config) + placement_problems(config) + ahead_problems(config)),
+        *extra_args_problems(config),
     ]
 
 
@@ -282,9 +284,6 @@ def quantization_problems(config: RunConfig) -> list[Problem]:
     elif a.importance_correction == "off":
         said = f"{samples} algorithm.importance_correction is off; set it to token_truncate, or quantization to none"
         problems.append(Problem((key, "algorithm.importance_correction"), said))
-    if any(word.partition("=")[0] in ("--quantization", "-q") for word in r.extra_args):
-        said = f"--quantization says it again, and {key}: {r.quantization} counts; leave one of them out"
-        problems.append(Problem(("rollout.extra_args", key), said))
     return problems
 
 

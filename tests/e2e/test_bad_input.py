@@ -114,9 +114,9 @@ def test_what_this_machine_cannot_compute_is_refused_before_a_server_starts(tmp_
 
 @pytest.mark.full
 def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path):
-    run = world.train(tmp_path, "rollout.extra_args=[--no-such-flag]", launched=True)
+    run = world.train(tmp_path, "rollout.extra_args=[--load-format, nowhere]", launched=True)
     assert run.code == 1 and "Traceback" not in run.err
-    assert "vLLM server" in run.err and "ended with exit code" in run.err and "--no-such-flag" in run.err and "vllm_0.log" in run.err
+    assert "vLLM server" in run.err and "ended with exit code" in run.err and "nowhere" in run.err and "vllm_0.log" in run.err
 
 
 def test_a_reward_that_raises_for_every_response_ends_the_run_after_the_step_with_its_traceback(tmp_path):

