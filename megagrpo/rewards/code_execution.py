@@ -24,7 +24,7 @@ class CodeExecution:
     run after the program in the same process, together in `seconds`; each input runs the program anew, in `seconds`, and its output is
     compared here, white space at line ends and at the end left out.
 
-    `sandbox: required` refuses to start where the kernel does not give every guarantee; `best_effort` says which are missing."""
+    `sandbox: required` raises ValueError when the kernel does not give every guarantee; `best_effort` logs the missing ones."""
 
     needs_columns = (("tests", "expected_output"),)
     completions_per_call = 1  # so that slow programs do not use up each other's deadline
@@ -51,7 +51,8 @@ class CodeExecution:
             what = f"code_execution: this kernel does not give every guarantee of the sandbox; missing: {', '.join(missing)}"
             if sandbox == "required":
                 raise ValueError(
-                    f"{what}. Allow Landlock and seccomp, or user namespaces, or accept it with args: {{sandbox: best_effort}}"
+                    f"{what}. Fix: allow seccomp with its listener, and Landlock or user namespaces; or accept it with "
+                    "args: {sandbox: best_effort}"
                 )
             log.warning(what)
 

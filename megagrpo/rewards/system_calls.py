@@ -44,6 +44,9 @@ DENIED = {
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425),
+    "io_setup": (206, 0),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
     "keyctl": (250, 219),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
@@ -104,7 +107,7 @@ DENIED = {
 }
 CLONE, CLONE3, TGKILL, PRLIMIT, PRCTL = (56, 220), (435, 435), (234, 131), (302, 261), (157, 167)
 FCNTL, IOCTL, SOCKETPAIR = (72, 25), (16, 29), (53, 199)
-OPEN, OPENAT, OPENAT2, FALLOCATE = (2, None), (257, 56), (437, 437), (285, 47)
+OPEN, OPENAT, OPENAT2, FALLOCATE, RENAMEAT2 = (2, None), (257, 56), (437, 437), (285, 47), (316, 276)
 CREATES = {  # a file or folder, always
     "creat": (85, None),
     "mkdir": (83, None),
@@ -117,13 +120,14 @@ CREATES = {  # a file or folder, always
     "symlinkat": (266, 36),
 }
 CLONE_THREAD = 0x10000
-PR_SET_PDEATHSIG, PR_SET_SECCOMP = 1, 22
+PRCTLS = (3, 4, 15, 16, 23, 38, 39, 0x53564D41)  # dumpable, thread names, capability sets, no new privileges, names of memory
 SENDS_SIGNALS = (8, 10, 15)  # fcntl: F_SETOWN, F_SETSIG and F_SETOWN_EX make the kernel signal any process of the user
 F_SETLEASE = 1024  # would delay others who open one of Python's files
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 AF_UNIX, SOCK_STREAM, SOCK_TYPES = 1, 1, 0xF
+RENAME_WHITEOUT = 4  # leaves a device file under the old name
 O_ACCMODE, O_CREAT, O_TRUNC, O_TMPFILE = 0x3, 0x40, 0x200, 0x400000  # the bit of O_TMPFILE that no other flag has
-EPERM, ENOTTY, ENOSYS, EOPNOTSUPP, EDQUOT = 1, 25, 38, 95, 122
+EPERM, EINVAL, ENOTTY, ENOSYS, EOPNOTSUPP, EDQUOT = 1, 22, 25, 38, 95, 122
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 ALLOW, KILL, COUNT = 0x7FFF0000, 0x80000000, 0x7FC00000  # COUNT: the parent answers the call (SECCOMP_RET_USER_NOTIF)
@@ -153,12 +157,13 @@ def build_filter(machine: str, pid: int, counts: bool, limits_files: bool) -> Co
     code += _call(CLONE[column], [_argument(0), (_ANY_BIT, 1, 0, CLONE_THREAD), _give(fail(EPERM)), _give(COUNT if counts else ALLOW)])
     code += _call(TGKILL[column], _only(0, (pid,), EPERM))
     code += _call(PRLIMIT[column], _only(0, (0,), EPERM))
-    code += _call(PRCTL[column], _all_but(0, (PR_SET_PDEATHSIG, PR_SET_SECCOMP), EPERM))
+    code += _call(PRCTL[column], _only(0, PRCTLS, EINVAL))  # the signal at the parent's death stays set
     code += _call(FCNTL[column], _all_but(1, (*SENDS_SIGNALS, F_SETLEASE), EPERM))
     code += _call(IOCTL[column], _only(1, IOCTLS, ENOTTY))
     # A datagram socket can send to any address, so only pairs of streams.
     stream = [_argument(1), (_AND, 0, 0, SOCK_TYPES), (_EQUAL, 1, 0, SOCK_STREAM), _give(fail(EPERM)), _give(ALLOW)]
     code += _call(SOCKETPAIR[column], [_argument(0), (_EQUAL, 1, 0, AF_UNIX), _give(fail(EPERM)), *stream])
+    code += _call(RENAMEAT2[column], [_argument(4), (_ANY_BIT, 0, 1, RENAME_WHITEOUT), _give(fail(EPERM)), _give(ALLOW)])
     if limits_files:
         for numbers in CREATES.values():
             code += _call(numbers[column], [_give(create)])
