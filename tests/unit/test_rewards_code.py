@@ -3,6 +3,7 @@
 import functools
 import os
 import socket
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -92,16 +93,24 @@ def score(completion, tests=None, expected=None, **options):
     return made(**options)([completion], tests=[tests], expected_output=[expected])[0]
 
 
-def sandboxes() -> set[str]:
-    """Folders and processes of programs."""
-    running = set()
+@pytest.fixture(scope="module", autouse=True)
+def own_temporary_files(tmp_path_factory) -> Path:
+    """Folders of these programs lie here, apart from those of tests beside this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("programs")))
+        yield Path(tempfile.tempdir)
+
+
+def left(folder: Path) -> list[str]:
+    """Folders of programs below `folder`, and processes of programs that ran there."""
+    found = [str(path) for path in folder.rglob("megagrpo_code_*")]
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if b"sandbox_child" in Path(f"/proc/{entry}/cmdline").read_bytes():
-                running.add(entry)
+            if str(folder).encode() in Path(f"/proc/{entry}/environ").read_bytes():
+                found.append(entry)
         except OSError:
             pass
-    return running
+    return found
 
 
 @pytest.mark.parametrize("walls", list(LAYERS.values())[1:], ids=list(LAYERS)[1:])
@@ -173,12 +182,12 @@ def test_options_without_a_meaning_are_refused(options):
         ("def f():\n    f()\nimport sys\nsys.setrecursionlimit(10**9)\nf()", None),
     ],
 )
-def test_a_program_ends_by_its_deadline_and_leaves_nothing(program, ended):
+def test_a_program_ends_by_its_deadline_and_leaves_nothing(program, ended, own_temporary_files):
     begun = time.monotonic()
     ran = run(program, SHORTER if ended == "time" else SHORT)
     assert time.monotonic() - begun < SHORT.seconds + 3
     assert ran.passed != [True] and ended in (ran.ended, None)
-    assert not sandboxes()
+    assert not left(own_temporary_files)
 
 
 def test_a_program_may_use_threads_files_of_its_own_and_installed_packages():
@@ -218,7 +227,7 @@ def test_tests_that_cannot_be_read_are_an_error_of_their_row(tests):
         read_tests(tests)
 
 
-def test_the_reward_runs_in_a_worker_and_counts_as_any_other():
+def test_the_reward_runs_in_a_worker_and_counts_as_any_other(own_temporary_files):
     section = RewardsSection(functions=[{"function": "code_execution", "args": {"seconds": 1.0}}], workers=1)
     columns = {"tests": ["assert add(1, 2) == 3"]}
     texts = [ADD, "while True: pass", "def add(a, b): return 0"]
@@ -227,4 +236,4 @@ def test_the_reward_runs_in_a_worker_and_counts_as_any_other():
         scored = scorer.score([Rollout(Prompt(0, (1,), "Q", columns), (1,), (0.0,), "stop", 0, t) for t in texts])
         assert [s.reward for s in scored] == [1.0, 0.0, 0.0]
         assert scorer.metrics()["rewards/code_execution/timeouts"] == 0  # the program's time is its own affair
-    assert not sandboxes()
+    assert not left(own_temporary_files)
