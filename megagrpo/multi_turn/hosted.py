@@ -11,17 +11,19 @@ import inspect
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any
 
 from megagrpo.multi_turn.schema import tool_schema
+from megagrpo.rewards.channel import Channel, ProtocolError, as_json, from_json
 from megagrpo.rewards.registry import Target
-from megagrpo.rewards.worker import explain, find, tie_to_parent
+from megagrpo.rewards.values import reward_of
+from megagrpo.rewards.worker import explain, find, leave_trainer, tie_to_parent
 
 Arguments = dict[str, Any]
+MALFORMED = "its process broke the protocol: it sent a malformed answer"
 NOT_TOOLS = ("reset", "get_reward")
 
 
@@ -97,8 +99,8 @@ def _answer(function: Callable, arguments: Arguments) -> tuple[list, bool, float
     match answer:
         case (list() as messages, bool() as done):
             return messages, done, None
-        case (list() as messages, bool() as done, None | int() | float() as reward):
-            return messages, done, None if reward is None else float(reward)
+        case (list() as messages, bool() as done, reward):
+            return messages, done, None if reward is None else reward_of(reward)
     raise TypeError(f"a scheduler gives (messages, done) or (messages, done, reward), not {answer!r:.200}")
 
 
@@ -124,7 +126,7 @@ def _settled(value: Any) -> Any:
 @dataclass
 class _Child:
     pid: int
-    connection: Connection
+    channel: Channel
 
 
 _children: dict[int, _Child] = {}
@@ -135,12 +137,13 @@ def begin(
 ) -> Arguments:
     """Start episode `number` and reset it. `value` is what `reset` says: text for the end of the prompt, or None. See `act`."""
     finish(number)
-    ours, theirs = Pipe()
+    ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
-        _live(theirs, ours, scheduler, scheduler_args, environment)
+        ours.close()
+        _live(Channel(theirs), scheduler, scheduler_args, environment)
     theirs.close()
-    _children[number] = _Child(pid, ours)
+    _children[number] = _Child(pid, Channel(ours))
     return _ask(number, timeout, "reset", columns)
 
 
@@ -157,7 +160,7 @@ def finish(number: int) -> None:
     child = _children.pop(number, None)
     if child is None:
         return
-    child.connection.close()
+    child.channel.close()
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:  # it has not made its group yet
@@ -170,25 +173,67 @@ def _ask(number: int, timeout: float, verb: str, arguments: Arguments) -> Argume
     if child is None:
         return {"failure": "its process has ended"}
     try:
-        child.connection.send((verb, arguments))
-        if child.connection.poll(timeout):
-            return child.connection.recv()
+        child.channel.send(as_json([verb, arguments]))
+        answer = child.channel.receive(timeout)
+        if _is_told(verb, answer):
+            return answer
+        failure = MALFORMED
+    except TimeoutError:
         failure = "no answer in time"
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+    except ProtocolError as error:
+        failure = f"its process broke the protocol: {error}"
+    except (EOFError, OSError):
         failure = "its process died"
     finish(number)
     return {"failure": failure}
 
 
-def _live(connection: Connection, parents: Connection, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None):
+def is_sound(function: str, arguments: Arguments, answer: Any) -> bool:
+    """Whether the answer of `function` to these arguments has the shape that the trainer reads, whoever wrote it."""
+    match function:
+        case "use_tool":
+            return _is_used(answer)
+        case "schedule":
+            return _is_scheduled(answer)
+        case "begin" | "act":
+            return _is_told(arguments.get("verb", "reset"), answer)
+    return True
+
+
+def _is_told(verb: str, answer: Any) -> bool:
+    match answer:
+        case {"failure": str(), **rest}:
+            return not rest
+        case {"value": value, **rest} if not rest:
+            if verb == "reset":
+                return isinstance(value, str | None)
+            if verb == "reward":
+                return isinstance(value, dict) and all(isinstance(reward, float | None) for reward in value.values())
+            return _is_scheduled(value) if verb == "step" else _is_used(value)
+    return False
+
+
+def _is_scheduled(answer: Any) -> bool:
+    match answer:
+        case [list() as messages, bool(), None | float()]:
+            return all(isinstance(message, dict) for message in messages)
+    return False
+
+
+def _is_used(answer: Any) -> bool:
+    return isinstance(answer, dict) and [*answer] in (["result"], ["error"]) and all(isinstance(text, str) for text in answer.values())
+
+
+def _live(channel: Channel, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None):
     """The life of a child: it never returns."""
     os.setpgid(0, 0)
-    tie_to_parent()  # it holds a copy of the worker's connection, whose end the trainer must see when the worker dies
-    parents.close()
+    tie_to_parent()
+    leave_trainer()
+    own = os.getpid()
     episode: _Episode | None = None
     while True:
         try:
-            verb, arguments = connection.recv()
+            verb, arguments = from_json(channel.receive())
         except EOFError:
             os._exit(0)
         try:
@@ -196,7 +241,12 @@ def _live(connection: Connection, parents: Connection, scheduler: Target | None,
             answer = {"value": episode.do(verb, arguments)}
         except BaseException as error:
             answer = {"failure": explain(error, whole=False)}
-        connection.send(answer)
+        if os.getpid() != own:  # it has forked, and the copy has returned as well
+            os._exit(0)
+        try:
+            channel.send(answer)
+        except (TypeError, ValueError, RecursionError) as error:
+            channel.send({"failure": f"what it gave cannot be sent: {error}"})
 
 
 class _Episode:
@@ -223,4 +273,4 @@ class _Episode:
 
 
 def _reward(value: Any) -> float | None:
-    return None if value is None else float(value)
+    return None if value is None else reward_of(value)

@@ -11,6 +11,7 @@ from typing import Any
 
 from megagrpo.config import MultiTurnSection
 from megagrpo.multi_turn.conversation import Conversation
+from megagrpo.multi_turn.hosted import MALFORMED, is_sound
 from megagrpo.multi_turn.registry import targets
 from megagrpo.rewards.pool import SHARED, Call, Outcome, WorkerPool
 from megagrpo.rewards.registry import Target
@@ -63,7 +64,8 @@ class Players:
 
     def schedule(self, conversations: Sequence[Conversation]) -> list[tuple[list, bool, float | None] | None]:
         """What the scheduler says of each one's last turn; None, and the conversation is over, when it fails."""
-        return self._values(conversations, [self._step_call(c) for c in conversations])
+        said = self._values(conversations, [self._step_call(c) for c in conversations])
+        return [None if answer is None else tuple(answer) for answer in said]
 
     def use_tools(self, conversations: Sequence[Conversation], calls: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
         """The tools' messages that answer each one's calls, in order; {"error": ...} for calls that fail. Counts both."""
@@ -89,7 +91,7 @@ class Players:
         if asked:
             found = self._values(conversations, [self._episode("act", c, dict(verb="reward", arguments={})) for c in conversations])
             for conversation, rewards in zip(conversations, found, strict=True):
-                conversation.rewards |= rewards or dict.fromkeys(asked, 0.0)
+                conversation.rewards |= {name: (rewards or {}).get(name, 0.0) for name in asked}
         if self.has_scheduler:
             for conversation in conversations:
                 judged = [reward for reward in conversation.turn_rewards if reward is not None]
@@ -156,7 +158,9 @@ class Players:
 
         def over(call: Call, outcome: Outcome) -> list[Call]:
             value, failure = (outcome.value, None) if outcome.kind == "result" else (None, str(outcome.value))
-            if failure is None and call.arguments["function"] in ("begin", "act"):
+            if failure is None and not is_sound(**call.arguments, answer=value):
+                value, failure = None, MALFORMED
+            elif failure is None and call.arguments["function"] in ("begin", "act"):
                 value, failure = value.get("value"), value.get("failure")
             answers[call.tag] = (value, failure)
             return []

@@ -1,9 +1,12 @@
-"""Worker processes with deadlines: a call that hangs costs its worker, nothing else."""
+"""Worker processes with deadlines: a call that hangs or breaks the protocol costs its worker, nothing else."""
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,12 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from megagrpo.rewards.channel import Channel, ProtocolError, as_json
 from megagrpo.rewards.feed import Feed
+from megagrpo.rewards.output import Output
 from megagrpo.rewards.registry import Target
 from megagrpo.scratch import remove_tree
 
@@ -55,6 +58,11 @@ class _Running:
     call: Call
     begun: float
     deadline: float
+    is_loaded: bool = False
+
+
+class _Unasked(ProtocolError):
+    """A message that belongs to no call under way: a call that is over may have sent it."""
 
 
 class Worker:
@@ -80,52 +88,82 @@ class Worker:
         return min(running.deadline for running in self.running.values())
 
     def _spawn(self) -> None:
-        self.connection, theirs = Pipe()
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
         self._folder = tempfile.mkdtemp(prefix="megagrpo_worker_")
         paths = [p for p in (_PACKAGE_ROOT, self._search_path, os.environ.get("PYTHONPATH")) if p]
         kind = "coroutines" if self.capacity else "functions"
+        self.output = Output("a reward worker")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megagrpo.rewards.worker", kind, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what rewards print must not mix with the trainer's own output
+            stdout=self.output.writes,  # what rewards print must not mix with the trainer's own output
+            stderr=self.output.writes,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TMPDIR": self._folder},
             start_new_session=True,
         )
+        self.output.close_writer()
         theirs.close()
 
-    def start(self, call: Call) -> None:
-        if not self.running and self.process.poll() is not None:  # died while idle
+    def start(self, call: Call) -> list[tuple[Call, Outcome | None]]:
+        """Begin a call; its outcome when that is not possible."""
+        if not self.running and self._has_ended_or_spoken():
             self.restart()
         self._count += 1
         now = time.monotonic()
-        self.running[self._count] = _Running(call, now, now + LOAD_SECONDS)
         try:
-            self.connection.send((self._count, call.action, call.target, call.options, call.arguments, call.timeout))
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # `receive` sees the end of the stream and reports it
+            self.channel.post(as_json([self._count, call.action, call.target, call.options, call.arguments, call.timeout]))
+        except (TypeError, ValueError, RecursionError) as error:
+            return [(call, Outcome("error", f"its arguments cannot be sent to a worker: {error}", 0.0))]
+        self.running[self._count] = _Running(call, now, now + LOAD_SECONDS)
+        return []
+
+    def _has_ended_or_spoken(self) -> bool:
+        """Whether an idle worker has died, or has sent something that belongs to no call."""
+        try:
+            return self.process.poll() is not None or bool(self.channel.arrived()) or self.channel.has_half_a_message
+        except (EOFError, ProtocolError):
+            return True
 
     def receive(self) -> list[tuple[Call, Outcome | None]]:
-        """The call that is over, with its outcome; nothing when the message only says that a function is loaded and running; all calls
-        when the worker died, with None where it may have been another's fault."""
+        """The calls that are over by now, each with its outcome; all calls when the worker died or broke the protocol, with None where that
+        may have been another's fault."""
+        over: list[tuple[Call, Outcome | None]] = []
         try:
-            number, kind, *answer = self.connection.recv()
-        except (EOFError, ConnectionResetError):
-            return self._lost()
-        running = self.running[number]
-        if kind == "started":
-            running.begun = time.monotonic()
-            running.deadline = running.begun + running.call.timeout + (GRACE_SECONDS if self.capacity else 0.0)
-            return []
-        del self.running[number]
-        return [(running.call, Outcome(kind, *answer))]
+            for message in self.channel.arrived():
+                over += self._take(message)
+        except EOFError:
+            return over + self._lost()
+        except _Unasked as error:
+            return over + self._lost(f"its worker broke the protocol: {error}", blames=False)
+        except ProtocolError as error:
+            return over + self._lost(f"its worker broke the protocol: {error}")
+        return over
 
-    def _lost(self) -> list[tuple[Call, Outcome | None]]:
+    def _take(self, message: Any) -> list[tuple[Call, Outcome]]:
+        """What one message says. ProtocolError when it is none that a worker sends."""
+        match message:
+            case [int() as number, "started"] if number in self.running:
+                running = self.running[number]
+                if not running.is_loaded:
+                    running.is_loaded, running.begun = True, time.monotonic()
+                    running.deadline = running.begun + running.call.timeout + (GRACE_SECONDS if self.capacity else 0.0)
+                return []
+            case [int() as number, "result" | "error" | "timeout" as kind, value, float() as seconds] if number in self.running:
+                call = self.running[number].call
+                if not math.isfinite(seconds) or not (_is_result_of(call, value) if kind == "result" else isinstance(value, str)):
+                    raise ProtocolError(f"it sent a malformed {kind}")
+                del self.running[number]
+                return [(call, Outcome(kind, value, seconds))]
+        raise _Unasked("it sent a message that answers no call under way")
+
+    def _lost(self, reason: str = "", blames: bool = True) -> list[tuple[Call, Outcome | None]]:
         lost = list(self.running.values())
         self.kill()
-        reason = f"the worker died ({_exit_text(self.process.returncode)})"
+        reason = reason or f"the worker died ({_exit_text(self.process.returncode)})"
         self._spawn()
-        return self._blame(lost, "error", reason)
+        return self._blame(lost, "error", reason, blames)
 
     def expire(self) -> list[tuple[Call, Outcome | None]]:
         """Kill the worker because a deadline passed, and start another; its calls, with None where it may have been another's fault."""
@@ -133,9 +171,10 @@ class Worker:
         self.restart()
         return self._blame(lost, "timeout", "no answer in time")
 
-    def _blame(self, lost: list[_Running], kind: str, reason: str) -> list[tuple[Call, Outcome | None]]:
+    def _blame(self, lost: list[_Running], kind: str, reason: str, blames: bool = True) -> list[tuple[Call, Outcome | None]]:
+        """Each call with a failure, or with None where another call, perhaps one that is over, may have caused it."""
         now = time.monotonic()
-        return [(r.call, Outcome(kind, reason, now - r.begun) if len(lost) == 1 else None) for r in lost]
+        return [(r.call, Outcome(kind, reason, now - r.begun) if len(lost) == 1 and (blames or r.call.alone) else None) for r in lost]
 
     def restart(self) -> None:
         self.kill()
@@ -143,12 +182,13 @@ class Worker:
 
     def kill(self) -> None:
         self.running = {}
-        self.connection.close()
+        self.channel.close()
         try:
             os.killpg(self.process.pid, signal.SIGKILL)  # the group outlives its leader while children of the reward run
         except ProcessLookupError:
             pass
         self.process.wait()
+        self.output.close()
         remove_tree(self._folder)
 
 
@@ -182,9 +222,8 @@ class WorkerPool:
             while any(self._pending.values()) or any(w.running for w in self._workers) or feed is not None:
                 for worker in self._workers:
                     while self._pending[worker.lane] and worker.has_room(self._pending[worker.lane][0]):
-                        worker.start(self._pending[worker.lane].popleft())
-                for call, outcome in self._wait(feed):
-                    self._enqueue([replace(call, alone=True)] if outcome is None else on_done(call, outcome))
+                        self._end(worker.start(self._pending[worker.lane].popleft()), on_done)
+                self._end(self._wait(feed), on_done)
                 if feed is not None:
                     self._enqueue(feed.take())
         finally:  # an interrupt: answers still under way must not be taken for answers to the next calls
@@ -203,23 +242,44 @@ class WorkerPool:
             if worker.running and not any(is_wanted(running.call) for running in worker.running.values()):
                 worker.restart()
 
+    def _end(self, over: list[tuple[Call, Outcome | None]], on_done: Callable[[Call, Outcome], Iterable[Call]]) -> None:
+        for call, outcome in over:
+            self._enqueue([replace(call, alone=True)] if outcome is None else on_done(call, outcome))
+
     def _enqueue(self, calls: Iterable[Call]) -> None:
         for call in calls:
             self._pending[call.lane].append(call)
 
     def _wait(self, feed: Feed | None) -> list[tuple[Call, Outcome | None]]:
         """Wait for an answer, more work or the next deadline; the calls that are over, or (None) to be called again."""
-        busy = {w.connection: w for w in self._workers if w.running}
-        until = min((w.deadline for w in busy.values()), default=None)
-        watched = [*busy, *([feed.connection] if feed is not None else [])]
-        ready = wait(watched, timeout=None if until is None else max(0.0, until - time.monotonic()))
+        busy = [worker for worker in self._workers if worker.running]
+        if not busy and feed is None:
+            return []
+        ready = self._ready(busy, feed, min((worker.deadline for worker in busy), default=math.inf))
         over = []
-        for connection, worker in busy.items():
-            if connection in ready:
+        for worker in self._workers:
+            if worker.output.fileno() in ready:
+                worker.output.forward()
+        for worker in busy:
+            if worker.channel.fileno() in ready:
+                worker.channel.flush()
                 over += worker.receive()
-            elif time.monotonic() >= worker.deadline:
+            if worker.running and time.monotonic() >= worker.deadline:
                 over += worker.expire()
         return over
+
+    def _ready(self, busy: list[Worker], feed: Feed | None, until: float) -> set[int]:
+        """Wait until a worker answers or prints, or can take more of its call, or the feed has something; their descriptors."""
+        watched = select.poll()
+        for worker in self._workers:
+            if not worker.output.ended:
+                watched.register(worker.output.fileno(), select.POLLIN)
+        for worker in busy:
+            watched.register(worker.channel.fileno(), select.POLLIN | (select.POLLOUT if worker.channel.has_more_to_send else 0))
+        if feed is not None:
+            watched.register(feed.connection.fileno(), select.POLLIN)
+        left = None if until == math.inf else max(0, math.ceil(1000 * (until - time.monotonic())))
+        return {descriptor for descriptor, _ in watched.poll(left)}
 
     def close(self) -> None:
         """Kill all workers. Safe to call twice."""
@@ -229,3 +289,13 @@ class WorkerPool:
 
 def _exit_text(code: int) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def _is_result_of(call: Call, value: Any) -> bool:
+    """Whether a result has the shape that `call.action` asks for."""
+    if call.action == "describe":
+        return isinstance(value, dict)
+    if call.action == "score":
+        count = len(call.arguments["completions"])
+        return isinstance(value, list) and len(value) == count and all(type(v) in (float, str, type(None)) for v in value)
+    return True

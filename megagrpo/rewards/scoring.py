@@ -13,6 +13,7 @@ from typing import Any
 from megagrpo.rewards.feed import Feed
 from megagrpo.rewards.function import Function, Tally
 from megagrpo.rewards.pool import Call, Outcome, WorkerPool
+from megagrpo.rewards.values import LARGEST
 from megagrpo.types import Rollout, ScoredRollout
 
 log = logging.getLogger(__name__)
@@ -94,9 +95,10 @@ class Scoring:
         if outcome.kind == "result":
             tally.function.pace = outcome.seconds / len(part)
             for i, value in zip(part, outcome.value, strict=True):
-                tally.values[i] = value
-                if value is not None and math.isnan(value):
-                    self._failed(tally, i, "exceptions", "it gave no finite number")
+                if problem := value if isinstance(value, str) else _too_large(value, tally.function.weight):
+                    self._failed(tally, i, "exceptions", problem)
+                else:
+                    tally.values[i] = value
             return []
         if len(part) > 1:
             return [self._call(tally, [i]) for i in part]
@@ -201,6 +203,12 @@ class Work:
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
+
+
+def _too_large(value: float | None, weight: float) -> str:
+    if value is None or abs(value * weight) <= LARGEST:
+        return ""
+    return f"it gave {value:g}, which with weight {weight:g} is beyond ±{LARGEST:g}"
 
 
 def _short(text: str) -> str:

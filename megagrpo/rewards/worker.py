@@ -1,39 +1,42 @@
 """The process that runs reward functions, tools and schedulers, started and killed by `pool.Worker`:
 `python -m megagrpo.rewards.worker functions|coroutines FD`.
 
-It reads (number, action, target, options, arguments, timeout) from the socket FD and answers each with (number, "started") when the
-function is loaded, and then (number, "result", value, seconds), (number, "error", text, seconds) or, for a coroutine that it has
-cancelled at its deadline, (number, "timeout", text, seconds). It imports no torch of its own; standard output goes to standard error.
+It reads [number, action, target, options, arguments, timeout] from the socket FD (channel.py) and answers each with [number, "started"]
+when the function is loaded, and then [number, "result", value, seconds], [number, "error", text, seconds] or, for a coroutine that it has
+cancelled at its deadline, [number, "timeout", text, seconds]. It imports no torch of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import importlib
 import importlib.util
 import inspect
-import math
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megagrpo.rewards.channel import Channel, from_json
 from megagrpo.rewards.functions import text_of
 from megagrpo.rewards.plugins import orms
 from megagrpo.rewards.registry import BUILT_IN, Target, did_you_mean
+from megagrpo.rewards.values import rewards_of
 
 PASSED_TO_ALL = (
     *("prompts", "completions", "completion_ids", "finish_reason", "is_truncated"),
     *("max_completion_length", "trainer_state"),
 )
 _PR_SET_PDEATHSIG = 1
+_LONGEST_REPORT = 20_000  # characters of an error
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Loaded:
 
 
 _loaded: dict[str, Loaded] = {}
+_pid = os.getpid()
 
 
 def load(target: Target, options: dict[str, Any]) -> Loaded:
@@ -147,22 +151,6 @@ def call(loaded: Loaded, arguments: dict[str, Any]) -> Any:
     return loaded.function(**arguments)
 
 
-def checked(values: Any, count: int) -> list[float | None]:
-    """One number or None per completion. A value that is no finite number becomes NaN: an error of that completion alone."""
-    values = list(values)
-    if len(values) != count:
-        raise ValueError(f"gave {len(values)} rewards for {count} completions")
-    return [None if v is None else _finite(v) for v in values]
-
-
-def _finite(value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return math.nan
-    return number if math.isfinite(number) else math.nan
-
-
 def explain(error: BaseException, whole: bool) -> str:
     """The error with its traceback, frames of this file left out; or one line with the place it comes from."""
     report = traceback.TracebackException.from_exception(error)
@@ -172,30 +160,30 @@ def explain(error: BaseException, whole: bool) -> str:
         seen.stack = traceback.StackSummary.from_list(kept)
         seen = seen.__cause__ or seen.__context__
     if whole:
-        return "".join(report.format()).rstrip()
+        return "".join(report.format()).rstrip()[-_LONGEST_REPORT:]
     where = f" ({report.stack[-1].filename}:{report.stack[-1].lineno})" if report.stack else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return f"{type(error).__name__}: {str(error)[:_LONGEST_REPORT]}{where}"
 
 
 # ----------------------------------------------------------------------------------------------------------------- the two kinds
 
 
-def serve_functions(connection: Connection) -> None:
+def serve_functions(channel: Channel) -> None:
     """Answer calls one after the other until the other side closes the connection."""
     while True:
         try:
-            number, action, target, options, arguments, _ = connection.recv()
+            number, action, target, options, arguments, _ = from_json(channel.receive())
         except EOFError:
             return
         begun = time.perf_counter()
         try:
             loaded = load(target, options)
-            connection.send((number, "started"))
+            channel.send([number, "started"])
             begun = time.perf_counter()
-            answer = ("result", _result(action, loaded, arguments))
+            answer = ["result", _result(action, loaded, arguments)]
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward are the reward's fault too
-            answer = ("error", explain(error, whole=action == "score"))
-        connection.send((number, *answer, time.perf_counter() - begun))
+            answer = ["error", explain(error, whole=action == "score")]
+        _reply(channel, number, answer, time.perf_counter() - begun)
 
 
 def _result(action: str, loaded: Loaded, arguments: dict[str, Any]) -> Any:
@@ -206,50 +194,63 @@ def _result(action: str, loaded: Loaded, arguments: dict[str, Any]) -> Any:
     values = call(loaded, arguments)
     if inspect.isawaitable(values):  # of a plain function that returns one
         values = asyncio.run(_await(values))
-    return checked(values, len(arguments["completions"]))
+    return rewards_of(values, len(arguments["completions"]))
 
 
 async def _await(awaitable: Any) -> Any:
     return await awaitable
 
 
-async def serve_coroutines(connection: Connection) -> None:
+def _reply(channel: Channel, number: int, answer: list[Any], seconds: float) -> None:
+    if os.getpid() != _pid:  # the function has forked, and the copy has returned as well: the worker's own return counts
+        os._exit(0)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the reward may have replaced or closed it
+            stream.flush()
+    try:
+        channel.send([number, *answer, seconds])
+    except (TypeError, ValueError, RecursionError) as error:
+        channel.send([number, "error", f"what it gave cannot be sent: {error}", seconds])
+
+
+async def serve_coroutines(channel: Channel) -> None:
     """Answer calls as they come, all those under way at once, until the other side closes the connection."""
     closed, tasks = asyncio.Event(), set()
 
     def read() -> None:
         try:
-            message = connection.recv()
+            messages = channel.arrived()
         except EOFError:
             closed.set()
             return
-        task = asyncio.ensure_future(_answer(connection, *message))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        for message in messages:
+            task = asyncio.ensure_future(_answer(channel, *from_json(message)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
-    asyncio.get_running_loop().add_reader(connection.fileno(), read)
+    asyncio.get_running_loop().add_reader(channel.fileno(), read)
     await closed.wait()
 
 
 async def _answer(
-    connection: Connection, number: int, action: str, target: Target, options: dict[str, Any], arguments: dict[str, Any], timeout: float
+    channel: Channel, number: int, action: str, target: Target, options: dict[str, Any], arguments: dict[str, Any], timeout: float
 ) -> None:
     begun = time.perf_counter()
     try:
         loaded = load(target, options)
-        connection.send((number, "started"))
+        channel.send([number, "started"])
         begun = time.perf_counter()
         if action == "describe":
-            answer = ("result", loaded.signature)
+            answer = ["result", loaded.signature]
         else:
             async with asyncio.timeout(timeout) as limit:
-                answer = ("result", checked(await call(loaded, arguments), len(arguments["completions"])))
+                answer = ["result", rewards_of(await call(loaded, arguments), len(arguments["completions"]))]
     except BaseException as error:
         if isinstance(error, TimeoutError) and limit.expired():
-            answer = ("timeout", "no answer in time")
+            answer = ["timeout", "no answer in time"]
         else:
-            answer = ("error", explain(error, whole=action == "score"))
-    connection.send((number, *answer, time.perf_counter() - begun))
+            answer = ["error", explain(error, whole=action == "score")]
+    _reply(channel, number, answer, time.perf_counter() - begun)
 
 
 def tie_to_parent() -> None:
@@ -261,15 +262,22 @@ def tie_to_parent() -> None:
         pass
 
 
+def leave_trainer() -> None:
+    """In a fork of a worker: close its copy of the connection to the trainer."""
+    os.close(int(sys.argv[-1]))
+
+
 def main() -> None:
     tie_to_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     kind, descriptor = sys.argv[1:]
-    connection = Connection(int(descriptor))
-    if kind == "coroutines":
-        asyncio.run(serve_coroutines(connection))
-    else:
-        serve_functions(connection)
+    os.set_inheritable(int(descriptor), False)  # programs that a reward starts must not keep the connection open
+    channel = Channel(socket.socket(fileno=int(descriptor)), trusted=True)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer does not wait for the answer any longer
+        if kind == "coroutines":
+            asyncio.run(serve_coroutines(channel))
+        else:
+            serve_functions(channel)
     os._exit(0)  # threads that a reward left behind do not keep the worker alive
 
 

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "megagrpo").rglob("*.py"))
 LEVELS = [
-    {"config", "config_io", "types", "boxes", "scratch", "parent_death", "run_lock", "stop_signals"},
+    {"config", "config_io", "types", "boxes", "scratch", "parent_death", "run_lock", "stop_signals", "terminal"},
     {"algorithms", "rewards", "data", "parallel", "families"},
     {"policy", "bridge", "rollout", "console"},
     {"weight_sync", "checkpoint", "metrics", "dump", "multi_turn", "look_ahead", "time_limit", "alarms"},
