@@ -5,6 +5,8 @@
 # make test-slurm: jobs on a real Slurm with pretend nodes; installs Debian's slurm-wlm, munge and iproute2 where they are missing, and needs root.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
+# Processes that share the tests, more than two cores would need: many tests wait for servers and ranks.
+WORKERS ?= 3
 
 .PHONY: quickstart test test-full test-gpu test-te test-slurm setup
 .DEFAULT_GOAL := quickstart
@@ -16,7 +18,7 @@ quickstart: setup
 	@launch/local.sh configs/quickstart.yaml run.overwrite=true $(ARGS)
 
 test: setup
-	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q $(ARGS)
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup $(ARGS)
 
 test-full: setup
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m "not slurm and not gpu and not te" $(ARGS)
