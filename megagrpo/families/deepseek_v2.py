@@ -22,6 +22,7 @@ FAMILY = Family(
     read=lambda raw: latent.read(raw, normalized=False, **latent.groups(raw)),
     problems=_problems,
     required=latent.LATENT_REQUIRED,
+    keys=(*latent.LATENT_KEYS, "topk_method"),
     fixed=latent.LATENT_FIXED
     | {
         "scoring_func": ("softmax", "only softmax is supported"),

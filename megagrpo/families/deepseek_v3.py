@@ -10,10 +10,11 @@ from megagrpo.families.architecture import HfConfig
 from megagrpo.families.family import Family, Raw
 
 _ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # transformers does not read these, vLLM does
+_DEFAULTS = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor")  # those of transformers are not ours
 
 
 def _problems(raw: Raw) -> list[str]:
-    lacks = [key for key in _ROUTING if raw.get(key) is None]
+    lacks = [key for key in _ROUTING if key not in raw]
     found = [f"model: config.json lacks {key}; set it to {_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks]
     return found + latent.problems(raw)
 
@@ -29,9 +30,10 @@ FAMILY = Family(
     table=latent.table,
     read=lambda raw: latent.read(raw, normalized=True, sigmoid=True, bias=True, **latent.groups(raw)),
     problems=_problems,
-    required=latent.LATENT_REQUIRED,
+    required=(*latent.LATENT_REQUIRED, *_DEFAULTS),
+    keys=(*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers"),
     fixed=latent.LATENT_FIXED
-    | {key: (value, f"only {value} is supported") for key, value in _ROUTING.items()}
+    | {key: (value, f"set it to {value}, the only one that is supported") for key, value in _ROUTING.items()}
     | {
         "norm_topk_prob": (True, "only weights of a token's experts that add up to 1 are supported"),
         "quantization_config": (

@@ -15,17 +15,52 @@ Table = dict[str, Rule]
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"  # of config.json's layer_types
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-# Key of config.json -> the value that the model code of this project stands for, and what other values would need.
+# The keys of config.json that are read for every family: by `common_fields` and `rope`, by Megatron's configuration, and by
+# `families.keys`.
+COMMON = (
+    *("model_type", "architectures", "auto_map", *REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings", "dtype", "torch_dtype"),
+    "initializer_range",
+)
+_DROPOUT = (0, "dropout is not supported; set it to 0")
+_HEAD_NORMS = (False, "norms of queries and keys are not supported")
+_SCALED = "a scale of the model's own, as in Granite, MiniCPM or Cohere, is not supported"
+# Key of config.json -> the value that the model code of this project implements, and what other values would need. A family that reads
+# or ignores a key is exempt from its row.
 FIXED: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "only silu is supported"),
     "mlp_bias": (False, "a bias in the MLP is not supported"),
     "attention_bias": (False, "a bias in the output projection of attention is not supported"),
+    "attention_out_bias": (False, "a bias in the output projection of attention is not supported"),
+    "qkv_bias": (False, "biases on queries, keys and values are not supported"),
+    "lm_head_bias": (False, "a bias in the LM head is not supported"),
     "quantization_config": (None, "quantized weights cannot be trained; use the original weights"),
-    "attention_dropout": (0, "dropout is not supported; set it to 0"),
+    "quantization": (None, "quantized weights cannot be trained; use the original weights"),
+    "attention_dropout": _DROPOUT,
+    "hidden_dropout": _DROPOUT,
+    "attn_pdrop": _DROPOUT,
+    "resid_pdrop": _DROPOUT,
+    "embd_pdrop": _DROPOUT,
     "router_jitter_noise": (0, "noise in the router is not supported; set it to 0"),
-    "no_rope_layers": (None, "blocks that positions do not turn, as in SmolLM3, are not supported"),
-    "residual_multiplier": (1, "a scaled residual, as in Granite, is not supported"),
-    "attention_multiplier": (None, "a scale of attention of its own, as in Granite, is not supported"),
+    "shared_expert_intermediate_size": (0, "an MLP beside the experts is not supported"),
+    "no_rope_layers": (None, "blocks without rotation, as in SmolLM3, are not supported"),
+    "rope_interleaved": (False, "only the rotation of the two halves of a head is supported"),
+    "use_mrope": (False, "rotation by several positions, as in vision-language models, is not supported"),
+    "use_sliding_window": (False, "windows are not supported"),
+    "is_causal": (True, "only causal attention is supported"),
+    "use_bidirectional_attention": (False, "only causal attention is supported"),
+    "is_encoder_decoder": (False, "only decoders are supported"),
+    "add_cross_attention": (False, "only decoders are supported"),
+    "pruned_heads": ({}, "pruned heads are not supported"),
+    "use_qk_norm": _HEAD_NORMS,
+    "qk_norm": _HEAD_NORMS,
+    "qk_layernorm": _HEAD_NORMS,
+    "residual_multiplier": (1, _SCALED),
+    "attention_multiplier": (None, _SCALED),
+    "embedding_multiplier": (1, _SCALED),
+    "logits_scaling": (1, _SCALED),
+    "logit_scale": (1, _SCALED),
+    "scale_emb": (1, _SCALED),
 }
 
 
@@ -34,8 +69,10 @@ class Family:
     """One file of this folder describes one family in a `FAMILY` of this kind; nothing else has to be told of it.
 
     `table` maps names of HybridModel's parameters, without "decoder.layers.N.", to rules. `read` gives the fields of HfConfig in which
-    config.json says something of its own, `problems` why such a model cannot be trained. `fixed` are keys with the one value that is
-    supported. `dropped` gives regular expressions of tensors that files of this family may hold and that are left out with a message.
+    config.json says something of its own, `problems` why such a model cannot be trained. `keys` are the keys that these two read beside
+    `COMMON`, `ignored` keys that change nothing in this family, `fixed` keys with the one value that is supported, beside `FIXED`: every
+    other key is refused (`families.keys`). `dropped` gives regular expressions of tensors that files of this family may hold and that are
+    left out with a message.
     `rope_types` are the kinds of rotary scaling that are supported. Positions turn all of each head, or where `partial_rotary_factor` is
     given, the share that config.json names, this one where it names none.
     """
@@ -46,10 +83,17 @@ class Family:
     read: Callable[[Raw], dict[str, Any]] = lambda raw: {}
     problems: Callable[[Raw], list[str]] = lambda raw: []
     required: tuple[str, ...] = REQUIRED
-    fixed: dict[str, tuple[Any, str]] = field(default_factory=lambda: FIXED)
+    keys: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    fixed: dict[str, tuple[Any, str]] = field(default_factory=dict)
     dropped: Callable[[HfConfig], tuple[str, ...]] = lambda hf: ()
     rope_types: tuple[str, ...] = ROPE_TYPES
     partial_rotary_factor: float | None = None
+
+    @property
+    def fixed_values(self) -> dict[str, tuple[Any, str]]:
+        """Key of config.json -> the one value that is supported, and what is said of others: `FIXED` as far as it applies, and `fixed`."""
+        return {key: rule for key, rule in FIXED.items() if key not in (*self.keys, *self.ignored)} | self.fixed
 
 
 def common_fields(family: Family, raw: Raw) -> dict[str, Any]:
@@ -79,18 +123,22 @@ def rope(raw: Raw) -> dict[str, Any]:
     """Rotary parameters with `rope_type` and `rope_theta`, from transformers 5's `rope_parameters` or the older two keys."""
     old = {"rope_theta": raw.get("rope_theta", 10000.0)} | (raw.get("rope_scaling") or {})
     new = raw.get("rope_parameters") or {}
-    found = old | new.get(FULL, new)  # of blocks without a window, where config.json tells them apart
+    found = old | ((new.get(FULL) or {}) if FULL in new else new)  # of blocks without a window, where config.json tells them apart
     return found | {"rope_type": found.get("rope_type") or found.get("type") or "default"}
 
 
 def rotated_share(raw: Raw, default: float) -> float:
     """The share of each head that positions turn, which config.json has beside or among the rotary parameters."""
-    return rope(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor", default))
+    shares = (rope(raw).get("partial_rotary_factor"), raw.get("partial_rotary_factor"), default)
+    return next(share for share in shares if share is not None)
 
 
 def kv_heads(raw: Raw) -> int:
     """Key and value heads; a config.json from before they were told apart has as many as query heads."""
     return raw.get("num_key_value_heads") or raw["num_attention_heads"]
+
+
+EXPERT_KEYS = ("num_experts", "num_local_experts", "num_experts_per_tok")  # that `num_experts` and `expert_problems` read
 
 
 def num_experts(raw: Raw) -> int:
@@ -109,9 +157,14 @@ def windows(raw: Raw, size: int | None, slides: Callable[[int], bool] | None = N
     return tuple(size if kind == SLIDING else None for kind in types)
 
 
-def layer_type_problems(raw: Raw) -> list[str]:
+def layer_type_problems(family: Family, raw: Raw) -> list[str]:
     """What is wrong with `layer_types`, if config.json has it: a kind of attention for each block."""
     types = raw.get("layer_types") or []
+    if "layer_types" not in family.keys and (SLIDING in types or (types and raw.get("sliding_window"))):
+        return [
+            f"model: layer_types in config.json ({family.model_type}) lets vLLM choose the blocks with a window, and transformers and the "
+            f"trainer do not read it; remove it from a copy of config.json"
+        ]
     problems = [
         f"model: layer_types names {kind!r}; only {FULL} and {SLIDING} are supported" for kind in sorted({*types} - {FULL, SLIDING})
     ]

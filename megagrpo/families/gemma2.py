@@ -6,7 +6,7 @@ from typing import Any
 
 from megagrpo.families.blocks import same
 from megagrpo.families.dense import DENSE, LAYER
-from megagrpo.families.family import FIXED, Family, Raw, Table, windows
+from megagrpo.families.family import Family, Raw, Table, windows
 
 SANDWICH: Table = DENSE | {
     "self_attention.post_norm.weight": same(LAYER + "post_attention_layernorm.weight"),
@@ -14,24 +14,30 @@ SANDWICH: Table = DENSE | {
     "mlp.linear_fc1.layer_norm_weight": same(LAYER + "pre_feedforward_layernorm.weight"),
     "mlp.post_norm.weight": same(LAYER + "post_feedforward_layernorm.weight"),
 }
+GEMMA_FIXED = {"hidden_activation": ("gelu_pytorch_tanh", "only gelu_pytorch_tanh is supported")}
+GEMMA_KEYS = ("query_pre_attn_scalar", "sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping")
 # Older files name the exact function in `hidden_act`; the tanh approximation is meant all the same.
-GEMMA_FIXED = {key: rule for key, rule in FIXED.items() if key != "hidden_act"} | {
-    "hidden_activation": ("gelu_pytorch_tanh", "only gelu_pytorch_tanh is supported"),
-    "use_bidirectional_attention": (False, "only causal attention is supported"),
-}
+GEMMA_IGNORED = ("hidden_act", "sliding_window_size")
 
 
 def gemma_fields(raw: Raw) -> dict[str, Any]:
     """What the Gemma families have in common, beside the table. Config.json may leave out what is the default."""
     return dict(
-        head_dim=raw.get("head_dim", 256),
+        head_dim=raw.get("head_dim") or 256,
         tied_embeddings=raw.get("tie_word_embeddings", True),
-        softmax_scale=raw.get("query_pre_attn_scalar", 256) ** -0.5,
+        softmax_scale=(raw.get("query_pre_attn_scalar") or 256) ** -0.5,
         activation="gelu",
         embedding_scale=raw["hidden_size"] ** 0.5,
         post_norms=True,
         centred_norms=True,
     )
+
+
+def cap_problems(raw: Raw) -> list[str]:
+    """Caps of scores and logits that are no caps."""
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    given = {key: raw[key] for key in caps if isinstance(raw.get(key), (int, float))}
+    return [f"model: {key} is {cap} in config.json; it must be above 0, or null" for key, cap in given.items() if cap <= 0]
 
 
 def _read(raw: Raw) -> dict[str, Any]:
@@ -42,4 +48,13 @@ def _read(raw: Raw) -> dict[str, Any]:
     )
 
 
-FAMILY = Family("gemma2", "Gemma2ForCausalLM", table=lambda hf: SANDWICH, read=_read, fixed=GEMMA_FIXED)
+FAMILY = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    table=lambda hf: SANDWICH,
+    read=_read,
+    problems=cap_problems,
+    keys=GEMMA_KEYS,
+    ignored=GEMMA_IGNORED,
+    fixed=GEMMA_FIXED,
+)

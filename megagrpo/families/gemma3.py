@@ -6,7 +6,10 @@ from typing import Any
 
 from megagrpo.families.dense import QK_NORM
 from megagrpo.families.family import SLIDING, Family, Raw, rope, windows
-from megagrpo.families.gemma2 import GEMMA_FIXED, SANDWICH, gemma_fields
+from megagrpo.families.gemma2 import GEMMA_FIXED, GEMMA_IGNORED, GEMMA_KEYS, SANDWICH, cap_problems, gemma_fields
+from megagrpo.families.qwen3 import HAS_HEAD_NORMS
+
+_SCORE_CAP = "attn_logit_softcapping"
 
 
 def _local_rope(raw: Raw) -> dict[str, Any]:
@@ -22,14 +25,23 @@ def _read(raw: Raw) -> dict[str, Any]:
         windows=windows(raw, raw.get("sliding_window", 4096), lambda block: (block + 1) % every != 0),
         rope_theta=rope({"rope_theta": 1e6} | raw)["rope_theta"],
         local_rope_theta=_local_rope(raw)["rope_theta"],
-        score_cap=raw.get("attn_logit_softcapping"),
         logit_cap=raw.get("final_logit_softcapping"),
     )
 
 
 def _problems(raw: Raw) -> list[str]:
     kind = _local_rope(raw).get("rope_type", "default")
-    return [] if kind == "default" else [f"model: rope_type {kind!r} in blocks with a window is not supported"]
+    wrong = [] if kind == "default" else [f"model: rope_type {kind!r} in blocks with a window is not supported"]
+    return wrong + cap_problems(raw)
 
 
-FAMILY = Family("gemma3_text", "Gemma3ForCausalLM", table=lambda hf: SANDWICH | QK_NORM, read=_read, problems=_problems, fixed=GEMMA_FIXED)
+FAMILY = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    table=lambda hf: SANDWICH | QK_NORM,
+    read=_read,
+    problems=_problems,
+    keys=(*(key for key in GEMMA_KEYS if key != _SCORE_CAP), "sliding_window_pattern", "rope_local_base_freq"),
+    ignored=(*GEMMA_IGNORED, "_sliding_window_pattern"),  # written by transformers beside the layer_types that it made of it
+    fixed=GEMMA_FIXED | HAS_HEAD_NORMS | {_SCORE_CAP: (None, "transformers and vLLM do not apply it here; remove it")},
+)

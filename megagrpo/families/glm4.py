@@ -7,7 +7,7 @@ from typing import Any
 
 from megagrpo.families.blocks import same
 from megagrpo.families.dense import DENSE, GATE_UP, LAYER, QKV_BIAS
-from megagrpo.families.family import FIXED, REQUIRED, Family, Raw, Table
+from megagrpo.families.family import REQUIRED, Family, Raw, Table
 
 _TABLE: Table = DENSE | GATE_UP
 _TABLE |= {
@@ -26,7 +26,8 @@ FAMILY = Family(
     table=lambda hf: _TABLE | (QKV_BIAS if hf.qkv_bias else {}),
     read=_read,
     required=(*REQUIRED, "num_key_value_heads", "head_dim", "rms_norm_eps"),
-    fixed={key: rule for key, rule in FIXED.items() if key != "attention_bias"},  # the output projection never has one
+    keys=("attention_bias",),  # of queries, keys and values; the output projection never has one
+    fixed={"rope_interleaved": (True, "this family rotates neighbouring dimensions")},
     rope_types=("default", "yarn"),
     partial_rotary_factor=0.5,
 )

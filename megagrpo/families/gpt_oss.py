@@ -9,7 +9,7 @@ from megagrpo.boxes import Box
 from megagrpo.families.architecture import Experts
 from megagrpo.families.blocks import Block, Local, Rule, same
 from megagrpo.families.dense import ATTENTION, DENSE, MLP, QKV_BIAS
-from megagrpo.families.family import FIXED, FULL, SLIDING, Family, Raw, expert_problems, num_experts, windows
+from megagrpo.families.family import EXPERT_KEYS, FULL, SLIDING, Family, Raw, expert_problems, num_experts, windows
 
 
 def _of_expert(local: Local, *dims: tuple[int, int, int]) -> tuple[tuple[int, ...], Box]:
@@ -58,13 +58,11 @@ MXFP4 = (
     "MXFP4 weights cannot be trained. Write them in bfloat16: AutoModelForCausalLM.from_pretrained(THIS, dtype='bfloat16', "
     "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW, save_original_format=False); add the tokenizer's files"
 )
-_FIXED = FIXED | {
+_FIXED = {
     "quantization_config": (None, MXFP4),
-    "attention_bias": (True, "attention without biases is not supported"),
+    **dict.fromkeys(("attention_bias", "qkv_bias"), (True, "attention without biases is not supported")),
     "tie_word_embeddings": (False, "vLLM's model has a head of its own"),
-    "swiglu_alpha": (1.702, "vLLM's model has 1.702"),
-    "swiglu_limit": (7.0, "vLLM's model has 7"),
-    "rms_norm_eps": (1e-5, "vLLM's model has 1e-5"),
+    **{key: (value, f"vLLM's model has {value}") for key, value in dict(swiglu_alpha=1.702, swiglu_limit=7.0, rms_norm_eps=1e-5).items()},
 }
 
 
@@ -94,6 +92,8 @@ FAMILY = Family(
     table=lambda hf: _TABLE,
     read=_read,
     problems=_problems,
+    keys=("sliding_window", "layer_types", *EXPERT_KEYS),
+    ignored=("experts_per_token", "initial_context_length"),  # names of the first release for what other keys say
     fixed=_FIXED,
     rope_types=("yarn",),  # vLLM's model knows no other
 )

@@ -7,7 +7,7 @@ from typing import Any
 from megagrpo.families.architecture import Experts, HfConfig, Mla
 from megagrpo.families.blocks import gated, same
 from megagrpo.families.dense import ATTENTION, DENSE, MLP, experts
-from megagrpo.families.family import FIXED, REQUIRED, Raw, Table, expert_problems, kv_heads
+from megagrpo.families.family import REQUIRED, Raw, Table, expert_problems, kv_heads
 
 _SHARED = MLP + "shared_experts."
 _COMMON: Table = {
@@ -29,10 +29,12 @@ _BIAS: Table = {"mlp.router.expert_bias": same(MLP + "gate.e_score_correction_bi
 
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
-LATENT_REQUIRED = (*REQUIRED, *_LATENT)
-LATENT_FIXED = FIXED | {
+LATENT_REQUIRED = (*REQUIRED, *_LATENT, "q_lora_rank")
+LATENT_KEYS = (*_LATENT, *_EXPERTS, "q_lora_rank", "first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group")
+LATENT_FIXED = {
     "moe_layer_freq": (1, "only 1, experts in every block from first_k_dense_replace on, is supported"),
     "rope_interleave": (True, "only the rotation of neighbours is supported, which vLLM has too"),
+    "rope_interleaved": (True, "only the rotation of neighbours is supported, which vLLM has too"),
 }
 
 
@@ -50,7 +52,7 @@ def read(raw: Raw, **routing: Any) -> dict[str, Any]:
         per_token=raw["num_experts_per_tok"],
         intermediate_size=raw["moe_intermediate_size"],
         blocks=frozenset(range(raw.get("first_k_dense_replace") or 0, raw["num_hidden_layers"])),
-        scale=raw.get("routed_scaling_factor") or 1.0,
+        scale=1.0 if (scale := raw.get("routed_scaling_factor")) is None else scale,
         shared_size=raw["moe_intermediate_size"] * raw["n_shared_experts"],
         **routing,
     )
@@ -68,6 +70,8 @@ def problems(raw: Raw) -> list[str]:
     if found or any(key not in raw for key in LATENT_REQUIRED):
         return found
     found = expert_problems(raw | dict(num_experts=raw["n_routed_experts"]))
+    if raw.get("routed_scaling_factor") == 0:
+        found.append("model: routed_scaling_factor is 0, which turns the experts off; set it to what the model was trained with")
     if kv_heads(raw) != raw["num_attention_heads"]:
         found.append(f"model: num_key_value_heads={kv_heads(raw)}; latent attention has one for each query head")
     if (raw.get("first_k_dense_replace") or 0) >= raw["num_hidden_layers"]:

@@ -10,4 +10,5 @@ FAMILY = Family(
     "MistralForCausalLM",
     table=lambda hf: DENSE,
     read=lambda raw: dict(windows=windows(raw, raw.get("sliding_window", 4096))),
+    keys=("sliding_window",),
 )

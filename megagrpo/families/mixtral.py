@@ -6,7 +6,7 @@ from typing import Any
 
 from megagrpo.families.architecture import Experts
 from megagrpo.families.dense import DENSE, experts
-from megagrpo.families.family import Family, Raw, expert_problems, num_experts, windows
+from megagrpo.families.family import EXPERT_KEYS, Family, Raw, expert_problems, num_experts, windows
 
 _TABLE = DENSE | experts("block_sparse_moe", "w1", "w3", "w2")
 
@@ -22,4 +22,11 @@ def _read(raw: Raw) -> dict[str, Any]:
     return dict(experts=mixture, windows=windows(raw, raw.get("sliding_window")))
 
 
-FAMILY = Family("mixtral", "MixtralForCausalLM", table=lambda hf: _TABLE, read=_read, problems=expert_problems)
+FAMILY = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    table=lambda hf: _TABLE,
+    read=_read,
+    problems=expert_problems,
+    keys=("sliding_window", *EXPERT_KEYS),
+)

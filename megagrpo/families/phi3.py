@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from megagrpo.families.blocks import qkv
 from megagrpo.families.dense import ATTENTION, DENSE, GATE_UP
-from megagrpo.families.family import FIXED, REQUIRED, Family, Raw, rope, rotated_share, windows
+from megagrpo.families.family import REQUIRED, Family, Raw, rope, rotated_share, windows
 
 _TABLE = DENSE | GATE_UP | {"self_attention.linear_qkv.weight": qkv(ATTENTION + "qkv_proj.weight")}
-_DROPOUT = (0, "dropout is not supported; set it to 0")
 
 
 def _problems(raw: Raw) -> list[str]:
@@ -34,7 +33,8 @@ FAMILY = Family(
     read=lambda raw: dict(windows=windows(raw, raw.get("sliding_window"))),
     problems=_problems,
     required=(*REQUIRED, "rms_norm_eps"),  # transformers has another default for it than for other families
-    fixed=FIXED | {"resid_pdrop": _DROPOUT, "embd_pdrop": _DROPOUT},
+    keys=("sliding_window", "original_max_position_embeddings"),
+    fixed=dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1, "only 1, as in Phi-4-mini, is supported")),
     rope_types=("default", "longrope"),
     partial_rotary_factor=1.0,
 )

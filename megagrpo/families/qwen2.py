@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megagrpo.families.dense import DENSE, QKV_BIAS
-from megagrpo.families.family import FIXED, Family, Raw, windows
+from megagrpo.families.family import Family, Raw, windows
+
+UPPER_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")  # that `upper_windows` reads
 
 
 def window(raw: Raw) -> int | None:
@@ -23,5 +25,7 @@ FAMILY = Family(
     "Qwen2ForCausalLM",
     table=lambda hf: DENSE | QKV_BIAS,
     read=lambda raw: dict(qkv_bias=True) | upper_windows(raw),
-    fixed={key: rule for key, rule in FIXED.items() if key != "attention_bias"},  # the biases do not depend on this key
+    keys=UPPER_WINDOWS,
+    ignored=("attention_bias",),  # the biases do not depend on it
+    fixed={"qkv_bias": (True, "queries, keys and values of this family have biases")},
 )

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from megagrpo.families.dense import DENSE, QK_NORM
 from megagrpo.families.family import Family
-from megagrpo.families.qwen2 import upper_windows
+from megagrpo.families.qwen2 import UPPER_WINDOWS, upper_windows
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", table=lambda hf: DENSE | QK_NORM, read=lambda raw: dict(qk_norm=True) | upper_windows(raw))
+HAS_HEAD_NORMS = dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), (True, "this family normalises queries and keys"))
+FAMILY = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    table=lambda hf: DENSE | QK_NORM,
+    read=lambda raw: dict(qk_norm=True) | upper_windows(raw),
+    keys=UPPER_WINDOWS,
+    fixed=HAS_HEAD_NORMS,
+)

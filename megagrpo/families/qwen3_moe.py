@@ -6,8 +6,9 @@ from typing import Any
 
 from megagrpo.families.architecture import Experts
 from megagrpo.families.dense import DENSE, QK_NORM, experts
-from megagrpo.families.family import Family, Raw, expert_problems, num_experts, windows
+from megagrpo.families.family import EXPERT_KEYS, Family, Raw, expert_problems, num_experts, windows
 from megagrpo.families.qwen2 import window
+from megagrpo.families.qwen3 import HAS_HEAD_NORMS
 
 _TABLE = DENSE | QK_NORM | experts("mlp", "gate_proj", "up_proj", "down_proj")
 
@@ -35,4 +36,16 @@ def _problems(raw: Raw) -> list[str]:
     return problems
 
 
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", table=lambda hf: _TABLE, read=_read, problems=_problems)
+FAMILY = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    table=lambda hf: _TABLE,
+    read=_read,
+    problems=_problems,
+    keys=(
+        *EXPERT_KEYS,
+        *("moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "use_sliding_window", "sliding_window"),
+    ),
+    ignored=("max_window_layers",),  # all blocks have the window, or none
+    fixed=HAS_HEAD_NORMS,
+)

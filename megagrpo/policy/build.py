@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megagrpo.config import ProblemError
+from megagrpo.families import FAMILIES
 from megagrpo.families.family import FULL, rope
 from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
@@ -196,7 +197,7 @@ def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
         v_head_dim=mla.value_dim,
         rope_type="rope",
         rotary_scaling_factor=rotary.get("factor", 1.0),
-        mscale_all_dim=rotary.get("mscale_all_dim", 0.0),
+        mscale_all_dim=rotary.get("mscale_all_dim") or 0.0,
     )
 
 
@@ -314,10 +315,14 @@ def rotary_frequencies(hf_config: HfConfig, longest_sequence: int | None = None)
         return _unscaled(hf_config.rotary_dim, hf_config.rope_theta), 1.0
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    # A family may have a model_type that transformers does not know (an alias); its class is known.
+    kinds = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
 
     arguments = {k: v for k, v in hf_config.raw.items() if k != "model_type"}
     kind = {} if hf_config.local_rope_theta is None else dict(layer_type=FULL)
-    theirs = AutoConfig.for_model(hf_config.family, **arguments)
+    theirs = AutoConfig.for_model(kinds[FAMILIES[hf_config.family].architecture], **arguments)
     frequencies, factor = ROPE_INIT_FUNCTIONS[hf_config.rope_type](theirs, seq_len=longest_sequence, **kind)
     return frequencies, float(factor)
 

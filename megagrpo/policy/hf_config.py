@@ -8,16 +8,37 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import fields
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, Protocol
 
 from megagrpo.config import Problem, ProblemError
 from megagrpo.families import FAMILIES
 from megagrpo.families.architecture import Experts, HfConfig
-from megagrpo.families.family import common_fields, layer_type_problems, rope, rotated_share
+from megagrpo.families.family import COMMON, Family, common_fields, layer_type_problems, rope, rotated_share
+from megagrpo.families.keys import class_problems, key_problems
 
 MODEL = ("model",)  # the keys of a problem about what is in the model's folder
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "q_lora_rank", "sliding_window")
+# Type of values in config.json -> the keys that have it or null, and its name.
+_TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
+    dict: (("rope_scaling", "rope_parameters"), "an object of keys and values"),
+    list: (("layer_types", "mlp_only_layers"), "a list"),
+    (int, float): (
+        (
+            *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "initializer_range"),
+            *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "routed_scaling_factor"),
+        ),
+        "a number",
+    ),
+    int: (
+        (
+            *("max_position_embeddings", "original_max_position_embeddings", "max_window_layers", "sliding_window_pattern"),
+            *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
+            *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
+        ),
+        "a whole number",
+    ),
+}
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -72,10 +93,10 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
     family = FAMILIES.get(raw.get("model_type"))
     if family is None:
         return [_unknown(raw)]
-    if odd := _no_numbers(raw, family.required):
+    if odd := _no_numbers(family, raw):
         return odd
     missing = [f"model: config.json lacks {key}" for key in family.required if key not in raw]
-    wrong = [f"model: {key} is {raw[key]!r}; {fix}" for key, (value, fix) in family.fixed.items() if raw.get(key) not in (None, value)]
+    wrong = class_problems(family, raw) + key_problems(family, raw)
     rotary = rope(raw)
     if rotary["rope_type"] not in family.rope_types:
         wrong.append(
@@ -83,18 +104,38 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
         )
     if family.partial_rotary_factor is None and rotated_share(raw, default=1.0) != 1.0:
         wrong.append(f"model: partial_rotary_factor is not 1; the attention of {family.model_type} turns all of each head")
-    return missing + wrong + layer_type_problems(raw) + family.problems(raw)
+    return missing + wrong + layer_type_problems(family, raw) + family.problems(raw)
 
 
-def _no_numbers(raw: dict[str, Any], required: Sequence[str]) -> list[str]:
-    """Sizes that are none, and a dtype that torch does not know."""
-    sizes = {key: raw[key] for key in required if key in raw and key != "rms_norm_eps"}
-    sizes |= {key: raw[key] for key in ("num_key_value_heads", "head_dim") if raw.get(key) is not None}
+def _unsupported(config: HfConfig) -> list[str]:
+    """What Megatron does not compute of a model whose config.json is sound."""
+    problems = []
+    if config.rotary_dim % 2 or not config.rotary_dim:
+        problems.append(f"model: {config.rotary_dim} dimensions of each head are rotated; the number must be even and positive")
+    if config.experts is not None and config.experts.normalized and config.experts.per_token == 1:
+        problems.append(
+            "model: num_experts_per_tok=1 with weights of a token's experts that add up to 1 is not supported: the one weight is always 1"
+        )
+    return problems
+
+
+def _no_numbers(family: Family, raw: dict[str, Any]) -> list[str]:
+    """Values of the wrong type: sizes, numbers, lists, objects, and a dtype that torch does not know."""
+    typed = {key for keys, _ in _TYPES.values() for key in keys}
+    sizes = {key: raw[key] for key in family.required if key in raw and key not in typed and (key, raw[key]) != ("q_lora_rank", None)}
+    sizes |= {key: raw[key] for key in _OPTIONAL_SIZES if raw.get(key) is not None}
     odd = [
         f"model: {key} is {size!r} in config.json; it must be a positive whole number"
         for key, size in sizes.items()
         if type(size) is not int or size < 1
     ]
+    for kind, (keys, what) in _TYPES.items():
+        given = {key: raw[key] for key in keys if raw.get(key) is not None and key in (*COMMON, *family.keys, "layer_types")}
+        odd += [
+            f"model: {key} is {value!r} in config.json; it must be {what}"
+            for key, value in given.items()
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+        ]
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     if dtype not in (None, *_DTYPES):
         odd.append(f"model: dtype is {dtype!r} in config.json; it must be one of {', '.join(_DTYPES)}")
@@ -102,33 +143,32 @@ def _no_numbers(raw: dict[str, Any], required: Sequence[str]) -> list[str]:
 
 
 def _unknown(raw: dict[str, Any]) -> str:
-    """What is said of a model of no known family: the nearest one by name, and all others."""
+    """The refusal of a model_type that no family has. A family is advised only if the model's class is exactly the family's."""
+    kind, classes = raw.get("model_type"), raw.get("architectures") or []
+    classes = list(map(str, classes)) if isinstance(classes, list) else [str(classes)]
     if isinstance(text := raw.get("text_config"), dict):
         return (
-            f"model: {raw.get('model_type')} is multimodal, and only text is trained; name a folder with its text model alone"
+            f"model: {kind} is multimodal, and only text is trained; name a folder with its text model alone"
             f" (model_type {text.get('model_type')}); docs/troubleshooting.md has the lines that write it"
         )
-    called = str(raw.get("model_type") or (raw.get("architectures") or ["none"])[0])
-    likeness = {name: max(_likeness(called, name), _likeness(called, f.architecture)) for name, f in FAMILIES.items()}
-    nearest = max(likeness, key=likeness.get)
     names = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
+    if same := [name for name, family in FAMILIES.items() if family.architecture in classes]:
+        return (
+            f"model: architecture {FAMILIES[same[0]].architecture} is not supported as model_type {kind}, but as {same[0]}; set model_type "
+            f"to {same[0]} in a copy of config.json. Every other key is checked then"
+        )
     return (
-        f"model: architecture {called} is not supported. The nearest by name is {nearest}: when the model differs from it in its name "
-        f"alone, set model_type to {nearest} in a copy of its config.json. Supported: {names}"
+        f"model: architecture {', '.join(classes) or kind} is not supported: no file in megagrpo/families describes model_type {kind}, and "
+        f"another family would compute other numbers. docs/add_a_model.md shows how to write that file. Supported: {names}"
     )
-
-
-def _likeness(a: str, b: str) -> float:
-    """How much two names are alike; that both are of the text part of something says nothing."""
-    return SequenceMatcher(None, *(name.lower().removesuffix("_text") for name in (a, b))).ratio()
 
 
 def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[Problem]:
     """Why this model cannot be cut into `parallel`, with the valid values; empty when it can."""
     if lines := architecture_problems(raw):
         return of_model(lines)
-    problems: list[Problem] = []
     tp, hf_config = parallel.tp, parse_hf_config(raw)
+    problems = of_model(_unsupported(hf_config))
     sizes = {"num_attention_heads": hf_config.num_heads, "num_key_value_heads": hf_config.num_kv_heads}
     rules = {"num_attention_heads": 1, "num_key_value_heads": 2}  # all others are widths of an MLP
     if not all(map(hf_config.has_experts, range(hf_config.num_layers))):

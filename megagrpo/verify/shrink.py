@@ -10,7 +10,8 @@ import torch
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.data.packing import padded
-from megagrpo.families.family import FULL, SLIDING, rope, rotated_share
+from megagrpo.families import FAMILIES
+from megagrpo.families.family import COMMON, FULL, SLIDING, rope, rotated_share
 from megagrpo.policy.hf_config import HfConfig, parse_hf_config
 from megagrpo.types import TrainSample
 
@@ -123,7 +124,8 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         small |= dict(sliding_window=WINDOW, layer_types=[kinds[layer % len(kinds)] for layer in range(small["num_hidden_layers"])])
     elif "layer_types" in raw:
         small |= dict(layer_types=[FULL] * small["num_hidden_layers"])
-    return parse_hf_config(raw | small | _short_factors(raw, head_dim))
+    read = (*COMMON, *FAMILIES[real.family].keys, *raw)
+    return parse_hf_config(raw | {key: value for key, value in small.items() if key in read} | _short_factors(raw, head_dim))
 
 
 def _short_factors(raw: dict[str, Any], head_dim: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ SIZES = dict(num_hidden_layers=3, hidden_size=8, num_attention_heads=4, num_key_
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=5, mlp_only_layers=[0], head_dim=2)
 LATENT = dict(num_key_value_heads=4, q_lora_rank=6, kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=3)
 LATENT |= dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=5, n_shared_experts=1, first_k_dense_replace=2)
-LATENT |= dict(n_group=1, topk_group=1)
+LATENT |= dict(n_group=1, topk_group=1, routed_scaling_factor=1.0)
 
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=32.0, original_max_position_embeddings=4096)
 

@@ -1,5 +1,6 @@
 """Reading config.json and the rules a layout must obey, without torch."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import pytest
 import transformers
 
 from megagrpo.config import ParallelSection
+from megagrpo.families import FAMILIES
 from megagrpo.policy.build import rotary_frequencies
 from megagrpo.policy.hf_config import architecture_problems, load_hf_config, model_problems, parse_hf_config
 
@@ -43,6 +45,7 @@ DEEPSEEK_V3 = {
     "n_group": 4,
     "topk_group": 2,
     "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
 }
 DEEPSEEK_V2 = DEEPSEEK_V3 | {"model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "group_limited_greedy"}
 GPT_OSS = {"model_type": "gpt_oss", "tie_word_embeddings": False, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
@@ -101,9 +104,8 @@ def test_heads_that_divide_but_groups_that_do_not_are_reported():
 
 def test_an_unknown_architecture_names_the_supported_ones():
     (problem,) = architecture_problems({"model_type": "gpt2"})
-    assert (
-        "architecture gpt2 is not supported" in problem and "llama (LlamaForCausalLM)" in problem and "qwen3 (Qwen3ForCausalLM)" in problem
-    )
+    assert "architecture gpt2 is not supported: no file" in problem
+    assert "llama (LlamaForCausalLM)" in problem and "qwen3 (Qwen3ForCausalLM)" in problem
     with pytest.raises(ValueError, match="gpt2"):
         parse_hf_config({"model_type": "gpt2"})
 
@@ -203,20 +205,29 @@ def test_the_windows_are_those_of_transformers(change, windows):
 
 
 @pytest.mark.parametrize(
-    ("called", "nearest"),
+    ("kind", "cls"),
     [
-        ("qwen3_next", "qwen3_moe"),
-        ("smollm3", "llama"),
-        ("chatglm", "glm"),
-        ("llama4_text", "llama"),
-        ("ministral", "mistral"),
-        ("MixtralForCausalLM", "mixtral"),
+        ("ministral3", "Ministral3ForCausalLM"),
+        ("seed_oss", "SeedOssForCausalLM"),
+        ("olmo2", "Olmo2ForCausalLM"),
+        ("ernie4_5", "Ernie4_5ForCausalLM"),
+        ("qwen3_next", "Qwen3NextForCausalLM"),
+        ("smollm3", "SmolLM3ForCausalLM"),
+        ("granite", "GraniteForCausalLM"),
+        (None, None),
     ],
 )
-def test_an_unknown_architecture_names_the_nearest_one(called, nearest):
-    raw = {"architectures": [called]} if called[0].isupper() else {"model_type": called}
-    (problem,) = architecture_problems(raw)
-    assert f"The nearest by name is {nearest}: " in problem and f"set model_type to {nearest}" in problem
+def test_no_family_is_guessed_for_a_model_of_another_class(kind, cls):
+    (problem,) = architecture_problems({"model_type": kind, "architectures": [cls] if cls else None})
+    assert f"no file in megagrpo/families describes model_type {kind}" in problem and "docs/add_a_model.md" in problem
+    assert "set model_type to" not in problem and "nearest" not in problem
+
+
+def test_a_model_whose_class_is_known_under_another_name_is_told_that_name_and_loads_with_it():
+    kimi = SMOLLM2 | DEEPSEEK_V3 | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    (problem,) = architecture_problems(kimi)
+    assert "as model_type kimi_k2, but as deepseek_v3; set model_type to deepseek_v3 in a copy of config.json" in problem
+    assert architecture_problems(kimi | {"model_type": "deepseek_v3"}) == []
 
 
 def test_a_multimodal_model_is_refused_with_a_way_out():
@@ -281,7 +292,7 @@ MIXED = SMOLLM2 | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per
         ({"mlp_only_layers": [0, 29]}, range(1, 29)),
         ({"decoder_sparse_step": 3}, range(2, 30, 3)),
         ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 2]}, range(3, 30, 2)),
-        ({"model_type": "mixtral"}, range(30)),
+        ({"model_type": "mixtral", "moe_intermediate_size": None}, range(30)),
     ],
 )
 def test_the_blocks_with_experts_are_those_of_transformers(change, blocks):
@@ -296,7 +307,7 @@ def test_the_blocks_with_experts_are_those_of_transformers(change, blocks):
 def test_the_weights_of_a_tokens_experts_add_up_to_1_where_the_family_says_so():
     assert not parse_hf_config(MIXED).experts.normalized
     assert parse_hf_config(MIXED | {"norm_topk_prob": True}).experts.normalized
-    mixtral = parse_hf_config(MIXED | {"model_type": "mixtral"}).experts
+    mixtral = parse_hf_config(MIXED | {"model_type": "mixtral", "moe_intermediate_size": None}).experts
     assert mixtral.normalized and mixtral.intermediate_size == 1536
 
 
@@ -357,6 +368,13 @@ def test_longrope_has_the_frequencies_that_vllm_takes_for_the_longest_sequence()
     (short, factor), (long, same), (unknown, _) = (rotary_frequencies(config, longest) for longest in (4096, 4097, None))
     assert len(short) == 24 and (short == 2 * long).all() and (short == unknown).all()
     assert factor == same == pytest.approx((1 + math.log(2) / math.log(4096)) ** 0.5)
+
+
+def test_a_family_that_transformers_knows_under_another_name_has_the_same_rotary_frequencies(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "kimi_k2", dataclasses.replace(FAMILIES["deepseek_v3"], model_type="kimi_k2"))
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    alias, known = (parse_hf_config(SMOLLM2 | DEEPSEEK_V3 | yarn | {"model_type": kind}) for kind in ("kimi_k2", "deepseek_v3"))
+    assert (rotary_frequencies(alias, None)[0] == rotary_frequencies(known, None)[0]).all()
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_tp():

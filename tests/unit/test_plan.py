@@ -68,6 +68,7 @@ DEEPSEEK_V3 = LLAMA | {  # the sizes of the release, but for fewer layers
     "n_group": 8,
     "topk_group": 4,
     "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
 }
 
 
@@ -108,7 +109,7 @@ def test_committed_configs_have_a_plan_without_problems(name):
         MIXED | {"mlp_only_layers": [3, 7]},
         MIXTRAL | {"tie_word_embeddings": False},
         DEEPSEEK_V3,
-        DEEPSEEK_V3 | {"model_type": "deepseek_v2", "q_lora_rank": None, "scoring_func": None, "topk_method": "group_limited_greedy"},
+        DEEPSEEK_V3 | {"model_type": "deepseek_v2", "q_lora_rank": None, "scoring_func": "softmax", "topk_method": "group_limited_greedy"},
         LLAMA | {"model_type": "gemma2", "head_dim": 32},
         LLAMA | {"model_type": "gemma3_text", "head_dim": 32},
         GPT_OSS,
