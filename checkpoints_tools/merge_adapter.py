@@ -3,8 +3,8 @@
     python checkpoints_tools/merge_adapter.py runs/grpo/checkpoints/step_000100/adapter OUT
     torchrun --nproc-per-node 2 checkpoints_tools/merge_adapter.py ADAPTER OUT --model MODEL --tp 2
 
-ADAPTER is a folder that a run, or PEFT, has written; without --model the model that it names is taken. The sum is computed in float32
-and written in the dtype of the model's config.json.
+ADAPTER is a folder that a run, or PEFT, has written; without --model the model that it names is taken. A, B and the sum are float32
+until the sum is rounded, once, to the dtype of the model's file.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ import argparse
 
 from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout  # isort: skip  (it hides GPUs from torch)
 
-from megagrpo.bridge.adapters import base_of, load_adapter, read_lora
+from megagrpo.bridge.adapters import CONFIG, base_of, load_adapter, read_lora
 from megagrpo.bridge.export import save_hf
 from megagrpo.bridge.load import load_hf
 from megagrpo.bridge.sources import resolve_model
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.build import build_model, weights_dtype
 from megagrpo.policy.hf_config import load_hf_config
-from megagrpo.policy.lora import attach_adapters
+from megagrpo.policy.lora import adapters, attach_adapters
+
+ARGUMENT = "ADAPTER"  # of the command line, in errors
 
 
 def merge(adapter: Path, out: Path, model: str | None, layout: Layout) -> None:
     """Write `out`: safetensors, config and tokenizer. Collective."""
-    lora = read_lora(adapter)
-    source = resolve_model(model or base_of(adapter))
+    lora = read_lora(adapter, ARGUMENT)
+    source = resolve_model(model, "--model") if model else resolve_model(base_of(adapter), f"{adapter / CONFIG} (or name one with --model)")
     hf_config = load_hf_config(source)
     chunks = build_model(hf_config, layout, dtype=weights_dtype(hf_config), init_weights=False, own_linears=True)
     attach_adapters(chunks, hf_config, lora, recompute="none")
+    for added in adapters(chunks):
+        added.float()  # a file holds A and B in float32 beside a bfloat16 model: rounded here, the sum would be rounded twice
     load_hf(chunks, hf_config, source, layout)
-    load_adapter(chunks, hf_config, layout, adapter, lora)
+    load_adapter(chunks, hf_config, layout, adapter, lora, ARGUMENT)
     save_hf(chunks, hf_config, layout, out, source)
 
 

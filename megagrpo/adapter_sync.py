@@ -28,7 +28,7 @@ Sums = dict[str, list[str]]  # projection, as in layers.0.self_attn.q_proj -> ch
 
 
 class AdapterSync(WeightSync):
-    """As `WeightSync`, for a `push` of what `megagrpo.bridge.families.adapter_blocks` yields. `base` is the model's folder."""
+    """As `WeightSync`, for a `push` of what `megagrpo.bridge.families.adapter_blocks` yields. `base`: the model, as the config names it."""
 
     def __init__(self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str, offload: Stays | None = None):
         shared = SharedMemory(layout, dtype)

@@ -190,7 +190,7 @@ class Checkpointer:
         policy, lora = self.policy, self.policy.config.lora
         if lora.enabled:
             held = list(adapter_blocks(policy.chunks, policy.hf_config, self.layout))
-            save_adapter(held, self.layout, partial / ADAPTER_FILES, lora, str(self.model_folder.resolve()), policy.dtype)
+            save_adapter(held, self.layout, partial / ADAPTER_FILES, lora, policy.config.model.path, policy.dtype)
 
     def _publish(self, saving: _Saving, parts: list[dict[str, str]]) -> None:
         partial, final, state = saving.partial, saving.final, saving.state

@@ -178,7 +178,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     offload = Offload(policy, reference) if offloads(config) else Stays()
     with _problems_of_the_config():
         options = dict(transport=transport, say=writer.message, offload=offload)
-        weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype(config), model_folder, **options)
+        weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype(config), **options)
     resources.enter_context(weight_sync)
     if launcher is not None and launcher.max_restarts:
         resources.enter_context(Keeper(launcher, engine, weight_sync.refill, writer.message))
@@ -352,14 +352,13 @@ def _weight_sync(
     engine: VllmEngine | None,
     layout: Layout,
     dtype: str,
-    model_folder: Path,
     transport: str,
     say: Callable[[str], None],
     offload: Stays | None = None,
 ) -> WeightSync:
     """The sync of the run, over that transport."""
     if config.lora.syncs_adapters:
-        return AdapterSync(engine, layout, dtype, config.lora, str(model_folder.resolve()), offload)
+        return AdapterSync(engine, layout, dtype, config.lora, config.model.path, offload)
     limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
     return WeightSync(engine, layout, dtype, make_transport(transport, layout, dtype, device.device(), **limits), say, offload)
 

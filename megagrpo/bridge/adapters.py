@@ -21,6 +21,7 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
 
 ADAPTER_FILES = "adapter"  # subfolder of a checkpoint
+RUN_KEY = "lora.adapter_path"  # names the adapter in errors of a run; a tool names its own argument
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What PEFT can do beyond A and B of one rank, and the value that says it does not.
 PLAIN = dict(bias="none", use_dora=False, rank_pattern={}, alpha_pattern={}, modules_to_save=None, layers_to_transform=None)
@@ -46,41 +47,51 @@ def fresh_matrix(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def load_adapter(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, folder: Path, lora: LoraSection) -> None:
+def load_adapter(
+    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, folder: Path, lora: LoraSection, key: str = RUN_KEY
+) -> None:
     """Fill the adapters from a folder that PEFT, or `save_adapter`, has written. Collective.
 
-    ValueError, with what to change, when its rank, scale or projections are not those of `lora`.
+    ValueError, with what to change, when its rank, scale or projections are not those of `lora`. `key` is the config key or the argument
+    that named the folder.
     """
-    saved = read_lora(folder)
-    for key in ("rank", "alpha", "use_rslora"):
-        if getattr(lora, key) != getattr(saved, key):
-            raise ValueError(f"lora.{key}: {getattr(lora, key)}, and the adapter in {folder} was made with {getattr(saved, key)}; use that")
+    saved = read_lora(folder, key)
+    for name in ("rank", "alpha", "use_rslora"):
+        wanted, made = getattr(lora, name), getattr(saved, name)
+        if wanted != made:
+            raise ValueError(f"lora.{name}: {wanted}, and the adapter in {folder} was made with {made}; use that")
     wanted = [(param, found) for _, param, found in adapter_blocks(chunks, hf_config, layout)]
     names = {name for names in layout.all_gather_objects([found[0].name for _, found in wanted]) for name in names}
     file = TensorFile(folder / WEIGHTS)
     if odd := sorted(names ^ set(file.entries)):
         where = "the model" if odd[0] in names else folder
-        raise ValueError(f"lora.target_modules: {odd[0]} is only in {where} ({len(odd)} such tensors); name the projections of the adapter")
+        what = f"{odd[0]} is only in {where} ({len(odd)} such tensors)"
+        if key == RUN_KEY:
+            raise ValueError(f"lora.target_modules: {what}; name the projections of the adapter")
+        raise ValueError(f"{key}: {what}; name the model that the adapter was trained on")
     for param, found in wanted:
         name, shape = found[0].name, found[0].shape
         stored = file.tensor(name)
         if tuple(stored.shape) != shape:
-            raise ValueError(f"lora.adapter_path: {name} in {folder} has shape {list(stored.shape)}; the model needs {shape}")
+            raise ValueError(f"{key}: {name} in {folder} has shape {list(stored.shape)}; the model needs {list(shape)}")
         if bad := first_bad(stored):
-            raise ValueError(f"lora.adapter_path: {name} in {folder} holds {bad}; the adapter is broken: use another")
+            raise ValueError(f"{key}: {name} in {folder} holds {bad}; the adapter is broken: use another")
         fill(param, found, lambda block, stored=stored: stored[block.slices])
 
 
-def read_lora(folder: Path) -> LoraSection:
-    """The section of a config that describes the adapter in `folder`. ValueError when it is none, damaged, or of another kind than ours."""
+def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
+    """The section of a config that describes the adapter in `folder`, which `key` of the config or of a command line has named.
+
+    ValueError when the folder holds no adapter, is damaged, or holds another kind than ours.
+    """
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
-            raise ValueError(f"lora.adapter_path: {folder} holds no {file}; name a folder that PEFT or a checkpoint of a run has written")
+            raise ValueError(f"{key}: {folder} holds no {file}; name a folder that PEFT or a checkpoint of a run has written")
     verify_inside(folder)
     saved = json.loads((folder / CONFIG).read_text())
-    if saved.get("peft_type") != "LORA" or (odd := [key for key, plain in PLAIN.items() if saved.get(key, plain) not in (plain, None)]):
+    if saved.get("peft_type") != "LORA" or (odd := [name for name, plain in PLAIN.items() if saved.get(name, plain) not in (plain, None)]):
         what = f"peft_type {saved.get('peft_type')}" if saved.get("peft_type") != "LORA" else f"{odd[0]} {saved[odd[0]]}"
-        raise ValueError(f"lora.adapter_path: the adapter in {folder} has {what}; only plain LoRA of one rank can be continued")
+        raise ValueError(f"{key}: the adapter in {folder} has {what}; only plain LoRA of one rank, on every layer, is supported")
     section = dict(
         rank=saved["r"], alpha=saved["lora_alpha"], use_rslora=bool(saved.get("use_rslora")), dropout=saved.get("lora_dropout", 0)
     )
@@ -110,7 +121,7 @@ def save_adapter(
     look: Callable[[str, Tensor], None] = lambda name, tensor: None,
 ) -> None:
     """Write adapters, `held` as `adapter_blocks` yields them, as a folder that PEFT, vLLM and `load_adapter` read; `base` is the model that
-    they belong to. `look` is shown every whole tensor on rank 0. Collective.
+    they belong to, as the user named it. `look` is shown every whole tensor on rank 0. Collective.
 
     The folder appears complete or not at all. OSError on every rank when it cannot be written.
     """

@@ -45,7 +45,7 @@ def import_hf(model: str, out: Path, layout: Layout) -> None:
     damaged, does not fit its config.json or holds a NaN, and when `out` holds anything; OSError when the disk is too small or cannot be
     written. On ranks that have not failed themselves RankError.
     """
-    source = own_part(layout, lambda: resolve_model(model))
+    source = own_part(layout, lambda: resolve_model(model, "MODEL"))
     hf_config = load_hf_config(source)
     checkpoint = own_part(layout, lambda: Checkpoint(source))
     held = own_part(layout, lambda: structure(hf_config, layout))
@@ -116,7 +116,7 @@ def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout) ->
     check_is_checkpoint(checkpoint)
     if (checkpoint / CHECKSUMS).is_file():
         together(layout, lambda: verify_others(checkpoint), here=layout.world_rank == 0)
-    source = own_part(layout, lambda: resolve_model(model)) if model else checkpoint / HF_FILES
+    source = own_part(layout, lambda: resolve_model(model, "--model")) if model else checkpoint / HF_FILES
     hf_config = load_hf_config(source)
     stored = own_part(layout, lambda: StoredTensors(checkpoint))
     held = own_part(layout, lambda: structure(hf_config, layout))

@@ -23,7 +23,8 @@ from megagrpo.bridge.unfinished import check_space
 from megagrpo.policy.hf_config import HfConfig
 
 HEADERS = "safetensors_headers.json"  # beside the side files that a checkpoint carries: the headers of the model's files
-SIDE_FILES = (".json", ".jinja", ".txt", ".model")
+SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".py")
+REMOTE_CODE = "auto_map"  # of config.json: class of transformers -> "module.Class", or "repository--module.Class"
 SHARD_BYTES = 5 * 2**30
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _ROWS = 2**26  # bytes that are cast and written at a time
@@ -205,10 +206,25 @@ def _write_at(fd: int, data: bytes | memoryview, at: int) -> None:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copy what is no weight: config, tokenizer, chat template, generation config."""
+    """Copy what is no weight: config, tokenizer, chat template, generation config, code of the model's own.
+
+    Where a .py file that config.json's `auto_map` names is missing, the copy of config.json has no `auto_map`: the class is one of
+    transformers' own (`families.keys`), and loading needs no code beside it.
+    """
     for file in source.iterdir():
         if file.suffix in SIDE_FILES and file.name not in (INDEX, HEADERS):
             shutil.copyfile(file, target / file.name)
+    if (config := target / "config.json").is_file() and not _has_its_code(raw := json.loads(config.read_text()), target):
+        config.write_text(json.dumps({key: value for key, value in raw.items() if key != REMOTE_CODE}, indent=2) + "\n")
+
+
+def _has_its_code(raw: dict, folder: Path) -> bool:
+    """Whether `folder` holds every module that `auto_map` names without a repository."""
+    mapped = raw.get(REMOTE_CODE)
+    values = mapped.values() if isinstance(mapped, dict) else [mapped]
+    named = [name for value in values for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)]
+    modules = {name.rpartition(".")[0] for name in named if "--" not in name and "/" not in name}
+    return all((folder / f"{module}.py").is_file() for module in modules)
 
 
 def carry(source: Path, files: Files | None, target: Path) -> None:

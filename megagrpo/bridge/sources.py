@@ -16,7 +16,7 @@ from megagrpo.policy.hf_config import architecture_problems, of_model, read_raw_
 INDEX = "model.safetensors.index.json"  # of a sharded checkpoint
 SINGLE = "model.safetensors"
 PACKAGE = "package:"
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
 
 
 def resolve_model(path: str, key: str = "model.path") -> Path:

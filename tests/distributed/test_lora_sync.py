@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_build_and_bridge import run_tool
-from test_lora_peft import make_with_peft, prepare
+from test_lora_peft import LORA, make_with_peft, prepare
 from test_weight_sync_copies import OneReader
 
 from megagrpo.algorithms.losses import make_loss
@@ -72,7 +72,7 @@ def test_a_checkpoint_holds_adapters_alone_and_continues_in_another_layout(saved
     sizes = [sum(t.numel() for t in load_file(file).values()) for file in (tmp_path / SAVED, root / "model/model.safetensors")]
     assert 14 * sizes[0] <= needed < 28 * sizes[0] < 14 * sizes[1]  # what each tensor-parallel rank holds counts for each
     assert sum(path.stat().st_size for path in (tmp_path / "step_000001").glob("*.distcp")) < 7 * sizes[1]
-    assert json.loads((tmp_path / "step_000001/adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(root / "model")
+    assert json.loads((tmp_path / "step_000001/adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "tiny"
 
 
 def test_the_tool_merges_an_adapter_into_its_model(root, tmp_path):
@@ -83,3 +83,53 @@ def test_the_tool_merges_an_adapter_into_its_model(root, tmp_path):
     (tmp_path / "step_000001/adapter").mkdir(parents=True)
     assert run_ranks(run_tool, 1, "megatron_to_hf.py", tmp_path / "step_000001", tmp_path / "none") == [2]
     assert run_ranks(run_tool, 1, "merge_adapter.py", root / "model", tmp_path / "none", "--model", root / "model") == [2]
+
+
+def test_merging_a_float32_adapter_into_a_bfloat16_model_rounds_once(root, tmp_path):
+    base = {name: tensor.bfloat16() for name, tensor in load_file(root / "model/model.safetensors").items()}
+    (tmp_path / "model").mkdir()
+    save_file(base, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((root / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(raw | {"dtype": "bfloat16"}))
+    arguments = ("merge_adapter.py", root / "adapter", tmp_path / "out", "--model", tmp_path / "model", "--tp", 2)
+    assert run_ranks(run_tool, 2, *arguments) == [0, 0]
+    merged, adapter = load_file(tmp_path / "out/model.safetensors"), load_file(root / "adapter/adapter_model.safetensors")
+    scale, adapted = LORA["alpha"] / LORA["rank"] ** 0.5, 0
+    for name, weight in base.items():
+        prefix = f"base_model.model.{name.removesuffix('weight')}"
+        if f"{prefix}lora_A.weight" not in adapter:
+            assert torch.equal(merged[name], weight)
+            continue
+        a, b = (adapter[f"{prefix}lora_{matrix}.weight"].double() for matrix in "AB")
+        expected = weight.double() + scale * b @ a
+        # Half a unit in the last place of bfloat16, and what float32 loses in the sum.
+        assert ((merged[name].double() - expected).abs() <= expected.abs() * (2**-8 + 2**-20) + 1e-30).all(), name
+        adapted += 1
+        assert (merged[name] == expected.bfloat16()).double().mean() > 0.999, name
+    assert adapted == 7 * raw["num_hidden_layers"]
+
+
+def test_the_merge_tool_names_its_own_arguments_in_errors(root, tmp_path, capfd):
+    def refused(adapter: Path, *more) -> str:
+        assert run_ranks(run_tool, 1, "merge_adapter.py", adapter, tmp_path / "out", *more) == [2]
+        return capfd.readouterr().err
+
+    model = ("--model", root / "model")
+    assert f"error: ADAPTER: {root / 'model'} holds no adapter_config.json" in refused(root / "model", *model)
+    saved = json.loads((root / "adapter/adapter_config.json").read_text())
+    tensors = load_file(root / "adapter/adapter_model.safetensors")
+    cut = {name: tensor[:, :-1].contiguous() if name == min(tensors) else tensor for name, tensor in tensors.items()}
+    fewer = {name: tensor for name, tensor in tensors.items() if name != min(tensors)}
+    for folder, changes, held, expected in (
+        ("layers", dict(layers_to_transform=[0]), tensors, "has layers_to_transform [0]; only plain LoRA of one rank, on every layer"),
+        ("fewer", {}, fewer, "is only in the model (1 such tensors); name the model that the adapter was trained on"),
+        ("cut", {}, cut, "the model needs [4, "),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "adapter_config.json").write_text(json.dumps(saved | changes))
+        save_file(held, tmp_path / folder / "adapter_model.safetensors")
+        told = refused(tmp_path / folder, *model)
+        assert "error: ADAPTER: " in told and expected in told and "lora." not in told.replace("lora_", "")
+    (tmp_path / "fewer/adapter_config.json").write_text(json.dumps(saved | {"base_model_name_or_path": "/no/such/model"}))
+    assert "adapter_config.json (or name one with --model): /no/such/model does not exist" in refused(tmp_path / "fewer")
+    assert "error: --model: /no/such/model does not exist" in refused(tmp_path / "fewer", "--model", "/no/such/model")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from megagrpo.bridge import convert, hf_files, unfinished
 from megagrpo.bridge.convert import _unfinished
-from megagrpo.bridge.hf_files import File, Files, Writer, new_files
+from megagrpo.bridge.hf_files import File, Files, Writer, carry, copy_side_files, new_files
 from megagrpo.bridge.sources import INDEX, SINGLE
 from megagrpo.bridge.tensor_files import make_header
 from megagrpo.bridge.unfinished import Journal, Unfinished
@@ -149,3 +149,24 @@ def test_the_journal_names_only_what_the_disk_holds_for_good(monkeypatch, tmp_pa
     convert._write_tensors(iter(TENSORS.items()), folder, new_files(SHAPES), {}, set())
     os.close(folder._lock)
     assert done == ["disk", "a", "disk", "b", "disk", "c", "disk", "d", "disk"]
+
+
+def test_code_of_the_models_own_goes_with_its_config(tmp_path):
+    classes = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.LlamaForCausalLM"}
+    elsewhere = {"AutoTokenizer": ["owner/mine--tokenization_mine.MineTokenizer", None]}
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"model_type": "llama", "auto_map": classes | elsewhere}))
+    for name in ("configuration_mine.py", "modeling_mine.py", "helper.py"):
+        (source / name).write_text("raise SystemExit  # never run\n")
+    (tmp_path / "whole").mkdir()
+    copy_side_files(source, tmp_path / "whole")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()} == {
+        file.name: file.read_bytes() for file in source.iterdir()
+    }
+    (source / "modeling_mine.py").unlink()
+    (tmp_path / "lacking").mkdir()
+    copy_side_files(source, tmp_path / "lacking")
+    assert json.loads((tmp_path / "lacking/config.json").read_text()) == {"model_type": "llama"}
+    carry(source, None, tmp_path / "lacking")  # what a checkpoint holds
+    assert "auto_map" not in json.loads((tmp_path / "lacking/config.json").read_text())
