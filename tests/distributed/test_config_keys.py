@@ -125,7 +125,7 @@ def keys_read(raw: dict[str, Any]) -> set[str]:
 def wrongly_loaded(name: str, folder: Path, all_values: bool) -> tuple[list[str], set[str]]:
     """What loads and computes other logits than transformers, and the keys whose change transformers' logits showed.
 
-    Without `all_values` only keys that are not known as harmless are tried, with three values that load.
+    Without `all_values` only keys that are not known as harmless are tried, with the first value that loads, and without it.
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -135,7 +135,7 @@ def wrongly_loaded(name: str, folder: Path, all_values: bool) -> tuple[list[str]
     for key in sorted({*raw, *keys_read(raw)} - {"model_type", "transformers_version"} - (set() if all_values else HARMLESS)):
         tried = [(value, changed(raw, key, value)) for value in other_values(key, raw.get(key))]
         loads = [(value, config) for value, config in tried if not architecture_problems(config)]
-        for value, config in loads if all_values else loads[:: -(-len(loads) // 3) or 1]:
+        for value, config in loads if all_values else [trial for trial in loads if trial is loads[0] or trial[0] is ABSENT]:
             try:
                 model = their_model(config)
                 expected = their_logits(model)

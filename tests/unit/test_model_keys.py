@@ -130,13 +130,13 @@ def test_another_class_and_code_of_the_models_own_are_refused():
 )
 def test_a_value_of_the_wrong_type_is_named(change, text):
     (problem,) = model_problems(published("Llama 2 7B") | change, ParallelSection())
-    assert text in problem
+    assert text in problem.text
 
 
 @pytest.mark.parametrize("name", ["Mixtral 8x7B", "DeepSeek V3 in bfloat16", "gpt-oss 20B in bfloat16"])
 def test_one_expert_a_token_whose_weight_is_always_1_is_refused(name):
     (problem,) = model_problems(published(name) | {"num_experts_per_tok": 1}, ParallelSection())
-    assert "num_experts_per_tok=1 with weights of a token's experts that add up to 1" in problem
+    assert "num_experts_per_tok=1 with weights of a token's experts that add up to 1" in problem.text
 
 
 def test_plan_refuses_such_a_model_in_one_line_with_exit_code_2(tmp_path):
