@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megagrpo.config import ConfigError, Problem, ProblemError, RunConfig
-from megagrpo.plan.files import data_notes, output_problems, tokenizer_notes
+from megagrpo.plan.files import data_notes, data_problems, output_problems, tokenizer_notes
 from megagrpo.plan.gpus import GPUS, Gpu
 from megagrpo.plan.host import host_memory
 from megagrpo.plan.memory import engine_memory, on_shared_gpu, smallest_gpu, trainer_memory
@@ -38,6 +38,7 @@ from megagrpo.plan.text import (
     gpu_text,
     host_text,
     lora_text,
+    machine_text,
     memory_table,
     model_text,
     rollout_text,
@@ -45,6 +46,7 @@ from megagrpo.plan.text import (
     step_text,
     times_table,
     weights_text,
+    wrapped,
 )
 from megagrpo.plan.times import StepTimes, step_times
 from megagrpo.plan.workload import Lengths, expected_lengths
@@ -68,8 +70,8 @@ class Plan:
     found: list[Candidate] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [f"{name:<10}{text}".rstrip() for name, text in self.rows]
-        lines += [f"{'rules':<10}{rules_text(self.rules)}"] if self.rules else []
+        rows = self.rows + [("rules", rules_text(self.rules))] * bool(self.rules)
+        lines = [line for name, text in rows for line in wrapped(f"{name:<10}{text}", indent=10)]
         if self.memory:
             lines += ["", *memory_table(self.memory)]
         if self.times:
@@ -157,6 +159,7 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None,
     `host_memory_gb` what stays in a node's RAM must fit into that."""
     parallel = config.parallel
     problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config) + output_problems(config)
+    problems += data_problems(config)
     notes = layout_notes(config, world_size) + data_notes(config)
     dp = max(1, world_size // parallel.model_parallel_size)
     context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
@@ -165,6 +168,7 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None,
     stages = f" ({', '.join(stages)})" if stages else ""
     rows = [
         ("layout", f"{world_size} rank(s) = tp {parallel.tp}{context} x pp {parallel.pp}{stages} x dp {dp}"),
+        ("machine", machine_text(config, world_size, gpu_memory_gb)),
         ("rollout", rollout_text(config)),
         ("weights", weights_text(config, True if gpu_memory_gb else None)),
         ("step", step_text(config, dp)),

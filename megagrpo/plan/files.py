@@ -5,13 +5,16 @@ Files that are elsewhere, as on a hub, are left to the run.
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config import Problem, RunConfig
+from megagrpo.config import DatasetSection, Problem, RunConfig
+from megagrpo.config.paths import DATA_SUFFIXES
 from megagrpo.policy.hf_config import HfConfig
+from megagrpo.rewards.registry import did_you_mean
 
 
 def output_problems(config: RunConfig) -> list[Problem]:
@@ -22,6 +25,54 @@ def output_problems(config: RunConfig) -> list[Problem]:
         return []
     why = "cannot be written to" if there.is_dir() else "is no folder"
     return [Problem(("run.output_dir",), f"{folder}: {there} {why}; name another folder", rule=25)]
+
+
+def data_problems(config: RunConfig) -> list[Problem]:
+    """Data files and chat templates that do not exist, and columns that the first row of a jsonl or csv file does not have."""
+    data, problems = config.data, []
+    sources: list[tuple[str, DatasetSection]] = [("data.train", data.train)]
+    sources += [("data.eval", data.eval)] * (data.eval is not None)
+    sources += [(f"evaluation.sets.{name}", section) for name, section in config.evaluation.sets.items()]
+    for key, section in sources:
+        path = Path(section.source).expanduser()
+        is_path = path.suffix in DATA_SUFFIXES or path.is_absolute() or section.source.startswith(".")
+        if is_path and not os.path.exists(path):
+            problems.append(Problem((f"{key}.source",), f"no file or folder {path.absolute()}; correct the path", rule=13))
+        elif present := _columns(path):
+            problems += _column_problems(config, key, section, present)
+    template = data.chat_template
+    if template is not None and Path(template).is_absolute() and "\n" not in template and not os.path.isfile(template):
+        problems.append(Problem(("data.chat_template",), f"no file {template}; correct the path", rule=16))
+    return problems
+
+
+def _column_problems(config: RunConfig, key: str, section: DatasetSection, present: list[str]) -> list[Problem]:
+    """Columns that the data keys of this set name and its rows do not have; those of an evaluation set may be its own."""
+    own = {name: getattr(section, name, None) for name in ("prompt_column", "columns", "extract_hash_answer")}
+    named = {
+        name: (f"data.{name}", getattr(config.data, name)) if value is None else (f"{key}.{name}", value) for name, value in own.items()
+    }
+    renamed_key, renamed = named["columns"]
+    wanted = [(named["prompt_column"][0], named["prompt_column"][1])]
+    wanted += [(f"{renamed_key}.{new}", old) for new, old in renamed.items()]
+    wanted += [(named["extract_hash_answer"][0], name) for name in named["extract_hash_answer"][1] if name not in renamed]
+    has = f"{section.source} has columns {', '.join(present)}"
+    missing = [(where, name) for where, name in wanted if name not in present]
+    return [
+        Problem((where, f"{key}.source"), f"no column `{name}`{did_you_mean(name, present)}; {has}", rule=13) for where, name in missing
+    ]
+
+
+def _columns(path: Path) -> list[str]:
+    """Names of the columns of a jsonl or csv file, by its first row; nothing for what is another kind of source or cannot be read."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            if path.suffix == ".jsonl":
+                row = json.loads(next((line for line in lines if line.strip()), ""))
+                return list(row) if isinstance(row, dict) else []
+            return next(csv.reader(lines), []) if path.suffix == ".csv" else []
+    except (OSError, ValueError, csv.Error):
+        return []
 
 
 def data_notes(config: RunConfig) -> list[Problem]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from math import ceil
+from pathlib import Path
 
 from megagrpo.config import MultiTurnSection, Problem, ProblemError, RunConfig, evaluation_sets
 from megagrpo.config.rules import LONGEST_SAMPLE
@@ -193,28 +195,48 @@ def storage_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
 
 
 def reward_problems(config: RunConfig) -> list[Problem]:
-    """Reward functions of unknown names."""
+    """Reward functions of unknown names, and files that do not exist or do not define the function."""
     problems: list[Problem] = []
     for i, reward in enumerate(config.rewards.functions):
-        if ".py:" in reward.function:
-            continue  # its folder is known when the run starts
+        key = f"rewards.functions.{i}.function"
         try:
-            registry.resolve(reward.function, key=f"rewards.functions.{i}.function")
+            problems += undefined(registry.resolve(reward.function, config.rewards.plugins, key=key), key)
         except ProblemError as error:
             problems += error.problems
     return problems
 
 
+def undefined(target: registry.Target, key: str) -> list[Problem]:
+    """A name that the file of `target` does not define. The file is parsed and not run, so what a star import brings stays open."""
+    if not target.location.endswith(".py"):
+        return []
+    try:
+        body = list(ast.walk(ast.parse(Path(target.location).read_bytes())))
+    except SyntaxError as error:
+        return [Problem((key,), f"{target.location}, line {error.lineno}: not valid Python: {error.msg}", rule=18)]
+    except (OSError, ValueError):
+        return []  # the run says why
+    defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    names = set(defined) | {node.id for node in body if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {alias.asname or alias.name for node in body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    if target.attribute in names or "*" in names:
+        return []
+    hint = registry.did_you_mean(target.attribute, names)
+    said = f"{target.location} defines no `{target.attribute}`{hint}; it defines {', '.join(defined) or 'nothing'}"
+    return [Problem((key,), said, rule=18)]
+
+
 def multi_turn_problems(config: RunConfig) -> list[Problem]:
     """Schedulers, tools and environments of unknown names."""
     named = {key: getattr(config.multi_turn, key) for key in ("scheduler", "environment")}
-    known = {key: name for key, name in named.items() if name is not None and ".py:" not in name}
-    known["tools"] = [name for name in config.multi_turn.tools if ".py:" not in name]  # a file's folder is known when the run starts
+    known = {key: name for key, name in named.items() if name is not None}
     try:
-        targets(MultiTurnSection(**known))
+        scheduler, tools, environment = targets(MultiTurnSection(**known, tools=config.multi_turn.tools))
     except ProblemError as error:
         return list(error.problems)
-    return []
+    found = {"multi_turn.scheduler": scheduler, "multi_turn.environment": environment}
+    found |= {f"multi_turn.tools.{i}": tool for i, tool in enumerate(tools)}
+    return [problem for key, target in found.items() if target is not None for problem in undefined(target, key)]
 
 
 def rollout_problems(config: RunConfig, model: HfConfig) -> list[Problem]:

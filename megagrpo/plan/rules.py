@@ -73,7 +73,7 @@ def verdicts(problems: Sequence[Problem], notes: Sequence[Problem], gpu: bool) -
 def rules_text(found: Sequence[Verdict]) -> str:
     """One line: how many hold, which do not, and which are somebody else's to check."""
     parts = [f"{sum(v.state == 'holds' for v in found)} of {len(found)} hold (docs/plan.md numbers them)"]
-    for state, what in (("broken", "broken"), ("note", "worth a look"), ("unknown", "not to be told here")):
+    for state, what in (("broken", "broken"), ("note", "worth a look"), ("unknown", "cannot be checked on this machine")):
         if numbers := [str(v.rule.number) for v in found if v.state == state]:
             parts.append(f"{what}: {', '.join(numbers)}")
     return "; ".join(parts)

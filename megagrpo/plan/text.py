@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from math import ceil
 
@@ -11,6 +12,24 @@ from megagrpo.plan.search import Candidate
 from megagrpo.plan.shapes import adapted_projections, num_active_parameters, num_parameters, stage_adapters
 from megagrpo.plan.times import StepTimes
 from megagrpo.policy.hf_config import HfConfig
+
+WIDTH = 100  # columns of a line
+
+
+def wrapped(line: str, indent: int) -> list[str]:
+    """`line` cut at spaces into lines of at most `WIDTH` columns; all but the first begin with `indent` spaces. A long word stays whole."""
+    how = dict(break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent, **how) if len(line) > WIDTH else [line.rstrip()]
+
+
+def machine_text(config: RunConfig, world_size: int, gpu: float | None) -> str:
+    """Which machine the plan assumes."""
+    if gpu is None:
+        return f"no GPUs: {world_size} rank(s) share the RAM of a host; gpu_memory_gb=80 or --gpu h100 plans for GPUs"
+    r, servers = config.rollout, ""
+    if r.placed == "dedicated":
+        servers = f", and {r.servers * r.tp} more for vLLM"
+    return f"{world_size} GPU(s) of {gpu:g} GiB, one for each rank{servers}"
 
 
 def model_text(path: str, model: HfConfig) -> str:
@@ -110,9 +129,9 @@ def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
     known = dict.fromkeys(part for phase in phases for part, size in memory[phase].items() if size)
     parts = [part for part in known if part != "total"] + ["total"]
     beside = ", and of the vLLM server on its GPU" * ("kv_cache" in known)
-    lines = [f"trainer, GiB on the fullest rank{beside}", "".join([f"{'':<10}", *(f"{part:>13}" for part in parts)])]
+    lines = [f"trainer, GiB on the fullest rank{beside}", "".join([f"{'':<10}", *(f" {part:>7}" for part in parts)])]
     for phase, sizes in memory.items():
-        lines.append("".join([f"{phase:<10}", *(f"{sizes.get(part, 0):13.2f}" for part in parts)]))
+        lines.append("".join([f"{phase:<10}", *(f" {sizes.get(part, 0):{max(7, len(part))}.2f}" for part in parts)]))
     return lines
 
 
@@ -124,8 +143,8 @@ def times_table(times: StepTimes) -> Sequence[str]:
         "predicted seconds (load is once a run)",
         "".join([f"{'':<10}", *(f"{name:>13}" for name in names)]),
         "".join([f"{'seconds':<10}", *(f"{seconds[name]:13.1f}" for name in names)]),
-        f"{times.tokens_per_gpu:,.0f} tokens/s/GPU on {times.gpus:,} GPU(s), MFU of the train phase {times.mfu:.1%}, idle {times.idle:.1%} "
-        f"of all GPUs' time, pipeline bubble {times.bubble:.1%}",
+        f"{times.tokens_per_gpu:,.0f} tokens/s/GPU on {times.gpus:,} GPU(s), MFU of the train phase {times.mfu:.1%}",
+        f"idle {times.idle:.1%} of all GPUs' time, pipeline bubble {times.bubble:.1%}",
     ]
 
 
@@ -136,5 +155,6 @@ def search_table(found: Sequence[Candidate]) -> Sequence[str]:
         f"{'step s':>9}{'train s':>9}{'GiB':>7}  overrides",
     ]
     for one in found:
-        lines.append(f"{one.times.step:9.1f}{one.times.seconds['train']:9.1f}{one.gib:7.1f}  {' '.join(one.overrides)}")
+        sizes = f"{one.times.step:9.1f}{one.times.seconds['train']:9.1f}{one.gib:7.1f}"
+        lines += wrapped(f"{sizes}  {' '.join(one.overrides)}", indent=27)
     return lines

