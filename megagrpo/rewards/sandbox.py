@@ -243,6 +243,8 @@ try:
         written += os.write(descriptors[-1], bytes(1 << 16))
 except OSError:
     pass
+for descriptor in descriptors:
+    os.close(descriptor)
 assert written > {file_mb} << 20
 """
 _FOLDERS = """
@@ -287,4 +289,6 @@ def missing_guarantees(walls: tuple[str, ...] = WALLS) -> dict[str, str]:
             "bounded threads": [_THREADS.format(max_threads=limits.max_threads)],
         }
         tried = [(name, text) for name, texts in attempts.items() for text in texts]
+        if run("", limits, [text for _, text in tried], walls=walls).passed == [False] * len(tried):
+            return {}
         return {name: text.strip() for name, text in tried if run("", limits, [text], walls=walls).passed != [False]}

@@ -40,6 +40,7 @@ def limit_resources(job, file_bytes):
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 1024,  # timers too
     }
     for limit, value in limits.items():
         hard = resource.getrlimit(limit)[1]
@@ -151,27 +152,28 @@ def restrict_files(job):
 
 
 def filter_calls(calls, counts, limits_files, mailbox):
-    """Install the filter of `system_calls`. With `counts`, send its listener to the parent through `mailbox`, the descriptor of a socket.
+    """Install the filters of `system_calls`. With `counts`, send a listener to the parent through `mailbox`, the descriptor of a socket.
 
-    Returns whether the filter is installed and whether the parent counts. A process has one listener at most: where a container's runtime
-    listens already, the parent cannot."""
+    Returns whether calls are denied and whether the parent counts. A process has one listener at most: where a container's runtime listens
+    already, the parent cannot. The second filter denies what sends the listener, so it comes after that."""
     machine = os.uname().machine
-    for counted in (True, False) if counts else (False,):
-        code = calls.build_filter(machine, os.getpid(), counted, limits_files)
-        if code is None or sys.maxsize <= 2**32:
-            return False, False
-        packed = calls.pack(code)
-        buffer = ctypes.create_string_buffer(packed, len(packed))
-        program = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(buffer))
-        listener = LIBC.syscall(SECCOMP[machine], SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER * counted, program)
-        if listener >= 0:
-            if counted:
-                channel = _socket.socket(fileno=mailbox)
-                channel.sendmsg([b"listener"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", listener))])
-                channel.detach()
-                os.close(listener)
-            return True, counted
-    return False, False
+    if machine not in calls.ARCHITECTURES or sys.maxsize <= 2**32:
+        return False, False
+    listener = install(calls.pack(calls.build_counter(machine, limits_files)), SECCOMP_FILTER_FLAG_NEW_LISTENER) if counts else -1
+    if listener >= 0:
+        channel = _socket.socket(fileno=mailbox)
+        channel.sendmsg([b"listener"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", listener))])
+        channel.detach()
+        os.close(listener)
+    denies = calls.pack(calls.build_filter(machine, os.getpid(), listener >= 0, limits_files))
+    return succeeded(install(denies)), listener >= 0
+
+
+def install(instructions, flags=0):
+    """Install a packed filter. Returns the descriptor of its listener, or 0 where none is asked for; below 0 when it fails."""
+    buffer = ctypes.create_string_buffer(instructions, len(instructions))
+    program = struct.pack("HxxxxxxQ", len(instructions) // 8, ctypes.addressof(buffer))
+    return LIBC.syscall(SECCOMP[os.uname().machine], SECCOMP_SET_MODE_FILTER, flags, program)
 
 
 # ------------------------------------------------------------------------------------------------------------------ the program

@@ -1,4 +1,4 @@
-"""The seccomp filter of a sandboxed program: which system calls it may make, which fail, and which the parent counts.
+"""The seccomp filters of a sandboxed program: which system calls fail, and which the parent counts. The stricter answer of both holds.
 
 Numbers are pairs (x86_64, aarch64), None where the architecture has no such call. The kernel reads commands and flags as 32 bits, so the
 filter compares the low 32 bits of an argument. Calls of other ABIs of the same machine (i386, x32, 32-bit ARM) kill the process or fail.
@@ -15,6 +15,10 @@ DENIED = {
     "listen": (50, 201),
     "accept": (43, 202),
     "accept4": (288, 242),
+    # Buffers of sockets lie outside a process's memory: none is enlarged, and no descriptor waits in one.
+    "setsockopt": (54, 208),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
     "fork": (57, None),
     "vfork": (58, None),
     "execve": (59, 221),
@@ -30,6 +34,7 @@ DENIED = {
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "seccomp": (317, 277),
+    "landlock_create_ruleset": (444, 444),
     "unshare": (272, 97),
     "setns": (308, 268),
     "mount": (165, 40),
@@ -122,7 +127,7 @@ CREATES = {  # a file or folder, always
 CLONE_THREAD = 0x10000
 PRCTLS = (3, 4, 15, 16, 23, 38, 39, 0x53564D41)  # dumpable, thread names, capability sets, no new privileges, names of memory
 SENDS_SIGNALS = (8, 10, 15)  # fcntl: F_SETOWN, F_SETSIG and F_SETOWN_EX make the kernel signal any process of the user
-F_SETLEASE = 1024  # would delay others who open one of Python's files
+F_SETLEASE, F_SETPIPE_SZ = 1024, 1031  # delays others who open one of Python's files; takes memory that no limit counts
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 AF_UNIX, SOCK_STREAM, SOCK_TYPES = 1, 1, 0xF
 RENAME_WHITEOUT = 4  # leaves a device file under the old name
@@ -131,7 +136,7 @@ EPERM, EINVAL, ENOTTY, ENOSYS, EOPNOTSUPP, EDQUOT = 1, 22, 25, 38, 95, 122
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 ALLOW, KILL, COUNT = 0x7FFF0000, 0x80000000, 0x7FC00000  # COUNT: the parent answers the call (SECCOMP_RET_USER_NOTIF)
-Code = list[tuple[int, int, int, int]]
+Code = list[tuple[int, int, int, int]]  # instructions: code, jump if true, jump if false, value
 
 
 def fail(error: int) -> int:
@@ -139,42 +144,53 @@ def fail(error: int) -> int:
     return 0x50000 | error
 
 
-def build_filter(machine: str, pid: int, counts: bool, limits_files: bool) -> Code | None:
-    """Instructions (code, jump if true, jump if false, value) of the filter for the process `pid`. None for an unknown `machine`.
-
-    With `counts`, the parent answers each new thread and, with `limits_files`, each call that can create a file. Without `counts`, threads
-    are free, and `limits_files` makes every call that can create a file fail.
-    """
-    if machine not in ARCHITECTURES:
-        return None
+def build_counter(machine: str, limits_files: bool) -> Code:
+    """The filter by which the parent answers each new thread and, with `limits_files`, each call that can create a file."""
     audit, column = ARCHITECTURES[machine]
-    create = COUNT if counts else fail(EDQUOT)
+    code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), _give(ALLOW), (_LOAD, 0, 0, 0), *_call(CLONE[column], [_give(COUNT)])]
+    return [*code, *(_creations(column, COUNT) if limits_files else []), _give(ALLOW)]
+
+
+def build_filter(machine: str, pid: int, counts: bool, limits_files: bool) -> Code:
+    """The filter of denied calls for the process `pid`. With `limits_files` and without `counts`, calls that can create a file fail."""
+    audit, column = ARCHITECTURES[machine]
     code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), _give(KILL), (_LOAD, 0, 0, 0)]
     code += [(_AT_LEAST, 0, 1, NEWEST + 1), _give(fail(ENOSYS))]  # also every call of the x32 ABI
     for numbers in DENIED.values():
         code += _call(numbers[column], [_give(fail(EPERM))])
     code += _call(CLONE3[column], [_give(fail(ENOSYS))])  # its flags lie in memory: the C library falls back to clone
-    code += _call(CLONE[column], [_argument(0), (_ANY_BIT, 1, 0, CLONE_THREAD), _give(fail(EPERM)), _give(COUNT if counts else ALLOW)])
+    code += _call(CLONE[column], [_argument(0), (_ANY_BIT, 1, 0, CLONE_THREAD), _give(fail(EPERM)), _give(ALLOW)])
     code += _call(TGKILL[column], _only(0, (pid,), EPERM))
     code += _call(PRLIMIT[column], _only(0, (0,), EPERM))
     code += _call(PRCTL[column], _only(0, PRCTLS, EINVAL))  # the signal at the parent's death stays set
-    code += _call(FCNTL[column], _all_but(1, (*SENDS_SIGNALS, F_SETLEASE), EPERM))
+    code += _call(FCNTL[column], _all_but(1, (*SENDS_SIGNALS, F_SETLEASE, F_SETPIPE_SZ), EPERM))
     code += _call(IOCTL[column], _only(1, IOCTLS, ENOTTY))
     # A datagram socket can send to any address, so only pairs of streams.
     stream = [_argument(1), (_AND, 0, 0, SOCK_TYPES), (_EQUAL, 1, 0, SOCK_STREAM), _give(fail(EPERM)), _give(ALLOW)]
     code += _call(SOCKETPAIR[column], [_argument(0), (_EQUAL, 1, 0, AF_UNIX), _give(fail(EPERM)), *stream])
     code += _call(RENAMEAT2[column], [_argument(4), (_ANY_BIT, 0, 1, RENAME_WHITEOUT), _give(fail(EPERM)), _give(ALLOW)])
+    # Before Landlock's ABI 3 a file that may be read could be truncated by opening it.
+    truncates = [(_AND, 0, 0, O_TRUNC | O_ACCMODE), (_EQUAL, 0, 1, O_TRUNC), _give(fail(EPERM))]
     if limits_files:
-        for numbers in CREATES.values():
-            code += _call(numbers[column], [_give(create)])
         code += _call(OPENAT2[column], [_give(fail(ENOSYS))])  # its flags lie in memory
         code += _call(FALLOCATE[column], [_give(fail(EOPNOTSUPP))])  # it can take space beyond a file's length
-    creates = [(_ANY_BIT, 0, 1, O_CREAT | O_TMPFILE), _give(create)] if limits_files else []
+    if limits_files and not counts:
+        return [*code, *_creations(column, fail(EDQUOT), truncates), _give(ALLOW)]
+    return [*code, *_opens(column, truncates), _give(ALLOW)]
+
+
+def _creations(column: int, action: int, *checks: Code) -> Code:
+    """Take `action` for calls that can create a file, and run `checks` as `_opens` does."""
+    code = [step for numbers in CREATES.values() for step in _call(numbers[column], [_give(action)])]
+    return code + _opens(column, [(_ANY_BIT, 0, 1, O_CREAT | O_TMPFILE), _give(action)], *checks)
+
+
+def _opens(column: int, *checks: Code) -> Code:
+    """Run each of `checks` on the flags of `open` and `openat`, and allow what passes all."""
+    code = []
     for numbers, flags in ((OPEN, 1), (OPENAT, 2)):
-        # Before Landlock's ABI 3 a file that may be read could be truncated by opening it.
-        truncates = [_argument(flags), (_AND, 0, 0, O_TRUNC | O_ACCMODE), (_EQUAL, 0, 1, O_TRUNC), _give(fail(EPERM))]
-        code += _call(numbers[column], [*truncates, _argument(flags), *creates, _give(ALLOW)])
-    return [*code, _give(ALLOW)]
+        code += _call(numbers[column], [*(step for check in checks for step in (_argument(flags), *check)), _give(ALLOW)])
+    return code
 
 
 def pack(code: Code) -> bytes:

@@ -184,7 +184,7 @@ def test_options_without_a_meaning_are_refused(options):
 )
 def test_a_program_ends_by_its_deadline_and_leaves_nothing(program, ended, own_temporary_files):
     begun = time.monotonic()
-    ran = run(program, SHORTER if ended == "time" else SHORT)
+    ran = run(program, SHORTER if ended in ("time", None) else SHORT)
     assert time.monotonic() - begun < SHORT.seconds + 3
     assert ran.passed != [True] and ended in (ran.ended, None)
     assert not left(own_temporary_files)
