@@ -17,6 +17,7 @@ from megagrpo.config import ConfigError, RunConfig
 from megagrpo.parent_death import LAUNCHER_VARIABLE
 from megagrpo.plan import plan
 from megagrpo.scratch import temporary_files
+from megagrpo.terminal import warn
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import LogsSpecs
@@ -109,7 +110,7 @@ def main(arguments: list[str]) -> int:
         if problems := plan(command.config, ranks).problems:
             raise ConfigError("\n".join(map(str, problems)))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        warn(error)
         return 2
     set_thread_environment(ranks)
     trainer = ["megagrpo", "train", *arguments]

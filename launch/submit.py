@@ -28,6 +28,7 @@ try:
     from megagrpo.config import ConfigError, load_config
     from megagrpo.plan import plan
     from megagrpo.plan.shapes import UnseenModel
+    from megagrpo.terminal import warn
 except (ModuleNotFoundError, SyntaxError) as error:  # of a python3 without the packages, or too old
     if Path(sys.prefix) == OWN_PYTHON.parents[1]:
         raise
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         render = manifest if given.kubernetes else sbatch_script
         text = render(config, given.config, overrides, cluster, placement)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        warn(error)
         return 2
     if not given.submit:
         print(text, end="")
@@ -78,7 +79,7 @@ def check_plan(config, world_size: int, gpu_memory_gb: float | None) -> None:
         problems = [UnseenModel(("model.path",), f"{config.model.path} needs {error.name}, which is not installed here")]
     unseen = [problem for problem in problems if isinstance(problem, UnseenModel)]
     for problem in unseen:
-        print(f"not checked here: {problem}", file=sys.stderr)
+        warn(f"not checked here: {problem}")
     if problems != unseen:
         raise ConfigError("\n".join(str(problem) for problem in problems if problem not in unseen))
 

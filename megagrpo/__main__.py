@@ -19,6 +19,7 @@ from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig, load_config, render_help
 from megagrpo.scratch import temporary_files
+from megagrpo.terminal import log_to_stderr, warn
 
 USAGE = """\
 megagrpo train CONFIG [key=value ...] [--resume]    run GRPO as one rank; launch/local.sh starts every rank of this machine
@@ -137,6 +138,7 @@ def _imports() -> Iterator[None]:
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; its exit code. Its temporary files are gone then."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    log_to_stderr()
     try:
         if arguments[:1] == ["audit"]:
             with _imports():
@@ -170,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
         return train.main(command.config, command.config_path)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(error, file=sys.stderr)
+            warn(error)
         return 2
 
 

@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from megagrpo.config import RunConfig, evaluation_sets
+from megagrpo.terminal import one_line, printable
 from megagrpo.types import ScoredRollout
 
 # (label, metric, format). A metric that a step does not report is left out of its line.
@@ -99,7 +100,7 @@ class ConsoleSink:
                     self._print(Text(" " * INDENT).append(line))
 
     def message(self, text: str) -> None:
-        self._print(Text(text))
+        self._print(Text(printable(text)))
 
     def close(self) -> None:
         self._console.file.flush()
@@ -154,7 +155,7 @@ def _best_and_worst(scored: Sequence[ScoredRollout], advantages: Sequence[float]
 
 def _short(text: str, limit: int = 600) -> str:
     """The text on one line, its middle left out above `limit` characters."""
-    line = text.replace("\n", "⏎")
+    line = one_line(text)
     return line if len(line) <= limit else f"{line[: limit // 2]} … {line[-limit // 2 :]}"
 
 

@@ -13,6 +13,7 @@ from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, read_chat_templat
 from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.rollout.engine import Engine, derive_seed
 from megagrpo.serving import Serving, exit_code
+from megagrpo.terminal import show, warn
 from megagrpo.types import Prompt, SamplingParams
 
 USAGE = """\
@@ -79,12 +80,12 @@ def main(arguments: list[str]) -> int:
 def answer(given: argparse.Namespace) -> None:
     """Start what is to be asked and ask it. ConfigError for what the person who wrote the command can mend."""
     try:
-        with Serving(given.config, lambda text: print(text, file=sys.stderr)) as serving:
+        with Serving(given.config, warn) as serving:
             chat = connect(serving, given)
             if given.prompt is None:
                 converse(chat)
             else:
-                print(chat.say(sys.stdin.read().strip() if given.prompt == "-" else given.prompt))
+                _give(chat.say(sys.stdin.read().strip() if given.prompt == "-" else given.prompt))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -156,6 +157,14 @@ def connect(serving: Serving, given: argparse.Namespace) -> Chat:
     return Chat(serving.engine(tokenizer), tokenizer, sampling, system, template, limit, seed)
 
 
+def _give(response: str) -> None:
+    """Print a response: as it is to a file or a program, printable on a terminal."""
+    if sys.stdout.isatty():
+        show(response)
+    else:
+        print(response, flush=True)
+
+
 def converse(chat: Chat) -> None:
     """Answer line by line until the input ends. What cannot be answered is said, and the conversation goes on."""
     while True:
@@ -168,6 +177,6 @@ def converse(chat: Chat) -> None:
             chat.reset()
         elif text:
             try:
-                print(chat.say(text), flush=True)
+                _give(chat.say(text))
             except ValueError as error:
-                print(error, file=sys.stderr)
+                warn(error)

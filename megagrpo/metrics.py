@@ -10,7 +10,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 import uuid
 from collections import defaultdict
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 
 from megagrpo.config import RunConfig
 from megagrpo.console import ConsoleSink
+from megagrpo.terminal import warn
 from megagrpo.types import ScoredRollout
 
 
@@ -120,7 +120,7 @@ class MetricsWriter:
             return
         self._failed.add(name)
         try:
-            print(f"warning: {name} failed and may be incomplete; training goes on. {type(error).__name__}: {error}", file=sys.stderr)
+            warn(f"warning: {name} failed and may be incomplete; training goes on. {type(error).__name__}: {error}")
         except OSError:
             pass  # stderr itself is gone
 

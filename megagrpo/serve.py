@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -20,6 +19,7 @@ from megagrpo.rollout.exchange import own_address
 from megagrpo.rollout.launcher import Launcher
 from megagrpo.rollout.pulse import Pulse
 from megagrpo.serving import engine_dtype, make_launcher
+from megagrpo.terminal import show, warn
 
 LOOK_SECONDS = 0.5
 
@@ -42,7 +42,7 @@ def main(config: RunConfig, urls: Path | None = None, logs: Path | None = None, 
         with _launcher(config, (logs or Path()) / node, reach, first_gpu) as launcher:
             launcher.start()
             found = launcher.wait(partial(_progress, node, stop))
-            print(f"{node}: {', '.join(found)}", flush=True)
+            show(f"{node}: {', '.join(found)}")
             if urls is not None:
                 write(urls, f"{node}.url", "".join(f"{url}\n" for url in found))
             return 0 if _watch(launcher, stop, config.rollout.weight_sync_timeout) else 1
@@ -56,7 +56,7 @@ def main(config: RunConfig, urls: Path | None = None, logs: Path | None = None, 
 def _progress(node: str, stop: threading.Event, text: str) -> None:
     if stop.is_set():
         raise SystemExit(0)
-    print(f"{node}: {text}", flush=True)
+    show(f"{node}: {text}")
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -100,4 +100,4 @@ def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> 
 
 
 def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    warn(f"warning: {text}")

@@ -28,6 +28,7 @@ from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.launcher import LORA_RANKS, Launcher, ServerOptions
 from megagrpo.rollout.vllm_http import check_urls, named_urls
 from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.terminal import warn
 
 ADAPTER = "adapter"  # what a server calls a LoRA adapter it was started with
 LATEST = "latest"
@@ -226,7 +227,7 @@ def exit_code(command: Callable[[], None], name: str) -> int:
     except EngineStartError as error:
         raise ConfigError(str(error)) from error
     except EngineError as error:
-        print(f"{name} stops: {error}", file=sys.stderr)
+        warn(f"{name} stops: {error}")
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

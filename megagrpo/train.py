@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -57,6 +55,7 @@ from megagrpo.rollout.vllm_updates import Updates
 from megagrpo.run_lock import LOCK, RunFolderLost, RunLock
 from megagrpo.serving import engine_dtype, make_launcher, name_of, offloads, servers_sleep
 from megagrpo.stop_signals import stop_on_signals
+from megagrpo.terminal import show, warn
 from megagrpo.time_limit import OUT_OF_TIME, end_of_run
 from megagrpo.trainer import BrokenTraining, Trainer
 from megagrpo.weight_sync import Stays, WeightSync, make_transport
@@ -72,7 +71,6 @@ def main(config: RunConfig, config_path: Path) -> int:
     """
     ends = end_of_run(config.run.time_limit, time.time())
     quiet()
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
     layout = None
     try:
         if config.run.deterministic:
@@ -93,12 +91,12 @@ def main(config: RunConfig, config_path: Path) -> int:
     except ConfigError:
         raise
     except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining, RunFolderLost) as error:
-        print(f"rank {layout.world_rank} stops: {error}", file=sys.stderr)
+        warn(f"rank {layout.world_rank} stops: {error}")
     except KeyboardInterrupt:
-        print("interrupted; the newest checkpoint is the last thing that was saved", file=sys.stderr)
+        warn("interrupted; the newest checkpoint is the last thing that was saved")
         return 128 + signal.SIGINT
     except Exception as error:
-        print(f"{''.join(traceback.format_exception(error))}\nrank {layout.world_rank if layout else '?'} failed: {error}", file=sys.stderr)
+        warn(f"{''.join(traceback.format_exception(error))}\nrank {layout.world_rank if layout else '?'} failed: {error}")
     return 1
 
 
@@ -248,7 +246,7 @@ def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None)
             )
         aside = next(p for p in (folder.with_name(f"{folder.name}.{i}") for i in range(1, 10_000)) if not p.exists())
         shutil.move(folder, aside)
-        print(f"the earlier run in {folder} was moved to {aside}" + (" (run.overwrite)" if config.run.overwrite else ""), flush=True)
+        show(f"the earlier run in {folder} was moved to {aside}" + (" (run.overwrite)" if config.run.overwrite else ""))
         (aside / LOCK).unlink(missing_ok=True)
         lock.take()
     save_resolved(config, folder)

@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from megagrpo.audit.checks import TOLERANCES, Check, check_step
 from megagrpo.audit.saved import Step, load_step
 from megagrpo.config import ConfigError
+from megagrpo.terminal import show
 
 USAGE = """\
 megagrpo audit RUN --step N [--json] [--model FOLDER]    recompute a dumped step in float64 and name the first number that differs
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> int:
     if given.json:
         print(json.dumps(as_json(step, checks), indent=1))
     else:
-        print(as_text(step, checks))
+        show(as_text(step, checks))
     return 0 if all(check.passed for check in checks) else 1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from megagrpo.families import FAMILIES
 from megagrpo.families.blocks import Block
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.hf_config import HfConfig
+from megagrpo.terminal import warn
 
 INV_FREQ = "rotary_emb.inv_freq"
 _OTHER = "config.json and the weights are of different models, or not whole: download the folder again"
@@ -97,7 +97,7 @@ class Checkpoint:
     def say_left_out(self, hf_config: HfConfig) -> None:
         """Name on stderr what is not trained."""
         if names := [name for name in self.left_out(hf_config) if not name.endswith(INV_FREQ)]:
-            print(f"model: not trained and left out, of {self.folder}: {counted(names)}", file=sys.stderr)
+            warn(f"model: not trained and left out, of {self.folder}: {counted(names)}")
 
     def entry(self, name: str) -> Entry:
         """Dtype and shape of a tensor."""

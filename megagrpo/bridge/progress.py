@@ -6,6 +6,8 @@ import sys
 import time
 from typing import TextIO
 
+from megagrpo.terminal import show
+
 _EVERY = {True: 0.2, False: 10.0}  # seconds between two lines: on a terminal, elsewhere
 
 
@@ -20,7 +22,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._here and self._before:
-            print(f"{self._title}: going on after {_size(self._before)} of {_size(self._total)}", file=self._stream, flush=True)
+            show(f"{self._title}: going on after {_size(self._before)} of {_size(self._total)}", self._stream)
         return self
 
     def __exit__(self, kind, *exc) -> None:

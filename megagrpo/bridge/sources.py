@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megagrpo.config import Problem, ProblemError
 from megagrpo.policy.hf_config import architecture_problems, of_model, read_raw_config
+from megagrpo.terminal import show
 
 INDEX = "model.safetensors.index.json"  # of a sharded checkpoint
 SINGLE = "model.safetensors"
@@ -72,7 +73,7 @@ def _from_package(package: str, key: str) -> Path:
     folder = cache_folder() / f"{package}-{source.stem}-{source.stat().st_size}-bf16"
     with _only_one_process(folder):
         if not folder.exists():
-            print(f"converting {source.name} of package {package} to {folder} (once)", flush=True)
+            show(f"converting {source.name} of package {package} to {folder} (once)")
             with new_folder(folder) as unfinished:
                 _convert_gguf(source, unfinished)
     return folder

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +16,7 @@ from megagrpo.metrics import PhaseTimer
 from megagrpo.multi_turn.dialogues import make_dialogues
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.serving import Serving, exit_code
+from megagrpo.terminal import show, warn
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout
 
 COLUMNS = ("reward", "completions/mean_length", "completions/clipped_ratio")
@@ -29,12 +28,11 @@ def main(config: RunConfig, config_path: Path, checkpoint: str | None = None, ad
     0 when all sets were evaluated, 1 when a server failed on the way, 128 + its number after a signal. ConfigError for what the person
     who wrote the config or the command can mend.
     """
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
 
     def command() -> None:
         with ExitStack() as resources:
             metrics, responses = run(config, config_path.parent, checkpoint, adapter, resources)
-        print(table(metrics, list(responses)))
+        show(table(metrics, list(responses)))
         if output is not None:
             write(Path(output), {"checkpoint": checkpoint, "adapter": adapter, "metrics": metrics, "responses": responses})
 
@@ -45,7 +43,7 @@ def run(
     config: RunConfig, base_folder: Path, checkpoint: str | None, adapter: str | None, resources: ExitStack
 ) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
     """Metrics as in a run, without `eval/`, and the responses of each set, by its name ("" for data.eval)."""
-    serving = resources.enter_context(Serving(config, lambda text: print(text, file=sys.stderr)))
+    serving = resources.enter_context(Serving(config, warn))
     try:
         folder = serving.find(checkpoint, adapter)
         tokenizer = load_tokenizer(config.model.tokenizer or folder, folder)

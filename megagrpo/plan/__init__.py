@@ -51,6 +51,7 @@ from megagrpo.plan.text import (
 from megagrpo.plan.times import StepTimes, step_times
 from megagrpo.plan.workload import Lengths, expected_lengths
 from megagrpo.policy.hf_config import MODEL, HfConfig, model_problems, parse_hf_config
+from megagrpo.terminal import show
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def main(
             made.rows.extend([("", ""), *rows_of(config, world_size, link_gb_per_s or links)])
         except ValueError as error:
             made.problems.extend(error.problems if isinstance(error, ProblemError) else [Problem(("--weight-sync",), str(error))])
-    print(made.as_json() if json else made, file=sys.stderr if made.problems and not json else sys.stdout)
+    show(made.as_json() if json else made, sys.stderr if made.problems and not json else sys.stdout)
     return 2 if made.problems else 0
 
 

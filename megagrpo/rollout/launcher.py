@@ -7,6 +7,7 @@ all its processes when the trainer is gone, however it went.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import math
 import os
@@ -241,11 +242,13 @@ class Launcher:
             supervisor = subprocess.Popen(
                 supervise + self._command(port),
                 env=self._environment(index),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        with contextlib.suppress(BrokenPipeError), supervisor.stdin as pipe:  # it may have ended already, which `wait` reports
+            pipe.write((self.token or "").encode())
         return Server(f"http://{self.host}:{port}", log, supervisor, time.monotonic())
 
     def _command(self, port: int) -> list[str]:
@@ -311,7 +314,7 @@ class Launcher:
         if self.host == HOST:
             env["NCCL_SOCKET_IFNAME"] = "lo"  # so are all ranks that send them weights
         if self.token is not None:
-            env[TOKEN_VARIABLE] = self.token
+            env[FILE_VARIABLE] = "/dev/stdin"  # a pipe, empty once it is read; every process of this user may read an environment
         if self.options.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling vLLM's sources doubles the time of every start

@@ -27,6 +27,7 @@ from megagrpo.plan import plan
 from megagrpo.plan.shapes import model_shape
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.stored import BLOCK_SIZE
+from megagrpo.terminal import show, warn
 from megagrpo.verify.compare import compare
 from megagrpo.verify.report import Verdict, as_json, as_text, header, summary
 from megagrpo.verify.shrink import plainly, random_samples, shrink_config, shrink_model
@@ -66,7 +67,7 @@ def main(
     try:
         return _report(path, cases, lambda case: _timed(_on_this_machine, case), OneProcess(), json, full)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        warn("interrupted")
         return 128 + signal.SIGINT
 
 
@@ -144,7 +145,7 @@ def _report(path: Path, cases: Sequence[Case], step: Callable, one_process: OneP
     """Judge and print one case after the other; `step(case)` gives its outcome and the seconds that took."""
     verdicts = []
     if not json:
-        print(header(cases[0].config, cases[0].model, random_samples()), flush=True)
+        show(header(cases[0].config, cases[0].model, random_samples()))
     for case in cases:
         try:
             expected, rounded = one_process.step(case)
@@ -155,8 +156,8 @@ def _report(path: Path, cases: Sequence[Case], step: Callable, one_process: OneP
             verdict = Verdict(case.text, case.ranks, failure=str(error))
         verdicts.append(verdict)
         if not json:
-            print(as_text(verdict, full), flush=True)
-    print(as_json(path, verdicts) if json else summary(verdicts))
+            show(as_text(verdict, full))
+    show(as_json(path, verdicts) if json else summary(verdicts))
     return 0 if all(v.passed for v in verdicts) else 1
 
 

@@ -76,7 +76,7 @@ def main(
 
     def show(text: str) -> None:
         if speaks and not json:
-            print(text, flush=True)
+            show(text)
 
     show(header(config, hf_config, samples))
     verdict = judge(config)
@@ -91,7 +91,7 @@ def main(
         verdict = judge(load_config(fix))
         show(as_text(verdict))
     if speaks and json:
-        print(as_json(path, verdict))
+        show(as_json(path, verdict))
     return 0 if verdict.passed else 1
 
 

@@ -2,6 +2,7 @@
 
 import math
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -38,9 +39,10 @@ def watched(tmp_path_factory):
     world.wait_for(lambda: world.steps_done(output) or process.poll() is not None, "first step")
     processes = world.family(process.pid)
     files, addresses = world.shared_memory(processes), listening(processes)
+    environments = b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in processes if Path(f"/proc/{pid}").exists())
     run = world.finish(process, output)
     assert run.code == 0, run.out + run.err
-    return run, processes, files, addresses
+    return run, processes, files, addresses, environments
 
 
 def has_address(interface):
@@ -116,8 +118,12 @@ def test_no_socket_of_the_run_listens_on_an_address_that_other_hosts_reach(watch
     assert watched[3] == {"0100007F"}, "a socket listens on another address than 127.0.0.1"
 
 
+def test_no_environment_of_the_run_holds_the_token_of_its_servers(watched):
+    assert b"MEGAGRPO_TOKEN_FILE=/dev/stdin" in watched[4] and b"MEGAGRPO_TOKEN=" not in watched[4]
+
+
 def test_no_process_and_no_shared_memory_outlives_the_run(watched):
-    _, processes, files, _ = watched
+    _, processes, files, *_ = watched
     assert len(processes) >= 9  # launcher, two ranks, reward worker, supervisor, and the four or more processes of vLLM
     assert any(file.name.startswith("megagrpo-") for file in files)
     assert [pid for pid in processes if world.alive(pid)] == []

@@ -26,6 +26,7 @@ def test_a_run_lets_nobody_else_in_and_tells_its_token_to_nobody(tmp_path):
         family = world.family(trainer.pid)
         assert listening(family) == {"0100007F"}, "something listens on another address than 127.0.0.1"
         commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in family]
+        assert not [pid for pid in family if b"marked-" in Path(f"/proc/{pid}/environ").read_bytes()], "the token is in an environment"
         (port,) = {found[1] for words in commands if (found := re.search(r"--port\0(\d+)", words))}
         url = f"http://127.0.0.1:{port}"
         known = {"Authorization": f"Bearer {TOKEN}"}

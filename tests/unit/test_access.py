@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,14 +82,21 @@ def test_a_token_file_is_for_its_owner_alone_and_holds_one_long_word(monkeypatch
         read_token(file)
 
 
-def test_a_launched_server_gets_its_token_by_the_environment_and_nothing_of_it_on_its_command_line(tmp_path, monkeypatch):
+def test_a_launched_server_gets_its_token_by_a_pipe_and_neither_by_its_environment_nor_by_its_command_line(tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "that of servers of others")
     options = ServerOptions(str(tmp_path), "float32", 64)
     guarded = Launcher(options, tmp_path, token=TOKEN, host="127.0.0.2")
     command = guarded._command(8000)
-    assert guarded._environment(0)[TOKEN_VARIABLE] == TOKEN and TOKEN not in str(command) and "TokenGuard" in str(command)
+    environment = guarded._environment(0)
+    assert TOKEN not in str(environment) and TOKEN not in str(command) and "TokenGuard" in str(command)
+    assert environment["MEGAGRPO_TOKEN_FILE"] == "/dev/stdin"
     assert command[command.index("--host") + 1] == "127.0.0.2"
-    assert TOKEN_VARIABLE not in Launcher(options, tmp_path)._environment(0)
+    assert not {TOKEN_VARIABLE, "MEGAGRPO_TOKEN_FILE"} & Launcher(options, tmp_path)._environment(0).keys()
+    read = "from megagrpo.rollout.access import TokenGuard; print(TokenGuard(None)._expected)"
+    monkeypatch.setattr(guarded, "_command", lambda port: [sys.executable, "-c", read])
+    server = guarded._launch(0, 8000)
+    server.supervisor.wait(30)
+    assert server.log_tail().strip() == f"b'Bearer {TOKEN}'"
 
 
 def test_an_interface_is_named_and_has_an_address():
