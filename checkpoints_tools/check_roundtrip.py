@@ -1,7 +1,7 @@
 """Prove that a model goes to Megatron's format and back without a changed byte, and write down what it consists of.
 
     python checkpoints_tools/check_roundtrip.py MODEL
-    torchrun --nproc-per-node 4 checkpoints_tools/check_roundtrip.py MODEL --tp 2 --ep 2 --manifest model.json --scratch /data
+    python launch/ranks.py 4 checkpoints_tools/check_roundtrip.py MODEL --tp 2 --ep 2 --manifest model.json --scratch /data
 
 Converts MODEL there and back in --scratch, which needs twice its size for the time being, and compares names, dtypes, shapes and bytes of
 all tensors, the files byte by byte, and the index. The manifest holds the sha256 of every tensor and file. Exit code 0 when all is equal

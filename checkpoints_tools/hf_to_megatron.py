@@ -1,7 +1,7 @@
 """Hugging Face weights -> a Megatron distributed checkpoint (weights only).
 
     python checkpoints_tools/hf_to_megatron.py MODEL OUT
-    torchrun --nproc-per-node 4 checkpoints_tools/hf_to_megatron.py MODEL OUT --tp 2 --pp 2
+    python launch/ranks.py 4 checkpoints_tools/hf_to_megatron.py MODEL OUT --tp 2 --pp 2
 
 The checkpoint reads back in any layout; more ranks only spread the work. Memory does not grow with the model. The same
 command goes on where a killed one stopped.

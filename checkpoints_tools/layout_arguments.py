@@ -19,8 +19,8 @@ from megagrpo.parallel.together import RankError
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """--tp, --pp, --vpp, --pipeline-layers, --ep and --etp; tp x pp and ep x etp x pp must divide the ranks that torchrun starts, 1 without
-    it."""
+    """--tp, --pp, --vpp, --pipeline-layers, --ep and --etp; tp x pp and ep x etp x pp must divide the ranks that launch/ranks.py starts,
+    1 without it."""
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (default 1)")
     parser.add_argument("--vpp", type=int, default=1, help="virtual pipeline stages on each rank (default 1)")

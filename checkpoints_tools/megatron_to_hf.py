@@ -1,7 +1,7 @@
 """A Megatron distributed checkpoint -> a Hugging Face folder that transformers and vLLM load.
 
     python checkpoints_tools/megatron_to_hf.py CHECKPOINT OUT --model MODEL
-    torchrun --nproc-per-node 2 checkpoints_tools/megatron_to_hf.py runs/grpo/checkpoints/step_000100 OUT --model MODEL --tp 2
+    python launch/ranks.py 2 checkpoints_tools/megatron_to_hf.py runs/grpo/checkpoints/step_000100 OUT --model MODEL --tp 2
 
 CHECKPOINT is what hf_to_megatron.py or a training run has written, in whatever layout. MODEL names the Hugging Face model that the
 weights started from: config and tokenizer are copied from it, and its files and dtypes are those of OUT. What these two have written

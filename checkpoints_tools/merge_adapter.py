@@ -1,7 +1,7 @@
 """A model and an adapter -> a Hugging Face folder of the model with the adapter added to its weights.
 
     python checkpoints_tools/merge_adapter.py runs/grpo/checkpoints/step_000100/adapter OUT
-    torchrun --nproc-per-node 2 checkpoints_tools/merge_adapter.py ADAPTER OUT --model MODEL --tp 2
+    python launch/ranks.py 2 checkpoints_tools/merge_adapter.py ADAPTER OUT --model MODEL --tp 2
 
 ADAPTER is a folder that a run, or PEFT, has written; without --model the model that it names is taken. A, B and the sum are float32
 until the sum is rounded, once, to the dtype of the model's file.

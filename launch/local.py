@@ -82,7 +82,7 @@ def run_ranks(ranks: int, nodes: dict[str, Any], trainer: list[str], logs: LogsS
     from launch import rendezvous
 
     options = [*rendezvous.options(**nodes), f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
-    config, program, words = config_from_args(parse_args([*options, "-m", *trainer]))
+    config, program, words = config_from_args(parse_args([*options, *([] if trainer[0].endswith(".py") else ["-m"]), *trainer]))
     if logs is not None:
         config.logs_specs, config.role, config.log_line_prefix_template = logs, "", "${role_name}"  # no prefix: one rank is printed
     try:

@@ -1,7 +1,7 @@
 """`megagrpo verify`: layouts of a run against one process, as a table or as JSON.
 
-Alone, it starts the ranks of each layout on this machine. Under torchrun, or any launcher that sets WORLD_SIZE, every layout must fit the
-ranks that are there, and rank 0 starts the single process beside them.
+Alone, it starts the ranks of each layout on this machine. Under launch/ranks.py, or any launcher that sets WORLD_SIZE, every
+layout must fit the ranks that are there, and rank 0 starts the single process beside them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _check_machine(cases: Sequence[Case]) -> None:
             why = f"this machine has {limit} GPU(s)" if gpus else f"without GPUs, {limit} are started at most"
             raise ConfigError(
                 f"--layout {case.text}: needs {case.ranks} ranks, and {why}; name a smaller layout of the same kind, or start "
-                f"megagrpo verify with torchrun on {case.ranks} ranks"
+                f"megagrpo verify with launch/ranks.py on {case.ranks} ranks"
             )
 
 

@@ -70,7 +70,7 @@ def test_bf16_is_held_to_what_rounding_does_and_a_fault_is_still_seen(run, capsy
         (["--layout", "tp=5"], ["num_attention_heads=12 is not divisible by tp=5", "valid tp: 1, 2, 3, 6"]),
         (["--layout", "tpp=2"], ["parallel.tpp: unknown key; did you mean parallel.tp?"]),
         (["--layout", "sequence_parallel"], ["parallel.sequence_parallel: needs parallel.tp > 1"]),
-        (["--layout", "dp=16"], ["--layout dp=16: needs 16 ranks", "8 are started at most", "torchrun"]),
+        (["--layout", "dp=16"], ["--layout dp=16: needs 16 ranks", "8 are started at most", "launch/ranks.py"]),
         (["--layout", "tp=2,dp=2", "--ranks", "2"], ["needs 4 ranks, and there are 2"]),
         (["--ranks", "3"], ["world_size: 3 is not a multiple"]),
         (["--ranks", "0"], ["--ranks: must be a positive number"]),
@@ -127,11 +127,11 @@ def test_ctrl_c_ends_it(run, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_under_torchrun_the_ranks_that_are_there_are_used(run):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megagrpo", "verify", run]
+def test_under_a_launcher_the_ranks_that_are_there_are_used(run):
+    launcher = [sys.executable, str(REPOSITORY / "launch" / "ranks.py"), "2", "megagrpo", "verify", run]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     ended = subprocess.run(
-        [*torchrun, "--layout", "tp=2", "--layout", "pp=2"], capture_output=True, text=True, timeout=250, env=environment
+        [*launcher, "--layout", "tp=2", "--layout", "pp=2"], capture_output=True, text=True, timeout=250, env=environment
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("on 2 ranks") == 2 and "2 of 2 layouts" in ended.stdout

@@ -172,3 +172,22 @@ def test_a_wrong_config_ends_the_script_with_code_2_before_any_rank_starts():
     ended = subprocess.run(script, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "parallel.tpp: unknown key; did you mean parallel.tp?" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_ranks_of_another_command_are_started_without_torchruns_own_rendezvous(tmp_path):
+    script = tmp_path / "stand_in.py"
+    script.write_text("import os, sys\nprint(os.environ['RANK'], os.environ['MEGAGRPO_RENDEZVOUS'], *sys.argv[1:])\n")
+    launcher = [sys.executable, str(REPOSITORY / "launch" / "ranks.py")]
+    ended = subprocess.run([*launcher, "2", str(script), "--tp", "2"], capture_output=True, text=True, timeout=60)
+    words = sorted(line.split() for line in ended.stdout.splitlines())
+    assert ended.returncode == 0 and [(rank, *rest) for rank, _, *rest in words] == [("0", "--tp", "2"), ("1", "--tp", "2")], ended.stderr
+    assert len({folder for _, folder, *_ in words}) == 1 and not Path(words[0][1]).exists()
+    for wrong in ([], ["2"], ["0", str(script)], ["two", str(script)]):
+        told = subprocess.run([*launcher, *wrong], capture_output=True, text=True, timeout=60)
+        assert told.returncode == 2 and "launch/ranks.py 8 megagrpo verify CONFIG" in told.stderr
+
+
+def test_no_page_and_no_program_uses_the_rendezvous_of_torch_that_unpickles():
+    words = ["git", "grep", "-lE", "[r]dzv-backend=c10d|torchrun --(standalone|nproc)"]
+    found = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
+    assert set(found) <= {"docs/security.md", "launch/ranks.py"}  # which say not to

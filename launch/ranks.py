@@ -1,0 +1,31 @@
+"""Starts the ranks of a command on this machine, as `torchrun --standalone` does, and opens no port that other hosts reach:
+
+    .venv/bin/python launch/ranks.py 4 checkpoints_tools/hf_to_megatron.py MODEL OUT --tp 2
+    .venv/bin/python launch/ranks.py 8 megagrpo verify CONFIG
+
+The first word is the number of ranks, the second a script or a module. Exit code: that of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parents[1])
+sys.path.insert(0, ROOT)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+
+from launch.local import run_ranks, set_thread_environment  # noqa: E402
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) < 2 or not arguments[0].isdigit() or int(arguments[0]) == 0:
+        print(__doc__, file=sys.stderr)
+        return 2
+    set_thread_environment(int(arguments[0]))
+    return run_ranks(int(arguments[0]), {}, arguments[1:])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
