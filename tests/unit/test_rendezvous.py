@@ -1,7 +1,10 @@
 """The rendezvous of a run: what listens where, and what ranks read from each other."""
 
+import json
 import os
 import pickle
+import subprocess
+import sys
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -128,3 +131,41 @@ def test_ranks_on_several_nodes_without_a_token_are_refused(monkeypatch, tmp_pat
     monkeypatch.setenv("MEGAGRPO_TOKEN_FILE", str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match=r"MEGAGRPO_TOKEN_FILE: .*nothing cannot be read: No such file"):
         join_world("gloo", timedelta(seconds=1))
+
+
+RANK = """
+import importlib.util, json, os, sys
+from datetime import timedelta
+import torch.distributed as dist
+spec = importlib.util.spec_from_file_location("own_rendezvous", sys.argv[1])  # without megatron, which takes long to import
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.join_world("gloo", timedelta(seconds=60))
+everyone = [None] * dist.get_world_size()
+dist.all_gather_object(everyone, [os.environ["RANK"], os.environ["GROUP_RANK"], dist.distributed_c10d._unpickler.__name__])
+from tests.listening import listening
+print(json.dumps([everyone, sorted(listening([os.getpid(), os.getppid()]))]), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+def test_ranks_of_two_nodes_meet_at_the_master_address_and_sign_with_the_token(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "token").write_text("a-token-of-both-nodes")
+    root = Path(rendezvous.__file__).parents[1]
+    code = "import sys; from launch.local import run_ranks; sys.exit(run_ranks(2, {!r}, {!r}))"
+    words = [str(tmp_path / "rank.py"), str(root / "megagrpo/parallel/rendezvous.py")]
+    port, environment = free_port("127.0.0.2"), {**os.environ, "PYTHONPATH": str(root), "MEGAGRPO_TOKEN_FILE": str(tmp_path / "token")}
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
+    nodes = []
+    for node in range(2):
+        program = code.format(dict(rank=node, num_nodes=2, address="127.0.0.2", port=port), words)
+        nodes.append(subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True))
+    told = [json.loads(line) for node in nodes for line in node.communicate(timeout=200)[0].splitlines()]
+    assert [node.returncode for node in nodes] == [0, 0] and len(told) == 4
+    for everyone, addresses in told:
+        assert everyone == [["0", "0", "Checking"], ["1", "0", "Checking"], ["2", "1", "Checking"], ["3", "1", "Checking"]]
+        assert set(addresses) <= {"0100007F", "0200007F"}
+    assert any("0200007F" in addresses for _, addresses in told)
