@@ -6,7 +6,7 @@ from typing import Any
 
 from megagrpo.families.architecture import Experts
 from megagrpo.families.dense import DENSE, experts
-from megagrpo.families.family import EXPERT_KEYS, Family, Raw, expert_problems, num_experts, windows
+from megagrpo.families.family import EXPERT_KEYS, Family, Raw, expert_problems, num_experts, rope, windows
 
 _TABLE = DENSE | experts("block_sparse_moe", "w1", "w3", "w2")
 
@@ -19,7 +19,9 @@ def _read(raw: Raw) -> dict[str, Any]:
         normalized=True,
         blocks=frozenset(range(raw["num_hidden_layers"])),
     )
-    return dict(experts=mixture, windows=windows(raw, raw.get("sliding_window")))
+    # transformers has other defaults for this family than for a Llama.
+    defaults = dict(norm_eps=raw.get("rms_norm_eps", 1e-5), rope_theta=rope({"rope_theta": 1e6} | raw)["rope_theta"])
+    return defaults | dict(experts=mixture, windows=windows(raw, raw.get("sliding_window")))
 
 
 FAMILY = Family(

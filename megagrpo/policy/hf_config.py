@@ -158,7 +158,7 @@ def _unknown(raw: dict[str, Any]) -> str:
             f"to {same[0]} in a copy of config.json. Every other key is checked then"
         )
     return (
-        f"model: architecture {', '.join(classes) or kind} is not supported: no file in megagrpo/families describes model_type {kind}, and "
+        f"model: architecture {kind or ', '.join(classes)} is not supported: no file in megagrpo/families describes it, and "
         f"another family would compute other numbers. docs/add_a_model.md shows how to write that file. Supported: {names}"
     )
 
