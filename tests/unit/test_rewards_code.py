@@ -78,11 +78,16 @@ def outside(tmp_path_factory):
     """What a program might reach for: a file, a folder, a port, this process."""
     folder = tmp_path_factory.mktemp("outside")
     (folder / "secret").write_text("secret")
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as local:
-        local.bind(str(folder / "socket"))
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as short,  # the path of a socket has 107 characters at most
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as local,
+    ):
+        local.bind(f"{short}/socket")
         port = server.getsockname()[1]
-        yield {"secret": str(folder / "secret"), "folder": str(folder), "socket": str(folder / "socket"), "port": port, "pid": os.getpid()}
-    assert (folder / "secret").read_text() == "secret" and sorted(os.listdir(folder)) == ["secret", "socket"]
+        yield {"secret": str(folder / "secret"), "folder": str(folder), "socket": f"{short}/socket", "port": port, "pid": os.getpid()}
+        assert os.listdir(short) == ["socket"]
+    assert (folder / "secret").read_text() == "secret" and os.listdir(folder) == ["secret"]
     assert not Path("/tmp/megagrpo_escape").exists() and not Path("/dev/shm/megagrpo_escape").exists()
 
 
@@ -230,10 +235,11 @@ def test_tests_that_cannot_be_read_are_an_error_of_their_row(tests):
 def test_the_reward_runs_in_a_worker_and_counts_as_any_other(own_temporary_files):
     section = RewardsSection(functions=[{"function": "code_execution", "args": {"seconds": 1.0}}], workers=1)
     columns = {"tests": ["assert add(1, 2) == 3"]}
-    texts = [ADD, "while True: pass", "def add(a, b): return 0"]
+    deep = "import os\nwhile True:\n    os.mkdir('a')\n    os.chdir('a')"
+    texts = [ADD, "while True: pass", "def add(a, b): return 0", deep]
     with RewardScorer(section, 100) as scorer:
         scorer.check_columns(columns)
         scored = scorer.score([Rollout(Prompt(0, (1,), "Q", columns), (1,), (0.0,), "stop", 0, t) for t in texts])
-        assert [s.reward for s in scored] == [1.0, 0.0, 0.0]
+        assert [s.reward for s in scored] == [1.0, 0.0, 0.0, 0.0]
         assert scorer.metrics()["rewards/code_execution/timeouts"] == 0  # the program's time is its own affair
     assert not left(own_temporary_files)
