@@ -158,15 +158,15 @@ def test_a_function_that_forks_and_returns_twice_scores_once(folder):
         assert s.metrics()["rewards/returns_twice/exceptions"] == s.metrics()["rewards/good/exceptions"] == 0
 
 
-@pytest.mark.parametrize("what", ["pickle", "text", "unknown", "over", "too long", "deep", "dict", "many"])
-def test_bytes_on_the_connection_cost_the_worker_and_run_nothing(folder, tmp_path, what):
-    proof = tmp_path / "it ran"
+def test_bytes_on_the_connection_cost_the_worker_and_run_nothing(folder, tmp_path):
+    kinds = ["pickle", "text", "unknown", "over", "too long", "deep", "dict", "many"]
     with scorer(folder, f"{folder}/mine.py:writes", f"{folder}/mine.py:good", workers=1) as s:
-        scored = s.score(rollouts("a", "bad", "c", columns={"what": what, "proof": str(proof)}))
-        assert rewards_named(scored, "writes") == [1.0, 0.0, 1.0] and rewards_named(scored, "good") == [1.0] * 3
-        assert s.metrics()["rewards/writes/exceptions"] == 1 and s.metrics()["rewards/good/exceptions"] == 0
-        assert rewards_named(s.score(rollouts("a")), "good") == [1.0]
-    assert not proof.exists()
+        columns = {"proof": str(tmp_path / "it ran")}
+        bad = [rollout for kind in kinds for rollout in rollouts("bad", columns=columns | {"what": kind})]
+        scored = s.score([*bad, *rollouts("a", "c", columns=columns | {"what": "nothing"})])
+        assert rewards_named(scored, "writes") == [0.0] * len(kinds) + [1.0, 1.0] and rewards_named(scored, "good") == [1.0] * 10
+        assert s.metrics()["rewards/writes/exceptions"] == len(kinds) and s.metrics()["rewards/good/exceptions"] == 0
+    assert not (tmp_path / "it ran").exists()
 
 
 @pytest.mark.parametrize("function", ["half_a_message", "drips"])
@@ -240,22 +240,28 @@ def test_a_column_that_cannot_be_passed_is_an_error_of_the_call_and_names_the_ty
 
 
 @pytest.mark.parametrize(
-    ("completion", "problem"),
+    ("value", "problem"),
     [
-        ("text", "it gave a str, '3.5', and not a number"),
-        ("dict", "it gave a dict, {'a': 1}, and not a number"),
-        ("list", "it gave a list, [1], and not a number"),
-        ("huge", "it gave 1e+308; a reward must lie within ±1e+15, or the statistics of a step overflow float32"),
-        ("minus", "it gave -1e+16; a reward must lie within"),
-        ("int", "it gave inf, which is no finite number"),
-        ("nan", "it gave nan, which is no finite number"),
+        ("3.5", "it gave a str, '3.5', and not a number"),
+        ({"a": 1}, "it gave a dict, {'a': 1}, and not a number"),
+        ([1], "it gave a list, [1], and not a number"),
+        (1e308, "it gave 1e+308; a reward must lie within ±1e+15, or the statistics of a step overflow float32"),
+        (-1e16, "it gave -1e+16; a reward must lie within"),
+        (10**400, "it gave inf, which is no finite number"),
+        (math.nan, "it gave nan, which is no finite number"),
     ],
 )
-def test_a_value_that_is_no_reward_is_an_error_of_its_sample_and_named(folder, caplog, completion, problem):
+def test_a_value_that_is_no_reward_is_named(value, problem):
+    (told,) = rewards_of([value], 1)
+    assert told.startswith(problem)
+
+
+def test_a_value_that_is_no_reward_is_an_error_of_its_sample(folder, caplog):
+    odd = ["text", "dict", "list", "huge", "minus", "int", "nan"]
     with scorer(folder, f"{folder}/mine.py:odd") as s:
-        assert rewards_named(s.score(rollouts("x", completion, "y")), "odd") == [1.0, 0.0, 1.0]
-        assert s.metrics()["rewards/odd/exceptions"] == 1
-    assert problem in caplog.text
+        assert rewards_named(s.score(rollouts("x", *odd, "y")), "odd") == [1.0, *[0.0] * len(odd), 1.0]
+        assert s.metrics()["rewards/odd/exceptions"] == len(odd)
+    assert "it gave a str, '3.5', and not a number" in caplog.text
 
 
 def test_rewards_that_are_no_list_are_an_error_and_their_type_is_named(folder, caplog):
