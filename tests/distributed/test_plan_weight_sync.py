@@ -42,7 +42,7 @@ def rows(*overrides, world_size):
 
 
 def test_the_rows_of_a_small_run(folder):
-    told = run_ranks(rows_in_a_rank, 1, folder, "rollout.tp=3", "rollout.servers=2", "parallel.pp=2", 4)[0]
+    told = run_ranks(rows_in_a_rank, 1, folder, "model.precision=bf16", "rollout.tp=3", "rollout.servers=2", "parallel.pp=2", 4)[0]
     assert told["sync"] == "4 rank(s) -> 2 server(s) of 3 worker(s), tp 3"
     # All of the model goes to each server, and 61 norms of 576 elements to two more workers of it.
     elements = 2 * (134_515_008 + 2 * 61 * 576)
