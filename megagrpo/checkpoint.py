@@ -69,6 +69,13 @@ class _Saving:
     write: ShardedWrite | None = None
 
 
+def readable(size: int) -> str:
+    """A number of bytes in the unit that shows it with three digits: 512 bytes, 3.41 MiB, 97.0 GiB."""
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    power = min(max(size, 1).bit_length() // 10 if size >= 1024 else 0, len(units) - 1)
+    return f"{size} bytes" if power == 0 else f"{size / 1024**power:.3g} {units[power]}"
+
+
 class Checkpointer:
     """Saves and restores one run in `folder`, keeping the newest `keep` checkpoints beside that of the best evaluation. Each carries
     config and tokenizer of `model_folder`, so that it can be exported by itself."""
@@ -130,7 +137,7 @@ class Checkpointer:
             saving, self._saving = self._saving, None
             if saving.write is not None:
                 saving.write.wait()
-            full = f"; {shutil.disk_usage(self.folder).free / 2**30:.2f} GiB are free" if self.folder.exists() else ""
+            full = f"; {readable(shutil.disk_usage(self.folder).free)} are free" if self.folder.exists() else ""
             if self.layout.world_rank == 0:
                 shutil.rmtree(saving.partial, ignore_errors=True)
             raise CheckpointError(f"no checkpoint was written to {saving.final}, earlier ones are kept: {error}{full}") from error
@@ -177,7 +184,7 @@ class Checkpointer:
             shutil.rmtree(stale)
         free = shutil.disk_usage(self.folder).free
         if free < self._bytes_needed:
-            raise OSError(f"the disk is full: {free / 2**30:.2f} GiB free, at least {self._bytes_needed / 2**30:.2f} GiB needed")
+            raise OSError(f"the disk is full: {readable(free)} free, at least {readable(self._bytes_needed)} needed")
         partial.mkdir()
 
     def _write(self, saving: _Saving, background: bool) -> None:

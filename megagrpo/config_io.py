@@ -11,67 +11,23 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from megagrpo.config.problems import ConfigError, Problem
+from megagrpo.config.yaml_text import Dumper, parse_yaml, shortened
 
 PLACES = ("N", "NAME")  # what stands in a dotted key for the position in a list, and for a free name
+LARGEST_FILE = 10_000_000  # bytes of a YAML file
 SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:`
 Anchor = Callable[[dict[str, Any], Path], dict[str, Any]]
 Loc = tuple[str | int, ...]  # where pydantic found something: keys, and positions in lists
 
 
 # ---------------------------------------------------------------------------------------------------------------------- reading
-
-# The scalars of YAML 1.2. PyYAML's own are those of 1.1, where 1e-5 is a string, off is false and 1:30 is ninety.
-_SCALARS = [
-    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("tag:yaml.org,2002:int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
-    (
-        "tag:yaml.org,2002:float",
-        r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-    ("tag:yaml.org,2002:merge", r"<<", ["<"]),
-]
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping: YAML forbids it, PyYAML takes the last."""
-
-    yaml_implicit_resolvers: ClassVar[dict] = {}
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(problem=f"key {key.value!r} stands twice", problem_mark=key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers: ClassVar[dict] = {}
-
-
-for _tag, _pattern, _first in _SCALARS:
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
-
-
-def _parse_yaml(text: str, origin: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{origin}, line {mark.line + 1}, column {mark.column + 1}" if mark else origin
-        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
-
 
 def shipped_configs() -> Path:
     """The folder with the configs that come with megagrpo: inside the package, or beside it in a checkout."""
@@ -86,17 +42,23 @@ def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()
     replaces what it overrides. `anchor(values, folder)` makes the relative paths of each file absolute.
     """
     path = Path(path)
-    if path.resolve() in _children:
-        chain = " -> ".join(p.name for p in (*_children, path.resolve()))
+    itself = Path(os.path.realpath(path))
+    if itself in _children:
+        chain = " -> ".join(p.name for p in (*_children, itself))
         raise ConfigError(f"{path}: `defaults:` goes in a circle: {chain}")
+    named_by = f" (named by `defaults:` in {_children[-1]})" if _children else ""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
     except OSError as error:
-        named_by = f" (named by `defaults:` in {_children[-1]})" if _children else ""
-        raise ConfigError(f"{path}: cannot read it: {error.strerror}{named_by}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a text file in UTF-8") from None
-    values = _parse_yaml(text, str(path))
+        raise ConfigError(f"{shortened(str(path))}: cannot read it: {error.strerror}{named_by}") from None
+    if len(content) > LARGEST_FILE:
+        raise ConfigError(f"{path}: more than {LARGEST_FILE} bytes, which is no config{named_by}")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start}); save it in UTF-8{named_by}") from None
+    values = parse_yaml(text, str(path))
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold `section: ...` keys at the top, not a {type(values).__name__}")
@@ -104,8 +66,8 @@ def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()
         return anchor(values, path.parent)
     parent = values.pop("defaults")
     if not isinstance(parent, str):
-        raise ConfigError(f"{path}: `defaults:` must name one file (got {parent!r})")
-    return _merge(read_yaml(_parent_file(parent, path), anchor, (*_children, path.resolve())), anchor(values, path.parent))
+        raise ConfigError(f"{path}: `defaults:` must name one file (got {shortened(repr(parent))})")
+    return _merge(read_yaml(_parent_file(parent, path), anchor, (*_children, itself)), anchor(values, path.parent))
 
 
 def _parent_file(name: str, child: Path) -> Path:
@@ -134,19 +96,19 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.removeprefix("--").partition("=")
     *parents, last = key.split(".")
     if not equals or not all((*parents, last)):
-        raise ConfigError(f"{override}: not an override; write section.key=value")
+        raise ConfigError(f"{shortened(override)}: not an override; write section.key=value")
     here: Any = values
     for i, part in enumerate(parents):
         if isinstance(here, dict) and here.get(part) is None:
             here[part] = {}
         here = here[_index(here, part, key)] if isinstance(here, list) else here[part]
         if not isinstance(here, (dict, list)):
-            raise ConfigError(f"{key}: {'.'.join(parents[: i + 1])} is a plain value and has no keys (got {here!r})")
-    here[_index(here, last, key) if isinstance(here, list) else last] = _parse_yaml(text, override)
+            raise ConfigError(f"{key}: {'.'.join(parents[: i + 1])} is a plain value and has no keys (got {shortened(repr(here))})")
+    here[_index(here, last, key) if isinstance(here, list) else last] = parse_yaml(text, override)
 
 
 def _index(elements: list, part: str, key: str) -> int:
-    if not part.isdigit() or int(part) >= len(elements):
+    if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(elements):
         raise ConfigError(f"{key}: the list has elements 0 to {len(elements) - 1} (got {part!r})")
     return int(part)
 
@@ -232,7 +194,7 @@ def _problem(error: dict[str, Any], known: list[str]) -> Problem:
         return Problem(keys, f"unknown key{_did_you_mean(loc, known)}")
     if error["type"] == "missing":
         return Problem(keys, "required, and not given")
-    return Problem(keys, f"{error['msg'].removeprefix('Value error, ')} (got {value!r})")
+    return Problem(keys, f"{error['msg'].removeprefix('Value error, ')} (got {shortened(repr(value))})")
 
 
 def _did_you_mean(loc: Loc, known: list[str]) -> str:
@@ -299,26 +261,26 @@ def _type_name(annotation: Any, metadata: list[Any] = ()) -> str:
     if get_args(annotation):
         return " | ".join("empty" if a is type(None) else _type_name(a) for a in get_args(annotation))
     bounds = [f"{sign} {getattr(m, name):g}" for m in metadata for name, sign in _BOUNDS.items() if getattr(m, name, None) is not None]
-    return " ".join([getattr(annotation, "__name__", str(annotation)), *bounds])
+    return " ".join([getattr(annotation, "__name__", str(annotation)), *[" and ".join(bounds)] * bool(bounds)])
 
 
 def _yaml(value: Any) -> str:
     if value is PydanticUndefined or value is None:
         return "empty"
-    return yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+    return yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
 
 
 def save(config: BaseModel, path: Path) -> None:
     """Writes every value of `config` as YAML that loads back to an equal config."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    path.write_text(yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def save_changes(config: BaseModel, base: BaseModel, base_path: Path, path: Path, comment: str) -> None:
     """Writes a YAML that loads back to `config`: it starts from the file `base_path`, which holds `base`, and says what differs."""
     named = os.path.relpath(base_path.resolve(), path.resolve().parent)
     values = {"defaults": named} | _changes(base.model_dump(), config.model_dump())
-    path.write_text(f"# {comment}\n" + yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    path.write_text(f"# {comment}\n" + yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _changes(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

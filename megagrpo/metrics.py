@@ -188,7 +188,8 @@ class JsonlFile:
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         lines = "".join(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        data = memoryview((("\n" if self._broken_line else "") + lines).encode())
+        # A lone surrogate, which UTF-8 has no bytes for, becomes its escape in JSON.
+        data = memoryview((("\n" if self._broken_line else "") + lines).encode(errors="backslashreplace"))
         self._broken_line = bool(data)
         while data:
             data = data[self._file.write(data) :]  # unbuffered: a full disk writes a part, then raises

@@ -31,11 +31,16 @@ class RunLock:
     def take(self) -> None:
         """Hold the lock of the folder that has this path now. Does nothing if this process holds it.
 
-        ValueError names the holder when another process has the lock. On a file system without locks the run continues without one.
+        ValueError names the holder when another process has the lock, and the folder when it cannot be made. On a file
+        system without locks the run continues without one.
         """
         while not self._is_ours():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = self._path.open("a+")
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file = self._path.open("a+")
+            except OSError as error:
+                said = f"{self.folder} cannot be made or written to: {error.strerror}"
+                raise ValueError(f"run.output_dir: {said}; name another folder") from None
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

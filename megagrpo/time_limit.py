@@ -68,6 +68,14 @@ class TimeLimit:
             self._timer = None
 
 
+def check_time_limit(time_limit: str | None) -> None:
+    """ConfigError for a `run.time_limit` that leaves no time for a step."""
+    reserved = 1.5 * FIRST_SAVE_SECONDS + SPARE_SECONDS
+    if time_limit is not None and (seconds := seconds_of(time_limit)) <= reserved:
+        said = f"{time_limit} is {seconds} s, of which {reserved:.0f} s are for a checkpoint, so no step can begin"
+        raise ConfigError(f"run.time_limit: {said}; raise it above {reserved:.0f} s, or leave it empty")
+
+
 def end_of_run(time_limit: str | None, started: float) -> float | None:
     """When a run that began at `started` has to be over, in seconds since 1970: as Slurm says, else by `run.time_limit`; None: never."""
     slurm = os.environ.get("SLURM_JOB_END_TIME", "")

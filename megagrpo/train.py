@@ -56,7 +56,7 @@ from megagrpo.run_lock import LOCK, RunFolderLost, RunLock
 from megagrpo.serving import engine_dtype, make_launcher, name_of, offloads, servers_sleep
 from megagrpo.stop_signals import stop_on_signals
 from megagrpo.terminal import show, warn
-from megagrpo.time_limit import OUT_OF_TIME, end_of_run
+from megagrpo.time_limit import OUT_OF_TIME, check_time_limit, end_of_run
 from megagrpo.trainer import BrokenTraining, Trainer
 from megagrpo.weight_sync import Stays, WeightSync, make_transport
 
@@ -69,6 +69,7 @@ def main(config: RunConfig, config_path: Path) -> int:
 
     ConfigError (exit code 2) for what the person who wrote the config can mend.
     """
+    check_time_limit(config.run.time_limit)
     ends = end_of_run(config.run.time_limit, time.time())
     quiet()
     layout = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ PLAIN = dict(bias="none", use_dora=False, rank_pattern={}, alpha_pattern={}, mod
 def fill_adapters(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, lora: LoraSection, seed: int) -> None:
     """The adapter of `lora.adapter_path`, or a fresh one. Collective."""
     if lora.adapter_path is not None:
-        load_adapter(chunks, hf_config, layout, Path(lora.adapter_path).expanduser(), lora)
+        load_adapter(chunks, hf_config, layout, Path(os.path.expanduser(lora.adapter_path)), lora)
         return
     for _, param, found in adapter_blocks(chunks, hf_config, layout):
         fill(param, found, lambda block: fresh_matrix(block.name, block.shape, seed)[block.slices])

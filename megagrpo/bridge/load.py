@@ -41,6 +41,9 @@ def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, la
         fill(param, found, checkpoint.read)
 
 
+HEAD_TENSOR = "lm_head.weight"
+
+
 class Checkpoint:
     """The safetensors of a Hugging Face folder, single or sharded. All headers are read and checked at once, tensors when they are used.
 
@@ -71,9 +74,11 @@ class Checkpoint:
                 raise ValueError(f"model: {self.folder / file} holds {_list(extra)}, which {INDEX} does not name there; {fix}")
 
     def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
-        """ValueError when the tensor of a `wanted` block is missing, of another shape or quantized, or when one on disk has no place in the
-        model on any rank and is not among those that its family leaves out."""
-        missing = sorted({block.name for block in wanted} - set(self.where))
+        """ValueError when a tensor of the model is missing, when that of a `wanted` block is of another shape or quantized, or when one on
+        disk has no place in the model on any rank and is not among those that its family leaves out."""
+        tied = {HEAD_TENSOR} if hf_config.tied_embeddings else set()
+        needed = {block.name for block in wanted} | (tensor_names(hf_config) - tied)
+        missing = sorted(needed - set(self.where))
         unused = sorted(set(self.where) - tensor_names(hf_config) - set(self.left_out(hf_config)))
         if fused := next((name for name in unused if name.endswith(".experts.gate_up_proj")), None):
             raise ValueError(
@@ -81,7 +86,7 @@ class Checkpoint:
                 "save_pretrained of transformers does"
             )
         if missing:
-            fix = "its embeddings may be tied: set tie_word_embeddings in config.json" if missing == ["lm_head.weight"] else _OTHER
+            fix = "its embeddings may be tied: set tie_word_embeddings in config.json" if missing == [HEAD_TENSOR] else _OTHER
             raise ValueError(f"model: {self.folder} lacks {_list(missing)}; {fix}")
         if unused:
             raise ValueError(f"model: {self.folder} holds {_list(unused)}, which this architecture has no place for; {_OTHER}")

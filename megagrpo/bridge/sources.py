@@ -29,7 +29,7 @@ def resolve_model(path: str, key: str = "model.path") -> Path:
     """
     if path.startswith(PACKAGE):
         return _check(_from_package(path.removeprefix(PACKAGE), key), key)
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.exists():
         return _check(folder, key)
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megagrpo.config.data import DatasetSection
 from megagrpo.config.problems import Problem
-from megagrpo.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, Share
+from megagrpo.config.section import Fraction, GreedyOrTemperature, NonNegativeInt, PositiveInt, Section, Share
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
@@ -27,7 +27,7 @@ class EvaluationSet(DatasetSection):
     """Renames columns for the reward functions; `data.columns` when empty."""
     extract_hash_answer: list[str] | None = None
     """Columns of which only what follows `####` is passed on; `data.extract_hash_answer` when empty."""
-    temperature: NonNegativeFloat | None = None
+    temperature: GreedyOrTemperature | None = None
     """Sampling temperature, 0 is greedy; `evaluation.temperature` when empty."""
     top_p: Fraction | None = None
     """Nucleus sampling; `evaluation.top_p` when empty."""
@@ -46,7 +46,7 @@ class EvaluationSection(Section):
     """Evaluate every so many steps; with `data.eval` or `evaluation.sets` it also runs before the first and after the last step."""
     sets: dict[SetName, EvaluationSet] = {}
     """More held-out data sets by name; their metrics are `eval/NAME/...`, those of `data.eval` are `eval/...`."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: GreedyOrTemperature = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
     top_p: Fraction = 1.0
     """Sample among the most likely tokens that add up to this probability; 1 keeps all."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from math import lcm
-from typing import Literal
+from typing import Annotated, Literal
 
-from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
+from pydantic import Field
+
+from megagrpo.config.section import NonNegativeInt, PositiveInt, Section, Share
 
 
 class ModelSection(Section):
@@ -89,7 +91,7 @@ class ParallelSection(Section):
     """Tensor-parallel size inside each expert; `tp` when empty."""
     sequence_parallel: bool = False
     """Shard norms and residuals over the tensor-parallel group along the sequence; needs tp > 1."""
-    timeout_minutes: PositiveFloat = 30.0
+    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0
     """A collective that waits longer than this fails with an error instead of hanging."""
 
     @property

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megagrpo.config.problems import Problem
-from megagrpo.config.section import PositiveFloat, PositiveInt, Section
+from megagrpo.config.section import Count, PositiveInt, Seconds, Section
 
 ANSWERING = ("multi_turn.scheduler", "multi_turn.tools", "multi_turn.environment")  # the keys that make a response have several turns
 LIMITS = ("multi_turn.max_response_length", "multi_turn.completion_length_limit_scope")
@@ -35,9 +35,9 @@ class MultiTurnSection(Section):
     turn of the policy."""
     max_response_length: PositiveInt | None = None
     """Longest response in tokens, everything counted, where the other limit is per_round."""
-    timeout: PositiveFloat = 10.0
+    timeout: Seconds = 10.0
     """Seconds that one call of a tool, a scheduler or an environment may take; then its process is killed and the failure counted."""
-    workers: PositiveInt = 4
+    workers: Count = 4
     """Worker processes, per rank that generates, that tools, schedulers and environments run in."""
 
     @property

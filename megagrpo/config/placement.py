@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
 
 from megagrpo.config.problems import Problem
 
@@ -10,8 +11,23 @@ if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
 Placement = Literal["auto", "colocated", "dedicated", "external"]
+LAST_PORT = 65535
 LOOPBACK = "lo"  # the interface that only this host reaches
 Transport = Literal["auto", "shared_memory", "p2p", "cuda_ipc"]
+
+
+def address_fault(url: str) -> str:
+    """Why `url` cannot be the address of a server, as the end of a sentence; empty when it can."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:  # brackets around what is no IPv6 address, or a port that is none
+        return f"is no address: {error}"
+    if parts.scheme not in ("http", "https"):
+        return "does not begin with http:// or https://"
+    if not parts.hostname or not url.isprintable() or " " in url:
+        return "names no host"
+    return "has port 0" if port == 0 else ""
 
 
 def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]:
@@ -63,6 +79,14 @@ def placement_problems(config: RunConfig) -> list[Problem]:
     if r.interface != LOOPBACK and r.urls:
         said = f"{r.interface} is for servers started here, and rollout.urls names others; leave it out"
         problems.append(Problem(("rollout.interface", urls), said))
+    if not r.urls and r.port and (last := r.port + r.servers - 1) > LAST_PORT:
+        said = f"{r.port}, and rollout.servers {r.servers} need ports up to {last}; the last one is {LAST_PORT}, lower it or set it to 0"
+        problems.append(Problem(("rollout.port", "rollout.servers"), said))
+    problems += [
+        Problem((f"rollout.urls.{i}",), f"{url} {why}; write it as http://HOST:PORT")
+        for i, url in enumerate(r.urls)
+        if "@" not in url and (why := address_fault(url))
+    ]
     if any("@" in url for url in r.urls):
         problems.append(Problem((urls,), "an address must not hold a password, everybody reads it; name its file in rollout.token_file"))
     return problems

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from megagrpo.config.section import PositiveFloat, PositiveInt, Section
+from megagrpo.config.section import Count, PositiveInt, Seconds, Section
 
 
 class RewardFunction(Section):
@@ -19,7 +19,7 @@ class RewardFunction(Section):
     """Weight in the sum of rewards."""
     args: dict[str, Any] = {}
     """Keyword arguments passed on every call; for a class, to its constructor."""
-    timeout: PositiveFloat | None = None
+    timeout: Seconds | None = None
     """Seconds one completion may take to score; `rewards.timeout` when empty."""
     own_worker: bool = False
     """Give it a process of its own: for a function that holds a model. Reward models have one anyway."""
@@ -30,9 +30,9 @@ class RewardsSection(Section):
     """Reward functions; the weighted sum is the reward. May be `[]` where a scheduler or an environment of `multi_turn` gives rewards."""
     plugins: list[str] = []
     """Python files that register reward functions under names of their own."""
-    timeout: PositiveFloat = 10.0
+    timeout: Seconds = 10.0
     """Seconds one completion may take to score; then its worker is killed, the completion gets 0 and is counted in the metrics."""
-    workers: PositiveInt = 2
+    workers: Count = 2
     """Worker processes per rank that scores."""
     concurrency: PositiveInt = 16
     """Calls of async functions (LLM judge, served models, your own) under way at once, per rank that scores."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megagrpo.config.placement import LOOPBACK, Placement, Transport
-from megagrpo.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.config.section import Count, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Section, Temperature
 
 
 class RolloutSection(Section):
@@ -19,7 +19,7 @@ class RolloutSection(Section):
     """Longest prompt in tokens, chat template included."""
     max_completion_length: PositiveInt = 256
     """Longest response in tokens."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; the trainer's log-probs are of the same distribution."""
     top_p: Fraction = 1.0
     """Sample from the most likely tokens that add up to this share; 1 from all. The trainer's log-probs are of what is left, by its own
@@ -34,13 +34,13 @@ class RolloutSection(Section):
     in_flight: Literal["keep", "resume", "wait"] = "keep"
     """With max_staleness above 0, what becomes of responses under way when weights are synced. keep: they stand still and go on with the
     new weights. resume: they are broken off and asked for again from the tokens that they have. wait: the sync waits for their end."""
-    straggler_seconds: PositiveFloat | None = None
+    straggler_seconds: Seconds | None = None
     """With max_staleness above 0: when a step waits and no group has been finished for so long, the responses that it waits for are cut,
     and end like those that reach max_completion_length. Empty never cuts."""
     mismatch_threshold: Annotated[float, Field(ge=1)] | None = None
     """Warn when a step's `token_mult_prob_error` is above this. Empty: warn on a jump, when the error is three times as far from 1 as in
     the run's first 5 steps and above what is normal, 1.01 in fp32 and 1.1 in bf16. With max_staleness above 0 empty never warns."""
-    servers: PositiveInt = 1
+    servers: Count = 1
     """vLLM servers to start, each with `tp` devices."""
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM server."""
@@ -58,7 +58,7 @@ class RolloutSection(Section):
     urls_file: str | None = None
     """File that is read before each step and each sync. While it exists, the servers are those that it names, one address a line: ones
     that it adds are asked once they hold the current weights, others are asked no more."""
-    reconnect_timeout: PositiveFloat = 120.0
+    reconnect_timeout: Seconds = 120.0
     """Seconds that the run waits for one of the servers of `urls` when none of them answers; then it ends."""
     token_file: str | None = None
     """File with the token that servers ask for, which only its owner may open. Empty: the file that MEGAGRPO_TOKEN_FILE names, or else the
@@ -70,7 +70,7 @@ class RolloutSection(Section):
     map the trainer's GPU memory. auto: cuda_ipc for colocated servers on GPUs, shared_memory on one host without GPUs, else p2p."""
     weight_sync_bucket_megabytes: PositiveFloat = 64.0
     """Bound on one message of the transport p2p, in MiB; a rank has two for each worker under way."""
-    port: NonNegativeInt = 0
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first launched server (the next ones follow); 0 picks free ones."""
     gpu_memory_utilization: Fraction = 0.4
     """Share of each GPU's memory that vLLM may take."""
@@ -82,11 +82,11 @@ class RolloutSection(Section):
     """Turn CUDA graphs and compilation of vLLM off."""
     extra_args: list[str] = []
     """More arguments for the vLLM API server, as on its command line. Unknown ones, and those that other keys set, are refused."""
-    startup_timeout: PositiveFloat = 600.0
+    startup_timeout: Seconds = 600.0
     """Seconds until a launched server must answer."""
-    request_timeout: PositiveFloat = 1800.0
+    request_timeout: Seconds = 1800.0
     """Seconds until one generate request must be answered."""
-    weight_sync_timeout: PositiveFloat = 300.0
+    weight_sync_timeout: Seconds = 300.0
     """Seconds that each phase of a weight sync may take; one that takes longer ends the run with the phase, the rank and the tensor. After
     as long without a word from its engine a server that this run or `megagrpo serve` has started is started again."""
     max_restarts: NonNegativeInt = 3

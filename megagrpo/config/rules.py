@@ -16,6 +16,7 @@ from megagrpo.config.problems import Problem
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
+MOST_SAMPLES = 10_000_000  # of a step: their tokens and rewards are in the memory of a few processes
 LONGEST_SAMPLE = ("rollout.max_prompt_length", "rollout.max_completion_length", "multi_turn.max_response_length")
 
 
@@ -81,7 +82,10 @@ def step_problems(config: RunConfig) -> list[Problem]:
     """Numbers of samples and steps that do not fit each other."""
     r, a, t, run, problems = config.rollout, config.algorithm, config.train, config.run, []
     samples, slices = r.prompts_per_step * r.num_generations, a.steps_per_generation
-    if samples % slices:
+    if samples > MOST_SAMPLES:
+        said = f"{r.prompts_per_step} x num_generations {r.num_generations} = {samples} samples, and a step holds at most {MOST_SAMPLES}; "
+        problems.append(Problem(("rollout.prompts_per_step", "rollout.num_generations"), f"{said}lower one of them"))
+    elif samples % slices:
         problems.append(
             Problem(
                 ("algorithm.steps_per_generation", "rollout.prompts_per_step", "rollout.num_generations"),

@@ -10,7 +10,7 @@ from megagrpo.config.section import NonNegativeInt, PositiveInt, Section
 
 
 class RunSection(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "grpo"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] = "grpo"
     """Name of the run; its files go to `output_dir/name`."""
     output_dir: str = "runs"
     """Folder that holds the runs."""
@@ -29,7 +29,7 @@ class RunSection(Section):
     """How many checkpoints to keep; the oldest are deleted after a newer one is complete."""
     nodes: PositiveInt = 1
     """Machines of the job that `launch/submit.py` asks for (docs/slurm.md)."""
-    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+:[0-5]\d:[0-5]\d$")] | None = None
+    time_limit: Annotated[str, Field(pattern=r"^(\d{1,4}-)?\d{1,5}:[0-5]\d:[0-5]\d$")] | None = None
     """How long a run may take at one go, as `[days-]hours:minutes:seconds`: before that it saves, after a step, and ends with exit code 85.
     Where Slurm sets a limit, that one counts, and `launch/submit.py` asks for this one."""
     resume: bool = False

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+COLDEST = 0.01  # vLLM samples at this temperature where a request asks for a lower one above 0
+HOTTEST = 2.0  # vLLM refuses a request with a higher temperature
+LARGEST_INT = 2**63 - 1  # torch and vLLM keep whole numbers in 64 bits
+
+
+def _greedy_or_warm(temperature: float) -> float:
+    if 0 < temperature < COLDEST:
+        raise ValueError(f"must be 0 (greedy) or at least {COLDEST:g}, where vLLM's sampling ends")
+    return temperature
+
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -12,9 +23,32 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, le=1e8)]  # three years; timers of Python overflow above 292
+Count = Annotated[int, Field(gt=0, le=4096)]  # of processes
+Temperature = Annotated[float, Field(ge=COLDEST, le=HOTTEST)]
+GreedyOrTemperature = Annotated[float, Field(ge=0, le=HOTTEST), AfterValidator(_greedy_or_warm)]
 
 
 class Section(BaseModel):
     """Frozen, strict about keys, documented by the string below each field."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses what pydantic takes for a number although it is none, and whole numbers that no library holds."""
+        kinds = set(_plain_types(cls.model_fields[info.field_name].annotation))
+        if not kinds & {int, float}:
+            return value
+        for number in value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]:
+            if isinstance(number, bool) and bool not in kinds:
+                raise ValueError("must be a number, not true or false")
+            if isinstance(number, int) and abs(number) > LARGEST_INT:
+                raise ValueError(f"must be at most {LARGEST_INT} = 2^63 - 1")
+        return value
+
+
+def _plain_types(annotation: Any) -> list[Any]:
+    """The types that an annotation is made of, inside of lists and unions too."""
+    return [annotation] + [kind for inside in get_args(annotation) for kind in _plain_types(inside)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -63,7 +64,7 @@ def _read(section: DatasetSection, key: str) -> datasets.Dataset:
 
 def _find(source: str, key: str) -> Path | None:
     """The file or folder of that name; None when the name can only be a hub data set. ValueError for a path that does not exist."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_dir() or (path.is_file() and path.suffix in _FORMATS):
         return path.resolve()
     if path.is_file():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import TemplateSyntaxError
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -27,7 +29,7 @@ def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> To
         return SentencePieceTokenizer(path, _generation_eos(model_path or Path(path).parent))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file raises what the tokenizers library has, which is a bare Exception
         raise ValueError(f"model.tokenizer: {path} is no tokenizer folder and no hub name that can be loaded: {error}") from error
     return HuggingFaceTokenizer(tokenizer, _generation_eos(model_path or path))
 
@@ -38,9 +40,18 @@ def read_chat_template(chat_template: str | None) -> str | None:
     ValueError for what is neither."""
     if chat_template is None or chat_template == PLAIN_TEXT or "{{" in chat_template or "{%" in chat_template:
         return chat_template
-    if Path(chat_template).is_file():
-        return Path(chat_template).read_text()
+    if os.path.isfile(chat_template):
+        try:
+            return Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"data.chat_template: {chat_template} cannot be read as text in UTF-8: {error}; save it so") from error
     raise ValueError(f"data.chat_template: {chat_template!r} is no file, no Jinja text (it has no {{{{ and no {{%) and not `{PLAIN_TEXT}`")
+
+
+def _beginning(text: str) -> str:
+    """The first characters of a text on one line, for a message."""
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else f"{line[:60]}..."
 
 
 class Tokenizer(ABC):
@@ -93,8 +104,20 @@ class Tokenizer(ABC):
         if template is None or template == PLAIN_TEXT:
             return tuple(self._plain(prompt, system_prompt))
         messages = as_messages(prompt, system_prompt)
-        text = self.apply_template(messages, template, "continue" if messages[-1]["role"] == "assistant" else "generate", tools)
+        text = self._rendered(messages, template, tools)
         return tuple(self.encode(text, add_special_tokens=False))  # the template writes BOS where the model wants it
+
+    def _rendered(self, messages: list[dict[str, Any]], template: str, tools: Sequence[dict[str, Any]]) -> str:
+        """The messages as text. ValueError with the template's own error: a template is a program, whose errors are of any kind."""
+        try:
+            ending: Ending = "continue" if messages[-1]["role"] == "assistant" else "generate"
+            return self.apply_template(messages, template, ending, tools)
+        except Exception as error:
+            where = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+            raise ValueError(
+                f"data.chat_template: {_beginning(template)}{where} cannot render {_beginning(repr(messages))}: {type(error).__name__}: "
+                f"{' '.join(str(error).split())}; correct the template, or the prompt"
+            ) from error
 
     def _plain(self, prompt: Messages, system_prompt: str | None) -> list[int]:
         if isinstance(prompt, str) and system_prompt is None:
@@ -187,6 +210,8 @@ def _generation_eos(path: str | Path) -> list[int]:
     """The end tokens in generation_config.json; none when there is no such file."""
     try:
         eos = GenerationConfig.from_pretrained(str(path)).eos_token_id
-    except OSError:
+    except OSError as error:
+        if (Path(path) / "generation_config.json").exists():
+            raise ValueError(f"model.path: generation_config.json in {path} cannot be read; download it again, or delete it") from error
         return []
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

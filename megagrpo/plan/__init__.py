@@ -17,6 +17,7 @@ from megagrpo.plan.host import host_memory
 from megagrpo.plan.memory import engine_memory, on_shared_gpu, smallest_gpu, trainer_memory
 from megagrpo.plan.problems import (
     adapter_problems,
+    cache_problems,
     expert_problems,
     fp8_problems,
     gpu_problems,
@@ -161,6 +162,8 @@ def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None,
     parallel = config.parallel
     problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config) + output_problems(config)
     problems += data_problems(config)
+    if host_memory_gb is not None and gpu_memory_gb is None:
+        problems += cache_problems(config, host_memory_gb)
     notes = layout_notes(config, world_size) + data_notes(config)
     dp = max(1, world_size // parallel.model_parallel_size)
     context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""

@@ -16,15 +16,22 @@ from megagrpo.config.paths import DATA_SUFFIXES
 from megagrpo.policy.hf_config import HfConfig
 from megagrpo.rewards.registry import did_you_mean
 
+LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes that Linux takes, less what a run adds to the path
+
 
 def output_problems(config: RunConfig) -> list[Problem]:
     """A folder for runs that cannot be made or written to."""
-    folder = Path(config.run.output_dir)
-    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    folder, key = Path(config.run.output_dir), ("run.output_dir",)
+    there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
+    if longest := [part for part in folder.parts if len(part.encode()) > LONGEST_NAME]:
+        said = f"{longest[0][:50]}... has {len(longest[0].encode())} bytes, and a file's name at most {LONGEST_NAME}; name another folder"
+        return [Problem(key, said, rule=25)]
+    if len(str(folder.absolute()).encode()) > LONGEST_PATH:
+        return [Problem(key, f"{str(folder)[:50]}... is longer than {LONGEST_PATH} bytes; name another folder", rule=25)]
     if there.is_dir() and os.access(there, os.W_OK):
         return []
     why = "cannot be written to" if there.is_dir() else "is no folder"
-    return [Problem(("run.output_dir",), f"{folder}: {there} {why}; name another folder", rule=25)]
+    return [Problem(key, f"{folder}: {there} {why}; name another folder", rule=25)]
 
 
 def data_problems(config: RunConfig) -> list[Problem]:
@@ -91,7 +98,7 @@ def data_notes(config: RunConfig) -> list[Problem]:
 
 def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], list[Problem]]:
     """(problems, notes) of a tokenizer that is a folder here."""
-    folder = Path(config.model.tokenizer or config.model.path).expanduser()
+    folder = Path(os.path.expanduser(config.model.tokenizer or config.model.path))
     settings, problems, notes = _read(folder / "tokenizer_config.json"), [], []
     if not settings:
         return [], []
@@ -100,22 +107,45 @@ def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], 
         said = f"the tokenizer in {folder} has no chat template, as base models; set one, or `none` for plain text"
         notes.append(Problem(("data.chat_template", "model.tokenizer"), said, rule=16))
     tokens = _read(folder / "tokenizer.json")
-    ids = list(tokens.get("model", {}).get("vocab", {}).values()) if isinstance(tokens.get("model", {}).get("vocab"), dict) else []
-    ids += [token["id"] for token in tokens.get("added_tokens", [])]
+    vocabulary, added = tokens.get("model"), tokens.get("added_tokens")
+    vocabulary = vocabulary.get("vocab") if isinstance(vocabulary, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    ids = [number for number in ids if isinstance(number, int)]
     if ids and max(ids) >= model.vocab_size:
         said = f"token {max(ids)} of {folder} is outside of the model's vocab_size {model.vocab_size}; name the model's own tokenizer"
         problems.append(Problem(("model.tokenizer", "model.path"), said, rule=19))
+    problems += end_token_problems(folder, model.vocab_size)
     ends, raw = _read(folder / "generation_config.json").get("eos_token_id"), model.raw.get("eos_token_id")
-    if ends is not None and raw is not None and set(_list(ends)) != set(_list(raw)):
+    if not problems and ends is not None and raw is not None and set(_list(ends)) != set(_list(raw)):
         said = f"generation_config.json ends responses at {_list(ends)}, config.json at {_list(raw)}; see that both are meant"
         notes.append(Problem(("model.tokenizer", "model.path"), said, rule=17))
     return problems, notes
 
 
+def end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
+    """A generation_config.json that cannot be read, or whose end tokens the model does not have."""
+    path, key = folder / "generation_config.json", ("model.path",)
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        return [Problem(key, f"{path} is not valid JSON: {error}; download it again, or delete it", rule=17)]
+    if not isinstance(found, dict):
+        return [Problem(key, f"{path} holds no object of keys and values; download it again, or delete it", rule=17)]
+    ends = found.get("eos_token_id")
+    ends = [] if ends is None else _list(ends)
+    if odd := [end for end in ends if type(end) is not int or not 0 <= end < vocab_size]:
+        said = f"eos_token_id {odd[0]!r} in {path} is no token of the model, whose vocab_size is {vocab_size}; name one below that"
+        return [Problem(key, said, rule=17)]
+    return []
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -295,6 +295,15 @@ def _mlp_widths(model: HfConfig, experts_shared_out: bool) -> list[int]:
     return dense + cut + [model.experts.shared_size] * (model.experts.shared_size > 0)
 
 
+def cache_problems(config: RunConfig, ram: float) -> list[Problem]:
+    """KV caches of servers without GPUs that do not fit into the `ram` GiB of their machine."""
+    r = config.rollout
+    if r.urls or r.servers * r.kv_cache_gb <= ram:
+        return []
+    said = f"{r.kv_cache_gb:g} x rollout.servers {r.servers} = {r.kv_cache_gb * r.servers:g} GiB, and this machine has {ram:.1f} GiB of RAM"
+    return [Problem(("rollout.kv_cache_gb", "rollout.servers"), f"{said}; lower one of them", rule=20)]
+
+
 KEPT_IN_RAM = {"offload": "train.offload", "moments": "train.optimizer_offload", "activations": "model.offload_activations"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -29,10 +30,10 @@ def model_shape(path: str) -> dict[str, Any]:
         from megagrpo.bridge.sources import resolve_model
 
         return read_raw_config(resolve_model(path))
-    if Path(path).expanduser().exists():
-        if not Path(path).expanduser().is_dir():
+    if Path(os.path.expanduser(path)).exists():
+        if not Path(os.path.expanduser(path)).is_dir():
             raise ProblemError(Problem(("model.path",), f"{path} is a file; name the folder that holds config.json and safetensors"))
-        return read_raw_config(Path(path).expanduser())
+        return read_raw_config(Path(os.path.expanduser(path)))
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -17,6 +17,7 @@ from megagrpo.families.architecture import Experts, HfConfig
 from megagrpo.families.family import COMMON, Family, common_fields, layer_type_problems, rope, rotated_share
 from megagrpo.families.keys import class_problems, key_problems
 
+ROTARY = ("rope_scaling", "rope_parameters")
 MODEL = ("model",)  # the keys of a problem about what is in the model's folder
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "q_lora_rank", "sliding_window")
 # Type of values in config.json -> the keys that have it or null, and its name.
@@ -97,10 +98,10 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
         return odd
     missing = [f"model: config.json lacks {key}" for key in family.required if key not in raw]
     wrong = class_problems(family, raw) + key_problems(family, raw)
-    rotary = rope(raw)
-    if rotary["rope_type"] not in family.rope_types:
+    unknown = [kind for kind in (rope(raw)["rope_type"], *_rope_types(raw)) if kind not in family.rope_types]
+    if unknown:
         wrong.append(
-            f"model: rope_type {rotary['rope_type']!r} is not supported for {family.model_type}; supported: {', '.join(family.rope_types)}"
+            f"model: rope_type {unknown[0]!r} is not supported for {family.model_type}; supported: {', '.join(family.rope_types)}"
         )
     if family.partial_rotary_factor is None and rotated_share(raw, default=1.0) != 1.0:
         wrong.append(f"model: partial_rotary_factor is not 1; the attention of {family.model_type} turns all of each head")
@@ -140,6 +141,13 @@ def _no_numbers(family: Family, raw: dict[str, Any]) -> list[str]:
     if dtype not in (None, *_DTYPES):
         odd.append(f"model: dtype is {dtype!r} in config.json; it must be one of {', '.join(_DTYPES)}")
     return odd
+
+
+def _rope_types(raw: dict[str, Any]) -> list[Any]:
+    """Every kind of rotary scaling that config.json names, also those that another key overrides here: vLLM may read them."""
+    tables = [raw.get(key) or {} for key in ROTARY]
+    tables += [value for table in tables for value in table.values() if isinstance(value, dict)]
+    return [table[name] for table in tables for name in ("rope_type", "type") if table.get(name) not in (None, "default")]
 
 
 def _unknown(raw: dict[str, Any]) -> str:

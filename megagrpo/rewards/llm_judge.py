@@ -120,7 +120,7 @@ class _Cache:
     """Answers by the hash of their question, in a file that several processes share."""
 
     def __init__(self, path: str):
-        file = Path(path).expanduser()
+        file = Path(os.path.expanduser(path))
         file.parent.mkdir(parents=True, exist_ok=True)
         self._connection = sqlite3.connect(file, timeout=30, isolation_level=None)
         self._connection.execute("CREATE TABLE IF NOT EXISTS answers (question TEXT PRIMARY KEY, answer TEXT NOT NULL)")

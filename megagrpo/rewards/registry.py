@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megagrpo.config.placement import address_fault
 from megagrpo.config.problems import Problem, ProblemError
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
     if function.startswith(_MODEL):
         return Target(*_split(REWARD_MODEL), given=(("path", _model_path(function.removeprefix(_MODEL), key)),), heavy=True)
     if function.startswith(_URL):
+        if why := address_fault(function):
+            raise ProblemError(Problem((key,), f"`{function}` {why}; write it as http://HOST:PORT/PATH", rule=18))
         return Target(*_split(SERVED_REWARD), given=(("url", function),))
     if _FILE_PATH.fullmatch(function):
         path, attribute = function.rsplit(":", 1)
@@ -121,7 +125,7 @@ def did_you_mean(word: str, known) -> str:
 
 def find_file(path: str, key: str) -> Path:
     """The file of that name, resolved. ProblemError, with the config's `key`, when it does not exist."""
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if not file.is_file():
         raise ProblemError(Problem((key,), f"no file {file.absolute()}"))
     return file.resolve()
@@ -129,7 +133,7 @@ def find_file(path: str, key: str) -> Path:
 
 def _model_path(path: str, key: str) -> str:
     """The folder of that name, resolved; else the name as it is, of a model on the hub. ProblemError for a path that is no folder."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.is_dir():
         return str(folder.resolve())
     if path.startswith((".", "/", "~")) or path.count("/") > 1:

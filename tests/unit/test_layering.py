@@ -24,7 +24,7 @@ MAX_LINES = 420
 SIDEWAYS = {("bridge", "policy"), ("rollout", "bridge"), ("__main__", "train"), ("verify", "plan")}
 SIDEWAYS |= {("config", "config_io"), ("config_io", "config")}
 MEGATRON = {"parallel", "policy", "bridge", "checkpoint"}
-LIGHT = {"config": {"pydantic"}, "config_io": {"yaml", "pydantic", "pydantic_core"}}
+LIGHT = {"config": {"pydantic", "yaml"}, "config_io": {"yaml", "pydantic", "pydantic_core"}}
 
 
 def room(path: Path) -> str:

@@ -1,0 +1,177 @@
+"""What a config cannot hold is refused in one line with key, value, rule and fix, before anything starts."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config import ConfigError, load_config
+from megagrpo.plan import plan
+
+SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
+LLAMA = dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+LLAMA |= dict(intermediate_size=128, vocab_size=256, max_position_embeddings=2048, rms_norm_eps=1e-6)
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "run.yaml").write_text(SMALLEST)
+    return tmp_path / "run.yaml"
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    return tmp_path / "model"
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    """The one problem that there is."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    lines = str(caught.value).split("\n")
+    assert len(lines) <= 2 and "Traceback" not in lines[-1] and len(lines[-1]) < 500
+    return lines[-1].strip()
+
+
+VALUES = {
+    "run.seed=18446744073709551616": "run.seed: must be at most 9223372036854775807 = 2^63 - 1 (got 18446744073709551616)",
+    "run.max_steps=true": "run.max_steps: must be a number, not true or false (got True)",
+    "debug.dump_steps=[1, true]": "debug.dump_steps: must be a number, not true or false (got [1, True])",
+    "train.learning_rate=false": "train.learning_rate: must be a number, not true or false (got False)",
+    "rollout.temperature=2.01": "rollout.temperature: Input should be less than or equal to 2 (got 2.01)",
+    "rollout.temperature=1e-30": "rollout.temperature: Input should be greater than or equal to 0.01 (got 1e-30)",
+    "evaluation.temperature=1e-30": "evaluation.temperature: must be 0 (greedy) or at least 0.01, where vLLM's sampling ends (got 1e-30)",
+    "evaluation.temperature=3": "evaluation.temperature: Input should be less than or equal to 2 (got 3)",
+    "rollout.port=70000": "rollout.port: Input should be less than or equal to 65535 (got 70000)",
+    "rollout.servers=100000": "rollout.servers: Input should be less than or equal to 4096 (got 100000)",
+    "rewards.workers=100000000": "rewards.workers: Input should be less than or equal to 4096 (got 100000000)",
+    "multi_turn.workers=100000000": "multi_turn.workers: Input should be less than or equal to 4096 (got 100000000)",
+    "rollout.prompts_per_step=1000000000000": "rollout.prompts_per_step: 1000000000000 x num_generations 8 = 8000000000000 samples, and a "
+    "step holds at most 10000000; lower one of them",
+    "rollout.startup_timeout=1e300": "rollout.startup_timeout: Input should be less than or equal to 100000000 (got 1e+300)",
+    "parallel.timeout_minutes=1e300": "parallel.timeout_minutes: Input should be less than or equal to 1000000 (got 1e+300)",
+    "run.time_limit='9999999999999:00:00'": "run.time_limit: String should match pattern",
+    f"run.name={'a' * 300}": "run.name: String should have at most 200 characters (got 'aaa",
+    "rollout.urls=['http://a:99999']": "rollout.urls.0: http://a:99999 is no address: Port out of range 0-65535; write it as http://HOST",
+    "rollout.urls=['http://a:1', localhost]": "rollout.urls.1: localhost does not begin with http:// or https://; write it as http://HOST:",
+    "rollout.urls=['http://']": "rollout.urls.0: http:// names no host; write it as http://HOST:PORT",
+    "rollout.urls=['http://[a']": "rollout.urls.0: http://[a is no address: Invalid IPv6 URL; write it as http://HOST:PORT",
+}
+
+
+@pytest.mark.parametrize("override", VALUES, ids=lambda text: text[:40])
+def test_a_value_that_nothing_could_run_with_is_refused(path, override):
+    assert refusal(path, override).startswith(VALUES[override])
+
+
+def test_ports_of_all_servers_exist(path):
+    said = "rollout.port: 65535, and rollout.servers 2 need ports up to 65536; the last one is 65535, lower it or set it to 0"
+    assert refusal(path, "rollout.port=65535", "rollout.servers=2") == said
+    assert load_config(path, ["rollout.port=65534", "rollout.servers=2"])
+
+
+@pytest.mark.parametrize(
+    ("yaml", "said"),
+    [
+        ("run: {? [a] : 1}", "line 4, column 9: not valid YAML: run: a key must be a word, not a list or a mapping"),
+        ("run: {? {a: 1} : 1}", "line 4, column 9: not valid YAML: run: a key must be a word"),
+        ("run: " + "[" * 5000 + "]" * 5000, "not valid YAML: lists and mappings are nested deeper than 50 levels"),
+        ("run: " + "[" * 60 + "]" * 60, "lists and mappings are nested deeper than 50 levels; write them flat"),
+        ("run: {seed: " + "9" * 5000 + "}", "line 4, column 13: not valid YAML: run.seed: a whole number of 5000 digits"),
+        ("run: &a {x: *a}", "run.x: it holds itself; write the values out"),
+        ("a: &a [" + "1," * 999 + "]\nb: &b [" + "*a," * 99 + "]\nc: [*b, *b]", "more than 100000 values; write less into one file"),
+        ("run: {output_dir: \"a\\0b\"}", "run.output_dir: 'a\\x00b' holds a zero byte"),
+        ("run: {output_dir: \"a\\ud800b\"}", "run.output_dir: 'a\\ud800b' holds half of a character"),
+        ("run: {seed: !!timestamp 2}", "run.seed: '2' is no value of the tag tag:yaml.org,2002:timestamp; leave the tag out"),
+        ("run: !!set {a}", "run: the tag tag:yaml.org,2002:set is not read here; leave it out"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_yaml_that_a_config_cannot_hold_is_named_with_line_and_key(path, yaml, said):
+    path.write_text(f"{SMALLEST}{yaml}\n")
+    assert said in refusal(path)
+    path.write_text(SMALLEST)
+    key, _, value = yaml.partition(": ")
+    if "\n" not in yaml and "&" not in yaml:
+        assert refusal(path, f"{key}={value}").startswith(f"{key}={value}"[:20])
+
+
+def test_a_device_without_end_is_no_config(path):
+    path.write_text("defaults: /dev/zero\n")
+    assert refusal(path).startswith("/dev/zero: more than 10000000 bytes, which is no config (named by `defaults:` in ")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**23  # in KiB
+
+
+def problems(path: Path, model: Path, *overrides: str, **plan_options) -> list[str]:
+    config = load_config(path, [f"model.path={model}", f"run.output_dir={path.parent}", *overrides])
+    return list(map(str, plan(config, 1, **plan_options).problems))
+
+
+def test_a_file_is_no_model(path):
+    assert problems(path, Path("/etc/passwd")) == [
+        "model.path: /etc/passwd is a file; name the folder that holds config.json and safetensors"
+    ]
+
+
+def test_a_home_folder_of_an_unknown_user_is_no_model(path):
+    (said,) = problems(path, Path("~no_such_user/m"))
+    assert said.startswith("model.path: ~no_such_user/m ")
+
+
+@pytest.mark.parametrize("reward", ["http://", "http:///score", "https://a:99999/score"])
+def test_a_reward_without_a_host_is_refused(path, model, reward):
+    (said,) = problems(path, model, f"rewards.functions.0.function={reward}")
+    assert said.startswith(f"rewards.functions.0.function: `{reward}` ") and said.endswith("; write it as http://HOST:PORT/PATH")
+
+
+def test_caches_that_the_machine_has_no_memory_for_are_refused(path, model):
+    assert problems(path, model, "rollout.kv_cache_gb=100000", host_memory_gb=31.25) == [
+        "rollout.kv_cache_gb: 100000 x rollout.servers 1 = 100000 GiB, and this machine has 31.2 GiB of RAM; lower one of them"
+    ]
+    (said,) = problems(path, model, "rollout.servers=4000", host_memory_gb=31.25)
+    assert said.startswith("rollout.kv_cache_gb: 2 x rollout.servers 4000")
+    assert problems(path, model, "rollout.servers=4000", gpu_memory_gb=80.0, host_memory_gb=31.25) == []
+    assert problems(path, model, host_memory_gb=31.25) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", " is not valid JSON: "),
+        ("[1]", " holds no object of keys and values; download it again, or delete it"),
+        ('{"eos_token_id": 256}', "model.path: eos_token_id 256 in "),
+        ('{"eos_token_id": [2, 9999]}', " is no token of the model, whose vocab_size is 256; name one below that"),
+        ('{"eos_token_id": "a"}', "model.path: eos_token_id 'a' in "),
+        ('{"eos_token_id": [[1]]}', "model.path: eos_token_id [1] in "),
+    ],
+)
+def test_end_tokens_that_cannot_be_read_or_that_the_model_lacks_are_refused(path, model, text, said):
+    (model / "generation_config.json").write_text('{"eos_token_id": [255]}')
+    assert problems(path, model) == []
+    (model / "generation_config.json").write_text(text)
+    (found,) = problems(path, model)
+    assert found.startswith("model.path: ") and said in found and "generation_config.json" in found
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("rope", [{"rope_type": "helix", "factor": 2.0}, {"type": "helix"}, "helix", [1], {"rope_type": ["yarn"]}])
+def test_a_rotary_scaling_that_is_not_known_is_refused(path, model, key, rope):
+    (model / "config.json").write_text(json.dumps(LLAMA | {key: rope}))
+    (said,) = problems(path, model)
+    assert said.startswith("model: ") and ("rope_type" in said or key in said)
+
+
+def test_a_rotary_scaling_that_only_vllm_would_read_is_refused_too(path, model):
+    (model / "config.json").write_text(json.dumps(LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "helix"}}))
+    (said,) = problems(path, model)
+    assert said.startswith("model: rope_type 'helix' is not supported for llama; supported: default, ")
+
+
+def test_a_folder_that_linux_has_no_name_for_is_refused(path, model):
+    config = load_config(path, [f"model.path={model}", f"run.output_dir={'b' * 300}"])
+    (said,) = map(str, plan(config, 1).problems)
+    assert said.startswith("run.output_dir: bbbb") and "has 300 bytes, and a file's name at most 255; name another folder" in said
