@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from megagrpo.config.problems import ConfigError, Problem
-from megagrpo.config.yaml_text import Dumper, parse_yaml, shortened
+from megagrpo.config.yaml_text import ODD_TEXT, Dumper, parse_yaml, shortened
 
 PLACES = ("N", "NAME")  # what stands in a dotted key for the position in a list, and for a free name
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
@@ -95,7 +95,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     """Sets `a.b=c` in place; `c` is read as YAML and a number in the key picks a list element. ConfigError names what does not fit."""
     key, equals, text = override.removeprefix("--").partition("=")
     *parents, last = key.split(".")
-    if not equals or not all((*parents, last)):
+    if not equals or not all((*parents, last)) or ODD_TEXT.search(key):
         raise ConfigError(f"{shortened(override)}: not an override; write section.key=value")
     here: Any = values
     for i, part in enumerate(parents):

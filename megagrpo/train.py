@@ -112,7 +112,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         model_folder = resolve_model(config.model.path)
         hf_config = load_hf_config(model_folder)
         own_part(layout, lambda: check_device(config, hf_config))  # before anything is moved or started
-        together(layout, lambda: Checkpoint(model_folder).check([], hf_config), here=first)
+        together(layout, lambda: Checkpoint(model_folder).check_all(hf_config), here=first)
         lock = RunLock(run_folder)
         resources.callback(lock.release)
         resume_from = together(layout, lambda: prepare_run_folder(config, lock, os.environ.get("MEGAGRPO_JOB")), here=first)[0]

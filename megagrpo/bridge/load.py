@@ -74,10 +74,17 @@ class Checkpoint:
                 raise ValueError(f"model: {self.folder / file} holds {_list(extra)}, which {INDEX} does not name there; {fix}")
 
     def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
-        """ValueError when a tensor of the model is missing, when that of a `wanted` block is of another shape or quantized, or when one on
-        disk has no place in the model on any rank and is not among those that its family leaves out."""
-        tied = {HEAD_TENSOR} if hf_config.tied_embeddings else set()
-        needed = {block.name for block in wanted} | (tensor_names(hf_config) - tied)
+        """ValueError when the tensor of a `wanted` block is missing, of another shape or quantized, or when one on disk has no place in the
+        model on any rank and is not among those that its family leaves out."""
+        self._check_names({block.name for block in wanted}, hf_config)
+        for block in wanted:
+            self._check_tensor(block)
+
+    def check_all(self, hf_config: HfConfig) -> None:
+        """ValueError when any tensor of the model is missing, as of layers that only config.json has, or one on disk has no place in it."""
+        self._check_names(tensor_names(hf_config) - ({HEAD_TENSOR} if hf_config.tied_embeddings else set()), hf_config)
+
+    def _check_names(self, needed: set[str], hf_config: HfConfig) -> None:
         missing = sorted(needed - set(self.where))
         unused = sorted(set(self.where) - tensor_names(hf_config) - set(self.left_out(hf_config)))
         if fused := next((name for name in unused if name.endswith(".experts.gate_up_proj")), None):
@@ -90,8 +97,6 @@ class Checkpoint:
             raise ValueError(f"model: {self.folder} lacks {_list(missing)}; {fix}")
         if unused:
             raise ValueError(f"model: {self.folder} holds {_list(unused)}, which this architecture has no place for; {_OTHER}")
-        for block in wanted:
-            self._check_tensor(block)
 
     def left_out(self, hf_config: HfConfig) -> list[str]:
         """Tensors that files of this family may hold and that are not trained, and rotary frequencies, which follow from config.json."""

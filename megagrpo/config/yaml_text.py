@@ -44,7 +44,7 @@ for _tag, _pattern, _first in _SCALARS:
 
 
 _TAGS = {tag: re.compile(pattern) for tag, pattern, _ in _SCALARS}
-_ODD_TEXT = re.compile("[\0\ud800-\udfff]")
+ODD_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def parse_yaml(text: str, origin: str) -> Any:
@@ -105,7 +105,7 @@ def _check_scalar(node: yaml.ScalarNode, refuse: Callable[[str], None]) -> None:
         refuse(f"{shortened(repr(node.value))} is no value of the tag {shortened(node.tag)}; leave the tag out")
     if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
         refuse(f"a whole number of {len(node.value)} digits; write one of {MOST_DIGITS} at most")
-    if odd := _ODD_TEXT.search(node.value):
+    if odd := ODD_TEXT.search(node.value):
         what = "a zero byte" if odd[0] == "\0" else f"half of a character, \\u{ord(odd[0]):x}"
         refuse(f"{shortened(repr(node.value))} holds {what}, which no file and no tokenizer takes; leave it out")
 

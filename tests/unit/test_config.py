@@ -265,3 +265,8 @@ def test_limits_of_several_turns_make_the_longest_sample(tmp_path):
     assert load_config(path, ["multi_turn={tools: [calculator]}"]).max_model_len == 512 + 256
     scope = "multi_turn={tools: [calculator], completion_length_limit_scope: per_round, max_response_length: 1000}"
     assert load_config(path, [scope]).max_model_len == 512 + 1000
+
+
+def test_a_key_with_half_a_character_is_no_override(tmp_path):
+    (said,) = problems(write(tmp_path, SMALLEST), "\ud800=null")[1:]
+    assert said.endswith(": not an override; write section.key=value")
