@@ -41,7 +41,7 @@ def data_problems(config: RunConfig) -> list[Problem]:
     sources += [("data.eval", data.eval)] * (data.eval is not None)
     sources += [(f"evaluation.sets.{name}", section) for name, section in config.evaluation.sets.items()]
     for key, section in sources:
-        path = Path(section.source).expanduser()
+        path = Path(os.path.expanduser(section.source))
         is_path = path.suffix in DATA_SUFFIXES or path.is_absolute() or section.source.startswith(".")
         if is_path and not os.path.exists(path):
             problems.append(Problem((f"{key}.source",), f"no file or folder {path.absolute()}; correct the path", rule=13))

@@ -96,6 +96,8 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
         return [_unknown(raw)]
     if odd := _no_numbers(family, raw):
         return odd
+    if odd := [kind for kind in _rope_types(raw) if not isinstance(kind, str)]:
+        return [f"model: rope_type is {odd[0]!r} in config.json; it must be a name"]
     missing = [f"model: config.json lacks {key}" for key in family.required if key not in raw]
     wrong = class_problems(family, raw) + key_problems(family, raw)
     unknown = [kind for kind in (rope(raw)["rope_type"], *_rope_types(raw)) if kind not in family.rope_types]

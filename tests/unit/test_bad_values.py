@@ -17,6 +17,7 @@ LLAMA |= dict(intermediate_size=128, vocab_size=256, max_position_embeddings=204
 @pytest.fixture
 def path(tmp_path):
     (tmp_path / "run.yaml").write_text(SMALLEST)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n' * 8)
     return tmp_path / "run.yaml"
 
 
