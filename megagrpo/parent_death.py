@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
+from multiprocessing import parent_process
 
 LAUNCHER_VARIABLE = "MEGAGRPO_LAUNCHER_PID"  # the launcher sets it to its process id before it starts ranks
 PR_SET_PDEATHSIG = 1
@@ -33,3 +35,29 @@ def end_with_torchrun() -> None:
     launcher = os.environ.pop(LAUNCHER_VARIABLE, None)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(int(launcher) if launcher else os.getppid(), signal.SIGTERM)
+
+
+_tied: list[bool] = []  # one entry: whether the fork under way is one of the main thread; empty before `tie_process_tree`
+
+
+def tie_process_tree() -> None:
+    """Have the kernel kill this process with its parent if `multiprocessing` started it, and every process that its main thread forks
+    from now on. A fork of another thread is left alone, because the kernel would kill it when that thread ends.
+
+    vLLM's plug-in calls this in each process. A second call does nothing, and so does the call in a fork that is tied already.
+    """
+    if _tied:
+        return
+    _tied.append(False)
+    if (parent := parent_process()) is not None:
+        end_with_parent(parent.pid)
+    own_id: list[int] = [0]
+
+    def before() -> None:
+        _tied[0], own_id[0] = threading.current_thread() is threading.main_thread(), os.getpid()
+
+    def in_child() -> None:
+        if _tied[0]:
+            end_with_parent(own_id[0])
+
+    os.register_at_fork(before=before, after_in_child=in_child)

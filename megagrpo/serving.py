@@ -26,7 +26,7 @@ from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.rollout.access import address_of, read_token
 from megagrpo.rollout.engine import EngineError, EngineStartError
 from megagrpo.rollout.launcher import LORA_RANKS, Launcher, ServerOptions
-from megagrpo.rollout.vllm_http import check_urls, named_urls
+from megagrpo.rollout.vllm_http import MovedServers, check_urls, named_urls
 from megagrpo.rollout.vllm_server import VllmEngine
 from megagrpo.terminal import warn
 
@@ -57,11 +57,13 @@ def make_launcher(
     num_ranks: int = 0,
     host: str | None = None,
     token: str | None = None,
+    moved: MovedServers | None = None,
 ) -> Launcher:
     """The servers that `rollout` describes, on `model_folder`, not yet started; they log into `log_folder`, and answer those who know
     `token`, by default one that is made here. With the PEFT folder `adapter` they also serve the model ADAPTER. `max_model_len` None: what
     the run and its evaluation need. `num_ranks` trainer ranks on this host have the first GPUs; dedicated servers get the others. `host` is
-    the address that they listen on, None that of `rollout.interface`. ValueError when `adapter` is none, or there are too few GPUs, or
+    the address that they listen on, None that of `rollout.interface`; `moved` is
+    the Launcher's. ValueError when `adapter` is none, or there are too few GPUs, or
     none for `rollout.quantization` of this model, or there is no such interface."""
     r = config.rollout
     gpus = device.visible_gpus()
@@ -97,6 +99,7 @@ def make_launcher(
         host=host or address_of(r.interface),
         token=token or secrets.token_urlsafe(32),
         max_restarts=r.max_restarts,
+        moved=moved,
     )
 
 

@@ -49,7 +49,7 @@ from megagrpo.rollout.launcher import Launcher
 from megagrpo.rollout.pool import AsyncPool
 from megagrpo.rollout.probe import check_plugin
 from megagrpo.rollout.shared_weights import WeightSyncError
-from megagrpo.rollout.vllm_http import check_urls, named_urls
+from megagrpo.rollout.vllm_http import MovedServers, check_urls, named_urls
 from megagrpo.rollout.vllm_server import VllmEngine
 from megagrpo.rollout.vllm_updates import Updates
 from megagrpo.run_lock import LOCK, RunFolderLost, RunLock
@@ -135,11 +135,12 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         f"= tp {layout.tp_size}{context} x pp {layout.pp_size} x dp {layout.dp_size}"
     )
     writer.message(f"run folder: {run_folder}")
-    launcher = None
+    launcher, moved = None, None if config.rollout.urls else MovedServers(run_folder / "moved_servers.json")
     if first and not config.rollout.urls:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         with _problems_of_the_config():
-            launcher = make_launcher(config, model_folder, run_folder, engine_dtype(config), num_ranks=ranks_here, token=token)
+            known = dict(num_ranks=ranks_here, token=token, moved=moved)
+            launcher = make_launcher(config, model_folder, run_folder, engine_dtype(config), **known)
     if launcher is not None:
         resources.callback(launcher.stop)
     with _problems_of_the_config():
@@ -172,7 +173,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     if layout.is_dp_leader:
         options = dict(lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), refills=transport == "shared_memory")
         options["in_flight"] = config.rollout.in_flight if config.rollout.max_staleness else None
-        engine = VllmEngine(urls, tokenizer.decode, logs=logs, token=token, **options, **_limits(config.rollout))
+        engine = VllmEngine(urls, tokenizer.decode, logs=logs, token=token, moved=moved, **options, **_limits(config.rollout))
         engine.asleep = engine.sleeps
     offload = Offload(policy, reference) if offloads(config) else Stays()
     with _problems_of_the_config():

@@ -121,7 +121,7 @@ class Keeper(Watcher):
             self._start_again(place, server)
         elif url in self.engine.dead and url not in self.engine.waiting:
             self.engine.unsettled.add(url)
-            if healthy(url):
+            if healthy(server.address):
                 self._fill(url)
             elif self.engine.leaving:
                 server.end()

@@ -27,7 +27,8 @@ import httpx
 
 from megagrpo.rollout.access import FILE_VARIABLE, GUARD, TOKEN_VARIABLE
 from megagrpo.rollout.engine import EngineStartError
-from megagrpo.rollout.vllm_http import CERTIFICATES
+from megagrpo.rollout.shm_names import remove_stale
+from megagrpo.rollout.vllm_http import CERTIFICATES, MovedServers
 
 HOST = "127.0.0.1"
 HERE = Path(__file__).parent
@@ -65,12 +66,17 @@ class ServerOptions:
 
 @dataclass
 class Server:
-    """One running server: its address, log file, and the supervisor above it."""
+    """One running server: its name, log file, and the supervisor above it. The name is the URL that clients know; `address` is the one that
+    it listens on, another one after a restart at a fresh port."""
 
     url: str
     log: Path
     supervisor: subprocess.Popen = field(repr=False)
     started: float = 0.0  # by the monotonic clock
+    address: str = ""  # the URL itself when empty
+
+    def __post_init__(self):
+        self.address = self.address or self.url
 
     @property
     def alive(self) -> bool:
@@ -125,7 +131,8 @@ class Launcher:
     `start` returns at once, so the trainer can build its model while vLLM starts. `port` is that of the first server, the next ones
     follow; 0 picks free ones. `devices` are the ids of the GPUs to share out, `options.tp` to each server; None runs vLLM for CPU. Servers
     listen on the address `host` of this machine alone, and with a `token` answer those alone who send it. Each server logs to
-    `log_dir/vllm_N.log`. One that has ended may be started again up to `max_restarts` times (`may_start_again`).
+    `log_dir/vllm_N.log`. One that has ended may be started again up to `max_restarts` times (`may_start_again`). Where clients learn from
+    `moved` that a server has moved, it restarts at a fresh port when another process has taken its own.
     """
 
     def __init__(
@@ -140,6 +147,7 @@ class Launcher:
         host: str = HOST,
         token: str | None = None,
         max_restarts: int = 0,
+        moved: MovedServers | None = None,
     ):
         if devices is not None and len(devices) < num_servers * options.tp:
             raise ValueError(
@@ -149,7 +157,7 @@ class Launcher:
         self.options, self.log_dir, self.num_servers, self.port = options, Path(log_dir), num_servers, port
         self.devices, self.startup_timeout = devices, startup_timeout
         self.host, self.token = host, token
-        self.max_restarts = max_restarts
+        self.max_restarts, self._moved = max_restarts, moved
         self.restarts: Counter[str] = Counter()  # address -> how often
         self.servers: list[Server] = []
 
@@ -174,6 +182,9 @@ class Launcher:
         if Path(self.options.model).is_absolute() and not Path(self.options.model, "config.json").exists():
             raise EngineStartError(f"model.path: {self.options.model} holds no config.json; vLLM needs a Hugging Face folder")
         self.log_dir.mkdir(parents=True, exist_ok=True)
+        remove_stale()
+        if self._moved is not None:
+            self._moved.forget()
         ports = [self.port + i for i in range(self.num_servers)] if self.port else _free_ports(self.host, self.num_servers)
         for port in ports:
             _check_port(self.host, port)
@@ -198,9 +209,10 @@ class Launcher:
                     if not (server.killed and self.may_start_again(server)):
                         self._give_up(server, f"{server.fate} after {now - server.started:.0f} s")
                     progress(f"warning: {self.start_again(place)}")
+                    self._rename(place)  # no client knows it yet
                 elif now - server.started > self.startup_timeout:
                     self._give_up(server, f"did not answer within {self.startup_timeout:.0f} s (rollout.startup_timeout)")
-            waiting = [place for place in waiting if not healthy(self.servers[place].url)]
+            waiting = [place for place in waiting if not healthy(self.servers[place].address)]
             if waiting and now - begun - told >= 5:
                 told = now - begun
                 log = self.servers[waiting[0]].log
@@ -217,6 +229,8 @@ class Launcher:
                 server.supervisor.send_signal(signal.SIGTERM)
         for server in self.servers:
             server.end()
+        if self._moved is not None:
+            self._moved.forget()
         self.servers.clear()
         atexit.unregister(self.stop)
 
@@ -225,17 +239,30 @@ class Launcher:
         return self.restarts[server.url] < self.max_restarts
 
     def start_again(self, index: int) -> str:
-        """Start a server that has ended, at its address and with its log going on, without waiting for it; the words for it."""
+        """Start a server that has ended, with its log going on, without waiting for it; the line to log. It gets the port of its URL, or a
+        fresh one when another process listens there."""
         server = self.servers[index]
         assert not server.alive and self.may_start_again(server)
         self.restarts[server.url] += 1
-        self.servers[index] = self._launch(index, int(server.url.rpartition(":")[2]), how="ab")
+        port, where = int(server.url.rpartition(":")[2]), ""
+        if self._moved is not None and not is_free(self.host, port):
+            (fresh,) = _free_ports(self.host, 1)
+            port, where = fresh, f" at port {fresh}, because another process listens at {port}"
+        self.servers[index] = self._launch(index, port, how="ab", url=server.url)
+        if self._moved is not None:
+            self._moved.write({each.url: each.address for each in self.servers if each.address != each.url})
         return (
-            f"vLLM server {server.url} {server.fate}; starting it again, {self.restarts[server.url]} of {self.max_restarts} times "
+            f"vLLM server {server.url} {server.fate}; starting it again{where}, {self.restarts[server.url]} of {self.max_restarts} times "
             f"(rollout.max_restarts); its log: {server.log}"
         )
 
-    def _launch(self, index: int, port: int, how: str = "wb") -> Server:
+    def _rename(self, index: int) -> None:
+        """Have the server's name be its present address."""
+        server = self.servers[index]
+        self.restarts[server.address] = self.restarts.pop(server.url)
+        server.url = server.address
+
+    def _launch(self, index: int, port: int, how: str = "wb", url: str | None = None) -> Server:
         log = self.log_dir / f"vllm_{index}.log"
         supervise = [sys.executable, "-I", "-S", str(HERE / "supervisor.py"), str(os.getpid()), str(GRACE_SECONDS)]
         with log.open(how) as out:
@@ -249,7 +276,8 @@ class Launcher:
             )
         with contextlib.suppress(BrokenPipeError), supervisor.stdin as pipe:  # it may have ended already, which `wait` reports
             pipe.write((self.token or "").encode())
-        return Server(f"http://{self.host}:{port}", log, supervisor, time.monotonic())
+        address = f"http://{self.host}:{port}"
+        return Server(url or address, log, supervisor, time.monotonic(), address)
 
     def _command(self, port: int) -> list[str]:
         o = self.options
@@ -310,6 +338,7 @@ class Launcher:
         env = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("TORCHELASTIC_")}
         env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
         env["VLLM_PLUGINS"] = "megagrpo"
+        env["VLLM_PROCESS_NAME_PREFIX"] = "megagrpo-vllm"  # `ps | grep megagrpo` then shows EngineCore and workers too
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the workers of a server are on one host
         if self.host == HOST:
             env["NCCL_SOCKET_IFNAME"] = "lo"  # so are all ranks that send them weights
@@ -360,6 +389,17 @@ def _free_ports(host: str, count: int) -> list[int]:
     finally:
         for s in sockets:
             s.close()
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError:
+            return False
+        return True
 
 
 def _check_port(host: str, port: int) -> None:

@@ -64,7 +64,7 @@ class Pulse:
             return []
         alive = [server for server in self._launcher.servers if server.alive]
         began = time.monotonic()
-        said = asyncio.run(self._ask([server.url for server in alive]))
+        said = asyncio.run(self._ask([server.address for server in alive]))
         self._looked = time.monotonic()
         if self._looked - began > HEALTH_SECONDS + 1:  # this process had no time to listen
             return []

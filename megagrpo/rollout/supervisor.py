@@ -25,6 +25,8 @@ SHARED = "/dev/shm/"
 VLLM_FILES = ("psm_", "vllm_")
 SCRATCH = "megagrpo_tmp_"  # begins the name of a trainer's own temporary folder (scratch.py)
 LONGEST = 107 - len("/vllm-12345678/") - 36  # of a temporary folder: vLLM makes sockets there, with names of 36 characters
+ENGINE = b"::EngineCore"  # in the title of vLLM's process that computes
+ENGINE_SECONDS = 15.0  # without an engine, after which a server that had one is ended; a sound API server exits before that
 WEIGHTS = "megagrpo-{}.*"  # what a trainer of that process id publishes its weights in (weight_sync/)
 
 
@@ -39,20 +41,34 @@ def main() -> int:
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: asked.append(1))
-    # If this process itself is killed, the server goes at once; its own children notice that by vLLM's means.
+    own = os.getpid()
+
+    def tie() -> None:
+        """In the server's process: the kernel kills it when this one is killed. Its children are tied to it by parent_death.py."""
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != own:
+            os._exit(1)
+
     around = Path(tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix="vllm-", dir=around if len(str(around)) <= LONGEST else "/tmp")
     environment = {**os.environ, "TMPDIR": folder}
-    server = subprocess.Popen(command, env=environment, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    server = subprocess.Popen(command, env=environment, preexec_fn=tie)
     files: set[str] = set()
     begun = seen = time.monotonic()
-    while server.poll() is None and not asked and os.getppid() == parent:
+    engine_seen, stuck = 0.0, False  # when there was an engine last; 0: never yet
+    while server.poll() is None and not asked and os.getppid() == parent and not stuck:
         time.sleep(0.1)
         now = time.monotonic()
         if now - seen > (1 if now - begun < 60 else 5):  # what a server that dies by itself has left, nobody maps any more
-            files |= shared_files(descendants())
+            below = descendants()
+            files |= shared_files(below)
             seen = now
+            engine_seen = now if has_engine(below) else engine_seen
+            stuck = 0 < engine_seen < now - ENGINE_SECONDS
     status = server.poll()
+    if stuck and status is None:
+        print(f"the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it", flush=True)
+        status = -signal.SIGKILL
     files |= shared_files(descendants())
     end(server, grace)
     for file in files:
@@ -113,6 +129,17 @@ def descendants() -> list[int]:
         found += below
         todo += below
     return found
+
+
+def has_engine(pids: list[int]) -> bool:
+    """Whether one of the processes is vLLM's EngineCore."""
+    for pid in pids:
+        try:
+            if ENGINE in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return True
+        except OSError:
+            pass
+    return False
 
 
 def shared_files(pids: list[int]) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -27,7 +28,7 @@ HEALTH_SECONDS = 5.0  # within which a server answers that it is well
 class Servers:
     """`urls` are the servers, `logs` their log files for messages, `token` what they ask for. `dead` are those that no request goes to,
     `waiting` those of them that only need new weights, `joining` those that were never asked. While there is a file `urls_file`, it names
-    the servers: see `follow`."""
+    the servers: see `follow`. `moved` says at which addresses servers listen that were restarted at another port."""
 
     def __init__(
         self,
@@ -37,12 +38,13 @@ class Servers:
         request_timeout: float = 1800.0,
         token: str | None = None,
         urls_file: Path | None = None,
+        moved: MovedServers | None = None,
     ):
         if not urls:
             raise ValueError("rollout.urls: no vLLM server is named and none was started")
         self.urls, self.timeout = list(urls), request_timeout
         self.logs = dict(zip(urls, logs, strict=False))
-        self._headers, self.urls_file = headers(token), urls_file
+        self._headers, self.urls_file, self._moved = headers(token), urls_file, moved
         self._faults: Counter[str] = Counter()
         self._barred_until: dict[str, float] = {}
         self.dead: set[str] = set()
@@ -123,7 +125,7 @@ class Servers:
     def _client(self) -> httpx.AsyncClient:
         # vLLM closes a connection after an error: a request that reuses it at that moment would be lost.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        spread = Spread(limits=limits, trust_env=False, verify=CERTIFICATES)
+        spread = Spread(self._moved, limits=limits, trust_env=False, verify=CERTIFICATES)
         return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=CONNECT_SECONDS), transport=spread, headers=self._headers)
 
     def _living(self) -> list[str]:
@@ -142,12 +144,14 @@ class Spread(httpx.AsyncBaseTransport):
     """Requests in turn over several pools of connections. For each request, and at its end, a pool looks through all connections that it
     has, which would be the client's main work with thousands of them."""
 
-    def __init__(self, **options: Any):
-        self._options, self._turn = options, 0
+    def __init__(self, moved: MovedServers | None = None, **options: Any):
+        self._moved, self._options, self._turn = moved, options, 0
         self._pools: list[httpx.AsyncHTTPTransport] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """The answer, by the pool whose turn it is."""
+        """The answer, by the pool whose turn it is, of the server at its present address."""
+        if self._moved is not None:
+            self._moved.redirect(request)
         place = self._turn % POOLS
         self._turn += 1
         if place == len(self._pools):
@@ -158,6 +162,41 @@ class Spread(httpx.AsyncBaseTransport):
         """Close all connections."""
         for pool in self._pools:
             await pool.aclose()
+
+
+class MovedServers:
+    """Addresses of servers that were restarted at another port because another process had taken theirs.
+
+    The launcher writes `file`, a JSON object URL -> present address; every rank reads it. A server keeps its first URL as its name, so
+    nothing else changes when it moves.
+    """
+
+    def __init__(self, file: Path):
+        self._file, self._seen = file, (0, 0)
+        self._addresses: dict[str, httpx.URL] = {}
+
+    def write(self, addresses: dict[str, str]) -> None:
+        """Replace the file at once, so that no reader sees a part of it."""
+        draft = self._file.with_suffix(".part")
+        draft.write_text(json.dumps(addresses))
+        draft.replace(self._file)
+
+    def forget(self) -> None:
+        """Remove what an earlier start wrote."""
+        self._file.unlink(missing_ok=True)
+
+    def redirect(self, request: httpx.Request) -> None:
+        """Send `request` to the present address of its server."""
+        try:
+            found = self._file.stat()
+            if (found.st_ino, found.st_mtime_ns) != self._seen:
+                self._addresses = {url: httpx.URL(address) for url, address in json.loads(self._file.read_text()).items()}
+                self._seen = found.st_ino, found.st_mtime_ns
+        except (OSError, ValueError):  # no server has moved
+            return
+        if (address := self._addresses.get(f"{request.url.scheme}://{request.url.netloc.decode()}")) is not None:
+            request.url = request.url.copy_with(host=address.host, port=address.port)
+            request.headers["host"] = address.netloc.decode()
 
 
 class ServerTimeout(WeightSyncError):

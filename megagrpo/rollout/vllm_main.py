@@ -11,6 +11,8 @@ import multiprocessing
 import runpy
 import time
 
+from megagrpo.parent_death import tie_process_tree
+
 
 def _fork_instead_of_spawn() -> None:
     get_context = multiprocessing.get_context
@@ -26,6 +28,7 @@ def _nap_instead_of_spin() -> None:
 
 
 if __name__ == "__main__":
+    tie_process_tree()  # EngineCore and workers end with this process, even by SIGKILL
     gc.disable()  # none of what imports make becomes garbage, and looking through it again and again takes a tenth of their time
     _fork_instead_of_spawn()
     import vllm.v1.engine.core

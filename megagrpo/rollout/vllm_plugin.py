@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from megagrpo.parent_death import tie_process_tree
 from megagrpo.rollout.cpu_experts import heed_expert_map
 from megagrpo.rollout.cuda_ipc import DeviceMaps
 from megagrpo.rollout.exchange import Deadline, let_go
@@ -30,6 +31,7 @@ from megagrpo.rollout.ledger import Ledgers
 from megagrpo.rollout.receiver import Receiver
 from megagrpo.rollout.shard_reader import BlockSource, MappedBlocks, ShardReader
 from megagrpo.rollout.shared_weights import Bookmark, Manifest, SharedFiles, WeightSyncError
+from megagrpo.rollout.shm_names import name_segments_by_owner
 from megagrpo.rollout.vllm_loading import Loading, some
 
 BACKEND = "megagrpo"
@@ -37,7 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make the backend known to this process; vLLM calls it in every process, sometimes more than once."""
+    """Make the backend known to this process, and tie EngineCore and workers to the life of their parent. vLLM calls this in every process,
+    sometimes more than once."""
+    tie_process_tree()
+    name_segments_by_owner()
     if current_platform.is_cpu():
         heed_expert_map()
     if BACKEND not in WeightTransferEngineFactory._registry:

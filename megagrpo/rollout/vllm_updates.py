@@ -17,7 +17,7 @@ import httpx
 
 from megagrpo.rollout.engine import ServerDied, WeightUpdate
 from megagrpo.rollout.shared_weights import WeightSyncError
-from megagrpo.rollout.vllm_http import HEALTH_SECONDS, NoAnswer, Servers, ServerTimeout, answers
+from megagrpo.rollout.vllm_http import HEALTH_SECONDS, MovedServers, NoAnswer, Servers, ServerTimeout, answers
 
 INITIAL_VERSION = "default"  # what vLLM calls the weights it started with
 LOOK_SECONDS = 0.5  # between two looks at servers that do not answer
@@ -48,8 +48,9 @@ class Updates(Servers):
         in_flight: str | None = None,
         token: str | None = None,
         urls_file: Path | None = None,
+        moved: MovedServers | None = None,
     ):
-        super().__init__(urls, logs=logs, request_timeout=request_timeout, token=token, urls_file=urls_file)
+        super().__init__(urls, logs=logs, request_timeout=request_timeout, token=token, urls_file=urls_file, moved=moved)
         self.sync_timeout, self.lora, self.patience = sync_timeout, lora, patience
         self.sleeps, self.asleep, self.refills, self.in_flight = sleeps, False, refills, in_flight
         self.unsettled: set[str] = set()  # servers that start or are silent: they may hold memory, and cannot be told to sleep

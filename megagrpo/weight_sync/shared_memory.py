@@ -32,11 +32,9 @@ from megagrpo.rollout.copies import NotFinite, check_finite, copy_checked
 from megagrpo.rollout.engine import Engine
 from megagrpo.rollout.ledger import HEADER, NUM_SLOTS, Ledger, Ledgers, ledger_path
 from megagrpo.rollout.shared_weights import ALIGNMENT, DTYPES, Bookmark, Manifest, SharedBlock, SharedTensor, WeightSyncError
+from megagrpo.rollout.shm_names import SHARED_MEMORY, WEIGHTS, owner, remove_stale
 from megagrpo.weight_sync.transport import Given, Ranks, Weights, key_of
 from megagrpo.weight_sync.verification import verify
-
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "megagrpo-"
 
 Placed = tuple[str, tuple[int, ...], Box, int]  # a block: tensor, its shape, the part of it, and the byte where it begins
 Share = tuple[str, Tensor, Block]  # a block with its parameter and that one's name
@@ -54,7 +52,7 @@ class SharedMemory:
         self._blocks: list[list[Placed]] = []  # of each rank
         self._tensors: dict[int, dict[str, SharedTensor]] = {}  # slot -> what lies where
         remove_stale(folder)
-        own = str(folder / f"{PREFIX}{_identity(os.getpid())}-{secrets.token_hex(4)}")
+        own = str(folder / f"{WEIGHTS}{owner(os.getpid())}-{secrets.token_hex(4)}")
         told = ranks.all_gather_objects((socket.gethostname(), own))
         if len(hosts := sorted({host for host, _ in told})) > 1:
             raise ValueError(f"weight sync through shared memory needs all ranks on one host; they are on {', '.join(hosts)}")
@@ -265,22 +263,6 @@ class Slots:
             ledger.withdraw()
             raise
         return Given(num_bytes, checksum_seconds)
-
-
-def remove_stale(shared_memory: Path) -> None:
-    """Remove what trainers that no longer run left in shared memory."""
-    for folder in shared_memory.glob(f"{PREFIX}*"):
-        pid = folder.name.removeprefix(PREFIX).split(".")[0]
-        if not pid.isdigit() or folder.name.removeprefix(PREFIX).rpartition("-")[0] != _identity(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _identity(pid: int) -> str:
-    """The process id with the process's start time, because ids are used again; "" when there is no such process."""
-    try:
-        return f"{pid}.{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
-    except OSError:
-        return ""
 
 
 def _allocate(path: Path, count: int) -> Tensor:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,7 @@ class Struck:
 
     def look(self, root: int) -> None:
         """Note the processes, files in shared memory and ports that the run has at the moment."""
-        self.processes |= {pid: born(pid) for start in [root, *self.alive()] for pid in world.family(start) if born(pid)}
+        self.processes |= {pid: at for start in [root, *self.alive()] for pid in world.family(start) if (at := born(pid))}
         alive = self.alive()
         self.files |= world.shared_memory(alive)
         self.sockets |= listening(alive)
@@ -306,6 +307,7 @@ def main() -> int:
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--keep", type=Path, help="folder for undisturbed runs, which the next call finds there")
     given = parser.parse_args()
+    warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
     print(f"seed {given.seed}, {given.kills} kills", flush=True)
     work = Path(tempfile.mkdtemp(prefix="random_kills_"))
     wrong = many_kills(given.seed, given.kills, work, given.keep or work / "undisturbed", given.settings)

@@ -1,5 +1,6 @@
 """The supervisor and the launcher around ordinary processes: what is started here does not outlive the process that started it."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,6 +15,8 @@ import pytest
 import megagrpo.rollout.launcher as launcher_module
 from megagrpo.rollout.engine import EngineStartError, derive_seed
 from megagrpo.rollout.launcher import Launcher, Server, ServerOptions
+from megagrpo.rollout.shm_names import remove_stale
+from megagrpo.rollout.vllm_http import MovedServers, Servers, answers
 
 SUPERVISOR = Path(launcher_module.HERE) / "supervisor.py"
 # A server with a child that ignores SIGTERM and leaves its process group, and with a grandchild that lost its parent.
@@ -96,6 +99,15 @@ def test_a_supervisor_says_by_which_signal_its_server_was_killed():
     assert subprocess.run(command, timeout=20).returncode == 128 + signal.SIGKILL
 
 
+def test_a_server_that_outlives_its_engine_is_ended_as_if_it_had_been_killed(tmp_path):
+    impatient = "import sys; from megagrpo.rollout import supervisor; supervisor.ENGINE_SECONDS = 1.0; sys.exit(supervisor.main())"
+    (tmp_path / "engine.sh").write_text("exec -a vllm::EngineCore sleep 1.5")
+    server = f"bash {tmp_path}/engine.sh & sleep 60"
+    command = [sys.executable, "-c", impatient, str(os.getpid()), "1", "bash", "-c", server]
+    ended = subprocess.run(command, timeout=20, capture_output=True, text=True)
+    assert ended.returncode == 128 + signal.SIGKILL and "the engine has ended and the API server has not exited" in ended.stdout
+
+
 SAYS_WHERE = "import os, tempfile, time; open(tempfile.mkstemp()[1]).close(); print(tempfile.gettempdir(), flush=True); time.sleep({})"
 
 
@@ -156,6 +168,27 @@ def test_files_that_a_server_had_mapped_which_is_killed_soon_are_removed():
     code += "os.kill(os.getpid(), 9)"
     command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", code]
     assert subprocess.run(command, timeout=20).returncode == 128 + signal.SIGKILL and not name.exists()
+
+
+def test_segments_of_a_process_that_was_killed_are_removed_at_the_next_start_and_no_others():
+    code = "import sys, time; from multiprocessing import resource_tracker, shared_memory; "
+    code += "from megagrpo.rollout.shm_names import name_segments_by_owner; name_segments_by_owner(); "
+    code += "resource_tracker.register = lambda *_: None; "  # a killed tracker
+    code += "print(shared_memory.SharedMemory(create=True, size=64).name, flush=True); time.sleep(60)"
+    made = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    files = [Path("/dev/shm", process.stdout.readline().strip()) for process in made]
+    try:
+        assert [file.name.split(".")[0] for file in files] == [f"psm_megagrpo-{process.pid}" for process in made]
+        made[0].kill()
+        made[0].wait()
+        assert all(file.exists() for file in files)
+        remove_stale()
+        assert [file.exists() for file in files] == [False, True]
+    finally:
+        for process, file in zip(made, files, strict=True):
+            process.kill()
+            process.wait()
+            file.unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -224,6 +257,35 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(options, tmp_p
         assert launcher.wait(said.append) == launcher.urls and all(map(launcher_module.healthy, launcher.urls))
     killed = [line for line in said if "was killed by SIGKILL; starting it again, 1 of 1 times (rollout.max_restarts)" in line]
     assert len(killed) == 2 and all(line.startswith("warning: vLLM server http://127.0.0.1:") for line in killed)
+
+
+def test_a_server_whose_port_was_taken_restarts_at_a_fresh_port_and_clients_follow(options, tmp_path):
+    file = tmp_path / "moved.json"
+    with Starting(options, tmp_path, max_restarts=2, moved=MovedServers(file)) as launcher:
+        launcher.first = launcher.later = launcher.well
+        launcher.start()
+        (url,) = launcher.wait()
+        client = Servers([url], moved=MovedServers(file))  # of another rank
+        launcher.servers[0].supervisor.kill()
+        launcher.servers[0].supervisor.wait()
+        port = int(url.rpartition(":")[2])
+        wait_until(lambda: launcher_module.is_free(launcher.host, port))
+        with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind((launcher.host, port))
+            taken.listen()
+            line = launcher.start_again(0)
+            address = launcher.servers[0].address
+            assert launcher.urls == [url] != [address]
+            assert f"{url} was killed by SIGKILL; starting it again at port {address.rpartition(':')[2]}, because another process" in line
+            wait_until(lambda: launcher_module.healthy(address))
+            assert asyncio.run(client._each(answers)) == [True]
+        launcher.servers[0].end()
+        launcher.start_again(0)  # the port is free again
+        assert launcher.servers[0].address == url
+        wait_until(lambda: launcher_module.healthy(url))
+        assert asyncio.run(client._each(answers)) == [True]
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(

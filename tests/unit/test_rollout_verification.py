@@ -15,8 +15,9 @@ from megagrpo.rollout.copies import checksum
 from megagrpo.rollout.engine import ServerDied
 from megagrpo.rollout.ledger import Ledgers
 from megagrpo.rollout.shared_weights import Manifest, SharedBlock, SharedTensor, WeightSyncError
+from megagrpo.rollout.shm_names import remove_stale
 from megagrpo.weight_sync import Stays, WeightSync
-from megagrpo.weight_sync.shared_memory import SharedMemory, _allocate, remove_stale
+from megagrpo.weight_sync.shared_memory import SharedMemory, _allocate
 from megagrpo.weight_sync.verification import verify
 
 BLOCKS = tuple(SharedBlock(rank, f"f{rank}", 0, cut((8, 6), 0, 4 * rank, 4 * rank + 4), number=0) for rank in range(2))

@@ -1,0 +1,45 @@
+"""Names of files in /dev/shm that carry the process that made them, so that the next start can remove what a killed process left.
+
+Owner names are PID.START_TIME, because process ids are used again. Files of this run's weights begin with `megagrpo-OWNER-`, and those
+that vLLM makes through Python's `multiprocessing.shared_memory` with `psm_megagrpo-OWNER-`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from multiprocessing import shared_memory
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+WEIGHTS, SEGMENTS = "megagrpo-", "psm_megagrpo-"
+
+
+def owner(pid: int) -> str:
+    """PID.START_TIME of a running process; "" when there is none."""
+    try:
+        return f"{pid}.{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    except OSError:
+        return ""
+
+
+def name_segments_by_owner() -> None:
+    """Have `multiprocessing.shared_memory` name what this process and its children create after the process that creates it."""
+    shared_memory._make_filename = lambda: f"/{SEGMENTS}{owner(os.getpid())}-{secrets.token_hex(4)}"
+
+
+def remove_stale(folder: Path = SHARED_MEMORY) -> None:
+    """Remove weights and segments in `folder` whose owner no longer runs."""
+    for prefix in (WEIGHTS, SEGMENTS):
+        for path in folder.glob(f"{prefix}*"):
+            named = path.name.removeprefix(prefix)
+            pid = named.split(".")[0]
+            if pid.isdigit() and named.rpartition("-")[0] == owner(int(pid)):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    path.unlink()

@@ -1,0 +1,95 @@
+"""vLLM's processes end with the supervisor above them, whatever kills it, and leave neither port nor shared memory."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import world
+from tests.e2e.test_server_dies import assert_same_steps, in_the_third_update
+from tests.e2e.tiny_servers import below
+
+
+def supervisor_of(pid):
+    (found,) = [child for child in world.family(pid) if "supervisor.py" in Path(f"/proc/{child}/cmdline").read_text()]
+    return found
+
+
+def is_free(port):
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def port_of(supervisor):
+    """The port of the server below, from the command line of its API server."""
+    words = Path(f"/proc/{below(supervisor)[0]}/cmdline").read_text().split("\0")
+    return int(words[words.index("--port") + 1])
+
+
+def test_a_supervisor_and_a_trainer_that_are_killed_together_leave_nothing(tmp_path):
+    with world.running(tmp_path, "run.max_steps=1000", launched=True) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 1, "first step")
+        family, supervisor = world.family(trainer.pid), supervisor_of(trainer.pid)
+        port = port_of(supervisor)
+        files = [file for file in world.shared_memory(family) if not file.name.startswith("megagrpo-") and file.parent.name == "shm"]
+        titles = [Path(f"/proc/{pid}/cmdline").read_text() for pid in below(supervisor)]
+        for role in ("EngineCore", "Worker"):  # what `ps | grep megagrpo` shows
+            assert any(f"megagrpo-vllm::{role}" in title for title in titles), titles
+        assert files and all(file.name.startswith("psm_megagrpo-") for file in files), files
+        assert not is_free(port)
+        for pid in (trainer.pid, supervisor):
+            os.kill(pid, signal.SIGKILL)
+        trainer.wait()
+        world.wait_for(lambda: not any(map(world.alive, family)), "end of all processes", seconds=5)
+        assert is_free(port)
+        world.wait_for(lambda: not any(file.exists() for file in files), "end of vLLM's files in shared memory", seconds=5)
+
+
+taken = []  # sockets that listen where a server did
+
+
+def kill_supervisor_and_take_its_port(trainer_pid):
+    """The supervisor's server ends with it, and another program listens at its port before it is restarted."""
+    supervisor = supervisor_of(trainer_pid)
+    port = port_of(supervisor)
+    os.kill(supervisor, signal.SIGKILL)
+    world.wait_for(lambda: is_free(port), "free port", seconds=5)
+    taken.append(socket.socket())
+    taken[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    taken[-1].bind(("127.0.0.1", port))
+    taken[-1].listen()
+
+
+@pytest.mark.full
+def test_a_supervisor_that_is_killed_in_a_sync_costs_a_restart_at_a_fresh_port(tmp_path):
+    options = ["run.max_steps=5"]
+    plain = world.train(tmp_path / "plain", *options)
+
+    def prepare():
+        pid = os.getpid()
+        in_the_third_update(lambda: kill_supervisor_and_take_its_port(pid))
+
+    run = world.train(tmp_path / "killed", *options, prepare=prepare, launched=True)  # ends within 120 s, not after a timeout of 300 s
+    assert run.code == 0, run.err
+    assert "was killed by SIGKILL; starting it again at port" in run.out and "is back, with weight version" in run.out
+    assert_same_steps(run, plain)
+
+
+@pytest.mark.full
+def test_two_ranks_follow_a_server_to_its_fresh_port(tmp_path):
+    options = ["run.max_steps=8"]
+    plain = world.finish(world.start(tmp_path / "plain", *options, NPROC="2"), tmp_path / "plain")
+    process = world.start(tmp_path / "killed", *options, launched=True, NPROC="2")
+    world.wait_for(lambda: world.steps_done(tmp_path / "killed") >= 2, "second step")
+    kill_supervisor_and_take_its_port(process.pid)
+    run = world.finish(process, tmp_path / "killed", seconds=240)
+    assert run.code == 0, run.err
+    assert "starting it again at port" in run.out
+    assert_same_steps(run, plain)
