@@ -247,12 +247,12 @@ class Launcher:
         port, where = int(server.url.rpartition(":")[2]), ""
         if self._moved is not None and not is_free(self.host, port):
             (fresh,) = _free_ports(self.host, 1)
-            port, where = fresh, f" at port {fresh}, because another process listens at {port}"
+            port, where = fresh, f", and another process took its port (new port {fresh})"
         self.servers[index] = self._launch(index, port, how="ab", url=server.url)
         if self._moved is not None:
             self._moved.write({each.url: each.address for each in self.servers if each.address != each.url})
         return (
-            f"vLLM server {server.url} {server.fate}; starting it again{where}, {self.restarts[server.url]} of {self.max_restarts} times "
+            f"vLLM server {server.url} {server.fate}{where}; starting it again, {self.restarts[server.url]} of {self.max_restarts} times "
             f"(rollout.max_restarts); its log: {server.log}"
         )
 

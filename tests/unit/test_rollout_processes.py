@@ -277,7 +277,8 @@ def test_a_server_whose_port_was_taken_restarts_at_a_fresh_port_and_clients_foll
             line = launcher.start_again(0)
             address = launcher.servers[0].address
             assert launcher.urls == [url] != [address]
-            assert f"{url} was killed by SIGKILL; starting it again at port {address.rpartition(':')[2]}, because another process" in line
+            fresh = address.rpartition(":")[2]
+            assert f"{url} was killed by SIGKILL, and another process took its port (new port {fresh}); starting it again" in line
             wait_until(lambda: launcher_module.healthy(address))
             assert asyncio.run(client._each(answers)) == [True]
         launcher.servers[0].end()
