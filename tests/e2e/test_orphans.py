@@ -76,7 +76,8 @@ def test_a_supervisor_that_is_killed_in_a_sync_costs_a_restart_at_a_fresh_port(t
         pid = os.getpid()
         in_the_third_update(lambda: kill_supervisor_and_take_its_port(pid))
 
-    run = world.train(tmp_path / "killed", *options, prepare=prepare, launched=True)  # ends within 120 s, not after a timeout of 300 s
+    with world.running(tmp_path / "killed", *options, prepare=prepare, launched=True) as trainer:
+        run = trainer.wait(seconds=280)  # less than rollout.weight_sync_timeout
     assert run.code == 0, run.err
     assert "and another process took its port" in run.out and "is back, with weight version" in run.out
     assert_same_steps(run, plain)

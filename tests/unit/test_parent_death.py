@@ -33,16 +33,18 @@ def test_a_rank_ends_when_torchrun_is_killed_while_it_imports(variables, delays,
         code = LAUNCHER.format(variables=variables)
         command = [sys.executable, "-c", code, str(config), mark]
         launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-        launcher.stdout.readline()
-        wait_until(lambda mark=mark: len(with_mark(mark)) == 2)
-        if delay is None:  # torchrun does not tell its process id, so the rank has to live when torchrun is killed
-            wait_until(lambda mark=mark: any("pydantic_core" in Path(f"/proc/{pid}/maps").read_text() for pid in with_mark(mark)))
-        else:
-            time.sleep(delay)
-        launcher.kill()
-        launcher.wait()
         try:
+            launcher.stdout.readline()
+            wait_until(lambda mark=mark: len(with_mark(mark)) == 2)
+            if delay is None:  # torchrun does not tell its process id, so the rank has to live when torchrun is killed
+                wait_until(lambda mark=mark: any("pydantic_core" in Path(f"/proc/{pid}/maps").read_text() for pid in with_mark(mark)))
+            else:
+                time.sleep(delay)
+            launcher.kill()
+            launcher.wait()
             wait_until(lambda mark=mark: not with_mark(mark), seconds=10)  # otherwise the rank imports, and trains
         finally:
+            launcher.kill()
             for pid in with_mark(mark):
                 os.kill(pid, signal.SIGKILL)
+            launcher.wait()
