@@ -7,6 +7,9 @@ samples.safetensors   `token_ids` [sum of L], `borders` [N + 1], `prompt_lengths
                   policy did not write) and `written` [sum of L] (whether it did)
 update_K.safetensors  one row per loss token as optimizer step K saw it: `sample`, `token` (its place there), `token_id`, `advantage`,
                   `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `entropy`, `full_kl`; those that the step has
+optimizer_K.safetensors  of 64 elements of every trained tensor, `places.NAME` [n] in the flattened tensor and `values.NAME` [n, 5] float32:
+                  weight and Adam's two moments before optimizer step K, the clipped gradient, weight after it; the weight that Adam
+                  moves is the float32 master of a bf16 weight. Absent with Muon and with fp8_param
 reference/        the reference's weights as a Hugging Face folder, once it has moved
 weights_K/        the weights before optimizer step K as a Hugging Face folder; the very first are those of the model, and not written
 
@@ -29,9 +32,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megagrpo.bridge.export import save_hf
+from megagrpo.bridge.optimizer_sample import Read, sample
 from megagrpo.config import RunConfig
 from megagrpo.parallel.together import together
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.optimizer import moments_of
 from megagrpo.policy.reference import Reference
 from megagrpo.types import LossFn, LossInputs, ScoredRollout
 
@@ -39,6 +44,7 @@ STEP_FILE = "step.json"
 PACKAGES = ("megagrpo", "torch", "megatron-core", "transformers", "vllm")
 
 Rows = dict[str, Tensor]
+Sampled = dict[str, tuple[Tensor, Tensor]]
 
 
 class StepDumps:
@@ -64,6 +70,7 @@ class StepDumps:
         self._step = 0  # being dumped; 0 when none is
         self._updates: list[dict[str, Any]] = []
         self._seen: dict[int, LossInputs] = {}
+        self._before: Sampled = {}  # the optimizer, before the step that is under way
 
     def begin(self, step: int) -> None:
         """Dump what follows, if `step` (from 1) is one of those asked for."""
@@ -77,7 +84,7 @@ class StepDumps:
     def record(self, loss_fn: LossFn) -> LossFn:
         """`loss_fn` for one optimizer step, which keeps what it is called with; the weights before the step are written now."""
         self._seen = {}
-        if not self._step or not self._attempt(self._save_weights):
+        if not self._step or not (self._attempt(self._save_weights) and self._attempt(self._look_at_optimizer)):
             return loss_fn
         counts = self._layout.tp_rank == 0 and self._layout.cp_rank == 0  # the others see the same
 
@@ -92,7 +99,8 @@ class StepDumps:
         """What came out of the optimizer step on these samples; without `grad_norm` it was skipped."""
         if self._step:
             self._updates[-1] |= {"denominator": denominator, "metrics": dict(metrics), "samples": list(samples)}
-            self._attempt(self._save_rows)
+            if self._attempt(self._save_rows):
+                self._attempt(self._save_optimizer)
 
     def finish(self, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
         """Write the rollouts, and let the dump appear."""
@@ -144,6 +152,28 @@ class StepDumps:
         name = f"update_{len(self._updates)}.safetensors"
         self._updates[-1]["rows"] = name
         together(self._layout, lambda: save_file(merge(everyone), self._partial / name), here=self._layout.world_rank == 0)
+
+    def _look_at_optimizer(self) -> None:
+        config = self._config
+        self._before = {}
+        if config.train.optimizer == "adam" and not config.model.fp8_param:
+            self._before = self._sample(lambda adam, main: [main, *moments_of(adam, main)])
+        self._updates[-1]["optimizer_steps"] = self._policy.scheduler.num_steps
+
+    def _save_optimizer(self) -> None:
+        """Adam's gradient is what it has just followed: clipped; NaN where the step was skipped."""
+        if not self._before:
+            return
+        after = self._sample(lambda adam, main: [torch.full_like(main, math.nan) if main.grad is None else main.grad, main])
+        tables = {f"places.{name}": places for name, (places, _) in after.items()}
+        tables |= {f"values.{name}": torch.cat([self._before[name][1], values], dim=1) for name, (_, values) in after.items()}
+        name = f"optimizer_{len(self._updates)}.safetensors"
+        self._updates[-1]["optimizer"] = name
+        together(self._layout, lambda: save_file(tables, self._partial / name), here=self._layout.world_rank == 0)
+
+    def _sample(self, read: Read) -> Sampled:
+        policy = self._policy
+        return sample(policy.chunks, policy.hf_config, self._layout, policy.optimizer, read)
 
     def _publish(self, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
         config, layout = self._config, self._layout

@@ -5,60 +5,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-from megagrpo.audit import naive, naive_advantages, naive_loss
+from megagrpo.audit import naive_advantages, naive_loss
+from megagrpo.audit.compare import EXACT, ROUNDING, SUMMING, TOLERANCES, Check, compare, named
 from megagrpo.audit.recompute import Recomputed, recompute
+from megagrpo.audit.rows import Rows, means
 from megagrpo.audit.saved import Sample, Step, Update
+from megagrpo.audit.update_checks import check_update
 from megagrpo.config import RewardsSection
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.rewards.registry import REPEATABLE, display_names
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Dialogue, Prompt, Rollout
-
-EXACT = 0.0
-ROUNDING = 1e-6  # of one number stored in float32
-SUMMING = 1e-5  # of the mean of many
-
-
-@dataclass(frozen=True)
-class Tolerances:
-    """How far a run may be from float64: log-probs, entropy and exact KL of one token, and on average over tokens, in nats; the loss
-    relative to its tokens' mean absolute value; the gradient norm relative."""
-
-    token: float
-    average: float
-    loss: float
-    grad_norm: float
-
-
-TOLERANCES = {
-    "float32": Tolerances(token=2e-4, average=2e-5, loss=2e-5, grad_norm=1e-4),
-    "bfloat16": Tolerances(token=0.5, average=0.1, loss=0.02, grad_norm=0.05),
-}
-
-
-@dataclass(frozen=True)
-class Check:
-    """One quantity: how many numbers were compared, and of the one that is furthest off (by its tolerance) the place, both values, their
-    difference and what was allowed; the `average` difference, and what was allowed where it is limited too. `note` says how it was
-    compared where that is a choice."""
-
-    quantity: str
-    count: int
-    passed: bool
-    difference: float
-    allowed: float
-    place: str = ""
-    dumped: float | str = 0.0
-    recomputed: float | str = 0.0
-    average: float = 0.0
-    average_allowed: float | None = None
-    note: str = ""
 
 
 def check_step(step: Step) -> Iterator[Check]:
@@ -74,7 +35,7 @@ def check_step(step: Step) -> Iterator[Check]:
     advantages = naive_advantages.advantages(table, weights, step.config.rollout.num_generations, step.config.algorithm)
     dumped = [float(s.text["advantage"]) for s in step.samples]
     yield compare("advantages", dumped, advantages, ROUNDING, lambda i: f"sample {i}")
-    rows = [_Rows(step, update) for update in step.updates]
+    rows = [Rows(step, update) for update in step.updates]
     for of in rows:
         yield of.compare(
             "advantages in the batch", "advantage", [torch.full((s.length,), a) for s, a in zip(step.samples, advantages, strict=True)]
@@ -82,32 +43,7 @@ def check_step(step: Step) -> Iterator[Check]:
         yield of.compare("rollout log-probs", "rollout_logprobs", [s.rollout_logprobs for s in step.samples])
     for of, result in zip(rows, recompute(step, advantages), strict=True):
         yield from _numbers(step, of, result)
-
-
-def compare(
-    quantity: str,
-    dumped: Sequence[float] | Tensor,
-    recomputed: Sequence[float] | Tensor,
-    tolerance: float,
-    place: Callable[[int], str],
-    size: float = 1.0,
-    average: float | None = None,
-    note: str = "",
-) -> Check:
-    """Numbers pairwise. Allowed is `tolerance` times `size`, or times the recomputed number where that is larger; `average` limits the mean
-    difference. NaN equals NaN only."""
-    found, expected = (torch.as_tensor(values, dtype=torch.float64) for values in (dumped, recomputed))
-    if not expected.numel():
-        return Check(quantity, 0, True, 0.0, tolerance * size, note=note)
-    difference = torch.where((found == expected) | (found.isnan() & expected.isnan()), 0.0, (found - expected).abs()).nan_to_num(
-        nan=math.inf
-    )
-    allowed = tolerance * torch.clamp(expected.abs(), min=size).nan_to_num(nan=size, posinf=size)
-    worst = int((difference - allowed).argmax())
-    mean = difference.mean().item()
-    passed = bool((difference <= allowed).all()) and (average is None or mean <= average)
-    values = difference[worst].item(), allowed[worst].item(), place(worst), found[worst].item(), expected[worst].item()
-    return Check(quantity, expected.numel(), passed, *values, mean, average, note)
+        yield from check_update(step, of.update, result)
 
 
 def _tokens(step: Step) -> Check:
@@ -169,8 +105,8 @@ def _masks(step: Step, update: Update) -> Check:
     problems = [("not in the loss", place) for place in sorted(expected - found.keys())]
     problems += [("in the loss by mistake", place) for place in sorted(found.keys() - expected)]
     problems += [(f"in the loss {times} times", place) for place, times in sorted(found.items()) if times > 1 and place in expected]
-    named = [(problem, f"sample {sample} token {token}") for problem, (sample, token) in problems]
-    return _listed(_name("masks", step, update), len(expected), named)
+    placed = [(problem, f"sample {sample} token {token}") for problem, (sample, token) in problems]
+    return _listed(named("masks", step, update), len(expected), placed)
 
 
 def _with_kl(step: Step, table: list[list[float | None]]) -> list[list[float | None]]:
@@ -227,48 +163,7 @@ def _rollout(sample: Sample) -> Rollout:
     return Rollout(prompt, response, zeros, text["finish_reason"], text["weight_version"], text["response"], dialogue)
 
 
-class _Rows:
-    """The rows of one optimizer step that speak of a token of some sample; others are the masks' matter."""
-
-    def __init__(self, step: Step, update: Update):
-        self.step, self.update = step, update
-        sample, token = update.rows["sample"].long(), update.rows["token"].long()
-        lengths = torch.tensor([s.length for s in step.samples])
-        self._valid = (sample >= 0) & (sample < len(lengths)) & (token >= 0) & (token < lengths[sample.clamp(0, len(lengths) - 1)])
-        self.sample, self.token = sample[self._valid], token[self._valid]
-        self._place = (lengths.cumsum(0) - lengths)[self.sample] + self.token
-
-    def dumped(self, name: str) -> Tensor | None:
-        return self.update.rows[name][self._valid].double() if name in self.update.rows else None
-
-    def recomputed(self, rows: Sequence[Tensor | None]) -> Tensor:
-        """Rows [L] or [Lr] of each sample at the tokens of these rows; NaN where there is none."""
-        whole = []
-        for sample, row in zip(self.step.samples, rows, strict=True):
-            filled = torch.full((sample.length,), math.nan, dtype=torch.float64)
-            if row is not None:
-                filled = row.double() if row.numel() == sample.length else filled.index_copy(0, sample.places, row.double())
-            whole.append(filled)
-        return torch.cat(whole)[self._place]
-
-    def ratio(self, log_ratio: Tensor) -> Tensor:
-        """The probability ratio of these tokens as the loss takes it."""
-        ratio = torch.empty_like(log_ratio)
-        for sample in self.sample.unique():
-            mine = self.sample == sample
-            ratio[mine] = naive_loss.probability_ratio(log_ratio[mine], self.step.config.algorithm.importance_sampling_level)
-        return ratio
-
-    def compare(self, quantity: str, name: str, rows: Sequence[Tensor | None], tolerance: float = ROUNDING, average: float | None = None):
-        """The check of one kind of row."""
-        quantity = _name(quantity, self.step, self.update)
-        return compare(quantity, self.dumped(name), self.recomputed(rows), tolerance, self._where, average=average)
-
-    def _where(self, i: int) -> str:
-        return f"sample {int(self.sample[i])} token {int(self.token[i])}"
-
-
-def _numbers(step: Step, rows: _Rows, result: Recomputed) -> Iterator[Check]:
+def _numbers(step: Step, rows: Rows, result: Recomputed) -> Iterator[Check]:
     """What the model computed, token by token and as a whole."""
     tolerances, update = TOLERANCES[step.dtype], rows.update
     for quantity, name, recomputed in (
@@ -282,35 +177,15 @@ def _numbers(step: Step, rows: _Rows, result: Recomputed) -> Iterator[Check]:
             yield rows.compare(quantity, name, recomputed, tolerances.token, tolerances.average)
 
     def single(quantity: str, dumped: float, recomputed: float, tolerance: float, size: float = 1.0) -> Check:
-        return compare(_name(quantity, step, update), [dumped], [recomputed], tolerance, lambda _: "", size)
+        return compare(named(quantity, step, update), [dumped], [recomputed], tolerance, lambda _: "", size)
 
-    for name, value in _means(rows).items():
-        yield single(f"mean {name}", update.metric(name), value, SUMMING)
+    for name, (value, border) in means(rows).items():
+        quantity = name if "ratio" in name or name.startswith(("sampling/", "off_")) else f"mean {name}"
+        yield single(quantity, update.metric(name), value, SUMMING + border)
     yield single("denominator", update.denominator, _denominator(step, update), EXACT)
     yield single("loss", update.metric("loss"), result.loss, tolerances.loss, result.loss_size)
     yield single("grad_norm", update.metric("grad_norm"), result.grad_norm, tolerances.grad_norm, 0.0)
 
 
-def _means(rows: _Rows) -> dict[str, float]:
-    """Metrics that are means over the loss tokens, under the names they have in metrics.jsonl, from the dumped rows: whether the ranks'
-    sums came together."""
-    if not rows.sample.numel():
-        return {}
-    policy, old, ref, full_kl = (rows.dumped(name) for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "full_kl"))
-    old = policy if old is None else old
-    means = naive.mismatch(old, rows.dumped("rollout_logprobs")) | {"entropy": rows.dumped("entropy").mean().item()}
-    algorithm, entropy = rows.step.config.algorithm, rows.dumped("entropy")
-    if algorithm.top_entropy_quantile < 1:
-        threshold = naive_loss.top_threshold(entropy.tolist(), algorithm.top_entropy_quantile)
-        means["entropy/top"] = entropy[entropy >= threshold - ROUNDING].mean().item()
-    if ref is not None and not algorithm.kl_in_reward:
-        full_kl = naive.estimated_kl(ref - policy, rows.ratio(policy - old), algorithm)
-    return means if full_kl is None else {"kl": full_kl.mean().item()} | means
-
-
 def _denominator(step: Step, update: Update) -> int:
     return naive_loss.denominator(step.loss_lengths(update), step.config.algorithm.loss_type, step.config.rollout.max_completion_length)
-
-
-def _name(quantity: str, step: Step, update: Update) -> str:
-    return quantity if len(step.updates) == 1 else f"{quantity}, optimizer step {update.number}"

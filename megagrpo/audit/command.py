@@ -11,7 +11,8 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from megagrpo.audit.checks import TOLERANCES, Check, check_step
+from megagrpo.audit.checks import check_step
+from megagrpo.audit.compare import TOLERANCES, Check
 from megagrpo.audit.saved import Step, load_step
 from megagrpo.config import ConfigError
 from megagrpo.terminal import show
@@ -26,7 +27,7 @@ Tolerances by the run's precision, times the number itself where that is above 1
 tokens' mean absolute value; the gradient norm relative). Tokens, masks and denominators are exact, what is stored or summed in float32
 may be off by 1e-6 and 1e-5.
 """ + "\n".join(
-    f"  {dtype:8}  one token {t.token:g}  average {t.average:g}  loss {t.loss:g}  gradient norm {t.grad_norm:g}"
+    f"  {dtype:8}  one token {t.token:g}  average {t.average:g}  loss {t.loss:g}  gradient norm {t.grad_norm:g}  of a tensor {t.gradient:g}"
     for dtype, t in TOLERANCES.items()
 )
 

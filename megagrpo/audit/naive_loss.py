@@ -42,13 +42,18 @@ def policy_term(of: Response, algorithm: AlgorithmSection, threshold: float) -> 
     """[Lr] what each token of a response is worth minimising for."""
     losses = LOSSES.get(algorithm.loss_type, _clipped)(of, algorithm)
     if algorithm.off_policy_mask_threshold is not None and of.advantage < 0:
-        sampled = of.old if algorithm.importance_correction == "off" else of.rollout
-        if torch.where(sampled.isnan(), 0.0, sampled - of.logprobs).mean() > algorithm.off_policy_mask_threshold:
+        if left_behind(of, algorithm) > algorithm.off_policy_mask_threshold:
             losses = losses * 0
     losses = losses * (of.entropy >= threshold)
     if algorithm.importance_correction != "off" and algorithm.loss_type != "vespo":
         losses = losses * correction(of, algorithm)
     return losses
+
+
+def left_behind(of: Response, algorithm: AlgorithmSection) -> float:
+    """How far the policy has left the response: mean log(sampled / policy)."""
+    sampled = of.old if algorithm.importance_correction == "off" else of.rollout
+    return torch.where(sampled.isnan(), 0.0, sampled - of.logprobs).mean().item()
 
 
 def share(loss_type: str, length: int) -> int:

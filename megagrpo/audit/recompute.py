@@ -8,11 +8,21 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from megagrpo.audit import naive, naive_loss
 from megagrpo.audit.naive_loss import Response, WholeStep
 from megagrpo.audit.saved import Sample, Step, Update
 from megagrpo.config import AlgorithmSection
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Weight and gradient, float64 [n], at the dumped places of a tensor with `dims` dimensions."""
+
+    weight: Tensor
+    gradient: Tensor
+    dims: int
 
 
 @dataclass
@@ -27,6 +37,7 @@ class Recomputed:
     loss: float = 0.0
     loss_size: float = 0.0  # as `loss`, of the terms' absolute values: what its rounding is measured by
     grad_norm: float = 0.0
+    sampled: dict[str, Elements] = field(default_factory=dict)  # by Hugging Face tensor, where the dump has a sample of the optimizer
 
 
 def recompute(step: Step, advantages: list[float]) -> Iterator[Recomputed]:
@@ -88,7 +99,24 @@ def _recompute_update(
         _append(result, response.logprobs, response.old, ref_picked, response.entropy, kl)
     squares = [parameter.grad.square().sum().item() for parameter in model.parameters() if parameter.grad is not None]
     result.grad_norm = sum(squares) ** 0.5
+    result.sampled = _elements(model, update)
     return result
+
+
+@torch.no_grad()
+def _elements(model: nn.Module, update: Update) -> dict[str, Elements]:
+    """Of every sampled tensor that transformers' model has, as its checkpoints name and shape it."""
+    if not update.optimizer:
+        return {}
+    weights = {name: parameter for name, parameter in model.named_parameters()}
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in weights.items()}
+    if not update.optimizer.keys() <= weights.keys():
+        weights, gradients = (revert_weight_conversion(model, dict(tensors)) for tensors in (weights, gradients))
+    found = {}
+    for name in update.optimizer.keys() & weights.keys():
+        places = update.optimizer[name].places
+        found[name] = Elements(weights[name].flatten()[places], gradients[name].flatten()[places], weights[name].dim())
+    return found
 
 
 def _response(step: Step, index: int, policy: Tensor, advantage: float, old: list[Tensor] | None) -> Response:

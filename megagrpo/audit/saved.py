@@ -31,6 +31,18 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """Some elements of a trained tensor, at `places` [n] of it flattened, around one optimizer step; float64 [n] each."""
+
+    places: Tensor
+    weight: Tensor
+    first: Tensor  # Adam's moments
+    second: Tensor
+    gradient: Tensor  # clipped; NaN when the step was skipped
+    next_weight: Tensor
+
+
+@dataclass(frozen=True)
 class Update:
     """One optimizer step on the samples numbered `samples`. `rows` as the loss saw them, one per loss token; `weights` is where those
     before it lie."""
@@ -41,6 +53,8 @@ class Update:
     denominator: int
     metrics: dict[str, float]
     rows: dict[str, Tensor]
+    optimizer: dict[str, Sampled]  # by Hugging Face tensor; empty where the dump has none
+    steps_before: int | None = None  # optimizer steps that the run had taken
 
     def metric(self, name: str) -> float:
         """NaN for what the run did not measure: a step that was skipped has no gradient norm."""
@@ -111,4 +125,23 @@ def _samples(rows: dict[str, Tensor], texts: list[dict[str, Any]]) -> list[Sampl
 
 def _update(folder: Path, model: Path, number: int, saved: dict[str, Any]) -> Update:
     weights = folder / saved["weights"] if saved["weights"] else model
-    return Update(number, saved["samples"], weights, saved["denominator"], saved["metrics"], load_file(folder / saved["rows"]))
+    rows, optimizer = load_file(folder / saved["rows"]), _optimizer(folder, saved)
+    taken = saved.get("optimizer_steps")
+    return Update(number, saved["samples"], weights, saved["denominator"], saved["metrics"], rows, optimizer, taken)
+
+
+def _optimizer(folder: Path, saved: dict[str, Any]) -> dict[str, Sampled]:
+    tables = load_file(folder / saved["optimizer"]) if "optimizer" in saved else {}
+    names = [key.removeprefix("places.") for key in tables if key.startswith("places.")]
+    return {name: Sampled(tables[f"places.{name}"], *tables[f"values.{name}"].double().unbind(1)) for name in sorted(names)}
+
+
+def following(step: Step, update: Update) -> Update | None:
+    """The optimizer step after `update`: in the same dump, or the first one of the next step's, if that was dumped."""
+    if update.number < len(step.updates):
+        return step.updates[update.number]
+    number = int(step.folder.name.removeprefix("step_")) + 1
+    folder = step.folder.with_name(f"step_{number:06d}")
+    if not (folder / "step.json").is_file():
+        return None
+    return _update(folder, step.model, 1, json.loads((folder / "step.json").read_text())["updates"][0])

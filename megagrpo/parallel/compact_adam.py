@@ -29,7 +29,7 @@ class CompactAdam(FusedAdam):
 
     def _step_group(self, group: dict, params: list[Tensor]) -> None:
         for p in params:  # one at a time: only its moments are float32, and on the device
-            self.state[p] = {name: self._dense(p, name) for name in MOMENTS if name in self.state[p]}
+            self.state[p] = {name: self.dense_moment(p, name) for name in MOMENTS if name in self.state[p]}
             super()._step_group(group, [p])
             self._compact(p, group["step"])
 
@@ -37,7 +37,7 @@ class CompactAdam(FusedAdam):
     def dense_moments(self) -> None:
         """Have all moments in float32 as `state[p]["exp_avg"]` and `state[p]["exp_avg_sq"]`, as checkpoints read and write them."""
         for p in self._stored():
-            self.state[p] = {name: self._dense(p, name) for name in MOMENTS}
+            self.state[p] = {name: self.dense_moment(p, name) for name in MOMENTS}
 
     @torch.no_grad()
     def compact_moments(self) -> None:
@@ -48,7 +48,8 @@ class CompactAdam(FusedAdam):
     def _stored(self) -> list[Tensor]:
         return [p for p, state in self.state.items() if state]  # asking for another would make an entry for it
 
-    def _dense(self, p: Tensor, name: str) -> Tensor:
+    def dense_moment(self, p: Tensor, name: str) -> Tensor:
+        """The moment `name` of `p`, float32, on its device."""
         stored = self.state[p][name].to(p.device, non_blocking=True)
         if stored.dtype != FP8:
             return stored.float()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import megagrpo.parallel.device as device
 from megagrpo.config import TrainSection
-from megagrpo.parallel.compact_adam import CompactAdam
+from megagrpo.parallel.compact_adam import MOMENTS, CompactAdam
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.fp8_weights import unrounded
 
@@ -136,6 +136,30 @@ def dense_moments(built: MegatronOptimizer) -> Iterator[None]:
 def parts_of(built: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers that it consists of: one for each group of ranks that share out a state."""
     return getattr(built, "chained_optimizers", [built])
+
+
+def held_by(built: MegatronOptimizer, parameter: torch.Tensor) -> Iterator[tuple[torch.optim.Optimizer, int, torch.Tensor]]:
+    """(the Adam that steps it, start, main) where this rank's optimizer holds a part of `parameter`: `main` [n] is what Adam moves, the
+    places [start, start + n) of the flattened parameter."""
+    for part in parts_of(built):
+        if isinstance(part, DistributedOptimizer):
+            if parameter in part.model_param_group_index_map:
+                group, order = part.model_param_group_index_map[parameter]
+                start = part._get_model_param_range_map(parameter)["param"].start
+                yield part.optimizer, start, part.optimizer.param_groups[group]["params"][order]
+        elif part.optimizer is not None:
+            main = getattr(parameter, "main_param", parameter)
+            if any(main is other for group in part.optimizer.param_groups for other in group["params"]):
+                yield part.optimizer, 0, main
+
+
+def moments_of(adam: torch.optim.Optimizer, main: torch.Tensor) -> list[torch.Tensor]:
+    """Adam's two moments of `main`, float32; zeros before the first step."""
+    if main not in adam.state or "exp_avg" not in adam.state[main]:
+        return [torch.zeros_like(main, dtype=torch.float32)] * 2
+    if isinstance(adam, CompactAdam):
+        return [adam.dense_moment(main, name) for name in MOMENTS]
+    return [adam.state[main][name] for name in MOMENTS]
 
 
 @torch.no_grad()

@@ -4,12 +4,14 @@ Two optimizer steps on one batch, so that the policy is away from the one that s
 """
 
 import functools
+import json
 import tempfile
 from pathlib import Path
 
 import pytest
 from dumped_steps import FUNCTIONS, dump_step, make_model
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from test_loss_layouts import LOSSES
 from tiny_policy import tiny_model, tiny_run
 
@@ -37,7 +39,7 @@ MORE = {
     "dapo, truncated responses masked": dict(loss_type="dapo", mask_truncated_completions=True),
 }
 OPTIONS = LOSSES | ADVANTAGES | MORE
-QUICK = ["real, truncated responses masked"]  # in every run of the tests; with `full` all of them
+QUICK = ["real, truncated responses masked", "gspo", "off-policy mask"]  # in every run of the tests; with `full` all of them
 
 
 def _dump_all(root, names):
@@ -46,6 +48,7 @@ def _dump_all(root, names):
         config = tiny_run(
             algorithm=dict(beta=0.0, num_iterations=2) | OPTIONS[name],
             debug=dict(dump_steps=[1]),
+            train=dict(distributed_optimizer=True, weight_decay=0.1, max_grad_norm=0.5),
             rewards=dict(functions=FUNCTIONS),
             model=dict(tokenizer="/nowhere"),
         )
@@ -74,6 +77,44 @@ def _agrees(checks):
 @pytest.mark.parametrize("name", QUICK)
 def test_a_step_with_this_option_agrees_with_float64(name):
     _agrees(audits(*QUICK)[name])
+
+
+METRICS = (
+    *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
+    *("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "off_policy_mask/kept", "learning_rate"),
+    *(f"sampling/importance_sampling_ratio/{which}" for which in ("mean", "min", "max")),
+)
+WEIGHT, FIRST, SECOND, GRADIENT, NEXT_WEIGHT = range(5)  # columns of optimizer_K.safetensors
+CHANGED = {  # element of one tensor, column, optimizer step -> the check that must notice
+    (3, WEIGHT, 2): "weights in the optimizer, optimizer step 2",
+    (4, NEXT_WEIGHT, 1): "weights of the next update, optimizer step 1",
+    (5, FIRST, 2): "first moment of the next update, optimizer step 1",
+    (6, SECOND, 2): "second moment of the next update, optimizer step 1",
+    (7, GRADIENT, 2): "clipped gradient, optimizer step 2",
+    (8, NEXT_WEIGHT, 2): "weights after the update, optimizer step 2",
+}
+
+
+def _tampered(root, name):
+    """The checks that fail once every metric above and some elements of the optimizer are changed."""
+    folder = root / name / "dumps" / "step_000001"
+    contents = json.loads((folder / "step.json").read_text())
+    for metric in METRICS:
+        contents["updates"][1]["metrics"][metric] += 0.01
+    (folder / "step.json").write_text(json.dumps(contents))
+    for element, column, number in CHANGED:
+        file = folder / f"optimizer_{number}.safetensors"
+        tables = load_file(file)
+        tables["values.model.layers.1.mlp.down_proj.weight"][element, column] *= 1.5
+        save_file(tables, file)
+    return {check.quantity for check in check_step(load_step(root / name, 1)) if not check.passed}
+
+
+def test_changed_metrics_and_optimizer_states_are_named(tmp_path):
+    run_ranks(make_model, 1, tmp_path / "model", tiny_model("llama_tied"))
+    run_ranks(_dump_all, 2, tmp_path, ["off-policy mask"])
+    differs = run_ranks(_tampered, 1, tmp_path, "off-policy mask")[0]
+    assert differs >= {f"{metric}, optimizer step 2" for metric in METRICS} | set(CHANGED.values())
 
 
 @pytest.mark.full

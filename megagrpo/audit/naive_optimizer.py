@@ -1,0 +1,52 @@
+"""AdamW and the learning-rate schedule in float64, as papers and the config's descriptions have them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch import Tensor
+
+from megagrpo.audit.saved import Sampled
+from megagrpo.config import TrainSection
+
+
+def learning_rate(number: int, train: TrainSection, total: int) -> float:
+    """The rate of optimizer step `number`, from 1: a linear warm-up, then constant, linear or cosine, which give the step after the last,
+    `total` + 1, the rate `min_learning_rate`."""
+    if number <= train.warmup_steps:
+        return train.learning_rate * number / train.warmup_steps
+    gone = min(1.0, (number - train.warmup_steps) / (total + 1 - train.warmup_steps))
+    left = {"constant": 1.0, "linear": 1 - gone, "cosine": (1 + math.cos(math.pi * gone)) / 2}[train.lr_scheduler_type]
+    low = train.learning_rate if train.lr_scheduler_type == "constant" else train.min_learning_rate
+    return low + (train.learning_rate - low) * left
+
+
+def clip_factor(grad_norm: float, train: TrainSection) -> float:
+    """What every gradient is multiplied by, so that the global norm is at most `max_grad_norm`."""
+    return min(1.0, train.max_grad_norm / grad_norm) if train.max_grad_norm and grad_norm else 1.0
+
+
+def is_decayed(name: str, dims: int) -> bool:
+    """Whether weight decay applies: to matrices, not to norms and biases."""
+    return dims > 1 and not name.endswith("bias")
+
+
+def sizes(before: Sampled) -> Sampled:
+    """The same with the absolute values of what is added up: moments and movements of it are what their rounding is measured by."""
+    return replace(before, weight=before.weight.abs(), first=before.first.abs(), gradient=before.gradient.abs())
+
+
+def moments(before: Sampled, train: TrainSection) -> tuple[Tensor, Tensor]:
+    """Adam's two moments after the step that follows `before.gradient`."""
+    first = train.adam_beta1 * before.first + (1 - train.adam_beta1) * before.gradient
+    second = train.adam_beta2 * before.second + (1 - train.adam_beta2) * before.gradient**2
+    return first, second
+
+
+def movement(before: Sampled, number: int, decayed: bool, train: TrainSection, total: int) -> Tensor:
+    """[n] what AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) adds to the weights in optimizer step `number`, from 1."""
+    first, second = moments(before, train)
+    mean, square = first / (1 - train.adam_beta1**number), second / (1 - train.adam_beta2**number)
+    decay = train.weight_decay * before.weight if decayed else 0.0
+    return -learning_rate(number, train, total) * (mean / (square.sqrt() + train.adam_epsilon) + decay)

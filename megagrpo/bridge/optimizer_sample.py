@@ -1,0 +1,72 @@
+"""A sample of what the optimizer holds, by Hugging Face tensor: enough to recompute an update, in 64 elements per tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from megagrpo.bridge.families import trained_blocks
+from megagrpo.families.blocks import Block
+from megagrpo.parallel.layout import Layout
+from megagrpo.parallel.together import together
+from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.optimizer import MegatronOptimizer, held_by
+
+SAMPLES = 64  # elements of each tensor
+Read = Callable[[torch.optim.Optimizer, Tensor], Sequence[Tensor]]
+
+
+def places_of(name: str, shape: Sequence[int]) -> Tensor:
+    """[n] int64: the sampled places of a flattened Hugging Face tensor, ascending, a function of name and shape alone."""
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    return torch.randint(math.prod(shape), (SAMPLES,), generator=generator).unique()
+
+
+@torch.no_grad()
+def sample(
+    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, built: MegatronOptimizer, read: Read
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(places [n], values [n, columns] float32) of every trained tensor, on every rank. Collective.
+
+    `read(optimizer, main)` gives the columns for one main parameter, each of the size of `main`. Raises what `read` raises, on every rank.
+    """
+
+    def mine() -> list[tuple[str, Tensor, Tensor, Tensor]]:
+        found = []
+        for _, parameter, blocks in trained_blocks(chunks, hf_config, layout):
+            for optimizer, start, main in held_by(built, parameter):
+                columns = [column.reshape(-1) for column in read(optimizer, main)]
+                for block in blocks:
+                    places, at = _in_parameter(block, parameter.shape)
+                    here = (at >= start) & (at < start + main.numel())
+                    if here.any():
+                        rows = (at[here] - start).to(main.device)
+                        values = torch.stack([column[rows].float().cpu() for column in columns], dim=1)
+                        found.append((block.name, places_of(block.name, block.shape), places[here], values))
+        return found
+
+    whole: dict[str, tuple[Tensor, Tensor]] = {}
+    for parts in together(layout, mine):
+        for name, every, places, values in parts:
+            _, table = whole.setdefault(name, (every, torch.full((every.numel(), values.shape[1]), math.nan)))
+            table[torch.searchsorted(every, places)] = values
+    return whole
+
+
+def _in_parameter(block: Block, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(sampled places of the Hugging Face tensor that lie in this block, their places in the flattened local parameter)."""
+    places = places_of(block.name, block.shape)
+    coordinates = torch.stack(torch.unravel_index(places, block.shape))
+    low, high = (torch.tensor(end)[:, None] for end in block.box)
+    inside = ((coordinates >= low) & (coordinates < high)).all(dim=0)
+    at = torch.zeros(int(inside.sum()), dtype=torch.int64)
+    for coordinate, size in zip((coordinates - low)[:, inside], block.block_shape, strict=True):
+        at = at * size + coordinate
+    view = block.view(torch.empty(tuple(shape), device="meta"))
+    local = torch.unravel_index(at, view.shape)
+    strided = sum((index * stride for index, stride in zip(local, view.stride(), strict=True)), torch.zeros_like(at))
+    return places[inside], strided + view.storage_offset()
