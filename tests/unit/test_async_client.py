@@ -5,6 +5,7 @@ import http.server
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -152,3 +153,28 @@ def test_weights_that_never_were_are_refused(versions):
 def test_the_next_version_may_be_known_to_the_server_first_and_none_said_is_that_of_the_asking():
     with scripted([choice([4, 5], "stop", ("7", 0, 1), ("8", 1, 2))], [choice([4], "stop")]) as (url, _):
         assert ask(url)[0].token_versions == (7, 8) and ask(url)[0].token_versions == (7,)
+
+
+@pytest.mark.parametrize(("in_flight", "query"), [("keep", "?reset_running_requests=true"), ("wait", "")])
+def test_a_sync_empties_the_prefix_cache_before_a_server_serves_again(in_flight, query):
+    """vLLM keeps its cache in the pause of `keep`: a prefix of older weights would be taken for one of the new."""
+    paths = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            paths.append(self.path)
+            self.send_response(200)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        engine = VllmEngine([f"http://127.0.0.1:{server.server_port}"], str, in_flight=in_flight)
+        engine.resume(SimpleNamespace(manifest=SimpleNamespace(version=8), servers=None))
+        server.shutdown()
+    assert paths == ["/update_weight_version", f"/reset_prefix_cache{query}", "/resume"] and engine.weight_version == 8

@@ -1,6 +1,9 @@
 """Prompts that are passed too often or too seldom rest, and come back."""
 
 import json
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
@@ -10,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from megagrpo.config import DataSection
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import HuggingFaceTokenizer
+from megagrpo.metrics import MetricsWriter
+from megagrpo.trainer import Trainer
 
 RATES = {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.25}  # of four prompts; 0 and 2 are outside of the default band
 ON = {"curriculum": "pass_rate", "curriculum_rest": 2, "shuffle": False}
@@ -89,3 +94,39 @@ def test_cursor_and_history_are_the_whole_state(make, shuffle):
     state = json.loads(json.dumps([first.cursor, first.curriculum.history]))  # as a checkpoint keeps it
     second.cursor, second.curriculum.history = state
     assert drawn + epoch(second, steps=6) == expected and second.curriculum.history == whole.curriculum.history
+
+
+class KeptState:
+    """A checkpointer that keeps the state in memory."""
+
+    def start(self, state, background):
+        self.state = state
+
+    def finish(self, wait):
+        return None
+
+    def load(self, path):
+        return self.state
+
+
+def trainer_of(prompts, checkpointer):
+    """A trainer without policy and engine, at its first step."""
+    collector = SimpleNamespace(stop=None, pool=None, finished_ahead=list)
+    parts = dict.fromkeys(f.name for f in fields(Trainer) if f.default is MISSING and f.default_factory is MISSING and f.init)
+    config = SimpleNamespace(run=SimpleNamespace(async_save=False))
+    return Trainer(
+        **parts | dict(config=config, prompts=prompts, collector=collector, checkpointer=checkpointer, writer=MetricsWriter.silent())
+    )
+
+
+def test_a_trainer_that_resumes_rests_the_prompts_that_rested_when_it_was_saved(make):
+    checkpointer, prompts = KeptState(), make(**ON)
+    prompts.next(4)
+    prompts.learn(RATES)
+    saving = trainer_of(prompts, checkpointer)
+    saving.state.step, saving.state.cursor = 1, prompts.cursor
+    saving.save(must_succeed=False)
+    resumed = make(**ON)
+    trainer_of(resumed, checkpointer).restore(Path("step_000001"))
+    assert resumed.curriculum.history == prompts.curriculum.history != []
+    assert [p.prompt_id for p in resumed.next(4)] == [p.prompt_id for p in prompts.next(4)] == [1, 3, 1, 3]
