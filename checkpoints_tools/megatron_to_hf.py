@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.pop(0)  # this folder: its inspect.py would stand before Python's own
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import argparse

@@ -100,11 +100,10 @@ class Trainer:
 
         0, or the number of the signal that asked to stop.
         """
-        run, evaluation = self.config.run, self.config.evaluation
+        run = self.config.run
         self.sync()
         try:
-            if self.state.step == 0:
-                self.evaluate()
+            self.evaluate_if_due()  # before the first step, and what a stop has kept the run from
             while self.state.step < run.max_steps:
                 self.let_engine_go_on()
                 self.start_clocks()
@@ -119,8 +118,7 @@ class Trainer:
                 self.stop_if_rewards_raise(metrics)
                 self.stop_if_broken()
                 last = self.state.step == run.max_steps
-                if last or (evaluation.steps and self.state.step % evaluation.steps == 0):
-                    self.evaluate()
+                self.evaluate_if_due()
                 if last or (run.save_steps and self.state.step % run.save_steps == 0):
                     self.save(must_succeed=last)
             self.writer.message(f"finished {run.max_steps} steps")
@@ -293,12 +291,20 @@ class Trainer:
         if algorithm.sync_ref_model and (self.state.step + 1) % algorithm.ref_model_sync_steps == 0:
             self.reference.mix_in(algorithm.ref_model_mixup_alpha)
 
+    def evaluate_if_due(self) -> None:
+        """Evaluate before the first step, after the last and every `evaluation.steps`, once for each of these steps."""
+        step, every = self.state.step, self.config.evaluation.steps
+        due = step in (0, self.config.run.max_steps) or (every and step % every == 0)
+        if due and self.state.evaluated != step:
+            self.evaluate()
+
     def evaluate(self) -> None:
         """Score responses to the held-out prompts; a checkpoint when they are the best so far and that is asked for."""
         if not self.held_out:
             return
         metrics = evaluate(self.held_out, self.collector.collect, self.config.run.seed)
         self.writer.evaluation(self.state.step, metrics)
+        self.state.evaluated = self.state.step
         if self.config.evaluation.keep_best is not None:
             self.keep_if_best(metrics)
 

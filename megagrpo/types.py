@@ -243,6 +243,7 @@ class TrainState:
     skipped_steps: int = 0  # optimizer steps left out because their loss or gradient was NaN or infinite
     skipped_in_a_row: int = 0  # of those, since the last one that was taken
     mismatch_alarms: int = 0  # steps with a warning of the train/rollout mismatch
+    evaluated: int = -1  # the last step after which an evaluation was finished
     first_mismatches: list[float] = field(default_factory=list)  # `token_mult_prob_error` of the run's first steps
     entropy_coef: float | None = None  # weight of the entropy bonus, where it is adaptive; None: still that of the configuration
     ahead: list[dict[str, Any]] = field(default_factory=list)  # groups that were generated ahead and not trained on, of all replicas

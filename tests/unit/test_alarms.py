@@ -1,11 +1,14 @@
 """When a step's numbers make the trainer warn or stop."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megagrpo.alarms import always_raising, mismatch_limit, mismatch_warning
 from megagrpo.config import load_config
+from megagrpo.trainer import Trainer
+from megagrpo.types import TrainState
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 ASYNC = ("rollout.max_staleness=1", "rollout.placement=dedicated", "algorithm.importance_correction=token_truncate")  # docs/async.md
@@ -72,3 +75,15 @@ def test_a_reward_raises_always_when_it_raised_for_each_response_that_was_drawn(
     metrics = {"rewards/a/exceptions": 64.0, "rewards/b/exceptions": 63.0, "rewards/c/timeouts": 64.0}
     assert always_raising(metrics, config) == ["a"]
     assert always_raising(metrics | {"dynamic_sample/groups_drawn": 9.0}, config) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "evaluated", "due"), [(0, -1, True), (2, -1, False), (4, 0, True), (4, 4, False), (10, 8, True), (10, 10, False)]
+)
+def test_an_evaluation_is_due_once_for_its_step_also_after_a_stop(step, evaluated, due):
+    """A stop that breaks an evaluation off leaves its step without one: the run that goes on does it first."""
+    calls = []
+    config = load_config(CONFIG, ["evaluation.steps=4", "run.max_steps=10"])
+    trainer = SimpleNamespace(config=config, state=TrainState(step=step, evaluated=evaluated), evaluate=lambda: calls.append(step))
+    Trainer.evaluate_if_due(trainer)
+    assert bool(calls) == due

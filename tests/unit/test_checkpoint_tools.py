@@ -1,13 +1,11 @@
-"""The scripts of checkpoints_tools start from any folder, although one of them is called as a module of Python's own."""
+"""The scripts of checkpoints_tools start from any folder, and none has the name of a module of Python's own."""
 
-import ast
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -21,11 +19,15 @@ def run(name: str, *arguments, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_inspect_shows_a_folder_and_an_adapter_and_names_what_is_none(tmp_path):
+def test_no_tool_has_the_name_of_a_module_of_the_standard_library():
+    assert not {path.stem for path in TOOLS.glob("*.py")} & sys.stdlib_module_names
+
+
+def test_show_lists_a_folder_and_an_adapter_and_names_what_is_none(tmp_path):
     """From its own folder, which Python searches first then."""
     save_file({"a.weight": torch.ones(3, 2, dtype=torch.bfloat16), "b": torch.ones(5)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="llama", num_hidden_layers=7)))
-    done = run("inspect.py", tmp_path, "--json", folder=TOOLS)
+    done = run("show.py", tmp_path, "--json", folder=TOOLS)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["kind"] == "Hugging Face model" and found["facts"] == dict(model_type="llama", num_hidden_layers="7")
@@ -35,13 +37,3 @@ def test_inspect_shows_a_folder_and_an_adapter_and_names_what_is_none(tmp_path):
         dict(name="b", shape=[5], dtype="float32", nbytes=20) | row,
     ]
     assert found["totals"] == {"weights, float32": [1, 5, 20], "weights, bfloat16": [1, 6, 12], "all": [2, 11, 32]}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_tool_leaves_its_folder_before_it_imports_anything_else(name):
-    """`python tool.py` puts the script's folder first in sys.path; most modules of Python's own import inspect."""
-    statements = ast.parse((TOOLS / name).read_text()).body
-    first = next(i for i, s in enumerate(statements) if isinstance(s, ast.Expr) and ast.unparse(s) == "sys.path.pop(0)")
-    imported = [alias.name for s in statements[:first] if isinstance(s, ast.Import) for alias in s.names]
-    imported += [s.module for s in statements[:first] if isinstance(s, ast.ImportFrom)]
-    assert imported == ["sys", "__future__", "pathlib"]

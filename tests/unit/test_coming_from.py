@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config import RunConfig
+from megagrpo.config import RunConfig, load_config
 from megagrpo.config_io import fields
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -63,3 +63,43 @@ def test_what_a_row_leads_to_exists(page):
         same = re.search(rf"the same under `({sections})\.`", text)
         keys = [f"{same[1]}.{name}" for name in names] if same else re.findall(rf"`((?:{sections})\.[\w.]+)`", text)
         assert set(keys) <= KEYS, names
+
+
+def keys_of(names: list[str], text: str) -> list[str]:
+    """The keys that a row names."""
+    sections = "|".join(RunConfig.model_fields)
+    same = re.search(rf"the same under `({sections})\.`", text)
+    return [f"{same[1]}.{name}" for name in names] if same else re.findall(rf"`((?:{sections})\.[\w.]+)", text)
+
+
+@pytest.mark.parametrize("page", ["coming_from_trl.md", "coming_from_ms_swift.md"])
+def test_every_key_that_a_row_names_is_set_by_a_test_of_what_it_does(page):
+    pages = {"test_coming_from.py", "test_docs.py", "test_presets.py"}
+    tests = "\n".join(path.read_text() for path in DOCS.parent.glob("tests/*/*.py") if path.name not in pages)
+    for names, text in table(page):
+        for key in keys_of(names, text):
+            leaf = key.rpartition(".")[2]
+            assert re.search(rf"\b{re.escape(key)}\b|\b{leaf}[=:]|[\"']{leaf}[\"']|\.{leaf}\b", tests), (names, key)
+
+
+@pytest.mark.parametrize("page", ["coming_from_trl.md", "coming_from_ms_swift.md"])
+def test_what_a_row_calls_not_there_is_no_key(page):
+    leaves = {key.rpartition(".")[2] for key in KEYS}
+    missing = [name for names, text in table(page) if text.startswith("not there") for name in names]
+    assert "repetition_penalty" in missing and not leaves & set(missing)
+
+
+@pytest.mark.parametrize("page", ["coming_from_trl.md", "coming_from_ms_swift.md"])
+def test_arguments_for_vllm_that_a_row_gives_are_accepted(page):
+    given = [match for _, text in table(page) for match in re.findall(r"`rollout\.extra_args: \[([^\]]*)\]`", text)]
+    assert given
+    for words in given:
+        load_config(DOCS.parent / "configs" / "quickstart.yaml", [f"rollout.extra_args=[{words.replace('...', 'auto')}]"])
+
+
+def test_the_row_of_async_generate_is_a_config_that_loads():
+    (text,) = (text for names, text in table("coming_from_ms_swift.md") if "async_generate" in names)
+    settings = [pair.replace(": ", "=") for pair in re.findall(r"`(rollout\.\w+: \w+)`", text)]
+    assert load_config(
+        DOCS.parent / "configs" / "quickstart.yaml", [*settings, "algorithm.importance_correction=token_truncate"]
+    ).rollout.max_staleness == 1

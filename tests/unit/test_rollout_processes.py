@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 import megagrpo.rollout.launcher as launcher_module
+from megagrpo.config import load_config
 from megagrpo.rollout.engine import EngineStartError, derive_seed
 from megagrpo.rollout.launcher import Launcher, Server, ServerOptions
 from megagrpo.rollout.shm_names import remove_stale
 from megagrpo.rollout.vllm_http import MovedServers, Servers, answers
+from megagrpo.serving import make_launcher
 
 SUPERVISOR = Path(launcher_module.HERE) / "supervisor.py"
 # A server with a child that ignores SIGTERM and leaves its process group, and with a grandchild that lost its parent.
@@ -343,3 +345,13 @@ def test_a_server_without_a_gpu_gets_memory_in_large_pages_unless_the_user_says_
     assert launcher._environment(0)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
     assert launcher._environment(0)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
+
+
+def test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    settings = load_config(Path(__file__).parents[2] / "configs" / "quickstart.yaml", ["rollout.startup_timeout=0.5"])
+    with make_launcher(settings, tmp_path, tmp_path / "logs", "float32") as launcher:
+        launcher.start()
+        with pytest.raises(EngineStartError, match=r"did not answer within 0 s \(rollout\.startup_timeout\)"):
+            launcher.wait()
+        assert launcher.servers == []

@@ -1,7 +1,7 @@
 """What a checkpoint holds: names, shapes, dtypes and sizes of its tensors, totals, and what it says of itself.
 
-    python checkpoints_tools/inspect.py PATH
-    python checkpoints_tools/inspect.py PATH --json
+    python checkpoints_tools/show.py PATH
+    python checkpoints_tools/show.py PATH --json
 
 PATH is a Hugging Face folder, a Megatron distributed checkpoint (of hf_to_megatron.py, of a training run or from elsewhere), or an adapter.
 No weights are read.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.pop(0)  # this folder: this very file would stand before Python's own inspect
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import argparse
