@@ -128,6 +128,13 @@ def test_keys_in_yaml_and_on_command_lines_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_commands_configs_and_plans_are_at_most_100_columns_wide(page):
+    shown = [block for language in ("bash", "yaml") for block in blocks(page, language)]
+    shown += [block for stem, block in PLANS if stem == page.stem]
+    assert [line for block in shown for line in block.splitlines() if len(line) > 100] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_keys_named_in_the_text_exist(page):
     sections = "|".join(RunConfig.model_fields)
     named = re.findall(rf"`((?:{sections})\.[a-z_.N\d]+)`", page.read_text())
