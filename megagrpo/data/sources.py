@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import difflib
 import os
@@ -46,6 +47,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def _read(section: DatasetSection, key: str) -> datasets.Dataset:
     path = _find(section.source, key)
+    if path is not None and path.is_file() and path.suffix != ".parquet":
+        _check_utf8(path, key)
     try:
         if path is None:
             data = datasets.load_dataset(section.source, section.subset, split=section.split)
@@ -60,6 +63,18 @@ def _read(section: DatasetSection, key: str) -> datasets.Dataset:
         where = f"{path}" if path else f"{section.source} is no file or folder here, and as a hub data set it"
         raise ValueError(f"{key}.source: {where} cannot be loaded: {type(error).__name__}: {error}") from error
     return data if section.size is None else data.select(range(min(section.size, len(data))))
+
+
+def _check_utf8(path: Path, key: str) -> None:
+    """ValueError for a text file that is not in UTF-8; the library says so without the file, and only when a row is read."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(2**24):
+                decoder.decode(chunk)
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{key}.source: {path} is not text in UTF-8 ({error.reason}); save it in UTF-8") from None
 
 
 def _find(source: str, key: str) -> Path | None:
