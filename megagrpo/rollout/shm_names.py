@@ -10,10 +10,12 @@ import contextlib
 import os
 import secrets
 import shutil
+import time
 from multiprocessing import shared_memory
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+UNMAPPED_SECONDS = 60.0  # workers that start map a file soon after one of them has made it
 WEIGHTS, SEGMENTS = "megagrpo-", "psm_megagrpo-"
 
 
@@ -43,3 +45,23 @@ def remove_stale(folder: Path = SHARED_MEMORY) -> None:
             else:
                 with contextlib.suppress(OSError):
                     path.unlink()
+    _remove_unmapped(folder)
+
+
+def _remove_unmapped(folder: Path) -> None:
+    """Remove files of vLLM's CPU workers (tp above 1), whose names carry no process, when they are old and no process has them mapped."""
+    found = []
+    for path in folder.glob("vllm_dist_*"):
+        with contextlib.suppress(OSError):
+            state = path.stat()
+            if state.st_uid == os.getuid() and time.time() - state.st_mtime > UNMAPPED_SECONDS:
+                found.append(path)
+    if not found:
+        return
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped += maps.read_text()
+    for path in found:
+        if str(path) not in mapped:
+            path.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """The supervisor and the launcher around ordinary processes: what is started here does not outlive the process that started it."""
 
 import asyncio
+import mmap
 import os
 import signal
 import socket
@@ -191,6 +192,17 @@ def test_segments_of_a_process_that_was_killed_are_removed_at_the_next_start_and
             process.kill()
             process.wait()
             file.unlink(missing_ok=True)
+
+
+def test_old_files_of_cpu_workers_are_removed_at_the_next_start_unless_a_process_has_them_mapped(tmp_path):
+    files = [tmp_path / f"vllm_dist_{name}-cpushm_0" for name in ("old", "mapped", "new")]
+    for file in files:
+        file.write_bytes(bytes(4096))
+        if "new" not in file.name:
+            os.utime(file, (0, 0))
+    with files[1].open("r+b") as opened, mmap.mmap(opened.fileno(), 0):
+        remove_stale(tmp_path)
+    assert [file.exists() for file in files] == [False, True, True]
 
 
 @pytest.fixture
