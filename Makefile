@@ -18,7 +18,7 @@ quickstart: setup
 	@launch/local.sh configs/quickstart.yaml run.overwrite=true $(ARGS)
 
 test: setup
-	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup $(ARGS)
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -n $(WORKERS) $(ARGS)
 
 test-full: setup
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m "not slurm and not gpu and not te" $(ARGS)

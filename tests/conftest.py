@@ -1,19 +1,27 @@
-"""How tests are shared among the workers of pytest-xdist (`make test`)."""
+"""How tests are shared among the processes of pytest-xdist (`make test`)."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parent
-TOGETHER = {"e2e"}
-"""Folders whose files share servers and models that each process makes for itself: one worker takes all of them."""
+TOGETHER = ("tests/e2e/",)
+"""Folders whose files share servers and models, which each process makes for itself: one process takes all of them."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every test the xdist group of its file, or of its folder where `TOGETHER` names it: what they share is made once."""
-    for item in items:
-        parts = item.path.relative_to(TESTS).parts
-        item.add_marker(pytest.mark.xdist_group(parts[0] if parts[0] in TOGETHER else "/".join(parts)))
+def scope_of(nodeid: str) -> str:
+    """The tests that one process takes together: those of a file, or of a folder in `TOGETHER`."""
+    return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.partition("::")[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A scheduler of pytest-xdist by `scope_of`. The `loadgroup` of xdist 3.8 does not group with pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return Scheduling(config, log)

@@ -109,13 +109,13 @@ class TwoRanks:
         return [(self.first_host, *obj[1:]), obj]
 
 
-def test_ranks_on_several_hosts_need_servers_that_all_of_them_reach(tmp_path):
+def test_ranks_on_several_hosts_need_servers_that_all_of_them_reach():
     ranks = TwoRanks("elsewhere")
     with pytest.raises(ValueError, match=r"rollout\.urls: ranks are on elsewhere, .* the first rank's host only; name an interface"):
         train._transport(config(), ranks, ["http://127.0.0.1:8000"])
     for servers in (URLS, "rollout.interface=eth0"):
         assert train._transport(config(servers), ranks, ["http://10.0.0.7:8000"]) == ("p2p", "several hosts")
-    sync = train._weight_sync(config(URLS), None, ranks, "float32", tmp_path, "p2p", print)
+    sync = train._weight_sync(config(URLS), None, ranks, "float32", "p2p", print)
     assert isinstance(sync.transport, PointToPoint)
 
 

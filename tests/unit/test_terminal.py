@@ -88,6 +88,7 @@ PRINTS = {  # that write no text of others
     ("progress.py", "'\\r' + line.ljust(79) if self._terminal else line"),
     ("run_lock.py", "f'process {os.getpid()} on host {socket.gethostname()}'"),
     ("scratch.py", "owner"),
+    ("supervisor.py", "f'the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it'"),
     ("terminal.py", "printable(str(text))"),
 }
 
