@@ -156,15 +156,17 @@ def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths
     return replace(made, problems=made.problems + unfit, rows=rows, times=times, found=found, notes=notes)
 
 
-def plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None = None, host_memory_gb: float | None = None) -> Plan:
+def plan(
+    config: RunConfig, world_size: int, gpu_memory_gb: float | None = None, host_memory_gb: float | None = None, has_data: bool = True
+) -> Plan:
     """The plan of `config` on `world_size` ranks. With `gpu_memory_gb`, the memory of each GPU in GiB, it must also fit there, and with
-    `host_memory_gb` what stays in a node's RAM must fit into that."""
+    `host_memory_gb` what stays in a node's RAM must fit into that. `has_data` False leaves the files of data out."""
     parallel = config.parallel
     problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config) + output_problems(config)
-    problems += data_problems(config)
+    problems += data_problems(config) if has_data else []
     if host_memory_gb is not None and gpu_memory_gb is None:
         problems += cache_problems(config, host_memory_gb)
-    notes = layout_notes(config, world_size) + data_notes(config)
+    notes = layout_notes(config, world_size) + (data_notes(config) if has_data else [])
     dp = max(1, world_size // parallel.model_parallel_size)
     context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
     stages = [f"vpp {parallel.vpp}"] * (parallel.vpp > 1)

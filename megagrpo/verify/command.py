@@ -82,7 +82,7 @@ def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int |
     if dp is not None and ranks not in (None, dp * replica):
         raise ConfigError(f"--layout {layout}: needs {dp * replica} ranks, and there are {ranks}; leave dp or --ranks out")
     ranks = ranks or (dp * replica if dp else config.parallel.smallest_world)
-    if problems := plan(config, ranks).problems:
+    if problems := plan(config, ranks, has_data=False).problems:
         raise ConfigError(config_io.listed(path, problems))
     unit = config.model.width_align if config.model.base_storage == "none" else BLOCK_SIZE
     model = shrink_model(model_shape(config.model.path), config.parallel, unit)

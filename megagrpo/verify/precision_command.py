@@ -20,6 +20,7 @@ from megagrpo.parallel import device, quiet
 from megagrpo.parallel.ranks import RankFailed, run_ranks
 from megagrpo.plan import plan
 from megagrpo.policy.hf_config import HfConfig, load_hf_config
+from megagrpo.terminal import show
 from megagrpo.types import TrainSample
 from megagrpo.verify.layer_tape import PARTS
 from megagrpo.verify.precision import PrecisionErrors, batch_of, measure
@@ -74,22 +75,22 @@ def main(
         errors = _measure(config, hf_config, folder, samples, world)
         return Verdict(config, errors, threshold, config.rollout.mismatch_threshold or ALLOWED_MISMATCH)
 
-    def show(text: str) -> None:
+    def tell(text: str) -> None:
         if speaks and not json:
             show(text)
 
-    show(header(config, hf_config, samples))
+    tell(header(config, hf_config, samples))
     verdict = judge(config)
-    show(as_text(verdict))
+    tell(as_text(verdict))
     if verdict.bad_layers and fix is not None:
         kept = sorted({*(layer % hf_config.num_layers for layer in config.model.bf16_layers), *verdict.bad_layers})
         fixed = config.model_copy(update=dict(model=config.model.model_copy(update=dict(bf16_layers=kept))))
         if speaks:
             comment = f"Written by megagrpo verify --precision: layers that are more than {threshold:g} off in FP8 stay in bf16."
             config_io.save_changes(fixed, load_config(path), path, fix, comment)
-        show(f"\n{fix}: {path} with {len(kept)} of {hf_config.num_layers} layers in bf16; measured again:")
+        tell(f"\n{fix}: {path} with {len(kept)} of {hf_config.num_layers} layers in bf16; measured again:")
         verdict = judge(load_config(fix))
-        show(as_text(verdict))
+        tell(as_text(verdict))
     if speaks and json:
         show(as_json(path, verdict))
     return 0 if verdict.passed else 1

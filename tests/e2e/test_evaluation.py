@@ -56,7 +56,7 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_a_resumed_run_knows_it(
         (sets("easy/pass@3"), "evaluation.keep_best: no metric `easy/pass@3`; evaluations have easy/completions/clipped_ratio,"),
         (
             "evaluation={sets: {bad: {source: FOLDER/eval.jsonl, prompt_column: question}}}",
-            "data.prompt_column: evaluation.sets.bad has no column `question`",
+            "evaluation.sets.bad.prompt_column: no column `question`",
         ),
         (
             "evaluation={sets: {bad: {source: FOLDER/eval.jsonl}}, pass_function: low_byte}",
