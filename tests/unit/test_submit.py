@@ -273,7 +273,7 @@ def test_a_config_and_a_cluster_are_plain_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text("python: !!python/object/apply:os.system [touch pwned]\n")
     for load in (load_cluster, load_config):
-        with pytest.raises(ConfigError, match="could not determine a constructor for the tag|the tag .* is not read here"):
+        with pytest.raises(ConfigError, match=r"could not determine a constructor for the tag|the tag .* is not read here"):
             load("c.yaml")
     assert not Path("pwned").exists()
 
