@@ -189,7 +189,7 @@ def _ask(number: int, timeout: float, verb: str, arguments: Arguments) -> Argume
 
 
 def is_sound(function: str, arguments: Arguments, answer: Any) -> bool:
-    """Whether the answer of `function` to these arguments has the shape that the trainer reads, whoever wrote it."""
+    """Whether the answer of `function` to these arguments has the shape that the trainer reads. User code may have written it."""
     match function:
         case "use_tool":
             return _is_used(answer)

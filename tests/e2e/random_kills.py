@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ if __name__ == "__main__":  # what pytest's `pythonpath` does
 import torch
 
 from tests.e2e import world
-from tests.e2e.test_soak import born, listeners, listening
+from tests.e2e.test_soak import born, listeners, listening, watched
 
 STEPS = 5
 PATIENCE = 300.0  # seconds within which a run ends or takes a step after a kill
@@ -152,24 +151,6 @@ def kills(setting: str, rng: random.Random) -> Iterator[tuple[str, signal.Signal
         yield from rng.sample(pairs, len(pairs))
 
 
-@contextlib.contextmanager
-def watched(struck: Struck, root: int) -> Iterator[None]:
-    """Inside, what the run has is noted several times a second."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.3):
-            struck.look(root)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
-
-
 def strike(struck: Struck, root: subprocess.Popen, role: str, number: signal.Signals) -> str:
     """Send the signal to a process of that role, once there is one; the words for it, "" when the run ended before."""
     sought = time.monotonic()
@@ -225,7 +206,7 @@ def to_the_end(struck: Struck, todo: Iterator[tuple[str, signal.Signals]], budge
     while not codes or codes[-1] != 0:
         root = struck.start(resume=any((struck.home / "run" / "checkpoints").glob("step_*")))
         try:
-            with watched(struck, root.pid):
+            with watched(struck, root.pid, seconds=0.3):
                 codes.append(one_start(struck, root, todo, budget))
                 began, struck.of_killed = time.monotonic(), folders_of_killed(struck) if codes[-1] else set()
                 while struck.outlived() and time.monotonic() - began < 20:

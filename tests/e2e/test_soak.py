@@ -241,12 +241,12 @@ def one_attempt(struck, trainer, faults):
 
 
 @contextlib.contextmanager
-def watched(struck, trainer):
-    """Inside, what the run has is noted every second."""
+def watched(struck, trainer, seconds=1.0):
+    """Inside, what the run has is noted every `seconds`."""
     ended = threading.Event()
 
     def watch():
-        while not ended.wait(1.0):
+        while not ended.wait(seconds):
             struck.look(trainer)
 
     watcher = threading.Thread(target=watch)
