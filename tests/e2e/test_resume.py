@@ -1,5 +1,6 @@
 """A run that stops and goes on is the run that never stopped; and what happens to folders of earlier runs."""
 
+import json
 import os
 import shutil
 
@@ -11,6 +12,10 @@ from tests.e2e import world
 MEASURED = ("time/", "idle/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time")  # these differ from one run to the next
 # vLLM's sums depend on which requests it happens to decode together.
 ENGINE = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "sampling/")
+
+
+# An epoch is two steps. No response passes, so every prompt rests during the second epoch: steps 3 and 4 draw from the third.
+CURRICULUM = ("data.train.size=8", "data.curriculum=pass_rate", "data.curriculum_pass_reward=2", "data.curriculum_rest=1")
 
 
 def told(run):
@@ -25,7 +30,7 @@ def _is_the_runs_own(name: str) -> bool:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Four steps in one go."""
-    run = world.train(tmp_path_factory.mktemp("whole"), "run.max_steps=4")
+    run = world.train(tmp_path_factory.mktemp("whole"), "run.max_steps=4", *CURRICULUM)
     assert run.code == 0, run.err
     return run
 
@@ -34,8 +39,8 @@ def whole(tmp_path_factory):
 def parts(tmp_path_factory):
     """Two steps, and two more with --resume."""
     output = tmp_path_factory.mktemp("parts")
-    assert world.train(output, "run.max_steps=2").code == 0
-    run = world.train(output, "run.max_steps=4", "--resume")
+    assert world.train(output, "run.max_steps=2", *CURRICULUM).code == 0
+    run = world.train(output, "run.max_steps=4", "--resume", *CURRICULUM)
     assert run.code == 0, run.err
     return run
 
@@ -45,6 +50,13 @@ def test_a_resumed_run_goes_on_with_the_next_prompts_and_steps(whole, parts):
     assert [row["prompt_id"] for row in parts.completions] == [row["prompt_id"] for row in whole.completions]
     assert "after step 2" in parts.out and "step 1/" not in parts.out
     assert parts.saved == ["step_000002", "step_000004"]
+
+
+def test_a_resumed_run_remembers_which_prompts_rest(whole, parts):
+    for run in (whole, parts):
+        state = json.loads((run.newest / "megagrpo.json").read_text())["state"]
+        assert state["cursor"] == 24  # 8 drawn, 8 passed over, 8 drawn
+        assert [epoch for _, _, epoch in state["pass_rates"]] == [2] * 8
 
 
 def test_a_resumed_run_samples_the_same_and_tells_the_same(whole, parts):
@@ -65,7 +77,7 @@ def test_a_resumed_run_ends_with_the_same_weights_and_moments_bit_by_bit(whole, 
 
 def test_a_run_that_has_taken_all_its_steps_has_nothing_left_to_resume(parts):
     before = (parts.folder / "metrics.jsonl").read_text()
-    run = world.train(parts.folder.parent, "run.max_steps=4", "--resume")
+    run = world.train(parts.folder.parent, "run.max_steps=4", "--resume", *CURRICULUM)
     assert (run.code, run.saved) == (0, parts.saved) and (run.folder / "metrics.jsonl").read_text() == before
 
 

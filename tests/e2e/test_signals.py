@@ -77,6 +77,22 @@ def test_a_signal_does_not_wait_for_a_long_generation(tmp_path):
     assert world.train(tmp_path, "run.max_steps=1", "run.overwrite=true").code == 0  # the server is as good as before
 
 
+@pytest.mark.full
+def test_an_evaluation_that_a_stop_broke_off_is_done_when_the_run_goes_on(tmp_path):
+    evaluated = ["evaluation.steps=1", f"data.eval={{source: {world.folder()}/eval.jsonl}}", "evaluation.temperature=1"]
+    many = [*evaluated, "evaluation.num_generations=64"]  # takes longer than a signal
+    with world.running(tmp_path, *many, "run.max_steps=1000") as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 1, "first step")
+        os.kill(trainer.pid, signal.SIGTERM)
+        run = trainer.wait()
+    assert run.code == 143, run.err
+    done = len(run.metrics)
+    resumed = world.train(tmp_path, *many, f"run.max_steps={done + 1}", "--resume")
+    assert resumed.code == 0, resumed.err
+    steps = [line["step"] for line in resumed.lines if "eval/reward" in line]
+    assert steps == list(range(done + 2))
+
+
 def test_a_run_saves_before_its_time_is_over(tmp_path):
     def prepare():
         os.environ.pop("SLURM_JOB_END_TIME", None)

@@ -15,7 +15,7 @@ from megagrpo.boxes import cut
 from megagrpo.families.blocks import Block
 from megagrpo.rollout.ledger import VERSION_SHIFT, Ledgers
 from megagrpo.rollout.shared_weights import WeightSyncError
-from megagrpo.types import SamplingParams
+from megagrpo.types import Prompt, SamplingParams
 from megagrpo.weight_sync import WeightSync
 from tests.distributed.ranks import run_ranks
 from tests.e2e.tiny_servers import PROMPTS, tied_llamas, weights
@@ -96,6 +96,26 @@ def test_a_synced_engine_equals_one_that_loaded_the_folder(synced, fresh):
         assert synced.engine.generate(PROMPTS[:1], 1, SAMPLINGS[0], 0)[0][0].weight_version == version + 3
         assert list(Path("/dev/shm").glob(f"megagrpo-{os.getpid()}.*"))
     assert not list(Path("/dev/shm").glob(f"megagrpo-{os.getpid()}.*"))
+
+
+def test_after_a_sync_that_keeps_responses_no_cached_prefix_is_of_older_weights(synced, fresh):
+    long = [Prompt(0, tuple(3 + (7 * k) % 900 for k in range(100)), "")]  # three full blocks of the prefix cache
+
+    def response(engine):
+        ((rollout,),) = engine.generate(long, 1, SAMPLINGS[0], seed=4)
+        return rollout.response_ids, rollout.rollout_logprobs
+
+    version, before = synced.engine.weight_version, synced.engine.in_flight
+    synced.engine.in_flight = "keep"  # the one pause in which vLLM keeps its cache
+    try:
+        with WeightSync(synced.engine, OneRank(), "float32") as sync:
+            sync.push(shards(synced.folder), version + 1)
+            older = response(synced.engine)
+            sync.push(shards(fresh.folder), version + 2)
+            newer = response(synced.engine)
+    finally:
+        synced.engine.in_flight = before
+    assert newer == response(fresh.engine) != older
 
 
 def push_from_a_rank(engine, folder, version, poison=None):
