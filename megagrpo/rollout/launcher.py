@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import math
 import os
+import random
 import re
 import signal
 import socket
@@ -31,6 +33,7 @@ from megagrpo.rollout.shm_names import remove_stale
 from megagrpo.rollout.vllm_http import CERTIFICATES, MovedServers
 
 HOST = "127.0.0.1"
+PORTS = range(15_000, 30_000)  # of servers whose port `rollout.port` leaves open
 HERE = Path(__file__).parent
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 MAX_BATCHED_TOKENS = 4096  # of one prefill without a GPU
@@ -381,14 +384,10 @@ def healthy(url: str) -> bool:
 
 
 def _free_ports(host: str, count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind((host, 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    """Ports that nothing listens on now. The kernel gives connections of other programs ports from 32768 on, so none of them takes one of
+    these before the server listens."""
+    tried = iter(random.SystemRandom().sample(PORTS, len(PORTS)))
+    return list(itertools.islice((port for port in tried if is_free(host, port)), count))
 
 
 def is_free(host: str, port: int) -> bool:
