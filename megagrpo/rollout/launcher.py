@@ -392,21 +392,22 @@ def _free_ports(host: str, count: int) -> list[int]:
 
 def is_free(host: str, port: int) -> bool:
     """Whether a server could listen there now."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((host, port))
-        except OSError:
-            return False
-        return True
+    return _bind_error(host, port) is None
 
 
 def _check_port(host: str, port: int) -> None:
+    if error := _bind_error(host, port):
+        raise EngineStartError(
+            f"rollout.port: {port} cannot be used on {host} ({error.strerror}); name another, or 0 to pick a free one"
+        ) from error
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
+    """Why nothing can listen at this address now; None when a server could."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind((host, port))
         except OSError as error:
-            raise EngineStartError(
-                f"rollout.port: {port} cannot be used on {host} ({error.strerror}); name another, or 0 to pick a free one"
-            ) from error
+            return error
+    return None
