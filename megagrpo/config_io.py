@@ -186,15 +186,55 @@ def _has(here: Any, part: str | int) -> bool:
     return part in here if isinstance(here, dict) else isinstance(here, list) and isinstance(part, int) and part < len(here)
 
 
+# The rule that a value breaks, by the type of pydantic's error, with the names of pydantic's context in braces.
+_RULES = {
+    "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_parsing_size": "must be an integer of 64 bits",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping of `key: value`",
+    "model_type": "must be a mapping of `key: value`",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must have at least {min_length} characters",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+}
+
+
 def _problem(error: dict[str, Any], known: list[str]) -> Problem:
-    """What pydantic says of one key."""
+    """The key, the rule that its value breaks, and the value."""
     loc, value = error["loc"], error["input"]
     keys = (".".join(map(str, loc)),)
     if error["type"] == "extra_forbidden":
         return Problem(keys, f"unknown key{_did_you_mean(loc, known)}")
     if error["type"] == "missing":
         return Problem(keys, "required, and not given")
-    return Problem(keys, f"{error['msg'].removeprefix('Value error, ')} (got {shortened(repr(value))})")
+    known_rule = _RULES.get(error["type"])
+    bounds = {name: int(b) if isinstance(b, float) and b.is_integer() else b for name, b in error.get("ctx", {}).items()}
+    rule = known_rule.format(**bounds) if known_rule else error["msg"].removeprefix("Value error, ")
+    near = difflib.get_close_matches(value, _choices(error), n=1) if isinstance(value, str) else []
+    fix = f"; did you mean {near[0]}?" if near else ""
+    if error["type"] == "string_type" and isinstance(value, (bool, int, float)):
+        fix = "; put it in quotes"
+    return Problem(keys, f"{rule} (got {'nothing' if value is None else shortened(repr(value))}){fix}")
+
+
+def _choices(error: dict[str, Any]) -> list[str]:
+    """The values that a key with a choice of strings takes; empty for another error."""
+    return re.findall("'([^']*)'", error["ctx"]["expected"]) if error["type"] == "literal_error" else []
 
 
 def _did_you_mean(loc: Loc, known: list[str]) -> str:

@@ -39,24 +39,34 @@ def refusal(path: Path, *overrides: str) -> str:
 
 
 VALUES = {
+    "train.learning_rate=abc": "train.learning_rate: must be a number (got 'abc')",
+    "train.learning_rate=.nan": "train.learning_rate: must be a finite number (got nan)",
+    "train.learning_rate=0": "train.learning_rate: must be greater than 0 (got 0)",
+    "rollout.num_generations=2.5": "rollout.num_generations: must be an integer (got 2.5)",
+    "rollout.enforce_eager=maybe": "rollout.enforce_eager: must be true or false (got 'maybe')",
+    "algorithm.loss_type=dappo": "algorithm.loss_type: must be 'grpo', 'bnpo', ",
+    "run.name=3": "run.name: must be a string (got 3); put it in quotes",
+    "run.name=": "run.name: must be a string (got nothing)",
+    "rewards.functions=3": "rewards.functions: must be a list (got 3)",
+    "train=3": "train: must be a mapping of `key: value` (got 3)",
     "run.seed=18446744073709551616": "run.seed: must be at most 9223372036854775807 = 2^63 - 1 (got 18446744073709551616)",
     "run.max_steps=true": "run.max_steps: must be a number, not true or false (got True)",
     "debug.dump_steps=[1, true]": "debug.dump_steps: must be a number, not true or false (got [1, True])",
     "train.learning_rate=false": "train.learning_rate: must be a number, not true or false (got False)",
-    "rollout.temperature=2.01": "rollout.temperature: Input should be less than or equal to 2 (got 2.01)",
-    "rollout.temperature=1e-30": "rollout.temperature: Input should be greater than or equal to 0.01 (got 1e-30)",
+    "rollout.temperature=2.01": "rollout.temperature: must be at most 2 (got 2.01)",
+    "rollout.temperature=1e-30": "rollout.temperature: must be at least 0.01 (got 1e-30)",
     "evaluation.temperature=1e-30": "evaluation.temperature: must be 0 (greedy) or at least 0.01, where vLLM's sampling ends (got 1e-30)",
-    "evaluation.temperature=3": "evaluation.temperature: Input should be less than or equal to 2 (got 3)",
-    "rollout.port=70000": "rollout.port: Input should be less than or equal to 65535 (got 70000)",
-    "rollout.servers=100000": "rollout.servers: Input should be less than or equal to 4096 (got 100000)",
-    "rewards.workers=100000000": "rewards.workers: Input should be less than or equal to 4096 (got 100000000)",
-    "multi_turn.workers=100000000": "multi_turn.workers: Input should be less than or equal to 4096 (got 100000000)",
+    "evaluation.temperature=3": "evaluation.temperature: must be at most 2 (got 3)",
+    "rollout.port=70000": "rollout.port: must be at most 65535 (got 70000)",
+    "rollout.servers=100000": "rollout.servers: must be at most 4096 (got 100000)",
+    "rewards.workers=100000000": "rewards.workers: must be at most 4096 (got 100000000)",
+    "multi_turn.workers=100000000": "multi_turn.workers: must be at most 4096 (got 100000000)",
     "rollout.prompts_per_step=1000000000000": "rollout.prompts_per_step: 1000000000000 x num_generations 8 = 8000000000000 samples, and a "
     "step holds at most 10000000; lower one of them",
-    "rollout.startup_timeout=1e300": "rollout.startup_timeout: Input should be less than or equal to 100000000 (got 1e+300)",
-    "parallel.timeout_minutes=1e300": "parallel.timeout_minutes: Input should be less than or equal to 1000000 (got 1e+300)",
-    "run.time_limit='9999999999999:00:00'": "run.time_limit: String should match pattern",
-    f"run.name={'a' * 300}": "run.name: String should have at most 200 characters (got 'aaa",
+    "rollout.startup_timeout=1e300": "rollout.startup_timeout: must be at most 100000000 (got 1e+300)",
+    "parallel.timeout_minutes=1e300": "parallel.timeout_minutes: must be at most 1000000 (got 1e+300)",
+    "run.time_limit='9999999999999:00:00'": "run.time_limit: must match the pattern",
+    f"run.name={'a' * 300}": "run.name: must have at most 200 characters (got 'aaa",
     "rollout.urls=['http://a:99999']": "rollout.urls.0: http://a:99999 is no address: Port out of range 0-65535; write it as http://HOST",
     "rollout.urls=['http://a:1', localhost]": "rollout.urls.1: localhost does not begin with http:// or https://; write it as http://HOST:",
     "rollout.urls=['http://']": "rollout.urls.0: http:// names no host; write it as http://HOST:PORT",
@@ -67,6 +77,10 @@ VALUES = {
 @pytest.mark.parametrize("override", VALUES, ids=lambda text: text[:40])
 def test_a_value_that_nothing_could_run_with_is_refused(path, override):
     assert refusal(path, override).startswith(VALUES[override])
+
+
+def test_a_misspelt_choice_gets_the_nearest_one(path):
+    assert refusal(path, "algorithm.loss_type=dappo").endswith("'real' or 'fipo' (got 'dappo'); did you mean dapo?")
 
 
 def test_ports_of_all_servers_exist(path):

@@ -45,10 +45,10 @@ def test_all_problems_come_at_once_with_key_value_and_suggestion(tmp_path):
         [
             "model.path: required, and not given",
             "model.pth: unknown key; did you mean model.path?",
-            "parallel.tp: Input should be a valid integer, unable to parse string as an integer (got 'two')",
-            "rollout.temperature: Input should be a valid number, unable to parse string as a number (got 'hot')",
+            "parallel.tp: must be an integer (got 'two')",
+            "rollout.temperature: must be a number (got 'hot')",
             "rewards.functions.0.wieght: unknown key; did you mean rewards.functions.0.weight?",
-            "train.learning_rate: Input should be greater than 0 (got -1)",
+            "train.learning_rate: must be greater than 0 (got -1)",
             "num_generatons: unknown key; did you mean rollout.num_generations?",
             "parallel.vpp: 2 needs parallel.pp > 1; set vpp to 1 or raise pp",
         ]
@@ -120,7 +120,7 @@ def test_a_contradiction_is_named_beside_wrong_values_of_other_keys(tmp_path, wr
 
 def test_a_contradiction_that_a_wrong_value_may_cause_waits_until_that_is_right(tmp_path):
     path = write(tmp_path, SMALLEST)
-    said = ["parallel.tp: Input should be a valid integer, unable to parse string as an integer (got 'x')"]
+    said = ["parallel.tp: must be an integer (got 'x')"]
     assert problems(path, "parallel.tp=x", "parallel.sequence_parallel=true")[1:] == said
     (one,) = problems(path, "rewards=3")[1:]
     assert one.startswith("rewards: ")
@@ -233,7 +233,7 @@ MULTI_TURN = {
     "multi_turn.max_turns=3": "multi_turn.max_turns: nothing answers the policy; name a scheduler, tools or an environment",
     "multi_turn={tools: [calculator], scheduler_args: {attempts: 3}}": "multi_turn.scheduler_args: there is no scheduler to pass them to",
     "multi_turn={scheduler: math_tip_trick, tool_parser: 'vllm:hermes'}": "multi_turn.tool_parser: there are no tools",
-    "multi_turn={tools: [calculator], tool_parser: xml}": "multi_turn.tool_parser: String should match pattern",
+    "multi_turn={tools: [calculator], tool_parser: xml}": "multi_turn.tool_parser: must match the pattern",
     "multi_turn={scheduler: math_tip_trick, max_tool_calling_iterations: 2}": "multi_turn.max_tool_calling_iterations: there are no tools",
     "multi_turn={tools: [calculator], completion_length_limit_scope: per_round}": "multi_turn.max_response_length: per_round limits no",
     "multi_turn={tools: [calculator], max_response_length: 900}": "multi_turn.max_response_length: rollout.max_completion_length limits",

@@ -7,8 +7,8 @@ from megagrpo.config import ConfigError, load_config
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 REFUSED = {
     "data.curriculum_low=0.95": "data.curriculum_low: 0.95 is above data.curriculum_high 0.9; the interval is empty; swap the two",
-    "data.curriculum_high=2": "data.curriculum_high: Input should be less than or equal to 1 (got 2)",
-    "algorithm.max_resample_times=0": "algorithm.max_resample_times: Input should be greater than 0 (got 0)",
+    "data.curriculum_high=2": "data.curriculum_high: must be at most 1 (got 2)",
+    "algorithm.max_resample_times=0": "algorithm.max_resample_times: must be greater than 0 (got 0)",
     "evaluation.steps=2": "evaluation.steps: needs data.eval or evaluation.sets; name held-out prompts or set steps to 0",
     "evaluation.keep_best=reward": "evaluation.keep_best: needs data.eval or evaluation.sets; name held-out prompts or leave it empty",
     "evaluation.num_generations=2": "evaluation.num_generations: 2 greedy responses are all the same; raise evaluation.temperature or "

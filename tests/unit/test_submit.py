@@ -265,7 +265,7 @@ def test_no_value_becomes_a_part_of_a_manifest(hostile, tmp_path):
 @pytest.mark.parametrize("hostile", [*HOSTILE, "run\n", "run\n#SBATCH --x"])
 def test_a_name_or_a_time_that_would_leave_its_line_is_refused(hostile):
     for key in ("run.name", "run.time_limit"):
-        with pytest.raises(ConfigError, match=f"{key}: String should match pattern"):
+        with pytest.raises(ConfigError, match=f"{key}: must match the pattern"):
             config(f"{key}={json.dumps(hostile)}")
 
 
