@@ -385,9 +385,13 @@ def healthy(url: str) -> bool:
 
 def _free_ports(host: str, count: int) -> list[int]:
     """Ports that nothing listens on now. The kernel gives connections of other programs ports from 32768 on, so none of them takes one of
-    these before the server listens."""
-    tried = iter(random.SystemRandom().sample(PORTS, len(PORTS)))
-    return list(itertools.islice((port for port in tried if is_free(host, port)), count))
+    these before the server listens. EngineStartError where there are fewer than `count`, or where this machine does not have the address.
+    """
+    tried = random.SystemRandom().sample(PORTS, len(PORTS))
+    ports = list(itertools.islice((port for port in tried if is_free(host, port)), count))
+    if len(ports) < count:
+        raise EngineStartError(f"rollout.port: {count} free ports needed on {host}, {len(ports)} found ({_bind_error(host, tried[0])})")
+    return ports
 
 
 def is_free(host: str, port: int) -> bool:

@@ -222,6 +222,13 @@ def test_a_taken_port_is_named_before_anything_starts(options, tmp_path):
     assert launcher.servers == []
 
 
+def test_an_address_that_this_machine_does_not_have_is_an_error(options, tmp_path):
+    launcher = Launcher(options, tmp_path, host="203.0.113.1", num_servers=2)
+    with pytest.raises(EngineStartError, match=r"rollout\.port: 2 free ports needed on 203\.0\.113\.1, 0 found \(.*requested address"):
+        launcher.start()
+    assert launcher.servers == []
+
+
 def test_a_folder_without_a_model_is_refused_at_once(tmp_path):
     with pytest.raises(EngineStartError, match=r"holds no config\.json"):
         Launcher(ServerOptions(str(tmp_path / "nowhere"), "float32", 64), tmp_path).start()
