@@ -24,6 +24,7 @@ CASES = {
     "wrong type": (["run.max_steps=many"], ["run.max_steps", "integer", "'many'"]),
     "two at once": (["run.max_steps=0", "rollout.num_generations=1"], ["run.max_steps", "rollout.num_generations", "2 problem(s)"]),
     "missing model": (["model.path=/no/such/model"], ["model.path", "/no/such/model"]),
+    "missing tokenizer": (["model.tokenizer=/no/such/tokenizer"], ["model.tokenizer", "/no/such/tokenizer"]),
     "missing data": (["data.train.source=/no/such.jsonl"], ["data.train", "/no/such.jsonl"]),
     "missing column": (["data.prompt_column=questoin"], ["data.prompt_column", "`questoin`", "prompt, answer"]),
     "missing renamed column": (["data.columns.solution=anwser"], ["data.columns.solution", "`anwser`", "did you mean", "answer"]),

@@ -84,6 +84,7 @@ def test_the_config_that_ran_is_kept_and_loads_back(watched):
     run = watched[0]
     config = load_config(run.folder / "resolved.yaml")
     assert config.run.max_steps == STEPS and config.rollout.num_generations == GROUP
+    assert run.folder == Path(config.run.output_dir) / config.run.name
     words = world.arguments(run.folder.parent, *OPTIONS, launched=True)
     given = load_config(words[0], [*words[1:], f"data.eval.source={world.folder()}/eval.jsonl"])
     assert config == given

@@ -168,6 +168,12 @@ def test_every_kind_of_source_gives_the_same_prompts(tokenizer, jsonl, tmp_path,
     assert len(source(tokenizer, path, dataset={"size": 4})) == 4
 
 
+def test_size_keeps_the_first_rows_of_the_split(tokenizer, jsonl):
+    prompts = source(tokenizer, jsonl, dataset={"split": "train[2:9]", "size": 4}).all()
+    assert [p.messages for p in prompts] == [row["prompt"] for row in ROWS[2:6]]
+    assert len(source(tokenizer, jsonl, dataset={"size": 40})) == len(ROWS)  # never more than there are
+
+
 def test_a_file_answers_to_any_split_name(tokenizer, jsonl):
     assert len(source(tokenizer, jsonl, dataset={"split": "test"})) == 10
     assert len(source(tokenizer, jsonl, dataset={"split": "validation[:3]"})) == 3

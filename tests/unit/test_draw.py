@@ -32,10 +32,11 @@ class Replay:
     """Rewards of each prompt in the order in which they are drawn, with those of two functions where a pair of pairs is given."""
 
     def __init__(self, rewards):
-        self.rewards, self.seeds = rewards, []
+        self.rewards, self.seeds, self.asked = rewards, [], []
 
     def collect(self, prompts, num_generations, sampling, seed):
         self.seeds.append(seed)
+        self.asked.append((len(prompts), num_generations))
         scored = []
         for prompt in prompts:
             rollout = Rollout(prompt, (2,), (-1.0,), "stop", 1, "")
@@ -71,6 +72,15 @@ def test_a_step_whose_groups_all_differ_draws_once():
     trained, metrics, stream, said, seeds = draw([MIXED] * 3)
     assert (trained, stream.cursor, said, seeds) == ([0, 1, 2], 3, [], [derive_seed(42, 4)])
     assert metrics["dynamic_sample/rounds"] == 0 and metrics["dynamic_sample/groups_drawn"] == 3
+
+
+def test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run():
+    sections = {"model": {"path": "m"}, "data": {"train": {"source": "a"}}, "rewards": {"functions": [{"function": "format"}]}}
+    counts = {"rollout": {"prompts_per_step": 5, "num_generations": 3}, "run": {"seed": 7}}
+    stream, replay = Stream(), Replay([(0.0, 0.5, 1.0)] * 5)
+    scored, _ = draw_rollouts(replay, stream, RunConfig.model_validate(sections | counts), SAMPLING, 4, print)
+    assert (replay.asked, replay.seeds) == ([(5, 3)], [derive_seed(7, 4)])
+    assert stream.cursor == 5 and len(scored) == 15
 
 
 def test_groups_without_a_difference_are_replaced_by_fresh_prompts_until_the_step_is_full():

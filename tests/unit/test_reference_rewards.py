@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config import load_config
+from megagrpo.config import RewardsSection, load_config
 from megagrpo.data.prompts import hash_answer
 from megagrpo.rewards.functions import cosine_value, format, react_format, repetition, soft_overlong, think_format, token_repetition
 from megagrpo.rewards.gsm8k_xml import correctness, soft_format, strict_format, whole_number, xml_answer, xmlcount
 from megagrpo.rewards.math_accuracy import accuracy, reasoning_accuracy
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.types import Prompt, Rollout
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 TRL, SWIFT, NOTEBOOK = (json.loads((VECTORS / f"{name}_rewards.json").read_text()) for name in ("trl", "swift", "unsloth"))
@@ -105,6 +107,39 @@ def test_soft_overlong_as_ms_swift_without_the_floor(case):
 def test_soft_overlong_takes_a_slope_as_long_as_the_maximum_which_ms_swift_refuses():
     assert SWIFT["soft_overlong"]["cache_eq_max"].startswith("AssertionError")
     assert soft_overlong([[1] * 50], 100, cache_length=100) == [-0.5]  # well defined, and DAPO's formula allows it
+
+
+def test_the_arguments_of_ms_swifts_length_rewards_are_args_in_the_config():
+    """Its prefixes fall away; `soft_max_length` is `max_completion_length`. All its vectors in one call of the scorer."""
+    params = SWIFT["cosine"]["params"]
+    names = {name: name.removeprefix("cosine_").removeprefix("repetition_").removeprefix("soft_") for name in params}
+    names |= {"soft_max_length": "max_completion_length"}
+    args = {of: {ours: params[its] for its, ours in names.items() if its.startswith(of)} for of in ("cosine", "repetition", "soft")}
+    functions = [
+        {"function": "cosine", "args": args["cosine"] | {"clamp": False}},
+        {"function": "repetition", "args": args["repetition"]},
+        {"function": "soft_overlong", "args": args["soft"] | {"floor": None}},
+    ]
+
+    def rollout(length, text, solution):
+        prompt = Prompt(0, (1,), "Q", {"solution": solution})
+        return Rollout(prompt, (1,) * length, (0.0,) * length, "stop", 0, text)
+
+    cosines = SWIFT["cosine"]["cases"]
+    texts = [case for case in SWIFT["repetition"] if (case["n"], case["max_penalty"]) == (3, -1.0)]
+    softs = [case for case in SWIFT["soft_overlong"]["cases"] if (case["soft_max_length"], case["soft_cache_length"]) == (100, 20)]
+    assert texts and softs
+    given = [rollout(case["length"], "<answer>7</answer>", "7" if case["acc"] >= 1 else "8") for case in cosines]
+    given += [rollout(1, case["completion"], "7") for case in texts] + [rollout(case["length"], "", "7") for case in softs]
+    with RewardScorer(RewardsSection(functions=functions, workers=1), 16) as scorer:  # not the 100 tokens of the vectors
+        found = scorer.score(given)
+    of_texts = len(cosines) + len(texts)
+    for case, scored in zip(cosines, found, strict=False):
+        assert scored.rewards["cosine"] == pytest.approx(case["reward"], rel=1e-9, abs=1e-12)
+    for case, scored in zip(texts, found[len(cosines) : of_texts], strict=True):
+        assert scored.rewards["repetition"] == pytest.approx(case["reward"], rel=1e-9)
+    for case, scored in zip(softs, found[of_texts:], strict=True):
+        assert scored.rewards["soft_overlong"] == pytest.approx(case["reward"], rel=1e-9)
 
 
 @pytest.mark.parametrize("case", NOTEBOOK["cases"])
