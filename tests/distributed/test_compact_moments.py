@@ -1,5 +1,7 @@
 """Moments in fewer bits in a policy: the step is the same, and a checkpoint continues bit by bit."""
 
+from unittest import mock
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -8,7 +10,9 @@ from tiny_policy import tiny_model, tiny_run
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.checkpoint import Checkpointer
 from megagrpo.data.packing import pack, packing_rules
+from megagrpo.parallel.compact_adam import CompactAdam
 from megagrpo.parallel.layout import init_layout
+from megagrpo.policy import optimizer as optimizer_module
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.types import TrainState
 from megagrpo.verify.compare import compare
@@ -53,6 +57,29 @@ def test_the_first_step_is_that_of_float32_moments():
     (found,) = run_ranks(take_step, 1, config("fp8", False), tiny_model("llama_tied"), random_samples())
     (expected,) = run_ranks(take_step, 1, plainly(config("fp32", False)), tiny_model("llama_tied"), random_samples())
     assert [d for d in compare(found, expected) if not d.passed] == []
+
+
+def _steps_as_on_a_gpu(folder, settings):
+    """Weights and dtypes of moments after three steps, with a GPU pretended to the optimizer; the options of the Adam that was built."""
+    options, original = [], CompactAdam.__init__
+
+    def noting(self, *args, **kwargs):
+        options.append(kwargs)
+        original(self, *args, **kwargs)
+
+    pretended = mock.Mock(wraps=optimizer_module.device, has_gpu=lambda: True)
+    with mock.patch.object(optimizer_module, "device", pretended), mock.patch.object(CompactAdam, "__init__", noting):
+        return _train(folder, settings, 3, None), options
+
+
+def test_moments_that_wait_in_the_hosts_memory_take_the_same_steps(tmp_path):
+    """Bit for bit; without a GPU it is all one memory, so that what is asked of Adam is looked at too."""
+    offloading = config("fp32", False)
+    offloading = offloading.model_copy(update=dict(train=offloading.train.model_copy(update=dict(optimizer_offload=True))))
+    ((found, moments), options), *_ = run_ranks(_steps_as_on_a_gpu, 1, tmp_path, offloading)
+    (expected, _), *_ = run_ranks(_train, 1, tmp_path, config("fp32", False), 3, None)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert moments == {torch.float32} and [(made["offload"], made["dtype"]) for made in options] == [(True, torch.float32)]
 
 
 def _offload() -> str:

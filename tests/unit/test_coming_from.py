@@ -1,5 +1,7 @@
 """Whoever comes from another trainer finds every argument of it."""
 
+import ast
+import functools
 import re
 from pathlib import Path
 
@@ -7,9 +9,14 @@ import pytest
 
 from megagrpo.config import RunConfig, load_config
 from megagrpo.config_io import fields
+from tests.unit import shown_by
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS, TESTS = Path(__file__).parents[2] / "docs", Path(__file__).parents[1]
+PAGES = ("coming_from_trl.md", "coming_from_ms_swift.md")
 KEYS = {key for key, _ in fields(RunConfig)}
+SECTIONS = "|".join(RunConfig.model_fields)
+SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
+ARGS = "rewards.functions.N.args"
 
 # The fields that TRL 1.16.0's GRPOConfig adds to transformers' TrainingArguments.
 TRL = """model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout cast_lm_head_to_fp32 num_generations num_generations_eval
@@ -56,40 +63,94 @@ def test_every_argument_has_a_row(page, names):
     assert len(found) == len(set(found))
 
 
-@pytest.mark.parametrize("page", ["coming_from_trl.md", "coming_from_ms_swift.md"])
-def test_what_a_row_leads_to_exists(page):
-    sections = "|".join(RunConfig.model_fields)
-    for names, text in table(page):
-        same = re.search(rf"the same under `({sections})\.`", text)
-        keys = [f"{same[1]}.{name}" for name in names] if same else re.findall(rf"`((?:{sections})\.[\w.]+)`", text)
-        assert set(keys) <= KEYS, names
-
-
 def keys_of(names: list[str], text: str) -> list[str]:
     """The keys that a row names."""
-    sections = "|".join(RunConfig.model_fields)
-    same = re.search(rf"the same under `({sections})\.`", text)
-    return [f"{same[1]}.{name}" for name in names] if same else re.findall(rf"`((?:{sections})\.[\w.]+)", text)
+    same = re.search(rf"the same under `({SECTIONS})\.`", text)
+    return [f"{same[1]}.{name}" for name in names] if same else re.findall(rf"`((?:{SECTIONS})\.[\w.]+)", text)
 
 
-@pytest.mark.parametrize("page", ["coming_from_trl.md", "coming_from_ms_swift.md"])
-def test_every_key_that_a_row_names_is_set_by_a_test_of_what_it_does(page):
-    pages = {"test_coming_from.py", "test_docs.py", "test_presets.py"}
-    tests = "\n".join(path.read_text() for path in DOCS.parent.glob("tests/*/*.py") if path.name not in pages)
+def says_more(text: str) -> bool:
+    """Whether the second cell of a row holds more than names of keys, links, and that something is not there."""
+    links = r"\(\[[^]]*\]\([^)]*\)\)"
+    keys = rf"the same under `(?:{SECTIONS})\.`|`(?:{SECTIONS})\.[\w.]+`"
+    rest = re.sub(rf"{links}|{keys}|^not there|^no$", "", text)
+    return re.sub(r"\band\b|[+,]", "", rest).strip() != ""
+
+
+def differences(page: str) -> list[tuple[str, str]]:
+    """The rows of the table of differences: first cell, the others."""
+    section = (DOCS / page).read_text().split("## What differs on purpose")[1]
+    rows = [line.strip("| ").split(" | ", maxsplit=1) for line in section.splitlines() if line.startswith("| ")]
+    return [(first, rest) for first, rest in rows[1:]]
+
+
+def each_of(entry: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry
+
+
+@functools.cache
+def definitions(file: str) -> dict[str, str]:
+    """The source of what a test file defines, by name: functions with their decorators, classes, and names that are assigned to."""
+    text = (TESTS / file).read_text()
+    found: dict[str, str] = {}
+    for node in ast.parse(text).body:
+        source = "\n".join([ast.unparse(d) for d in getattr(node, "decorator_list", [])] + [ast.get_source_segment(text, node)])
+        named = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+        for name in named or [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]:
+            found[name] = found.get(name, "") + source
+    return found
+
+
+def source_of(test: str) -> str:
+    """The source of a test with all that it uses of its own file: constants, helpers, fixtures."""
+    file, name = test.split("::")
+    known, wanted, taken = definitions(file), [name], {}
+    while wanted:
+        name = wanted.pop()
+        taken[name] = known[name]
+        wanted += {word for word in re.findall(r"\w+", known[name]) if word in known and word not in taken} - set(wanted)
+    return "\n".join(taken.values())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_row_leads_to_exists(page):
     for names, text in table(page):
-        for key in keys_of(names, text):
-            leaf = key.rpartition(".")[2]
-            assert re.search(rf"\b{re.escape(key)}\b|\b{leaf}[=:]|[\"']{leaf}[\"']|\.{leaf}\b", tests), (names, key)
+        assert {key for key in keys_of(names, text) if key != ARGS} <= KEYS, names
 
 
-@pytest.mark.parametrize("page", ["coming_from_trl.md", "coming_from_ms_swift.md"])
+def test_the_table_of_tests_is_that_of_the_rows():
+    named = {key for page in PAGES for names, text in table(page) for key in keys_of(names, text)}
+    named |= {key for page in PAGES for row in differences(page) for key in keys_of([], " ".join(row))}
+    assert shown_by.KEYS.keys() == named
+    assert shown_by.SAYS == {page: {n[0]: shown_by.SAYS[page].get(n[0]) for n, text in table(page) if says_more(text)} for page in PAGES}
+    assert {page: set(rows) for page, rows in shown_by.DIFFERS.items()} == {page: {row[0] for row in differences(page)} for page in PAGES}
+
+
+def test_every_test_of_the_table_exists():
+    entries = [*shown_by.KEYS.values()]
+    entries += [entry for rows in (*shown_by.SAYS.values(), *shown_by.DIFFERS.values()) for entry in rows.values()]
+    for test in {test for entry in entries for test in each_of(entry)}:
+        file, name = test.split("::")
+        assert name.startswith("test_") and f"def {name}(" in definitions(file)[name], test
+
+
+@pytest.mark.parametrize("key", shown_by.KEYS)
+def test_a_test_of_a_key_sets_or_reads_it(key):
+    """By its whole name in a string, or by the last part as a keyword, as the key of a mapping, or as an attribute."""
+    leaf = "args" if key == ARGS else key.rpartition(".")[2]
+    for test in each_of(shown_by.KEYS[key]):
+        found = re.search(rf"\b{re.escape(key)}\b|\b{leaf}\s?[=:]|[\"']{leaf}[\"']|\.{leaf}\b", source_of(test))
+        assert found, test
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_what_a_row_calls_not_there_is_no_key(page):
     leaves = {key.rpartition(".")[2] for key in KEYS}
     missing = [name for names, text in table(page) if text.startswith("not there") for name in names]
     assert "repetition_penalty" in missing and not leaves & set(missing)
 
 
-@pytest.mark.parametrize("page", ["coming_from_trl.md", "coming_from_ms_swift.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_arguments_for_vllm_that_a_row_gives_are_accepted(page):
     given = [match for _, text in table(page) for match in re.findall(r"`rollout\.extra_args: \[([^\]]*)\]`", text)]
     assert given
@@ -100,6 +161,17 @@ def test_arguments_for_vllm_that_a_row_gives_are_accepted(page):
 def test_the_row_of_async_generate_is_a_config_that_loads():
     (text,) = (text for names, text in table("coming_from_ms_swift.md") if "async_generate" in names)
     settings = [pair.replace(": ", "=") for pair in re.findall(r"`(rollout\.\w+: \w+)`", text)]
-    assert load_config(
-        DOCS.parent / "configs" / "quickstart.yaml", [*settings, "algorithm.importance_correction=token_truncate"]
-    ).rollout.max_staleness == 1
+    assert (
+        load_config(
+            DOCS.parent / "configs" / "quickstart.yaml", [*settings, "algorithm.importance_correction=token_truncate"]
+        ).rollout.max_staleness
+        == 1
+    )
+
+
+def test_bias_correction_is_off_here_and_on_in_the_preset_of_trl(tmp_path):
+    presets = DOCS.parent / "configs" / "presets"
+    (tmp_path / "mine.yaml").write_text(f"defaults: {presets}/trl_1_16.yaml\n{SMALLEST}")
+    assert load_config(tmp_path / "mine.yaml").algorithm.use_bias_correction_kl
+    (tmp_path / "mine.yaml").write_text(SMALLEST)
+    assert not load_config(tmp_path / "mine.yaml").algorithm.use_bias_correction_kl

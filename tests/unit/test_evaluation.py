@@ -140,6 +140,7 @@ def test_what_a_set_leaves_empty_comes_from_the_sections_above_it():
             "evaluation": {
                 "temperature": 0.7,
                 "top_p": 0.9,
+                "num_generations": 2,
                 "sets": {"hard": {"source": "c", "top_p": 1.0, "max_completion_length": 80, "columns": {}, "num_generations": 4}},
             },
         }
@@ -147,5 +148,5 @@ def test_what_a_set_leaves_empty_comes_from_the_sections_above_it():
     plain, hard = evaluation_sets(config).values()
     assert (plain.source, plain.size, plain.temperature, plain.top_p, plain.max_completion_length) == ("b", 3, 0.7, 0.9, 50)
     assert (hard.source, hard.temperature, hard.top_p, hard.num_generations, hard.prompt_column) == ("c", 0.7, 1.0, 4, "question")
-    assert (plain.columns, hard.columns, plain.num_generations) == ({"x": "y"}, {}, 1)
+    assert (plain.columns, hard.columns, plain.num_generations) == ({"x": "y"}, {}, 2)
     assert config.longest_sequence == 180 and config.max_model_len == 150
