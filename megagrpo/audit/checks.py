@@ -17,8 +17,9 @@ from megagrpo.audit.saved import Sample, Step, Update
 from megagrpo.audit.update_checks import check_update
 from megagrpo.config import RewardsSection
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
-from megagrpo.rewards.registry import REPEATABLE, display_names
+from megagrpo.rewards.registry import display_names
 from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rewards.target import REPEATABLE
 from megagrpo.types import Dialogue, Prompt, Rollout
 
 

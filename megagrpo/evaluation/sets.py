@@ -15,8 +15,9 @@ from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.evaluation.estimators import majority_passes, pass_at_k, steps_to
 from megagrpo.rewards.answers import extractor
-from megagrpo.rewards.registry import did_you_mean, display_names
+from megagrpo.rewards.registry import display_names
 from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rewards.target import did_you_mean
 from megagrpo.rollout.engine import derive_seed
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from megagrpo.multi_turn.schema import tool_schema
 from megagrpo.rewards.channel import Channel, ProtocolError, as_json, from_json
-from megagrpo.rewards.registry import Target
+from megagrpo.rewards.target import Target
 from megagrpo.rewards.values import reward_of
 from megagrpo.rewards.worker import explain, find, leave_trainer, tie_to_parent
 

@@ -14,7 +14,7 @@ from megagrpo.multi_turn.conversation import Conversation
 from megagrpo.multi_turn.hosted import MALFORMED, is_sound
 from megagrpo.multi_turn.registry import targets
 from megagrpo.rewards.pool import SHARED, Call, Outcome, WorkerPool
-from megagrpo.rewards.registry import Target
+from megagrpo.rewards.target import Target
 
 _HOSTED = Target("megagrpo.multi_turn.hosted", "Hosted")
 TURNS = "turns"  # the reward column of a scheduler

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megagrpo.config import MultiTurnSection
-from megagrpo.rewards.registry import Target, locate
+from megagrpo.rewards.registry import locate
+from megagrpo.rewards.target import Target
 
 SCHEDULERS = {
     "math_tip_trick": "megagrpo.multi_turn.math_tips:math_tip_trick",

@@ -13,6 +13,7 @@ from megagrpo.plan.gpus import Gpu
 from megagrpo.plan.memory import GIB, kv_bytes, takes_turns
 from megagrpo.policy.hf_config import HfConfig, projections
 from megagrpo.rewards import registry
+from megagrpo.rewards.target import Target, did_you_mean
 
 
 def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
@@ -206,7 +207,7 @@ def reward_problems(config: RunConfig) -> list[Problem]:
     return problems
 
 
-def undefined(target: registry.Target, key: str) -> list[Problem]:
+def undefined(target: Target, key: str) -> list[Problem]:
     """A name that the file of `target` does not define. The file is parsed and not run, so what a star import brings stays open."""
     if not target.location.endswith(".py"):
         return []
@@ -221,7 +222,7 @@ def undefined(target: registry.Target, key: str) -> list[Problem]:
     names |= {alias.asname or alias.name for node in body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
     if target.attribute in names or "*" in names:
         return []
-    hint = registry.did_you_mean(target.attribute, names)
+    hint = did_you_mean(target.attribute, names)
     said = f"{target.location} defines no `{target.attribute}`{hint}; it defines {', '.join(defined) or 'nothing'}"
     return [Problem((key,), said, rule=18)]
 

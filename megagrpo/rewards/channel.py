@@ -19,7 +19,7 @@ from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
-from megagrpo.rewards.registry import Target
+from megagrpo.rewards.target import Target
 
 LONGEST = 1 << 26  # bytes of a message of user code
 _WITHOUT_LIMIT = (1 << 32) - 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import batched, groupby
 from typing import Any
 
-from megagrpo.rewards.registry import Target
+from megagrpo.rewards.target import Target
 from megagrpo.types import Rollout
 
 _FIRST_PART = 32  # completions in a call while the pace of the function is unknown

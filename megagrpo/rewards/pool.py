@@ -20,7 +20,7 @@ from typing import Any
 from megagrpo.rewards.channel import Channel, ProtocolError, as_json
 from megagrpo.rewards.feed import Feed
 from megagrpo.rewards.output import Output
-from megagrpo.rewards.registry import Target
+from megagrpo.rewards.target import Target
 from megagrpo.scratch import remove_tree
 
 LOAD_SECONDS = 300.0  # to start a worker and load the function; the deadline of the call itself starts after that

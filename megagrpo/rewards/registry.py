@@ -2,61 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megagrpo.config.placement import address_fault
 from megagrpo.config.problems import Problem, ProblemError
+from megagrpo.rewards.target import BUILT_IN, Target, did_you_mean
 
 if TYPE_CHECKING:
     from megagrpo.config import RewardFunction
 
-BUILT_IN = {
-    "exact_number": "megagrpo.rewards.functions:exact_number",
-    "accuracy": "megagrpo.rewards.math_accuracy:accuracy",
-    "reasoning_accuracy": "megagrpo.rewards.math_accuracy:reasoning_accuracy",
-    "cosine": "megagrpo.rewards.math_accuracy:cosine",
-    "format": "megagrpo.rewards.functions:format",
-    "think_format": "megagrpo.rewards.functions:think_format",
-    "react_format": "megagrpo.rewards.functions:react_format",
-    "repetition": "megagrpo.rewards.functions:repetition",
-    "token_repetition": "megagrpo.rewards.functions:token_repetition",
-    "soft_overlong": "megagrpo.rewards.functions:soft_overlong",
-    "xmlcount": "megagrpo.rewards.gsm8k_xml:xmlcount",
-    "soft_format": "megagrpo.rewards.gsm8k_xml:soft_format",
-    "strict_format": "megagrpo.rewards.gsm8k_xml:strict_format",
-    "int": "megagrpo.rewards.gsm8k_xml:whole_number",
-    "correctness": "megagrpo.rewards.gsm8k_xml:correctness",
-    "reasoning_gym": "megagrpo.rewards.gym_score:reasoning_gym",
-    "code_execution": "megagrpo.rewards.code_execution:CodeExecution",
-    "llm_judge": "megagrpo.rewards.llm_judge:LlmJudge",
-}
-REPEATABLE = frozenset(BUILT_IN) - {"code_execution", "llm_judge"}  # the same value whenever they are asked
 REWARD_MODEL = "megagrpo.rewards.reward_model:RewardModel"
 SERVED_REWARD = "megagrpo.rewards.served:ServedReward"
 _MODEL, _URL = "model:", ("http://", "https://")
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FILE_PATH = re.compile(r".+\.py:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
-
-
-@dataclass(frozen=True)
-class Target:
-    """`location` is a dotted module or the absolute path of a .py file; `attribute` is the function or class in it.
-
-    With `plugins`, the paths of files to import, `attribute` is a name that one of them registers. `given` are options that the name
-    itself holds. A target with a `heavy` load gets a worker of its own, so that no other worker loads it too."""
-
-    location: str
-    attribute: str
-    plugins: tuple[str, ...] = ()
-    given: tuple[tuple[str, Any], ...] = ()
-    heavy: bool = False
 
 
 def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.functions") -> Target:
@@ -115,12 +79,6 @@ def _short_name(function: str) -> str:
     if function.startswith((_MODEL, *_URL)):
         return function.split("?")[0].removeprefix(_MODEL).rstrip("/").rpartition("/")[2].replace(":", "_")
     return function.rpartition(":")[2]
-
-
-def did_you_mean(word: str, known) -> str:
-    """`; did you mean `x`?` for the nearest known word, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean `{near[0]}`?" if near else ""
 
 
 def find_file(path: str, key: str) -> Path:

@@ -28,7 +28,7 @@ from typing import Any
 from megagrpo.rewards.channel import Channel, from_json
 from megagrpo.rewards.functions import text_of
 from megagrpo.rewards.plugins import orms
-from megagrpo.rewards.registry import BUILT_IN, Target, did_you_mean
+from megagrpo.rewards.target import BUILT_IN, Target, did_you_mean
 from megagrpo.rewards.values import rewards_of
 
 PASSED_TO_ALL = (

@@ -11,7 +11,7 @@ from megagrpo.config import RunConfig, evaluation_sets
 from megagrpo.evaluation.estimators import majority_passes, pass_at_k, steps_to
 from megagrpo.evaluation.sets import HeldOut, evaluate, metrics_of
 from megagrpo.rewards.answers import READ_BY, extractor
-from megagrpo.rewards.registry import BUILT_IN
+from megagrpo.rewards.target import BUILT_IN
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout
 
 

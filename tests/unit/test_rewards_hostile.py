@@ -6,8 +6,8 @@ import pytest
 from ranks import run_ranks
 
 from megagrpo.config import RewardsSection
-from megagrpo.rewards.registry import BUILT_IN
 from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rewards.target import BUILT_IN
 from megagrpo.types import Prompt, Rollout
 from tests.unit.reward_services import make_model, says, serving
 

@@ -16,7 +16,7 @@ from megagrpo.multi_turn.conversation import Conversation
 from megagrpo.multi_turn.players import Players
 from megagrpo.rewards.channel import LONGEST, Channel, ProtocolError, as_json, from_json
 from megagrpo.rewards.output import BURST
-from megagrpo.rewards.registry import Target
+from megagrpo.rewards.target import Target
 from megagrpo.rewards.values import LARGEST, reward_of, rewards_of
 from megagrpo.types import Prompt
 from tests.unit.test_rewards_workers import rewards_of as rewards_named

@@ -71,8 +71,8 @@ async def waits(completions):
     await asyncio.sleep(0.01)
     return [3.0] * len(completions)
 
-def torch_is_loaded(completions):
-    return [float("torch" in sys.modules)] * len(completions)
+def torch_or_pydantic_is_loaded(completions):
+    return [float(bool({"torch", "pydantic", "yaml"} & sys.modules.keys()))] * len(completions)
 
 def group_size(prompts, completions):
     return [float(len(completions))] * len(completions)
@@ -276,10 +276,10 @@ def test_what_a_reward_prints_does_not_break_the_protocol(folder, capfd):
     assert out == "" and "raw bytes" in err and "input: ''" in err
 
 
-def test_coroutines_are_awaited_and_torch_stays_out_of_the_workers(folder):
-    with scorer(folder, "mine.py:waits", "mine.py:torch_is_loaded", "accuracy") as s:
+def test_coroutines_are_awaited_and_torch_and_pydantic_stay_out_of_the_workers(folder):
+    with scorer(folder, "mine.py:waits", "mine.py:torch_or_pydantic_is_loaded", "accuracy") as s:
         scored = s.score(rollouts(r"\boxed{3}", columns={"answer": "3"}))
-        assert scored[0].rewards == {"waits": 3.0, "torch_is_loaded": 0.0, "accuracy": 1.0}
+        assert scored[0].rewards == {"waits": 3.0, "torch_or_pydantic_is_loaded": 0.0, "accuracy": 1.0}
 
 
 def test_a_function_gets_the_arguments_it_names_with_its_columns_and_args(folder):
