@@ -1,0 +1,52 @@
+"""What a worker is told to load: the built-in rewards by name, and the place of a function or class.
+
+Imports the standard library only: every worker process reads this file, and pydantic would take most of the time of its start.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+BUILT_IN = {
+    "exact_number": "megagrpo.rewards.functions:exact_number",
+    "accuracy": "megagrpo.rewards.math_accuracy:accuracy",
+    "reasoning_accuracy": "megagrpo.rewards.math_accuracy:reasoning_accuracy",
+    "cosine": "megagrpo.rewards.math_accuracy:cosine",
+    "format": "megagrpo.rewards.functions:format",
+    "think_format": "megagrpo.rewards.functions:think_format",
+    "react_format": "megagrpo.rewards.functions:react_format",
+    "repetition": "megagrpo.rewards.functions:repetition",
+    "token_repetition": "megagrpo.rewards.functions:token_repetition",
+    "soft_overlong": "megagrpo.rewards.functions:soft_overlong",
+    "xmlcount": "megagrpo.rewards.gsm8k_xml:xmlcount",
+    "soft_format": "megagrpo.rewards.gsm8k_xml:soft_format",
+    "strict_format": "megagrpo.rewards.gsm8k_xml:strict_format",
+    "int": "megagrpo.rewards.gsm8k_xml:whole_number",
+    "correctness": "megagrpo.rewards.gsm8k_xml:correctness",
+    "reasoning_gym": "megagrpo.rewards.gym_score:reasoning_gym",
+    "code_execution": "megagrpo.rewards.code_execution:CodeExecution",
+    "llm_judge": "megagrpo.rewards.llm_judge:LlmJudge",
+}
+REPEATABLE = frozenset(BUILT_IN) - {"code_execution", "llm_judge"}  # the same value whenever they are asked
+
+
+@dataclass(frozen=True)
+class Target:
+    """`location` is a dotted module or the absolute path of a .py file; `attribute` is the function or class in it.
+
+    With `plugins`, the paths of files to import, `attribute` is a name that one of them registers. `given` are options that the name
+    itself holds. A target with a `heavy` load gets a worker of its own, so that no other worker loads it too."""
+
+    location: str
+    attribute: str
+    plugins: tuple[str, ...] = ()
+    given: tuple[tuple[str, Any], ...] = ()
+    heavy: bool = False
+
+
+def did_you_mean(word: str, known) -> str:
+    """`; did you mean `x`?` for the nearest known word, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean `{near[0]}`?" if near else ""
