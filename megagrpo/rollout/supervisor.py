@@ -4,15 +4,14 @@
 
 Whatever kills the trainer, SIGKILL included, the kernel gives this process a new parent; it looks ten times a second. Descendants whose own
 parent died become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. What the server leaves in shared memory and among
-temporary files goes with it; so does what a trainer that was killed has left there. It imports nothing of this project but `scratch`:
-it must start at once and stay small.
+temporary files goes with it; so do the temporary files of a trainer that was killed. It imports nothing of this project but `scratch`: it
+must start at once and stay small.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +26,6 @@ SCRATCH = "megagrpo_tmp_"  # begins the name of a trainer's own temporary folder
 LONGEST = 107 - len("/vllm-12345678/") - 36  # of a temporary folder: vLLM makes sockets there, with names of 36 characters
 ENGINE = b"::EngineCore"  # in the title of vLLM's process that computes
 ENGINE_SECONDS = 15.0  # without an engine, after which a server that had one is ended; a sound API server exits before that
-WEIGHTS = "megagrpo-{}.*"  # what a trainer of that process id publishes its weights in (weight_sync/)
 
 
 def main() -> int:
@@ -77,8 +75,6 @@ def main() -> int:
     if os.getppid() != parent:
         if around.name.startswith(SCRATCH):
             remove_tree(around)
-        for folder in Path(SHARED).glob(WEIGHTS.format(parent)):
-            shutil.rmtree(folder, ignore_errors=True)
     return 0 if status is None else status if status >= 0 else 128 - status
 
 

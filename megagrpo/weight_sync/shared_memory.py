@@ -33,6 +33,7 @@ from megagrpo.rollout.engine import Engine
 from megagrpo.rollout.ledger import HEADER, NUM_SLOTS, Ledger, Ledgers, ledger_path
 from megagrpo.rollout.shared_weights import ALIGNMENT, DTYPES, Bookmark, Manifest, SharedBlock, SharedTensor, WeightSyncError
 from megagrpo.rollout.shm_names import SHARED_MEMORY, WEIGHTS, owner, remove_stale
+from megagrpo.weight_sync.orphaned_folder import remove_when_orphaned
 from megagrpo.weight_sync.transport import Given, Ranks, Weights, key_of
 from megagrpo.weight_sync.verification import verify
 
@@ -58,6 +59,7 @@ class SharedMemory:
             raise ValueError(f"weight sync through shared memory needs all ranks on one host; they are on {', '.join(hosts)}")
         self.folder = Path(told[0][1])
         self._pid = os.getpid()
+        self._remover = remove_when_orphaned(self.folder) if ranks.world_rank == 0 else None
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -67,8 +69,10 @@ class SharedMemory:
         if self._published is not None:
             self._published.close()
             self._published = None
-        if self.ranks.world_rank == 0:
+        if self._remover is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+            self._remover.kill()
+            self._remover.wait()
         atexit.unregister(self.close)
 
     def prepare(self, found: Weights, version: int, engine: Engine | None) -> FileUpdate:

@@ -38,18 +38,19 @@ def test_a_supervisor_and_a_trainer_that_are_killed_together_leave_nothing(tmp_p
         world.wait_for(lambda: world.steps_done(tmp_path) >= 1, "first step")
         family, supervisor = world.family(trainer.pid), supervisor_of(trainer.pid)
         port = port_of(supervisor)
+        weights = [file for file in world.shared_memory(family) if "/dev/shm/megagrpo-" in str(file)]
         files = [file for file in world.shared_memory(family) if not file.name.startswith("megagrpo-") and file.parent.name == "shm"]
         titles = [Path(f"/proc/{pid}/cmdline").read_text() for pid in below(supervisor)]
         for role in ("EngineCore", "Worker"):  # what `ps | grep megagrpo` shows
             assert any(f"megagrpo-vllm::{role}" in title for title in titles), titles
-        assert files and all(file.name.startswith("psm_megagrpo-") for file in files), files
+        assert weights and files and all(file.name.startswith("psm_megagrpo-") for file in files), files
         assert not is_free(port)
         for pid in (trainer.pid, supervisor):
             os.kill(pid, signal.SIGKILL)
         trainer.wait()
         world.wait_for(lambda: not any(map(world.alive, family)), "end of all processes", seconds=5)
         assert is_free(port)
-        world.wait_for(lambda: not any(file.exists() for file in files), "end of vLLM's files in shared memory", seconds=5)
+        world.wait_for(lambda: not any(file.exists() for file in files + weights), "end of all files in shared memory", seconds=5)
 
 
 taken = []  # sockets that listen where a server did
