@@ -32,8 +32,8 @@ TOKENS = 40  # more than the windows and the lengths that rotary scaling starts 
 ABSENT = object()
 # The first case of each family, without rotary scaling where it can do without; the other cases belong to the full suite.
 FIRST = {tiny_config(*case).model_type: name for name, case in reversed(MODELS.items())}
-# The families whose classes share no attention, norm or routing with each other; the others belong to the full suite.
-DEFAULT = {"llama", "glm4", "gemma3_text", "deepseek_v3", "gpt_oss", "qwen3_moe"}
+# Families that share no attention, norm or routing with each other; the others belong to the full suite.
+DEFAULT = {"llama", "gemma3_text", "deepseek_v3", "gpt_oss"}
 WORDS = {"hidden_act": ["gelu"], "hidden_activation": ["gelu", "silu"], "topk_method": ["greedy", "group_limited_greedy", "noaux_tc"]}
 WORDS |= {"scoring_func": ["softmax", "sigmoid"], "rope_type": ["default", "linear", "dynamic"]}
 ROTARY = ("factor", "partial_rotary_factor", "attention_factor", "mrope_section", "mscale", "mscale_all_dim")
