@@ -22,11 +22,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megagrpo.bridge.sources import resolve_model
+from megagrpo import device
 from megagrpo.config import load_config
-from megagrpo.parallel import device
-from megagrpo.rollout.access import TOKEN_VARIABLE
-from megagrpo.serving import make_launcher, name_of
+from megagrpo.engine.access import TOKEN_VARIABLE
+from megagrpo.families.sources import resolve_model
+from megagrpo.servers.serving import make_launcher, name_of
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

@@ -19,11 +19,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megagrpo.bridge.checksums import verify_others, verify_tensors
-from megagrpo.checkpoint import Checkpointer
 from megagrpo.config import RunConfig
+from megagrpo.families.config import parse_hf_config
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.hf_config import parse_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainState
 
 LLAMA = dict(

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megagrpo.bridge.hf_files import Writer, new_files
 from megagrpo.bridge.megatron_io import structure
 from megagrpo.config import ParallelSection
+from megagrpo.families.config import parse_hf_config
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.hf_config import parse_hf_config
 
 TOOLS = Path(__file__).parents[1] / "checkpoints_tools"
 QWEN3_30B_A3B = dict(

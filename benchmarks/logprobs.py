@@ -37,10 +37,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 from torch import Tensor
 
+from megagrpo import device
 from megagrpo.config import ParallelSection
-from megagrpo.parallel import device
 from megagrpo.parallel.layout import init_layout
-from megagrpo.parallel.vocab_logprobs import vocab_logprobs
+from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip  (after megagrpo, which prepares the platform)
 

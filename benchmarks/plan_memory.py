@@ -27,16 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megagrpo.bridge import sharded_write
-from megagrpo.checkpoint import Checkpointer
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
+from megagrpo.families.config import HfConfig, parse_hf_config
 from megagrpo.parallel.layout import init_layout
-from megagrpo.parallel.ranks import run_ranks
+from megagrpo.parallel.spawn import run_ranks
 from megagrpo.plan.host import host_memory
 from megagrpo.plan.memory import GIB, trainer_memory
-from megagrpo.policy.hf_config import HfConfig, parse_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.offload import Offload
+from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.trainer.offload import Offload
 from megagrpo.types import LossInputs, LossOutput, TrainSample, TrainState
 
 MIB = 2**20

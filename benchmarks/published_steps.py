@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import median
 
 from megagrpo.config import load_config
+from megagrpo.families.config import HfConfig, nearly_even, parse_hf_config
 from megagrpo.plan.gpus import GPUS
 from megagrpo.plan.links import Links
 from megagrpo.plan.shapes import num_parameters
 from megagrpo.plan.times import StepTimes, step_times
 from megagrpo.plan.workload import Lengths
-from megagrpo.policy.hf_config import HfConfig, nearly_even, parse_hf_config
 
 REPOSITORY = Path(__file__).parents[1]
 PROMPT = 150

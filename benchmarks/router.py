@@ -18,8 +18,8 @@ import time
 from collections import Counter
 from multiprocessing.connection import Connection
 
-from megagrpo.rollout.engine import derive_seed
-from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.protocol import derive_seed
 from megagrpo.types import Prompt, SamplingParams
 
 TOKENS = 32

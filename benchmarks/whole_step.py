@@ -50,9 +50,9 @@ def cpu_seconds() -> float:
 
 def run_megagrpo(args: argparse.Namespace) -> list[Step]:
     from megagrpo.config import load_config
+    from megagrpo.engine import client
     from megagrpo.parallel.layout import init_layout
-    from megagrpo.rollout import vllm_server
-    from megagrpo.train import build
+    from megagrpo.trainer.wiring import build
 
     config = load_config(
         QUICKSTART,
@@ -68,14 +68,14 @@ def run_megagrpo(args: argparse.Namespace) -> list[Step]:
             f"rewards.functions=[{{function: '{HERE}:spread'}}]",
         ],
     )
-    request = vllm_server._request
+    request = client._request
 
     def request_of_full_length(*inputs):
         body = request(*inputs)
         body["sampling_params"] |= {"ignore_eos": True, "stop_token_ids": []}
         return body
 
-    vllm_server._request = request_of_full_length
+    client._request = request_of_full_length
     layout = init_layout(config.parallel)
     steps = []
     with ExitStack() as resources:
@@ -99,7 +99,7 @@ def run_trl(args: argparse.Namespace) -> list[Step]:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from megagrpo.bridge.sources import resolve_model
+    from megagrpo.families.sources import resolve_model
 
     steps: list[Step] = []
     seconds: dict[str, float] = defaultdict(float)

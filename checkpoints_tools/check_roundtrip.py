@@ -27,11 +27,11 @@ from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layo
 
 from megagrpo.bridge.convert import export_hf, import_hf
 from megagrpo.bridge.load import Checkpoint, counted
-from megagrpo.bridge.sources import INDEX, resolve_model
 from megagrpo.bridge.tensor_files import NAMES
+from megagrpo.families.config import load_hf_config
+from megagrpo.families.sources import INDEX, resolve_model
+from megagrpo.parallel.agree import together
 from megagrpo.parallel.layout import Layout
-from megagrpo.parallel.together import together
-from megagrpo.policy.hf_config import load_hf_config
 
 SHOWN = 5  # differences that are named
 

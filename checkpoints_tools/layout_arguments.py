@@ -14,8 +14,8 @@ from collections.abc import Callable
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from megagrpo.config import ParallelSection
+from megagrpo.parallel.agree import RankError
 from megagrpo.parallel.layout import Layout, init_layout
-from megagrpo.parallel.together import RankError
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,10 +21,10 @@ from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layo
 from megagrpo.bridge.adapters import CONFIG, base_of, load_adapter, read_lora
 from megagrpo.bridge.export import save_hf
 from megagrpo.bridge.load import load_hf
-from megagrpo.bridge.sources import resolve_model
+from megagrpo.families.config import load_hf_config
+from megagrpo.families.sources import resolve_model
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.build import build_model, weights_dtype
-from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.lora import adapters, attach_adapters
 
 ARGUMENT = "ADAPTER"  # of the command line, in errors

@@ -30,8 +30,8 @@ from megagrpo.bridge.load import Checkpoint
 from megagrpo.bridge.megatron_io import HF_FILES, check_is_checkpoint
 from megagrpo.bridge.tensor_files import TensorFile
 from megagrpo.bridge.torch_dist import StoredTensors
-from megagrpo.checkpoint import STATE_FILE
-from megagrpo.policy.hf_config import read_raw_config
+from megagrpo.families.config import read_raw_config
+from megagrpo.records.checkpoint import STATE_FILE
 
 STATE = "optimizer."  # how keys of the optimizer's state start
 

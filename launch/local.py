@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from megagrpo.__main__ import parse
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.parent_death import LAUNCHER_VARIABLE
 from megagrpo.plan import plan
-from megagrpo.scratch import temporary_files
-from megagrpo.terminal import warn
+from megagrpo.process.parent_death import LAUNCHER_VARIABLE
+from megagrpo.process.scratch import temporary_files
+from megagrpo.process.terminal import warn
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import LogsSpecs

@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.job import Cluster, Placement
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.time_limit import seconds_of
+from megagrpo.trainer.time_limit import seconds_of
 
 TEMPLATE = Path(__file__).with_name("train.sbatch")
 BEGIN, END = "# " + "-" * 115 + " settings\n", "# " + "-" * 108 + " end of settings\n"

@@ -28,7 +28,7 @@ try:
     from megagrpo.config import ConfigError, load_config
     from megagrpo.plan import plan
     from megagrpo.plan.shapes import UnseenModel
-    from megagrpo.terminal import warn
+    from megagrpo.process.terminal import warn
 except (ModuleNotFoundError, SyntaxError) as error:  # of a python3 without the packages, or too old
     if Path(sys.prefix) == OWN_PYTHON.parents[1]:
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before slow imports: a torchrun that is killed while ranks import leaves no rank
-    from megagrpo.parent_death import end_with_torchrun
+    from megagrpo.process.parent_death import end_with_torchrun
 
     end_with_torchrun()
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig, load_config, render_help
-from megagrpo.scratch import temporary_files
-from megagrpo.terminal import log_to_stderr, warn
+from megagrpo.process.scratch import temporary_files
+from megagrpo.process.terminal import log_to_stderr, warn
 
 USAGE = """\
 megagrpo train CONFIG [key=value ...] [--resume]    run GRPO as one rank; launch/local.sh starts every rank of this machine
@@ -142,11 +142,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if arguments[:1] == ["audit"]:
             with _imports():
-                from megagrpo.audit import command as audit
+                from megagrpo.commands import audit
             return audit.main(arguments[1:])
         if arguments[:1] == ["generate"]:
             with _imports():
-                from megagrpo import generate
+                from megagrpo.commands import generate
             return generate.main(arguments[1:])
         command = parse(arguments)
         if command.name == "plan":
@@ -155,21 +155,20 @@ def main(arguments: list[str] | None = None) -> int:
             return plan.main(command.config, **command.sizes, **command.options)
         if command.name == "verify":
             with _imports():
-                from megagrpo.verify import command as verify
-                from megagrpo.verify import precision_command
-            main_of = precision_command.main if command.options.pop("precision", False) else verify.main
+                from megagrpo.commands import verify, verify_precision
+            main_of = verify_precision.main if command.options.pop("precision", False) else verify.main
             return main_of(command.config_path, command.overrides, **command.options)
         if command.name == "serve":
             with _imports():
-                from megagrpo import serve
+                from megagrpo.commands import serve
             return serve.main(command.config, **command.options)
         if command.name == "eval":
             with _imports():
-                from megagrpo.evaluation import command as evaluation
+                from megagrpo.commands import eval as evaluation
             return evaluation.main(command.config, command.config_path, **command.options)
         with _imports():
-            from megagrpo import train
-        return train.main(command.config, command.config_path)
+            from megagrpo.trainer import wiring
+        return wiring.main(command.config, command.config_path)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             warn(error)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megagrpo.parallel import device
+from megagrpo import device
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import common
-from megagrpo.parallel import device, fused_logprobs
-from megagrpo.parallel.fp8 import BLOCK, in_fp8
-from megagrpo.parallel.vocab_logprobs import vocab_logprobs
+from megagrpo import device
+from megagrpo.policy.lm_head import fused_logprobs
+from megagrpo.policy.lm_head.fp8 import BLOCK, in_fp8
+from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 
 GIB = 2**30
 

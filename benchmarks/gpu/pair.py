@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megagrpo import device
 from megagrpo.bridge.families import blocks
 from megagrpo.config import RunConfig, weight_path
-from megagrpo.parallel import device
+from megagrpo.engine.client import VllmEngine
+from megagrpo.families.config import HfConfig, load_hf_config
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.policy.hf_config import HfConfig, load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.offload import Offload
-from megagrpo.rollout.vllm_server import VllmEngine
-from megagrpo.serving import make_launcher, name_of, servers_sleep
-from megagrpo.weight_sync import Stays, SyncReport, WeightSync, make_transport
+from megagrpo.servers.serving import make_launcher, name_of, servers_sleep
+from megagrpo.trainer.offload import Offload
+from megagrpo.weight_sync.sync import Stays, SyncReport, WeightSync, make_transport
 
 
 @dataclass

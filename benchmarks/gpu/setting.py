@@ -75,7 +75,7 @@ def wait() -> None:
     """Until the device has done what it was told."""
     import torch
 
-    from megagrpo.parallel import device
+    from megagrpo import device
 
     if device.has_gpu():
         torch.cuda.synchronize()
@@ -172,7 +172,7 @@ def begin(args: argparse.Namespace) -> tuple[Gpu | None, Ceilings | None]:
         gpu = GPUS[args.gpu or "h200"]
         print(f"dry run: nothing is measured | {gpu.name} by its data sheet: {sheet_text(gpu)}")
         return gpu, None
-    from megagrpo.parallel import quiet
+    from megagrpo.device import quiet
 
     quiet()
     print(header(), flush=True)
@@ -184,7 +184,7 @@ def begin(args: argparse.Namespace) -> tuple[Gpu | None, Ceilings | None]:
 def measured_ceilings() -> Ceilings | None:
     """None without a GPU."""
     from benchmarks.gpu.common import measure_ceilings
-    from megagrpo.parallel import device
+    from megagrpo import device
 
     if not device.has_gpu():
         return None

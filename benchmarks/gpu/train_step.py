@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING
 
 from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parse, parser, run_config, shape, wait, write_shape
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.families.config import HfConfig, parse_hf_config
 from megagrpo.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.plan.gpus import Gpu
 from megagrpo.plan.memory import trainer_memory
 from megagrpo.plan.shapes import num_parameters
 from megagrpo.plan.times import step_times
 from megagrpo.plan.workload import Lengths
-from megagrpo.policy.hf_config import HfConfig, parse_hf_config
 
 if TYPE_CHECKING:
     from benchmarks.gpu.common import Ceilings
@@ -103,7 +103,7 @@ def planned_gib(config: RunConfig, model: HfConfig) -> float:
 
 def memory_here() -> float:
     """GiB of this GPU, by CUDA's count."""
-    from megagrpo.parallel import device
+    from megagrpo import device
 
     return device.gpu_memory_gb() or WITHOUT_GPU_GIB
 
@@ -149,10 +149,10 @@ def samples_of(case: Case):
 
 def measure(case: Case, steps: int, warm_up: int = 2) -> Measured:
     """A policy of that model, made and gone again."""
+    from megagrpo import device
     from megagrpo.algorithms.losses import make_loss
     from megagrpo.algorithms.reductions import denominator
     from megagrpo.data.packing import pack, packing_rules
-    from megagrpo.parallel import device
     from megagrpo.parallel.layout import init_layout
     from megagrpo.policy.megatron_policy import MegatronPolicy
 
@@ -187,7 +187,7 @@ def _median(action, count: int, warm_up: int) -> float:
 def _forget_peak() -> None:
     import torch
 
-    from megagrpo.parallel import device
+    from megagrpo import device
 
     if device.has_gpu():
         torch.cuda.reset_peak_memory_stats()

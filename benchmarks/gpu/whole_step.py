@@ -57,11 +57,11 @@ def make_model(raw: dict[str, Any], folder: Path) -> None:
     import torch
 
     from megagrpo.bridge.export import save_hf
-    from megagrpo.bridge.sources import resolve_model
     from megagrpo.config import ParallelSection
+    from megagrpo.families.config import parse_hf_config
+    from megagrpo.families.sources import resolve_model
     from megagrpo.parallel.layout import init_layout
     from megagrpo.policy.build import build_model
-    from megagrpo.policy.hf_config import parse_hf_config
 
     source = folder.with_name("source")
     source.mkdir()
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 model.mkdir()
                 (model / "config.json").write_text(json.dumps(shape_for(args.model)))
             else:
-                from megagrpo.parallel.ranks import run_ranks
+                from megagrpo.parallel.spawn import run_ranks
 
                 run_ranks(make_model, 1, shape_for(args.model), model, timeout=args.limit)
         words = overrides(model, folder, args.steps, args.overrides)

@@ -1,4 +1,4 @@
-"""Reading what `dump.py` has written; the layout of the files is described there."""
+"""Reading what `records/dump.py` has written; the layout of the files is described there."""
 
 from __future__ import annotations
 

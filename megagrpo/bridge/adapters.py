@@ -18,8 +18,8 @@ from megagrpo.bridge.families import adapter_blocks, fill
 from megagrpo.bridge.hf_files import File, Files, Writer
 from megagrpo.bridge.tensor_files import TensorFile, first_bad, make_header
 from megagrpo.config import LoraSection
+from megagrpo.families.config import HfConfig
 from megagrpo.parallel.layout import Layout
-from megagrpo.policy.hf_config import HfConfig
 
 ADAPTER_FILES = "adapter"  # subfolder of a checkpoint
 RUN_KEY = "lora.adapter_path"  # names the adapter in errors of a run; a tool names its own argument

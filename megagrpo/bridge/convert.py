@@ -25,15 +25,15 @@ from megagrpo.bridge.hf_files import Files, Writer, carry, copy_side_files, file
 from megagrpo.bridge.load import Checkpoint
 from megagrpo.bridge.megatron_io import HF_FILES, Part, Structure, check_is_checkpoint, save_frame, structure
 from megagrpo.bridge.progress import Progress
-from megagrpo.bridge.sources import resolve_model
 from megagrpo.bridge.torch_dist import ARCHIVE_BYTES, Piece, PieceWriter, StoredTensors, add_pieces
 from megagrpo.bridge.unfinished import Unfinished
 from megagrpo.config import ParallelSection
+from megagrpo.families.config import load_hf_config
+from megagrpo.families.sources import resolve_model
+from megagrpo.parallel.agree import RankError, own_part, together
 from megagrpo.parallel.layout import Layout, init_layout
-from megagrpo.parallel.together import RankError, own_part, together
-from megagrpo.policy.hf_config import load_hf_config
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip  (after megagrpo.device, which prepares the platform)
 
 _COMMIT = 2**28  # bytes that a kill may cost
 

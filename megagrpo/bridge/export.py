@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megagrpo.boxes import Box, extent, size, whole
 from megagrpo.bridge.hf_files import SHARD_BYTES, Writer, copy_side_files, files_for, new_files
 from megagrpo.bridge.merged import Merged, merged_blocks
-from megagrpo.bridge.sources import new_folder
 from megagrpo.bridge.unfinished import refuse_taken
 from megagrpo.families.blocks import Block
+from megagrpo.families.boxes import Box, extent, size, whole
+from megagrpo.families.config import HfConfig
+from megagrpo.families.sources import new_folder
+from megagrpo.parallel.agree import together
 from megagrpo.parallel.layout import Layout
-from megagrpo.parallel.together import together
-from megagrpo.policy.hf_config import HfConfig
 
 Held = list[tuple[str, Tensor | Merged, list[Block]]]  # this rank's parameters with their blocks
 Stream = Iterator[tuple[str, Tensor]]  # (name, whole tensor)

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from megagrpo.families import FAMILIES
 from megagrpo.families.blocks import Block, Local, in_layer, named, same
+from megagrpo.families.config import HfConfig
 from megagrpo.families.dense import EMBEDDING, HEAD
 from megagrpo.parallel.layout import Layout
-from megagrpo.policy.fp8_weights import DenseWeight, is_fp8
-from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.fp8.weights import DenseWeight, is_fp8
 from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.specs import BLOCK
 from megagrpo.policy.stored import StoredWeight
 
-from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.device, which prepares the platform)
 
 # Adapters as PEFT names them, below the name of the model that they are wrapped around.
 PEFT = "base_model.model."

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megagrpo.bridge.file_names import check_inside
 from megagrpo.bridge.load import Checkpoint
-from megagrpo.bridge.sources import INDEX, SINGLE
 from megagrpo.bridge.tensor_files import METADATA, NAMES, Entry, first_bad, make_header, parse_header
 from megagrpo.bridge.unfinished import check_space
-from megagrpo.policy.hf_config import HfConfig
+from megagrpo.families.config import HfConfig
+from megagrpo.families.sources import INDEX, SINGLE
 
 HEADERS = "safetensors_headers.json"  # beside the side files that a checkpoint carries: the headers of the model's files
 SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".py")

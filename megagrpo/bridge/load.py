@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megagrpo.boxes import brackets
 from megagrpo.bridge.families import blocks, fill, tensor_names
 from megagrpo.bridge.file_names import check_inside
-from megagrpo.bridge.sources import INDEX, SINGLE
 from megagrpo.bridge.tensor_files import Entry, TensorFile, first_bad
-from megagrpo.bridge.transfers import layer_of
 from megagrpo.families import FAMILIES
 from megagrpo.families.blocks import Block
+from megagrpo.families.boxes import brackets
+from megagrpo.families.config import HfConfig
+from megagrpo.families.sources import INDEX, SINGLE
 from megagrpo.parallel.layout import Layout
-from megagrpo.policy.hf_config import HfConfig
-from megagrpo.terminal import warn
+from megagrpo.process.terminal import warn
+from megagrpo.transfer.plan import layer_of
 
 INV_FREQ = "rotary_emb.inv_freq"
 _OTHER = "config.json and the weights are of different models, or not whole: download the folder again"

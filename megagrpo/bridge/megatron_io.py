@@ -16,12 +16,12 @@ from megagrpo.bridge.families import blocks
 from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.bridge.without_data import without_data
 from megagrpo.families.blocks import Block
+from megagrpo.families.config import HfConfig
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.build import build_model, weights_dtype
-from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 
-from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.device, which prepares the platform)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica  # isort: skip
 
 HF_FILES = "hf"  # subfolder with config.json and the tokenizer, which the way back needs

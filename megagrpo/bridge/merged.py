@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from megagrpo.bridge.families import blocks
 from megagrpo.families.blocks import Block
+from megagrpo.families.config import HfConfig
 from megagrpo.parallel.layout import Layout
-from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.lora import LowRank
 
-from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.device, which prepares the platform)
 
 
 @dataclass(frozen=True)

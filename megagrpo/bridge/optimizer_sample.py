@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megagrpo.bridge.families import trained_blocks
 from megagrpo.families.blocks import Block
+from megagrpo.families.config import HfConfig
+from megagrpo.parallel.agree import together
 from megagrpo.parallel.layout import Layout
-from megagrpo.parallel.together import together
-from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.optimizer import MegatronOptimizer, held_by
 
 SAMPLES = 64  # elements of each tensor

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TextIO
 
-from megagrpo.terminal import show
+from megagrpo.process.terminal import show
 
 _EVERY = {True: 0.2, False: 10.0}  # seconds between two lines: on a terminal, elsewhere
 

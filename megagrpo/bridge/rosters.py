@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megagrpo.boxes import Box
 from megagrpo.bridge.families import blocks
 from megagrpo.bridge.without_data import without_data
 from megagrpo.config import ParallelSection
 from megagrpo.families.architecture import HfConfig
-from megagrpo.parallel.imagined import imagined_layouts
+from megagrpo.families.boxes import Box
 from megagrpo.parallel.layout import Layout
+from megagrpo.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model
 
 Shapes = dict[str, tuple[int, ...]]

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.bridge.checksums import checksums
 
-from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.device, which prepares the platform)
 
 
 class ShardedWrite:

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megagrpo.boxes import Box, intersect, size
 from megagrpo.bridge.stored_metadata import read_metadata
 from megagrpo.bridge.tensor_files import mapped_tensor
 from megagrpo.bridge.unfinished import Journal
+from megagrpo.families.boxes import Box, intersect, size
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip  (after megagrpo.device, which prepares the platform)
 
 FILE_BYTES = 4 * 2**30  # a file is closed above that
 ARCHIVE_BYTES = 2048  # at most that much of an archive is not the tensor

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from megagrpo.parallel.agree import own_part, together
 from megagrpo.parallel.layout import Layout
-from megagrpo.parallel.together import own_part, together
 
 _PURPOSE = "purpose.json"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import model_validator
 
-from megagrpo import config_io
+from megagrpo.config import io
 from megagrpo.config.algorithm import AlgorithmSection as AlgorithmSection
 from megagrpo.config.data import DataSection as DataSection
 from megagrpo.config.data import DatasetSection as DatasetSection
@@ -92,16 +92,16 @@ class RunConfig(Section):
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in the YAML file `path` with `key=value` overrides applied. ConfigError lists every problem at once."""
-    return config_io.load(RunConfig, path, overrides, anchored)
+    return io.load(RunConfig, path, overrides, anchored)
 
 
 def render_help() -> str:
     """Every key with its type, default and meaning."""
-    return config_io.render_help(RunConfig)
+    return io.render_help(RunConfig)
 
 
 def save_resolved(config: RunConfig, folder: str | Path) -> Path:
     """Writes `resolved.yaml`, which loads back to an equal config, into `folder`; its path."""
     path = Path(folder) / "resolved.yaml"
-    config_io.save(config, path)
+    io.save(config, path)
     return path

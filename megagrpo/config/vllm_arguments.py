@@ -1,6 +1,6 @@
 """Names of the arguments of vLLM's API server, so that a wrong one is refused without importing vLLM, which takes seconds.
 
-`python -m tests.unit.test_extra_args` prints them for the installed vLLM; a test compares.
+`python -m tests.unit.config.test_extra_args` prints them for the installed vLLM; a test compares.
 """
 
 VERSION = "0.32.0"  # of vLLM

@@ -9,16 +9,16 @@ from itertools import batched
 from statistics import fmean
 from typing import Any
 
-from megagrpo.collect import rollout_metrics
 from megagrpo.config import RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer
+from megagrpo.engine.protocol import derive_seed
 from megagrpo.evaluation.estimators import majority_passes, pass_at_k, steps_to
 from megagrpo.rewards.answers import extractor
 from megagrpo.rewards.registry import display_names
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.target import did_you_mean
-from megagrpo.rollout.engine import derive_seed
+from megagrpo.rollout.collector import rollout_metrics
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
 
 Collect = Callable[[Sequence[Prompt], int, SamplingParams, int], tuple[list[ScoredRollout], dict[str, float]]]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megagrpo.boxes import Box, cut, extent
 from megagrpo.families.architecture import HfConfig
+from megagrpo.families.boxes import Box, cut, extent
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megagrpo.boxes import Box
 from megagrpo.families.architecture import Experts
 from megagrpo.families.blocks import Block, Local, Rule, same
+from megagrpo.families.boxes import Box
 from megagrpo.families.dense import ATTENTION, DENSE, MLP, QKV_BIAS
 from megagrpo.families.family import EXPERT_KEYS, FULL, SLIDING, Family, Raw, expert_problems, num_experts, windows
 

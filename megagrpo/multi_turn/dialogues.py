@@ -11,11 +11,11 @@ from typing import Any
 from megagrpo.config import RunConfig
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
+from megagrpo.engine.protocol import Engine, OnGroup, derive_seed
 from megagrpo.multi_turn.conversation import Conversation
 from megagrpo.multi_turn.players import Players
 from megagrpo.multi_turn.tool_calls import as_message, hermes, named_call
 from megagrpo.rewards.registry import display_names
-from megagrpo.rollout.engine import Engine, OnGroup, derive_seed
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 

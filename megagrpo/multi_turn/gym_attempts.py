@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megagrpo.rewards.gym_score import reasoning_gym
+from megagrpo.rewards.functions.gym_score import reasoning_gym
 
 WRONG = "That is not correct. Try again."
 

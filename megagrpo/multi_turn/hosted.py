@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.multi_turn.schema import tool_schema
-from megagrpo.rewards.channel import Channel, ProtocolError, as_json, from_json
 from megagrpo.rewards.target import Target
-from megagrpo.rewards.values import reward_of
-from megagrpo.rewards.worker import explain, find, leave_trainer, tie_to_parent
+from megagrpo.rewards.workers.channel import Channel, ProtocolError, as_json, from_json
+from megagrpo.rewards.workers.values import reward_of
+from megagrpo.rewards.workers.worker import explain, find, leave_trainer, tie_to_parent
 
 Arguments = dict[str, Any]
 MALFORMED = "its process broke the protocol: it sent a malformed answer"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megagrpo.rewards.math_accuracy import accuracy
+from megagrpo.rewards.functions.math_accuracy import accuracy
 
 DOUBT = "But wait... It seems I made a mistake,"
 VERDICT = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."

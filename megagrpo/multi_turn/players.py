@@ -13,8 +13,8 @@ from megagrpo.config import MultiTurnSection
 from megagrpo.multi_turn.conversation import Conversation
 from megagrpo.multi_turn.hosted import MALFORMED, is_sound
 from megagrpo.multi_turn.registry import targets
-from megagrpo.rewards.pool import SHARED, Call, Outcome, WorkerPool
 from megagrpo.rewards.target import Target
+from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
 
 _HOSTED = Target("megagrpo.multi_turn.hosted", "Hosted")
 TURNS = "turns"  # the reward column of a scheduler

@@ -1,6 +1,6 @@
 """One owner of the parallel geometry: which ranks exist, which groups they form, and the few object messages between them.
 
-This file and `device.py` are the only ones that touch `megatron.core.parallel_state`.
+This file and `device/` are the only ones that touch `megatron.core.parallel_state`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megagrpo import device
 from megagrpo.config import ParallelSection
-from megagrpo.parallel import device
 from megagrpo.parallel.rendezvous import join_world
 
 from megatron.core import parallel_state  # isort: skip  (after device, which prepares the platform)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 FOLDER_VARIABLE = "MEGAGRPO_RENDEZVOUS"  # launch/rendezvous.py makes the folder and sets this
-TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "MEGAGRPO_TOKEN", "MEGAGRPO_TOKEN_FILE"  # those of rollout/access.py
+TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "MEGAGRPO_TOKEN", "MEGAGRPO_TOKEN_FILE"  # those of engine/access.py
 LOOPBACK = "lo"
 CODE_BYTES = 32
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megagrpo.config import ConfigError, Problem, ProblemError, RunConfig
+from megagrpo.families.config import MODEL, HfConfig, model_problems, parse_hf_config
 from megagrpo.plan.files import data_notes, data_problems, output_problems, tokenizer_notes
 from megagrpo.plan.gpus import GPUS, Gpu
 from megagrpo.plan.host import host_memory
@@ -51,8 +52,7 @@ from megagrpo.plan.text import (
 )
 from megagrpo.plan.times import StepTimes, step_times
 from megagrpo.plan.workload import Lengths, expected_lengths
-from megagrpo.policy.hf_config import MODEL, HfConfig, model_problems, parse_hf_config
-from megagrpo.terminal import show
+from megagrpo.process.terminal import show
 
 
 @dataclass(frozen=True)

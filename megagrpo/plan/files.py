@@ -13,7 +13,7 @@ from typing import Any
 
 from megagrpo.config import DatasetSection, Problem, RunConfig
 from megagrpo.config.paths import DATA_SUFFIXES
-from megagrpo.policy.hf_config import HfConfig
+from megagrpo.families.config import HfConfig
 from megagrpo.rewards.target import did_you_mean
 
 LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes that Linux takes, less what a run adds to the path

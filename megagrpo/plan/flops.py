@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megagrpo.config import ParallelSection
+from megagrpo.families.config import HfConfig
 from megagrpo.plan.shapes import expert_parameters, stage_parameters
-from megagrpo.policy.hf_config import HfConfig
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megagrpo.config import RunConfig
+from megagrpo.families.config import HfConfig
 from megagrpo.plan.gpus import GPUS_PER_NODE
 from megagrpo.plan.memory import (
     GIB,
@@ -18,7 +19,6 @@ from megagrpo.plan.memory import (
     weight_bytes,
 )
 from megagrpo.plan.shapes import largest_chunks, layers_of_ranks, stage_adapters, stage_experts, stage_parameters
-from megagrpo.policy.hf_config import HfConfig
 
 MOVED = ("weights", "optimizer", "reference")  # to the host while vLLM generates
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megagrpo.config import RunConfig
 from megagrpo.config.train import FUSED_SCRATCH_BYTES
+from megagrpo.families.config import HfConfig
 from megagrpo.plan.shapes import (
     largest_chunks,
     layers_of_ranks,
@@ -18,7 +19,6 @@ from megagrpo.plan.shapes import (
     stage_linears,
     stage_parameters,
 )
-from megagrpo.policy.hf_config import HfConfig
 
 GIB = 2**30
 PREFILL_TOKENS = 8192  # of one batch of vLLM's, by its default on large GPUs

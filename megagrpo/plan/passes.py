@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import ceil
 
 from megagrpo.config import RunConfig
+from megagrpo.families.config import HfConfig
 from megagrpo.plan.flops import attention_flops, token_flops
 from megagrpo.plan.gpus import Gpu
 from megagrpo.plan.links import HOST_GB_PER_S, Links, layer_seconds
 from megagrpo.plan.memory import activation_elements, weight_bytes
 from megagrpo.plan.workload import Lengths
-from megagrpo.policy.hf_config import HfConfig
 
 DENSE_EFFICIENCY = 0.6  # share of the peak that products of large matrices get
 ATTENTION_EFFICIENCY = 0.5

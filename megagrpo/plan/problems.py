@@ -8,10 +8,10 @@ from pathlib import Path
 
 from megagrpo.config import MultiTurnSection, Problem, ProblemError, RunConfig, evaluation_sets
 from megagrpo.config.rules import LONGEST_SAMPLE
+from megagrpo.families.config import HfConfig, projections
 from megagrpo.multi_turn.registry import targets
 from megagrpo.plan.gpus import Gpu
 from megagrpo.plan.memory import GIB, kv_bytes, takes_turns
-from megagrpo.policy.hf_config import HfConfig, projections
 from megagrpo.rewards import registry
 from megagrpo.rewards.target import Target, did_you_mean
 

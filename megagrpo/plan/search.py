@@ -10,12 +10,12 @@ from math import ceil
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.config.rules import cross_field_problems
+from megagrpo.families.config import HfConfig, model_problems, nearly_even
 from megagrpo.plan.gpus import GPUS_PER_NODE, Gpu
 from megagrpo.plan.memory import smallest_gpu, trainer_memory
 from megagrpo.plan.problems import expert_problems, fp8_problems, layout_problems
 from megagrpo.plan.times import StepTimes, generate_seconds, step_times
 from megagrpo.plan.workload import Lengths
-from megagrpo.policy.hf_config import HfConfig, model_problems, nearly_even
 
 USABLE = 0.95  # share of a GPU's memory to fill; the rest is for what the plan does not count
 USABLE_WITH_EXPERTS = 0.9  # which get more tokens on some ranks than on others

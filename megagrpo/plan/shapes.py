@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import LoraSection, ParallelSection, Problem, ProblemError
-from megagrpo.config_io import shipped_configs
-from megagrpo.policy.hf_config import HfConfig, projections, read_raw_config, stage_layers
+from megagrpo.config.io import shipped_configs
+from megagrpo.families.config import HfConfig, projections, read_raw_config, stage_layers
 
 KNOWN_SHAPES = shipped_configs() / "models"  # OWNER/NAME/config.json, for machines that cannot reach the hub
 
@@ -27,7 +27,7 @@ def model_shape(path: str) -> dict[str, Any]:
     none of them has it, ValueError when it cannot be read.
     """
     if path.startswith("package:"):
-        from megagrpo.bridge.sources import resolve_model
+        from megagrpo.families.sources import resolve_model
 
         return read_raw_config(resolve_model(path))
     if Path(os.path.expanduser(path)).exists():

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from math import ceil
 
 from megagrpo.config import LoraSection, ParallelSection, RunConfig, weight_path
+from megagrpo.families.config import HfConfig
 from megagrpo.plan.memory import GIB, PREFILL_TOKENS, engine_memory, kv_bytes, takes_turns
 from megagrpo.plan.search import Candidate
 from megagrpo.plan.shapes import adapted_projections, num_active_parameters, num_parameters, stage_adapters
 from megagrpo.plan.times import StepTimes
-from megagrpo.policy.hf_config import HfConfig
 
 WIDTH = 100  # columns of a line
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import ceil, exp
 
 from megagrpo.config import RunConfig
+from megagrpo.families.config import HfConfig
 from megagrpo.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.plan.gpus import GPUS_PER_NODE, Gpu
 from megagrpo.plan.host import copied_bytes
@@ -17,7 +18,6 @@ from megagrpo.plan.memory import GIB, block_bytes, engine_bytes, kv_bytes, takes
 from megagrpo.plan.passes import pass_seconds
 from megagrpo.plan.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
 from megagrpo.plan.workload import Lengths
-from megagrpo.policy.hf_config import HfConfig
 
 PREFILL_EFFICIENCY = 0.5
 DECODE_BANDWIDTH = 0.7  # share of the memory's peak when decoding

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megagrpo.boxes import size
 from megagrpo.bridge.rosters import held_boxes
-from megagrpo.bridge.transfers import Transfers, plan_transfers
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.families.architecture import HfConfig
+from megagrpo.families.boxes import size
+from megagrpo.families.config import parse_hf_config
 from megagrpo.parallel.layout import init_layout
+from megagrpo.plan.cuts import EngineLayout, wanted_boxes
 from megagrpo.plan.shapes import model_shape
-from megagrpo.policy.hf_config import parse_hf_config
-from megagrpo.rollout.cuts import EngineLayout, wanted_boxes
+from megagrpo.transfer.plan import Transfers, plan_transfers
 
 LINK_GB_PER_S = 50.0  # GB/s into and out of each device: one 400 Gbit/s network card
 MESSAGE_SECONDS = 20e-6  # to start one message

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megagrpo.parallel import device
-from megagrpo.parallel.host_copies import HostCopies
+from megagrpo import device
+from megagrpo.device.host_copies import HostCopies
 from megagrpo.policy.specs import BLOCK
 
 MIN_BYTES = 2**20  # what is smaller stays: it costs more to move than to keep

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megagrpo.parallel.layout import Layout
 
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # isort: skip  (after megagrpo.device, which prepares the platform)
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
 

@@ -14,18 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megagrpo import device
 from megagrpo.config import ProblemError
 from megagrpo.families import FAMILIES
+from megagrpo.families.config import HfConfig, model_problems, stage_layers
 from megagrpo.families.family import FULL, rope
-from megagrpo.parallel import device
 from megagrpo.parallel.layout import Layout
-from megagrpo.policy.attention import Rotary, TorchAttention
+from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.experts import prepare_experts
-from megagrpo.policy.fp8 import Fp8, keep_in_bf16, leave_fp8, pad_routing, quantise_linears
-from megagrpo.policy.hf_config import HfConfig, model_problems, stage_layers
+from megagrpo.policy.fp8.products import Fp8, keep_in_bf16, leave_fp8, pad_routing, quantise_linears
 from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_engine_spec
 
-from megatron.core.fusions.fused_bias_geglu import quick_gelu  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core.fusions.fused_bias_geglu import quick_gelu  # isort: skip  (after megagrpo.device, which prepares the platform)
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding  # isort: skip
 from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip
 from megatron.core.tensor_parallel import ColumnParallelLinear  # isort: skip

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from megagrpo.families.config import HfConfig
 from megagrpo.policy.balance import BalancedRouter
 from megagrpo.policy.expert_groups import BestGroups
-from megagrpo.policy.hf_config import HfConfig
 
 from megatron.core.transformer.transformer_layer import MoETransformerLayer  # isort: skip  (after megagrpo.policy.balance)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megagrpo.policy.fp8_weights import dense
+from megagrpo.policy.fp8.weights import dense
 
 from megatron.core.utils import unwrap_model  # isort: skip
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import megagrpo.parallel.device  # noqa: F401  (prepares the platform before megatron is imported)
+import megagrpo.device  # noqa: F401  (prepares the platform before megatron is imported)
 from megagrpo.config import LoraSection
-from megagrpo.policy.hf_config import HfConfig, projections
+from megagrpo.families.config import HfConfig, projections
 
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, get_cuda_rng_tracker  # isort: skip
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, reduce_from_tensor_model_parallel_region  # isort: skip

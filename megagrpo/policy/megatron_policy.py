@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import megagrpo.parallel.device as device
+import megagrpo.device as device
 from megagrpo.config import RunConfig
-from megagrpo.parallel import fused_logprobs
+from megagrpo.families.config import HfConfig
 from megagrpo.parallel.context import gather_rows, own_tokens
 from megagrpo.parallel.layout import Layout
-from megagrpo.parallel.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
 from megagrpo.policy.activation_offload import offload_activations
-from megagrpo.policy.attention import pack_params
+from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
-from megagrpo.policy.delayed_scaling import scaling_of
 from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_weight, culprit
-from megagrpo.policy.fp8 import Fp8
-from megagrpo.policy.fp8_weights import forget_unrounded
-from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.fp8.delayed_scaling import scaling_of
+from megagrpo.policy.fp8.products import Fp8
+from megagrpo.policy.fp8.weights import forget_unrounded
+from megagrpo.policy.lm_head import fused_logprobs
+from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
 from megagrpo.policy.lora import attach_adapters, without_dropout
 from megagrpo.policy.optimizer import (
     build_optimizer,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from megagrpo.policy.fp8_weights import dense, is_fp8, remember
+from megagrpo.policy.fp8.weights import dense, is_fp8, remember
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip  (after megagrpo.policy)
 from megatron.core.utils import unwrap_model  # isort: skip

@@ -10,13 +10,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-import megagrpo.parallel.device as device
+import megagrpo.device as device
 from megagrpo.config import TrainSection
-from megagrpo.parallel.compact_adam import MOMENTS, CompactAdam
+from megagrpo.device.compact_adam import MOMENTS, CompactAdam
 from megagrpo.parallel.layout import Layout
-from megagrpo.policy.fp8_weights import unrounded
+from megagrpo.policy.fp8.weights import unrounded
 
-from megatron.core import optimizer  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core import optimizer  # isort: skip  (after megagrpo.device, which prepares the platform)
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 from megatron.core.optimizer.param_layout import FullParamLayout  # isort: skip

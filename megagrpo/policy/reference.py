@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megagrpo.parallel.layout import Layout
-from megagrpo.policy.fp8_weights import copied
+from megagrpo.policy.fp8.weights import copied
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.types import MicroBatch, RefHead, TrainBatch
 
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace  # isort: skip  (after megagrpo.parallel)
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace  # isort: skip  (after megagrpo.device)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
 

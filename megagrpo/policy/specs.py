@@ -28,10 +28,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from megagrpo.policy.attention import Rotary, TorchAttention
+from megagrpo.families.config import HfConfig
+from megagrpo.policy.attention.latent import LatentAttention
+from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
-from megagrpo.policy.hf_config import HfConfig
-from megagrpo.policy.latent_attention import LatentAttention
 
 BLOCK = 2  # hybrid layers in one decoder block
 # Transformer Engine fuses the norm into the linear: the same keys keep checkpoints of CPU and GPU interchangeable.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-import megagrpo.parallel.device  # noqa: F401  (prepares the platform before megatron is imported)
+import megagrpo.device  # noqa: F401  (prepares the platform before megatron is imported)
 
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region  # isort: skip
 

@@ -15,8 +15,8 @@ from megagrpo.rewards.target import BUILT_IN, Target, did_you_mean
 if TYPE_CHECKING:
     from megagrpo.config import RewardFunction
 
-REWARD_MODEL = "megagrpo.rewards.reward_model:RewardModel"
-SERVED_REWARD = "megagrpo.rewards.served:ServedReward"
+REWARD_MODEL = "megagrpo.rewards.functions.reward_model:RewardModel"
+SERVED_REWARD = "megagrpo.rewards.functions.served:ServedReward"
 _MODEL, _URL = "model:", ("http://", "https://")
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FILE_PATH = re.compile(r".+\.py:[A-Za-z_]\w*")

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 from megagrpo.config import RewardsSection
 from megagrpo.rewards.function import Function
-from megagrpo.rewards.pool import SHARED, Call, Outcome, WorkerPool
 from megagrpo.rewards.registry import display_names, resolve
 from megagrpo.rewards.scoring import Scoring, Work
 from megagrpo.rewards.target import did_you_mean
+from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
 from megagrpo.types import Rollout, ScoredRollout
 
 COROUTINES = "coroutines"  # the lane of one worker that runs many calls of async functions at once

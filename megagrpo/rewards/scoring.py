@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megagrpo.rewards.feed import Feed
 from megagrpo.rewards.function import Function, Tally
-from megagrpo.rewards.pool import Call, Outcome, WorkerPool
-from megagrpo.rewards.values import LARGEST
+from megagrpo.rewards.workers.feed import Feed
+from megagrpo.rewards.workers.pool import Call, Outcome, WorkerPool
+from megagrpo.rewards.workers.values import LARGEST
 from megagrpo.types import Rollout, ScoredRollout
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from megagrpo.bridge.adapters import fill_adapters
 from megagrpo.bridge.load import load_hf
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
+from megagrpo.families.config import HfConfig
 from megagrpo.parallel.layout import Layout, init_layout
-from megagrpo.policy.hf_config import HfConfig
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import gather_gradients
 from megagrpo.types import TrainBatch, TrainSample

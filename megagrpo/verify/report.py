@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from megagrpo import device
 from megagrpo.config import RunConfig
-from megagrpo.parallel import device
-from megagrpo.policy.hf_config import HfConfig
+from megagrpo.families.config import HfConfig
 from megagrpo.types import TrainSample
 from megagrpo.verify.compare import Distance, silent_tensors, worst
 from megagrpo.verify.step import Outcome

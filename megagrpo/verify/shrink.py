@@ -11,8 +11,8 @@ import torch
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.data.packing import padded
 from megagrpo.families import FAMILIES
+from megagrpo.families.config import HfConfig, parse_hf_config
 from megagrpo.families.family import COMMON, FULL, SLIDING, rope, rotated_share
-from megagrpo.policy.hf_config import HfConfig, parse_hf_config
 from megagrpo.types import TrainSample
 
 VOCABULARY = 101  # prime: no tensor-parallel size divides it, so the padded rows are there

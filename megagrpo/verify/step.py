@@ -15,13 +15,13 @@ from megagrpo.algorithms.reductions import denominator
 from megagrpo.bridge.families import adapter_blocks, blocks, fill, trained_blocks
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.look_ahead import look_ahead
+from megagrpo.families.config import HfConfig
 from megagrpo.parallel.layout import Layout, init_layout
-from megagrpo.policy.fp8_weights import dense, unrounded, write
-from megagrpo.policy.hf_config import HfConfig
+from megagrpo.policy.fp8.weights import dense, unrounded, write
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import gather_gradients
 from megagrpo.policy.reference import Reference
+from megagrpo.policy.step_terms import look_ahead
 from megagrpo.types import LossInputs, LossOutput, MicroBatch, TrainBatch, TrainSample
 from megagrpo.verify.shrink import random_tensor
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.rollout.cuda_ipc import export
-from megagrpo.rollout.engine import Engine
-from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.engine.protocol import Engine
+from megagrpo.transfer.cuda_handles import export
+from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.weight_sync.shared_memory import SHARED_MEMORY, FileUpdate, SharedMemory, Slots
 from megagrpo.weight_sync.transport import Ranks, Weights
 

@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.boxes import Box, brackets, intersect, missing, size, whole
-from megagrpo.bridge.messages import Message, Round, rounds
-from megagrpo.bridge.transfers import layer_of, plan_transfers
+from megagrpo.engine.protocol import Engine
 from megagrpo.families.blocks import Block
-from megagrpo.rollout.copies import copy_checked
-from megagrpo.rollout.engine import Engine
-from megagrpo.rollout.exchange import Board, Deadline, Exchange, Parcel, Pending, let_go, own_address, wait
-from megagrpo.rollout.receiver import IN_FLIGHT, Roster, boxes_of_json, contents, digest, empty_parcel, layer_text, opened, wanted_by
-from megagrpo.rollout.shared_weights import DTYPES, Manifest, WeightSyncError
+from megagrpo.families.boxes import Box, brackets, intersect, missing, size, whole
+from megagrpo.transfer.checksums import copy_checked
+from megagrpo.transfer.exchange import Board, Deadline, Exchange, Parcel, Pending, let_go, own_address, wait
+from megagrpo.transfer.manifest import DTYPES, Manifest, WeightSyncError
+from megagrpo.transfer.messages import Message, Round, rounds
+from megagrpo.transfer.plan import layer_of, plan_transfers
+from megagrpo.vllm_plugin.receiver import IN_FLIGHT, Roster, boxes_of_json, contents, digest, empty_parcel, layer_text, opened, wanted_by
 from megagrpo.weight_sync.transport import Given, Ranks
 from megagrpo.weight_sync.verification import verify_versions
 

@@ -1,7 +1,7 @@
 """Weights through shared memory, for trainer ranks and servers on one host.
 
 Every trainer rank writes the blocks it owns to a file, layer by layer; every worker of the engine reads just the slices its loaders copy,
-each as soon as it is written, which the rank's ledger says (`rollout/ledger.py`). Two slots alternate, so what a worker still reads of one
+each as soon as it is written, which the rank's ledger says (`transfer/ledger.py`). Two slots alternate, so what a worker still reads of one
 version is never overwritten by the next.
 """
 
@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.boxes import Box
-from megagrpo.bridge.reshard import owners
-from megagrpo.bridge.transfers import layer_of
+from megagrpo.engine.protocol import Engine
 from megagrpo.families.blocks import Block
-from megagrpo.rollout.copies import NotFinite, check_finite, copy_checked
-from megagrpo.rollout.engine import Engine
-from megagrpo.rollout.ledger import HEADER, NUM_SLOTS, Ledger, Ledgers, ledger_path
-from megagrpo.rollout.shared_weights import ALIGNMENT, DTYPES, Bookmark, Manifest, SharedBlock, SharedTensor, WeightSyncError
-from megagrpo.rollout.shm_names import SHARED_MEMORY, WEIGHTS, owner, remove_stale
+from megagrpo.families.boxes import Box
+from megagrpo.transfer.checksums import NotFinite, check_finite, copy_checked
+from megagrpo.transfer.ledger import HEADER, NUM_SLOTS, Ledger, Ledgers, ledger_path
+from megagrpo.transfer.manifest import ALIGNMENT, DTYPES, Bookmark, Manifest, SharedBlock, SharedTensor, WeightSyncError
+from megagrpo.transfer.plan import layer_of
+from megagrpo.transfer.shm_names import SHARED_MEMORY, WEIGHTS, owner, remove_stale
+from megagrpo.transfer.slices import owners
 from megagrpo.weight_sync.orphaned_folder import remove_when_orphaned
 from megagrpo.weight_sync.transport import Given, Ranks, Weights, key_of
 from megagrpo.weight_sync.verification import verify

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from megagrpo.engine.protocol import Engine, WeightUpdate
 from megagrpo.families.blocks import Block
-from megagrpo.rollout.engine import Engine, WeightUpdate
 
 Weights = Iterable[tuple[str, Tensor, Sequence[Block]]]  # parameters with their names, and the blocks that they hold
 
@@ -23,7 +23,7 @@ class Ranks(Protocol):
 
 
 class Stays:
-    """A trainer that leaves everything on its device, whatever comes next; `megagrpo.policy.offload.Offload` is one that does not."""
+    """A trainer that leaves everything on its device, whatever comes next; `megagrpo.trainer.offload.Offload` is one that does not."""
 
     away = False  # whether anything is not there
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megagrpo.boxes import Box, brackets, missing, size, whole
-from megagrpo.rollout.shared_weights import Manifest, SharedBlock, WeightSyncError, wrong_checksum
+from megagrpo.families.boxes import Box, brackets, missing, size, whole
+from megagrpo.transfer.manifest import Manifest, SharedBlock, WeightSyncError, wrong_checksum
 
 Reads = dict[tuple[str, int], dict[Box, int]]  # (tensor, index of a block of it) -> checksum of each part of that block
 

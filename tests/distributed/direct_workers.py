@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.boxes import cut, whole
 from megagrpo.families.blocks import Block
-from megagrpo.rollout.exchange import Deadline, let_go
-from megagrpo.rollout.receiver import Boxes, Receiver
-from megagrpo.rollout.shard_reader import Announced, ShardReader
-from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.families.boxes import cut, whole
+from megagrpo.transfer.exchange import Deadline, let_go
+from megagrpo.transfer.manifest import WeightSyncError
+from megagrpo.vllm_plugin.reader import Announced, ShardReader
+from megagrpo.vllm_plugin.receiver import Boxes, Receiver
 
 SHAPES = {"embed": (12, 6), "norm": (6,)}
 for layer in range(3):

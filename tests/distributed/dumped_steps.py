@@ -13,12 +13,12 @@ from megagrpo.algorithms.reductions import denominator
 from megagrpo.bridge.load import load_hf
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules, prompt_length
-from megagrpo.dump import StepDumps
-from megagrpo.look_ahead import look_ahead
+from megagrpo.families.config import HfConfig, load_hf_config
 from megagrpo.parallel.layout import Layout
-from megagrpo.policy.hf_config import HfConfig, load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
+from megagrpo.policy.step_terms import look_ahead
+from megagrpo.records.dump import StepDumps
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, TrainState
 from megagrpo.verify.shrink import random_samples
 

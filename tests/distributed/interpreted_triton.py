@@ -5,9 +5,9 @@ import os
 import sys
 from dataclasses import replace
 
-from megagrpo.parallel import fused_logprobs
-from megagrpo.parallel.fp8 import BLOCK
-from megagrpo.parallel.fused_logprobs import Tiles
+from megagrpo.policy.lm_head import fused_logprobs
+from megagrpo.policy.lm_head.fp8 import BLOCK
+from megagrpo.policy.lm_head.fused_logprobs import Tiles
 
 SMALL = Tiles(tokens=16, vocab=32, hidden=16)
 
@@ -18,5 +18,5 @@ def interpret(tiles: Tiles = SMALL, scratch: int = 2**12) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     for name in [n for n in sys.modules if n.split(".")[0] == "triton" and not n.startswith("triton._C")]:
         del sys.modules[name]
-    sys.modules.pop("megagrpo.parallel.fused_logprobs_kernels", None)
+    sys.modules.pop("megagrpo.policy.lm_head.fused_logprobs_kernels", None)
     fused_logprobs.TILES, fused_logprobs.FP8_TILES, fused_logprobs.SCRATCH_BYTES = tiles, replace(tiles, hidden=BLOCK), scratch

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megagrpo.parallel.ranks import RankFailed as RankFailed
-from megagrpo.parallel.ranks import run_ranks as run_ranks
+from megagrpo.parallel.spawn import RankFailed as RankFailed
+from megagrpo.parallel.spawn import run_ranks as run_ranks
 
 torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool, so there must be none

@@ -23,15 +23,15 @@ from torch import nn
 from megagrpo.bridge.megatron_io import METADATA
 from megagrpo.config import ParallelSection
 from megagrpo.families.architecture import HfConfig
-from megagrpo.parallel.imagined import imagined_layouts
+from megagrpo.families.config import parse_hf_config
 from megagrpo.parallel.layout import Layout, init_layout
+from megagrpo.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model
-from megagrpo.policy.delayed_scaling import History
-from megagrpo.policy.fp8 import Fp8, keep_in_bf16
-from megagrpo.policy.hf_config import parse_hf_config
+from megagrpo.policy.fp8.delayed_scaling import History
+from megagrpo.policy.fp8.products import Fp8, keep_in_bf16
 from megagrpo.policy.model_state import sharded_state
 
-from megatron.core import fp8_utils  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core import fp8_utils  # isort: skip  (after megagrpo.device, which prepares the platform)
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 

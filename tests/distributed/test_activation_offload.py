@@ -8,7 +8,7 @@ from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.parallel.host_copies import HostCopies
+from megagrpo.device.host_copies import HostCopies
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy import activation_offload
 from megagrpo.policy.activation_offload import Kept, LeftLayer

@@ -19,12 +19,12 @@ from megagrpo.bridge.export import save_hf
 from megagrpo.bridge.families import blocks
 from megagrpo.bridge.load import load_hf
 from megagrpo.bridge.megatron_io import load_model
-from megagrpo.bridge.sources import resolve_model
 from megagrpo.config import ParallelSection
+from megagrpo.families.config import load_hf_config, parse_hf_config
+from megagrpo.families.sources import resolve_model
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.attention import pack_params
+from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
-from megagrpo.policy.hf_config import load_hf_config, parse_hf_config
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip  (after megagrpo, which prepares the platform)
 

@@ -18,10 +18,10 @@ from megagrpo.bridge.checksums import checksums
 from megagrpo.bridge.megatron_io import METADATA
 from megagrpo.bridge.sharded_write import ShardedWrite
 from megagrpo.bridge.torch_dist import StoredTensors
-from megagrpo.checkpoint import Checkpointer, CheckpointError, checkpoints, newest_checkpoint
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.records.checkpoint import Checkpointer, CheckpointError, checkpoints, newest_checkpoint
 from megagrpo.types import TrainState
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import fill_weights

@@ -11,12 +11,12 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.bridge.families import blocks
 from megagrpo.bridge.load import load_hf
-from megagrpo.checkpoint import Checkpointer
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import PackingRules, pack
+from megagrpo.families.config import load_hf_config
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainSample, TrainState
 
 STATE = TrainState(step=1, weight_version=2, cursor=8)

@@ -8,12 +8,12 @@ from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.checkpoint import Checkpointer
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.parallel.compact_adam import CompactAdam
+from megagrpo.device.compact_adam import CompactAdam
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy import optimizer as optimizer_module
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainState
 from megagrpo.verify.compare import compare
 from megagrpo.verify.shrink import plainly, random_samples

@@ -22,11 +22,11 @@ from transformers.initialization import no_init_weights
 from megagrpo.bridge.load import load_hf
 from megagrpo.config import ParallelSection
 from megagrpo.families import FAMILIES
+from megagrpo.families.config import architecture_problems, load_hf_config
 from megagrpo.families.keys import HARMLESS
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.attention import pack_params
+from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
-from megagrpo.policy.hf_config import architecture_problems, load_hf_config
 
 TOKENS = 40  # more than the windows and the lengths that rotary scaling starts from
 ABSENT = object()

@@ -10,8 +10,8 @@ from ranks import run_ranks
 from megagrpo.config import ParallelSection
 from megagrpo.parallel.context import gather_rows, own_tokens
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy import context_attention
-from megagrpo.policy.attention import Rotary, TorchAttention, pack_params
+from megagrpo.policy.attention import context_parallel
+from megagrpo.policy.attention.packed import Rotary, TorchAttention, pack_params
 
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 
@@ -70,7 +70,7 @@ def naive(name: str, window: int | None, softcap: float | None) -> list[torch.Te
 
 def attend(name: str, cp_size: int, max_queries: int, window: int | None, softcap: float | None) -> list:
     """This rank's tokens, and for them what `naive` gives for all."""
-    context_attention.MAX_QUERIES = max_queries
+    context_parallel.MAX_QUERIES = max_queries
     layout = init_layout(ParallelSection(cp=cp_size))
     window_size = None if window is None else (window - 1, 0)
     config = SimpleNamespace(

@@ -27,13 +27,13 @@ from megagrpo.bridge.convert import export_hf, import_hf
 from megagrpo.bridge.hf_files import HEADERS, Writer
 from megagrpo.bridge.load import load_hf
 from megagrpo.bridge.megatron_io import METADATA, model_state
-from megagrpo.bridge.sources import INDEX
 from megagrpo.bridge.torch_dist import PieceWriter
 from megagrpo.bridge.unfinished import Unfinished
 from megagrpo.config import ParallelSection
+from megagrpo.families.config import load_hf_config
+from megagrpo.families.sources import INDEX
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.policy.hf_config import load_hf_config
 
 from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo, which prepares the platform)
 

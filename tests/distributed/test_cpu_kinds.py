@@ -7,7 +7,8 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
-from megagrpo.parallel import cpu, device
+from megagrpo import device
+from megagrpo.device import cpu
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import Outcome, relative_error, take_step
 

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from direct_workers import PER_SERVER, SHAPES, copies_of, held_by, values_of
 from ranks import run_ranks
 
-from megagrpo.parallel import device
-from megagrpo.rollout import cuda_ipc as worker
-from megagrpo.rollout.engine import ServerDied
-from megagrpo.rollout.ledger import Ledgers
-from megagrpo.rollout.shard_reader import MappedBlocks, ShardReader
-from megagrpo.rollout.shared_weights import Manifest
-from megagrpo.weight_sync import WeightSync
+from megagrpo import device
+from megagrpo.engine.protocol import ServerDied
+from megagrpo.transfer import cuda_handles as worker
+from megagrpo.transfer.ledger import Ledgers
+from megagrpo.transfer.manifest import Manifest
+from megagrpo.vllm_plugin.reader import MappedBlocks, ShardReader
 from megagrpo.weight_sync import cuda_ipc as trainer
+from megagrpo.weight_sync.sync import WeightSync
 
 SERVER = "http://127.0.0.1:8000"
 

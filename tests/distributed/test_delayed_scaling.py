@@ -11,14 +11,14 @@ from test_fp8 import CASES, config, model
 from tiny_policy import Case
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.checkpoint import Checkpointer
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling, History
-from megagrpo.policy.fp8 import Product, Quantised
+from megagrpo.policy.fp8.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling, History
+from megagrpo.policy.fp8.products import Product, Quantised
+from megagrpo.policy.fp8.rounding import E4M3, E5M2, scaled
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.rounding import E4M3, E5M2, scaled
+from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainState
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import fill_weights

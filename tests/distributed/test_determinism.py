@@ -8,10 +8,10 @@ import torch
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model
 
+from megagrpo import device
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.parallel import device
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference

@@ -10,8 +10,8 @@ from layouts import AXES, config_of, ranks
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model
 
+from megagrpo import device
 from megagrpo.config import RunConfig
-from megagrpo.parallel import device
 from megagrpo.policy import optimizer
 from megagrpo.types import TrainSample
 from megagrpo.verify.compare import compare

@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.look_ahead import look_ahead
 from megagrpo.parallel.layout import init_layout
-from megagrpo.parallel.vocab_logprobs import vocab_logprobs_and_kl
 from megagrpo.policy.build import lm_head
+from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs_and_kl
+from megagrpo.policy.step_terms import look_ahead
 from megagrpo.types import LossInputs
 from megagrpo.verify.shrink import VOCABULARY, random_samples
 from megagrpo.verify.step import prepare

@@ -8,7 +8,7 @@ from ranks import run_ranks
 from tiny_policy import SHAPES, Case
 
 from megagrpo.config import ParallelSection
-from megagrpo.policy.hf_config import HfConfig
+from megagrpo.families.config import HfConfig
 from megagrpo.verify.compare import compare, silent_tensors
 from megagrpo.verify.shrink import random_samples, random_tensor, shrink_model
 from megagrpo.verify.step import Outcome, take_step

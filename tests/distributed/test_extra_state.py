@@ -13,13 +13,13 @@ from megagrpo.bridge.megatron_io import METADATA, load_model, model_state
 from megagrpo.bridge.stored_metadata import read_metadata
 from megagrpo.config import ParallelSection
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.attention import TorchAttention
+from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.build import build_model
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.specs import RMSNorm
 from megagrpo.types import TrainState
 
-from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.device, which prepares the platform)
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # isort: skip
 
 LAYERS = (RMSNorm, TorchAttention, ColumnParallelLinear, RowParallelLinear)

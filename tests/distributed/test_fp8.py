@@ -12,9 +12,9 @@ from tiny_policy import SHAPES, Case, tiny_run
 from megagrpo.config import ParallelSection
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.fp8 import Fp8, Product, Quantised
+from megagrpo.policy.fp8.products import Fp8, Product, Quantised
+from megagrpo.policy.fp8.rounding import E4M3, E5M2, round_to
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.rounding import E4M3, E5M2, round_to
 from megagrpo.verify.compare import compare, distances, silent_tensors
 from megagrpo.verify.shrink import plainly, random_samples, shrink_model
 from megagrpo.verify.step import Outcome, fill_weights, policy_gradient, take_step

@@ -10,16 +10,16 @@ from test_fp8 import config, model
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.bridge.export import iter_full
 from megagrpo.bridge.megatron_io import load_model, model_state
-from megagrpo.checkpoint import Checkpointer, newest_checkpoint
 from megagrpo.config import ModelSection, ParallelSection, RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.finite import bad_weight
-from megagrpo.policy.fp8 import Fp8
-from megagrpo.policy.fp8_weights import dense, is_fp8, unrounded, write
+from megagrpo.policy.fp8.products import Fp8
+from megagrpo.policy.fp8.rounding import E4M3, round_to
+from megagrpo.policy.fp8.weights import dense, is_fp8, unrounded, write
 from megagrpo.policy.megatron_policy import MegatronPolicy, check_device
 from megagrpo.policy.reference import Reference
-from megagrpo.policy.rounding import E4M3, round_to
+from megagrpo.records.checkpoint import Checkpointer, newest_checkpoint
 from megagrpo.types import TrainState
 from megagrpo.verify.compare import compare, distances, silent_tensors
 from megagrpo.verify.shrink import plainly, random_samples

@@ -6,9 +6,9 @@ from interpreted_triton import interpret
 from ranks import RankFailed, run_ranks
 from tiny_policy import tiny_model, tiny_run
 
+from megagrpo import device
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import ParallelSection
-from megagrpo.parallel import device
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import check_device
 from megagrpo.verify.shrink import random_samples

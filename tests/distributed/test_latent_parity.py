@@ -11,8 +11,8 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.bridge.families import blocks
 from megagrpo.config import ParallelSection, RunConfig
+from megagrpo.families.config import HfConfig
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.hf_config import HfConfig
 from megagrpo.verify.compare import compare, silent_tensors
 from megagrpo.verify.shrink import random_samples, random_tensor, shrink_model
 from megagrpo.verify.step import Outcome, prepare, take_step

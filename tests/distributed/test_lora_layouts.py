@@ -6,7 +6,7 @@ import pytest
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
-from megagrpo.policy.hf_config import projections
+from megagrpo.families.config import projections
 from megagrpo.verify.compare import compare, silent_tensors
 from megagrpo.verify.shrink import plainly, random_samples
 from megagrpo.verify.step import Outcome, take_step

@@ -14,13 +14,13 @@ from megagrpo.bridge.adapters import fill_adapters, fresh_matrix, load_adapter, 
 from megagrpo.bridge.export import iter_full
 from megagrpo.bridge.families import adapter_blocks
 from megagrpo.bridge.load import load_hf
-from megagrpo.checkpoint import Checkpointer
 from megagrpo.config import LoraSection
 from megagrpo.data.packing import pack, packing_rules
+from megagrpo.families.config import load_hf_config
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
+from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainSample, TrainState
 from megagrpo.verify.step import relative_error, whole_tensors
 

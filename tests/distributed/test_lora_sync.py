@@ -14,11 +14,11 @@ from test_weight_sync_copies import OneReader
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.bridge.export import save_hf
 from megagrpo.bridge.merged import merged_blocks
-from megagrpo.checkpoint import Checkpointer
+from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainState
 from megagrpo.verify.step import whole_tensors
-from megagrpo.weight_sync import WeightSync
 from megagrpo.weight_sync.shared_memory import SharedMemory
+from megagrpo.weight_sync.sync import WeightSync
 
 
 @pytest.fixture(scope="module")

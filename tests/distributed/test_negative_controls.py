@@ -12,18 +12,19 @@ from layouts import AXES, config_of, ranks
 from ranks import run_ranks
 from tiny_policy import SHAPES, tiny_model
 
-from megagrpo import config_io
-from megagrpo.config import RunConfig
+from megagrpo.commands import verify as verify_module
+from megagrpo.config import RunConfig, io
 from megagrpo.data import packing
-from megagrpo.policy import build, context_attention, megatron_policy, specs
+from megagrpo.policy import build, megatron_policy, specs
+from megagrpo.policy.attention import context_parallel
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.types import TrainSample
-from megagrpo.verify import command, step
+from megagrpo.verify import step
 from megagrpo.verify.compare import compare
 from megagrpo.verify.shrink import VOCABULARY, plainly, random_samples
 from megagrpo.verify.step import take_step
 
-from megatron.core.tensor_parallel import random  # isort: skip  (after megagrpo.parallel, which prepares the platform)
+from megatron.core.tensor_parallel import random  # isort: skip  (after megagrpo.device, which prepares the platform)
 
 
 def batched_messages_between_two_stages(patch):
@@ -51,7 +52,7 @@ def norms_that_keep_their_part_of_the_gradient(patch):
 
 def keys_in_the_order_of_the_ranks(patch):
     """A rank holds an early and a late chunk of each sequence; gathered keys must be put back in order."""
-    patch.setattr(context_attention, "gathered_places", lambda cu_seqlens, cp_size: torch.arange(int(cu_seqlens[-1])))
+    patch.setattr(context_parallel, "gathered_places", lambda cu_seqlens, cp_size: torch.arange(int(cu_seqlens[-1])))
 
 
 def labels_rolled_after_the_split(patch):
@@ -178,8 +179,8 @@ def verify(row: dict, folder, capsys) -> tuple[int, dict]:
     (folder / "config.json").write_text(json.dumps(SHAPES[row["model"]]))
     config = config_of(row)
     config = config.model_copy(update=dict(model=config.model.model_copy(update=dict(path=str(folder)))))
-    config_io.save(config, folder / "run.yaml")
-    code = command.main(folder / "run.yaml", [], ranks=ranks(row), json=True)
+    io.save(config, folder / "run.yaml")
+    code = verify_module.main(folder / "run.yaml", [], ranks=ranks(row), json=True)
     return code, json.loads(capsys.readouterr().out)["layouts"][0]
 
 
@@ -196,6 +197,6 @@ def test_a_planted_fault_is_seen(control, tmp_path, capsys, monkeypatch):
     assert all(d.passed for d in compare(take(control, config, n), expected))
     control.plant(monkeypatch)
     assert control.seen_in in {d.kind for d in compare(take(control, config, n), expected) if d.excess > 100}
-    monkeypatch.setattr(command, "random_samples", control.samples)
+    monkeypatch.setattr(verify_module, "random_samples", control.samples)
     code, found = verify(control.row, tmp_path, capsys)
     assert code == 1 and not found["worst"][control.seen_in]["passed"]

@@ -11,18 +11,18 @@ from tiny_policy import SHAPES, tiny_model, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.checkpoint import Checkpointer
 from megagrpo.data.packing import pack, packing_rules
+from megagrpo.device.offload import storages
 from megagrpo.parallel.layout import init_layout
-from megagrpo.parallel.offload import storages
-from megagrpo.policy.fp8_weights import parts
+from megagrpo.policy.fp8.weights import parts
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.offload import Offload
 from megagrpo.policy.reference import Reference
+from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.trainer.offload import Offload
 from megagrpo.types import TrainState
 from megagrpo.verify.shrink import random_samples, shrink_model
 from megagrpo.verify.step import fill_weights
-from megagrpo.weight_sync import Stays
+from megagrpo.weight_sync.sync import Stays
 
 SHARDED, WHOLE = dict(distributed_optimizer=True), dict(distributed_optimizer=False)
 # Name -> ranks, model, layout, further sections of the config.

@@ -8,11 +8,11 @@ from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.checkpoint import Checkpointer
 from megagrpo.data.packing import pack, packing_rules, padded
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainState
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import fill_weights, whole_tensors

@@ -9,13 +9,13 @@ import pytest
 from ranks import run_ranks
 
 from megagrpo.__main__ import main
-from megagrpo.boxes import size
 from megagrpo.config import ParallelSection, load_config
+from megagrpo.families.boxes import size
+from megagrpo.families.config import parse_hf_config
+from megagrpo.plan import cuts
+from megagrpo.plan.cuts import EngineLayout
 from megagrpo.plan.shapes import model_shape, num_parameters
 from megagrpo.plan.weight_sync import plan_sync, rows_of
-from megagrpo.policy.hf_config import parse_hf_config
-from megagrpo.rollout import cuts
-from megagrpo.rollout.cuts import EngineLayout
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LLAMA = dict(

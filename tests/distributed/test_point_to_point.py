@@ -12,11 +12,11 @@ import torch.distributed as dist
 from direct_workers import PER_SERVER, SHAPES, FileEngine, TrainerRanks, copies_of, held_by, serve, values_of
 from ranks import run_ranks
 
-from megagrpo.parallel import device
-from megagrpo.rollout.exchange import Exchange
-from megagrpo.rollout.shared_weights import WeightSyncError
-from megagrpo.weight_sync import WeightSync
+from megagrpo import device
+from megagrpo.transfer.exchange import Exchange
+from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.weight_sync.point_to_point import PointToPoint
+from megagrpo.weight_sync.sync import WeightSync
 
 
 def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabytes: float = 64.0):

@@ -7,7 +7,7 @@ from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.attention import TorchAttention
+from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import fill_weights, policy_gradient

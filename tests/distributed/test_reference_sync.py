@@ -15,12 +15,12 @@ from megagrpo.algorithms.reductions import denominator
 from megagrpo.bridge.convert import export_hf
 from megagrpo.bridge.families import blocks
 from megagrpo.bridge.load import load_hf
-from megagrpo.checkpoint import Checkpointer
 from megagrpo.data.packing import pack, packing_rules
+from megagrpo.families.config import load_hf_config
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
+from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainState
 from megagrpo.verify.shrink import VOCABULARY, random_samples
 

@@ -11,16 +11,16 @@ from ranks import run_ranks
 from tiny_families import MODELS, tiny_config
 from tiny_policy import SHAPES
 
-from megagrpo.boxes import intersect, missing, size, whole
 from megagrpo.bridge.families import blocks, tensor_names
 from megagrpo.bridge.rosters import held_boxes
-from megagrpo.bridge.transfers import plan_transfers
 from megagrpo.config import ParallelSection
 from megagrpo.families import FAMILIES
+from megagrpo.families.boxes import intersect, missing, size, whole
+from megagrpo.families.config import model_problems, parse_hf_config
 from megagrpo.parallel.layout import init_layout
+from megagrpo.plan.cuts import EngineLayout, wanted_boxes
 from megagrpo.policy.build import build_model
-from megagrpo.policy.hf_config import model_problems, parse_hf_config
-from megagrpo.rollout.cuts import EngineLayout, wanted_boxes
+from megagrpo.transfer.plan import plan_transfers
 from megagrpo.verify.shrink import shrink_model
 
 

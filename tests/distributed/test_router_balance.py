@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megagrpo.audit import naive
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.policy.hf_config import HfConfig
+from megagrpo.families.config import HfConfig
 from megagrpo.verify.compare import compare
 from megagrpo.verify.shrink import random_samples, random_tensor, shrink_model
 from megagrpo.verify.step import Outcome, take_step

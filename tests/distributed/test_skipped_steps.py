@@ -19,11 +19,11 @@ from tiny_policy import Case, tiny_model
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.bridge.families import blocks
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.dump import StepDumps
-from megagrpo.metrics import MetricsWriter
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.trainer import BrokenTraining, Trainer
+from megagrpo.records.dump import StepDumps
+from megagrpo.records.metrics import MetricsWriter
+from megagrpo.trainer.trainer import BrokenTraining, Trainer
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import fill_weights
 

@@ -13,14 +13,14 @@ from megagrpo.__main__ import main
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.bridge.families import blocks
 from megagrpo.bridge.load import load_hf
-from megagrpo.collect import sampling_params
-from megagrpo.dump import StepDumps
-from megagrpo.metrics import MetricsWriter
+from megagrpo.families.config import load_hf_config
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
-from megagrpo.trainer import Trainer
+from megagrpo.records.dump import StepDumps
+from megagrpo.records.metrics import MetricsWriter
+from megagrpo.rollout.collector import sampling_params
+from megagrpo.trainer.trainer import Trainer
 
 SECTIONS = dict(
     algorithm=dict(

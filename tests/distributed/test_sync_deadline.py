@@ -9,12 +9,12 @@ import pytest
 import torch
 from ranks import RankFailed, run_ranks
 
-from megagrpo.boxes import whole
 from megagrpo.config import ParallelSection
 from megagrpo.families.blocks import Block
+from megagrpo.families.boxes import whole
 from megagrpo.parallel.layout import init_layout
-from megagrpo.weight_sync import WeightSync
 from megagrpo.weight_sync.shared_memory import SharedMemory
+from megagrpo.weight_sync.sync import WeightSync
 
 
 class Hangs:

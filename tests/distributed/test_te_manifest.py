@@ -12,9 +12,9 @@ from megagrpo.bridge.families import blocks, tensor_names
 from megagrpo.config import ParallelSection
 from megagrpo.families import FAMILIES
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy import delayed_scaling
-from megagrpo.policy.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling
-from megagrpo.policy.rounding import E4M3, E5M2
+from megagrpo.policy.fp8 import delayed_scaling
+from megagrpo.policy.fp8.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling
+from megagrpo.policy.fp8.rounding import E4M3, E5M2
 from megagrpo.policy.specs import BLOCK
 
 MANIFEST = json.loads(FILE.read_text())

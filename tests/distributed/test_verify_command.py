@@ -15,7 +15,7 @@ from test_negative_controls import norms_that_keep_their_part_of_the_gradient
 from tiny_policy import SHAPES
 
 from megagrpo.__main__ import main
-from megagrpo.verify import command
+from megagrpo.commands import verify
 
 REPOSITORY = Path(__file__).parents[2]
 RUN = """
@@ -79,7 +79,7 @@ def test_bf16_is_held_to_what_rounding_does_and_a_fault_is_still_seen(run, capsy
     ],
 )
 def test_a_mistake_is_named_before_anything_starts(run, arguments, words, capsys, monkeypatch):
-    monkeypatch.setattr(command, "run_ranks", pytest.fail)
+    monkeypatch.setattr(verify, "run_ranks", pytest.fail)
     assert main(["verify", run, *arguments]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and all(word in shown.err for word in words), shown.err
@@ -97,9 +97,9 @@ def fails_on_the_second_rank(*arguments):
 
 
 def test_a_rank_that_fails_is_a_layout_that_fails_and_the_others_are_still_tried(run, capsys, monkeypatch):
-    stock = command.take_step
+    stock = verify.take_step
     monkeypatch.setattr(
-        command, "take_step", lambda config, *rest: fails_on_the_second_rank() if config.parallel.tp == 2 else stock(config, *rest)
+        verify, "take_step", lambda config, *rest: fails_on_the_second_rank() if config.parallel.tp == 2 else stock(config, *rest)
     )
     assert main(["verify", run, "--layout", "tp=2", "--layout", "tp=3"]) == 1
     printed = capsys.readouterr().out
@@ -109,9 +109,9 @@ def test_a_rank_that_fails_is_a_layout_that_fails_and_the_others_are_still_tried
 
 @pytest.mark.full
 def test_a_layout_that_hangs_fails_in_time(run, capsys, monkeypatch):
-    stock = command.take_step
-    monkeypatch.setattr(command, "TIMEOUT", 8)
-    monkeypatch.setattr(command, "take_step", lambda config, *rest: time.sleep(60) if config.parallel.tp > 1 else stock(config, *rest))
+    stock = verify.take_step
+    monkeypatch.setattr(verify, "TIMEOUT", 8)
+    monkeypatch.setattr(verify, "take_step", lambda config, *rest: time.sleep(60) if config.parallel.tp > 1 else stock(config, *rest))
     assert main(["verify", run]) == 1
     assert "ranks [0, 1] are not done after 8 s" in capsys.readouterr().out
 
@@ -120,7 +120,7 @@ def test_ctrl_c_ends_it(run, capsys, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "run_ranks", interrupted)
+    monkeypatch.setattr(verify, "run_ranks", interrupted)
     assert main(["verify", run]) == 130
     assert "interrupted" in capsys.readouterr().err
 

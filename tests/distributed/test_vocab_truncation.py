@@ -6,7 +6,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
-from megagrpo.parallel.vocab_logprobs import vocab_logprobs
+from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.types import Truncation
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import take_step

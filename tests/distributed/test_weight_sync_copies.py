@@ -10,19 +10,19 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model
 
-from megagrpo.boxes import size
 from megagrpo.bridge.families import blocks
 from megagrpo.config import ParallelSection
 from megagrpo.families.blocks import Local, same
+from megagrpo.families.boxes import size
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.rollout.ledger import Ledgers
-from megagrpo.rollout.shard_reader import MappedBlocks, ShardReader
-from megagrpo.rollout.shared_weights import Manifest, SharedFiles
+from megagrpo.transfer.ledger import Ledgers
+from megagrpo.transfer.manifest import Manifest, SharedFiles
 from megagrpo.verify.shrink import random_tensor
 from megagrpo.verify.step import fill_weights
-from megagrpo.weight_sync import WeightSync
+from megagrpo.vllm_plugin.reader import MappedBlocks, ShardReader
 from megagrpo.weight_sync.shared_memory import FileUpdate, SharedMemory
+from megagrpo.weight_sync.sync import WeightSync
 
 
 class OneReader:

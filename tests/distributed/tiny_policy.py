@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.policy.hf_config import HfConfig
+from megagrpo.families.config import HfConfig
 from megagrpo.verify.shrink import shrink_config, shrink_model
 
 # config.json of SmolLM2, Qwen2.5-7B, Qwen3-0.6B, Qwen3-30B-A3B and Mixtral, as far as it matters, with heads that 2 and 3 divide. Of Qwen3

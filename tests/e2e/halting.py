@@ -4,9 +4,9 @@ its next weight update. What resumes or kills it is the test."""
 import os
 import signal
 
-from megagrpo.rollout.shard_reader import ShardReader
-from megagrpo.rollout.vllm_plugin import ShardEngine
-from megagrpo.rollout.vllm_worker import WorkerVerbs
+from megagrpo.vllm_plugin.engine import ShardEngine
+from megagrpo.vllm_plugin.reader import ShardReader
+from megagrpo.vllm_plugin.worker_verbs import WorkerVerbs
 
 due: dict[str, int] = {}  # moment -> how often it passes before the worker stops
 

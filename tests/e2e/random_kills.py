@@ -129,7 +129,7 @@ def roles(root: int) -> dict[str, list[int]]:
                 role = "EngineCore" if "EngineCore" in title else "vLLM worker" if "Worker" in title else ""
                 if role:
                     found.setdefault(role, []).append(other)
-        elif "megagrpo.rewards.worker" in line:
+        elif "megagrpo.rewards.workers.worker" in line:
             found.setdefault("reward worker", []).append(pid)
         elif "-m megagrpo train" in line:
             found.setdefault("rank " + (rank_of(pid) or "0"), []).append(pid)

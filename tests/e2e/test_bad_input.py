@@ -128,7 +128,7 @@ def test_a_reward_that_raises_for_every_response_ends_the_run_after_the_step_wit
     assert run.metrics[0]["rewards/raises/exceptions"] == 16
     end = run.err[run.err.index("rank 0 stops: rewards.functions: raises raised for every response of step 1;") :]
     assert "Traceback (most recent call last)" in end and f'File "{own}"' in end and "RuntimeError: no reward today" in end
-    assert "megagrpo/trainer.py" not in end
+    assert "megagrpo/trainer/trainer.py" not in end
 
 
 @pytest.mark.full

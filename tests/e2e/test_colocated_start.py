@@ -3,11 +3,11 @@ its own. From then on one of the two has it, and the other has left."""
 
 import pytest
 
-import megagrpo.train as wiring
-from megagrpo.policy.offload import Offload
-from megagrpo.rollout.engine import EngineStartError
-from megagrpo.rollout.launcher import Launcher
-from megagrpo.rollout.vllm_http import Servers
+import megagrpo.trainer.wiring as wiring
+from megagrpo.engine.http import Servers
+from megagrpo.engine.protocol import EngineStartError
+from megagrpo.servers.launcher import Launcher
+from megagrpo.trainer.offload import Offload
 from tests.e2e import world
 from tests.e2e.test_options import largest_difference, succeeded, texts
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.bridge.sources import resolve_model
 from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.protocol import EngineError
+from megagrpo.families.sources import resolve_model
 from megagrpo.multi_turn.tool_calls import hermes, named_call
-from megagrpo.rollout.engine import EngineError
-from megagrpo.rollout.launcher import Launcher, ServerOptions
-from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.servers.launcher import Launcher, ServerOptions
 from tests.e2e import world
 
 SCHEDULERS = '''

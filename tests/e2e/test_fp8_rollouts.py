@@ -8,11 +8,11 @@ import torch
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
+from megagrpo.engine.probe import check_plugin
 from megagrpo.parallel.layout import init_layout
-from megagrpo.rollout.probe import check_plugin
-from megagrpo.rollout.shared_weights import WeightSyncError
-from megagrpo.weight_sync import WeightSync
+from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.weight_sync.point_to_point import PointToPoint
+from megagrpo.weight_sync.sync import WeightSync
 from tests.e2e import world
 from tests.e2e.test_weight_sync import OneRank, Tampered, is_paused, sampled, shards, without
 from tests.e2e.tiny_servers import Running, connect, launch, model_folder

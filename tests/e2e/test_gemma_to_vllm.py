@@ -8,10 +8,10 @@ from ranks import run_ranks
 
 from megagrpo.bridge.load import load_hf
 from megagrpo.config import ParallelSection
+from megagrpo.families.config import load_hf_config
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.attention import pack_params
+from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
-from megagrpo.policy.hf_config import load_hf_config
 from megagrpo.types import SamplingParams
 from tests.e2e.test_megatron_to_vllm import push_from_megatron
 from tests.e2e.tiny_servers import PROMPTS, connect, launch, model_folder

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from megagrpo import serve
-from megagrpo.rollout import pulse
-from megagrpo.rollout.launcher import healthy
-from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.commands import serve
+from megagrpo.engine.client import VllmEngine
+from megagrpo.servers import hang_detection
+from megagrpo.servers.launcher import healthy
 from megagrpo.types import SamplingParams
 from tests.e2e import world
 from tests.e2e.test_server_dies import assert_same_steps, processes_of_server
@@ -22,8 +22,8 @@ ENGINE_SECONDS = 6.0
 
 
 def look_often(set_to=setattr):
-    set_to(pulse, "PULSE_SECONDS", 0.2)
-    set_to(pulse, "SILENT_SECONDS", ENGINE_SECONDS)
+    set_to(hang_detection, "PULSE_SECONDS", 0.2)
+    set_to(hang_detection, "SILENT_SECONDS", ENGINE_SECONDS)
 
 
 @pytest.mark.full

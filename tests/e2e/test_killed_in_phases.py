@@ -14,13 +14,13 @@ import pytest
 import torch
 from ranks import run_ranks
 
-import megagrpo.checkpoint
-from megagrpo.parallel.adam import FusedAdam
+import megagrpo.records.checkpoint
+from megagrpo.device.adam import FusedAdam
+from megagrpo.engine.client import VllmEngine
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.rewards.scoring import Scoring
-from megagrpo.rollout.vllm_server import VllmEngine
-from megagrpo.trainer import Trainer
-from megagrpo.weight_sync import WeightSync
+from megagrpo.trainer.trainer import Trainer
+from megagrpo.weight_sync.sync import WeightSync
 from tests.e2e import world
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
@@ -100,11 +100,11 @@ def in_save(killer):
 
 
 def in_save_before_its_name(killer):
-    killer.wrap(megagrpo.checkpoint, "_to_disk", lambda path: path.name.endswith(".partial") and killer.kill())
+    killer.wrap(megagrpo.records.checkpoint, "_to_disk", lambda path: path.name.endswith(".partial") and killer.kill())
 
 
 def in_save_after_its_name(killer):
-    killer.wrap(megagrpo.checkpoint, "_to_disk", lambda path: path.name == "checkpoints" and killer.kill())
+    killer.wrap(megagrpo.records.checkpoint, "_to_disk", lambda path: path.name == "checkpoints" and killer.kill())
 
 
 def fingerprint(checkpoint: Path) -> str:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megagrpo.checkpoint import checkpoints
+from megagrpo.records.checkpoint import checkpoints
 from tests.e2e import world
 
 LORA = (

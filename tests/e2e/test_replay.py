@@ -6,11 +6,11 @@ from torch import nn
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import composed_weight_loader, default_weight_loader
 
-from megagrpo.boxes import extent, whole
-from megagrpo.rollout import vllm_loading
-from megagrpo.rollout.shard_reader import ShardReader
-from megagrpo.rollout.shared_weights import Manifest, SharedBlock, SharedTensor
-from megagrpo.rollout.vllm_loading import Loading
+from megagrpo.families.boxes import extent, whole
+from megagrpo.transfer.manifest import Manifest, SharedBlock, SharedTensor
+from megagrpo.vllm_plugin import loading as loading_module
+from megagrpo.vllm_plugin.loading import Loading
+from megagrpo.vllm_plugin.reader import ShardReader
 
 
 class Memory:
@@ -102,7 +102,7 @@ def update(loading, given, version):
 
 @pytest.fixture(autouse=True)
 def padded_rows_are_allowed(monkeypatch):
-    monkeypatch.setattr(vllm_loading, "VocabParallelEmbedding", Padded)
+    monkeypatch.setattr(loading_module, "VocabParallelEmbedding", Padded)
 
 
 def loading_of(model):

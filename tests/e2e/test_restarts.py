@@ -12,11 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from megagrpo.rollout.access import headers
-from megagrpo.rollout.keeper import Keeper
-from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.engine.access import headers
+from megagrpo.servers.restarts import Keeper
+from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import SamplingParams
-from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync.sync import WeightSync
 from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, sampled_fresh, shards
 from tests.e2e.tiny_servers import PROMPTS, below, connect, greedy, halt, is_halted, launch, model_folder, tied_llamas
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import load_config
-from megagrpo.rollout.access import address_of
+from megagrpo.engine.access import address_of
 from tests.e2e import world
 from tests.listening import listening
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from ranks import run_ranks
 
-from megagrpo.rewards.served import ServedReward
-from megagrpo.rollout.launcher import Launcher, ServerOptions
-from tests.unit.reward_services import logits, make_model
+from megagrpo.rewards.functions.served import ServedReward
+from megagrpo.servers.launcher import Launcher, ServerOptions
+from tests.unit.rewards.reward_services import logits, make_model
 
 pytestmark = pytest.mark.full  # a vLLM server of its own
 

@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from megagrpo.rollout import keeper
-from megagrpo.rollout.exchange import Exchange
-from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.engine.client import VllmEngine
+from megagrpo.servers import restarts
+from megagrpo.transfer.exchange import Exchange
 from megagrpo.weight_sync.point_to_point import PointToPoint
 from tests.e2e import world
 from tests.e2e.tiny_servers import below
@@ -70,7 +70,7 @@ def assert_same_steps(run, plain):
 
 def hang_in_the_third_update():
     """Called in the trainer: from then on its server is stopped, until the keeper ends it."""
-    pid, keeper.SILENT_SECONDS = os.getpid(), 2.0
+    pid, restarts.SILENT_SECONDS = os.getpid(), 2.0
     in_the_third_update(lambda: kill_server(pid, signal.SIGSTOP))
 
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from megagrpo import time_limit
-from megagrpo.rollout.engine import EngineInterrupted
-from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.protocol import EngineInterrupted
+from megagrpo.trainer import time_limit
 from megagrpo.types import Prompt, SamplingParams
 from tests.e2e import world
 

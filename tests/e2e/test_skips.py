@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from megagrpo import train
+from megagrpo.trainer import wiring
 from tests.e2e import world
 
 
 def spoil(steps):
     """In the fork of a run: the loss is NaN in these steps, counted from 1, of a run with one micro-batch a step."""
-    make_loss, seen = train.make_loss, []
+    make_loss, seen = wiring.make_loss, []
 
     def spoilt(config):
         loss = make_loss(config)
@@ -24,7 +24,7 @@ def spoil(steps):
 
         return with_nan
 
-    train.make_loss = spoilt
+    wiring.make_loss = spoilt
 
 
 ONE_MICRO_BATCH = "train.max_tokens_per_micro_batch=4096"

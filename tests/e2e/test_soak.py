@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.rollout.keeper import Keeper
-from megagrpo.rollout.launcher import Launcher
-from megagrpo.rollout.vllm_server import VllmEngine
-from megagrpo.weight_sync import WeightSync
+from megagrpo.engine.client import VllmEngine
+from megagrpo.servers.launcher import Launcher
+from megagrpo.servers.restarts import Keeper
+from megagrpo.weight_sync.sync import WeightSync
 from tests.e2e import world
 from tests.e2e.test_server_dies import kill_server
 from tests.e2e.tiny_servers import below

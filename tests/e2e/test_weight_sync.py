@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megagrpo.boxes import cut
 from megagrpo.families.blocks import Block
-from megagrpo.rollout.ledger import VERSION_SHIFT, Ledgers
-from megagrpo.rollout.shared_weights import WeightSyncError
+from megagrpo.families.boxes import cut
+from megagrpo.transfer.ledger import VERSION_SHIFT, Ledgers
+from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import Prompt, SamplingParams
-from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync.sync import WeightSync
 from tests.distributed.ranks import run_ranks
 from tests.e2e.tiny_servers import PROMPTS, tied_llamas, weights
 

@@ -29,13 +29,13 @@ from megagrpo.bridge.export import save_hf
 from megagrpo.bridge.families import blocks
 from megagrpo.bridge.load import load_hf
 from megagrpo.config import ParallelSection
+from megagrpo.engine.client import VllmEngine
+from megagrpo.families.config import load_hf_config
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.policy.hf_config import load_hf_config
-from megagrpo.rollout.launcher import Launcher, ServerOptions
-from megagrpo.rollout.vllm_server import VllmEngine
+from megagrpo.servers.launcher import Launcher, ServerOptions
 from megagrpo.types import Prompt, SamplingParams
-from megagrpo.weight_sync import WeightSync
+from megagrpo.weight_sync.sync import WeightSync
 
 # Where servers, those that are started again too, find halting.py.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))

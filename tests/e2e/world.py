@@ -33,11 +33,16 @@ import torch
 from ranks import run_ranks
 
 from megagrpo.__main__ import main
-from megagrpo.checkpoint import checkpoints
-from megagrpo.rollout.launcher import Launcher, ServerOptions
+from megagrpo.records.checkpoint import checkpoints
+from megagrpo.servers.launcher import Launcher, ServerOptions
 
 # What a run imports on the way is imported here, once for all forks.
-for module in ("megagrpo.train", "torch.utils.tensorboard", "transformers.models.auto.tokenization_auto", "transformers.generation"):
+for module in (
+    "megagrpo.trainer.wiring",
+    "torch.utils.tensorboard",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.generation",
+):
     importlib.import_module(module)
 
 REPOSITORY = Path(__file__).parents[2]

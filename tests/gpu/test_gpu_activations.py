@@ -3,7 +3,7 @@
 import pytest
 from tiny_policy import tiny_run
 
-from megagrpo.parallel.ranks import run_ranks
+from megagrpo.parallel.spawn import run_ranks
 from megagrpo.policy import activation_offload
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import Outcome, relative_error, take_step

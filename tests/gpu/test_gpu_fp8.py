@@ -4,8 +4,8 @@ without a GPU."""
 import pytest
 import torch
 
-from megagrpo.parallel import device
-from megagrpo.parallel.ranks import run_ranks
+from megagrpo import device
+from megagrpo.parallel.spawn import run_ranks
 from megagrpo.verify.compare import compare, distances, silent_tensors
 from tests.gpu.places import PLACES, need
 from tests.gpu.test_gpu_parity import step

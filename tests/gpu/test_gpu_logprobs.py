@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megagrpo.parallel import device
-from megagrpo.parallel.fp8 import in_fp8
-from megagrpo.parallel.fused_logprobs import SCRATCH_BYTES
-from megagrpo.parallel.vocab_logprobs import vocab_logprobs
+from megagrpo import device
+from megagrpo.policy.lm_head.fp8 import in_fp8
+from megagrpo.policy.lm_head.fused_logprobs import SCRATCH_BYTES
+from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 
 TOKENS, HIDDEN, VOCAB = 3000, 896, 151_936
 pytestmark = [

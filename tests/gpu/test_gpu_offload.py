@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.parallel.ranks import run_ranks
+from megagrpo.parallel.spawn import run_ranks
 from tests.gpu.places import PLACES, need
 
 MODELS = {"gpu": "0.5b", "cpu": "tiny"}
@@ -22,12 +22,12 @@ def leave_and_come_back(folder: Path, place: str, in_fp8: bool) -> tuple[float, 
     from megagrpo.algorithms.losses import make_loss
     from megagrpo.algorithms.reductions import denominator
     from megagrpo.data.packing import pack, packing_rules
+    from megagrpo.families.config import load_hf_config
     from megagrpo.parallel.layout import init_layout
-    from megagrpo.policy.fp8_weights import parts
-    from megagrpo.policy.hf_config import load_hf_config
+    from megagrpo.policy.fp8.weights import parts
     from megagrpo.policy.megatron_policy import MegatronPolicy
-    from megagrpo.policy.offload import Offload
     from megagrpo.policy.reference import Reference
+    from megagrpo.trainer.offload import Offload
 
     precision = "bf16" if place == "gpu" or in_fp8 else "fp32"
     overrides = [f"model.precision={precision}", "algorithm.beta=0.1", "rollout.max_prompt_length=64", "rollout.max_completion_length=64"]

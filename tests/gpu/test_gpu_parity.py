@@ -5,9 +5,9 @@ import pytest
 import torch
 from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
 
+from megagrpo import device
 from megagrpo.config import ParallelSection
-from megagrpo.parallel import device
-from megagrpo.parallel.ranks import run_ranks
+from megagrpo.parallel.spawn import run_ranks
 from megagrpo.verify.compare import compare, silent_tensors
 from megagrpo.verify.shrink import plainly, random_samples, shrink_model
 from megagrpo.verify.step import Outcome, take_step

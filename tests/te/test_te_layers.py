@@ -12,10 +12,10 @@ from te_kernels import replace_kernels
 from te_manifest import architecture
 from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
 
+from megagrpo import device
 from megagrpo.config import ParallelSection
 from megagrpo.families.architecture import HfConfig
-from megagrpo.parallel import device
-from megagrpo.policy.fp8 import Fp8, Product
+from megagrpo.policy.fp8.products import Fp8, Product
 from megagrpo.verify.compare import distances, silent_tensors
 from megagrpo.verify.shrink import random_samples, shrink_model
 from megagrpo.verify.step import Outcome, take_step

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import RunConfig, load_config
-from megagrpo.config_io import fields
+from megagrpo.config.io import fields
 from tests.unit import shown_by
 
 DOCS, TESTS = Path(__file__).parents[2] / "docs", Path(__file__).parents[1]

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megagrpo import console
 from megagrpo.__main__ import main
 from megagrpo.config import RunConfig, load_config, render_help
-from megagrpo.config_io import fields, section_of
+from megagrpo.config.io import fields, section_of
 from megagrpo.data.sources import load_rows
 from megagrpo.families import FAMILIES
 from megagrpo.families import blocks as rules
 from megagrpo.families.family import Family
 from megagrpo.plan import plan
 from megagrpo.plan.shapes import model_shape
+from megagrpo.records import console
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 

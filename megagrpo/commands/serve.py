@@ -1,0 +1,103 @@
+"""`megagrpo serve`: the servers of a config on this machine, for a trainer that runs on others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from megagrpo.config import ConfigError, RunConfig
+from megagrpo.device import quiet
+from megagrpo.engine.access import read_token
+from megagrpo.engine.protocol import EngineStartError
+from megagrpo.families.sources import resolve_model
+from megagrpo.process.terminal import show, warn
+from megagrpo.servers.hang_detection import Pulse
+from megagrpo.servers.launcher import Launcher
+from megagrpo.servers.serving import engine_dtype, make_launcher
+from megagrpo.transfer.exchange import own_address
+
+LOOK_SECONDS = 0.5
+
+
+def main(config: RunConfig, urls: Path | None = None, logs: Path | None = None, reach: str | None = None, first_gpu: int = 0) -> int:
+    """Starts `rollout.servers` servers on the GPUs from `first_gpu` on and keeps them until SIGTERM or Ctrl-C; the exit code is 0 then,
+    and 1 when all of them have died more often than `rollout.max_restarts`, for whoever started this to start it again.
+
+    They listen on the address that this machine has on the way to `reach`, by default on `rollout.interface`, and answer those who know the
+    token of `rollout.token_file` or the environment. Once all of them answer, the file NODE.url in the folder `urls` holds a line for each.
+    They log into the folder `logs`, else the current one, in a folder of this machine's name. ConfigError, and a file NODE.failed, when one
+    does not start, or there is no token.
+    """
+    quiet()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    try:
+        with _launcher(config, (logs or Path()) / node, reach, first_gpu) as launcher:
+            launcher.start()
+            found = launcher.wait(partial(_progress, node, stop))
+            show(f"{node}: {', '.join(found)}")
+            if urls is not None:
+                write(urls, f"{node}.url", "".join(f"{url}\n" for url in found))
+            return 0 if _watch(launcher, stop, config.rollout.weight_sync_timeout) else 1
+    except (ValueError, OSError, EngineStartError) as error:
+        if urls is not None:
+            with suppress(OSError):
+                write(urls, f"{node}.failed", f"{error}\n")
+        raise ConfigError(str(error)) from error
+
+
+def _progress(node: str, stop: threading.Event, text: str) -> None:
+    if stop.is_set():
+        raise SystemExit(0)
+    show(f"{node}: {text}")
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    """A file that is complete or absent."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f".{name}"
+    unfinished.write_text(text)
+    unfinished.rename(folder / name)
+
+
+def _launcher(config: RunConfig, logs: Path, reach: str | None, first_gpu: int) -> Launcher:
+    token = read_token(config.rollout.token_file)
+    if token is None:
+        raise ValueError("rollout.token_file: servers for a trainer elsewhere need a token that it knows; `openssl rand -hex 32` makes one")
+    model = resolve_model(config.model.path)
+    return make_launcher(
+        config, model, logs, engine_dtype(config), num_ranks=first_gpu, host=reach and own_address(f"http://{reach}"), token=token
+    )
+
+
+def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> bool:
+    """Starts servers that have died again, as often as the launcher lets it, and ends those that hang, which is `Pulse`'s word. True when
+    asked to stop, False when the last one is gone for good. One that is back has the weights it was started with; the trainer gives it the
+    current ones before it asks it anything."""
+    gone: set[str] = set()
+    pulse = Pulse(launcher, engine_seconds)
+    while not stop.wait(LOOK_SECONDS):
+        pulse.end_hung(_warn)
+        for place, server in enumerate(launcher.servers):
+            if server.alive or server.url in gone:
+                continue
+            if launcher.may_start_again(server):
+                _warn(launcher.start_again(place))
+            else:
+                gone.add(server.url)
+                often = f"after {launcher.restarts[server.url]} restarts (rollout.max_restarts)"
+                _warn(f"vLLM server {server.url} {server.fate} and stays so {often}; its log: {server.log}")
+        if len(gone) == len(launcher.servers):
+            return False
+    return True
+
+
+def _warn(text: str) -> None:
+    warn(f"warning: {text}")

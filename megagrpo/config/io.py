@@ -1,0 +1,334 @@
+"""YAML and command line to a validated pydantic model and back, with every problem reported at once.
+
+Knows YAML and pydantic, and no key of ours: `config` applies it to `RunConfig`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
+
+from megagrpo.config.problems import ConfigError, Problem
+from megagrpo.config.yaml_text import ODD_TEXT, Dumper, parse_yaml, shortened
+
+PLACES = ("N", "NAME")  # what stands in a dotted key for the position in a list, and for a free name
+LARGEST_FILE = 10_000_000  # bytes of a YAML file
+SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:`
+Anchor = Callable[[dict[str, Any], Path], dict[str, Any]]
+Loc = tuple[str | int, ...]  # where pydantic found something: keys, and positions in lists
+
+
+# ---------------------------------------------------------------------------------------------------------------------- reading
+
+def shipped_configs() -> Path:
+    """The folder with the configs that come with megagrpo: inside the package, or beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    return next((folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir()), package / "configs")
+
+
+def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The mapping in `path`, laid over the file that its `defaults:` key names, and so on up the chain.
+
+    `defaults:` is a path relative to the file, or `megagrpo:NAME` for a shipped config. Mappings merge key by key; a list or a scalar
+    replaces what it overrides. `anchor(values, folder)` makes the relative paths of each file absolute.
+    """
+    path = Path(path)
+    itself = Path(os.path.realpath(path))
+    if itself in _children:
+        chain = " -> ".join(p.name for p in (*_children, itself))
+        raise ConfigError(f"{path}: `defaults:` goes in a circle: {chain}")
+    named_by = f" (named by `defaults:` in {_children[-1]})" if _children else ""
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise ConfigError(f"{shortened(str(path))}: cannot read it: {error.strerror}{named_by}") from None
+    if len(content) > LARGEST_FILE:
+        raise ConfigError(f"{path}: more than {LARGEST_FILE} bytes, which is no config{named_by}")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start}); save it in UTF-8{named_by}") from None
+    values = parse_yaml(text, str(path))
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must hold `section: ...` keys at the top, not a {type(values).__name__}")
+    if "defaults" not in values:
+        return anchor(values, path.parent)
+    parent = values.pop("defaults")
+    if not isinstance(parent, str):
+        raise ConfigError(f"{path}: `defaults:` must name one file (got {shortened(repr(parent))})")
+    return _merge(read_yaml(_parent_file(parent, path), anchor, (*_children, itself)), anchor(values, path.parent))
+
+
+def _parent_file(name: str, child: Path) -> Path:
+    """The file that `defaults: name` means in the file `child`. ConfigError for a shipped config that does not exist."""
+    if not name.startswith(SHIPPED):
+        return child.parent / name
+    folder, stem = shipped_configs(), name.removeprefix(SHIPPED).removesuffix(".yaml")
+    if not (folder / f"{stem}.yaml").is_file():
+        known = sorted(str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.yaml"))
+        near = difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {SHIPPED}{near[0]}?" if near else ""
+        raise ConfigError(f"{child}: defaults: no shipped config {name}{hint}; shipped: {', '.join(known)}")
+    return folder / f"{stem}.yaml"
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Sets `a.b=c` in place; `c` is read as YAML and a number in the key picks a list element. ConfigError names what does not fit."""
+    key, equals, text = override.removeprefix("--").partition("=")
+    *parents, last = key.split(".")
+    if not equals or not all((*parents, last)) or ODD_TEXT.search(key):
+        raise ConfigError(f"{shortened(override)}: not an override; write section.key=value")
+    here: Any = values
+    for i, part in enumerate(parents):
+        if isinstance(here, dict) and here.get(part) is None:
+            here[part] = {}
+        here = here[_index(here, part, key)] if isinstance(here, list) else here[part]
+        if not isinstance(here, (dict, list)):
+            raise ConfigError(f"{key}: {'.'.join(parents[: i + 1])} is a plain value and has no keys (got {shortened(repr(here))})")
+    here[_index(here, last, key) if isinstance(here, list) else last] = parse_yaml(text, override)
+
+
+def _index(elements: list, part: str, key: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(elements):
+        raise ConfigError(f"{key}: the list has elements 0 to {len(elements) - 1} (got {part!r})")
+    return int(part)
+
+
+# ------------------------------------------------------------------------------------------------------------------- validating
+
+
+def load[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str], anchor: Anchor) -> M:
+    """The validated model, or one ConfigError with every problem: wrong keys, wrong values, and fields that contradict each other.
+
+    `model` raises a ProblemError for fields that are each valid and contradict each other.
+    """
+    values, refused, problems = read_yaml(path, anchor), [], []
+    for override in overrides:
+        try:
+            apply_override(values, override)
+        except ConfigError as error:
+            refused.append(str(error))
+    try:
+        config = model.model_validate(values)
+    except ValidationError as error:
+        problems = _problems(model, values, error)
+    if refused or problems:
+        raise ConfigError(listed(path, [*refused, *problems]), problems)
+    return config
+
+
+def listed(path: str | Path, problems: Sequence[object]) -> str:
+    """The text of a ConfigError about the file `path`: how many problems there are, then one a line."""
+    return "\n  ".join([f"{path}: {len(problems)} problem(s)", *map(str, problems)])
+
+
+_EMPTY = {"missing": "", "list_type": [], "dict_type": {}, "model_type": {}}  # type of pydantic's error -> a value to go on with
+
+
+def _problems[M: BaseModel](model: type[M], values: dict, error: ValidationError) -> list[Problem]:
+    """Every field that is wrong, then every contradiction between fields of which none is wrong."""
+    known, wrong = [key for key, _ in fields(model)], []
+    for _ in range(20):  # a section has less levels; each round may empty one of them
+        found = error.errors(include_url=False)
+        if [e["loc"] for e in found] == [()]:  # every field is valid by now: the model's own check of their agreement failed
+            keys = [problem.keys[0] for problem in wrong]
+            return wrong + [problem for problem in found[0]["ctx"]["error"].problems if not problem.is_about(keys)]
+        keys = [problem.keys[0] for problem in wrong]
+        wrong += [problem for e in found if not (problem := _problem(e, known)).is_about(keys)]
+        values = _repaired(values, found)
+        try:
+            model.model_validate(values)
+        except ValidationError as another:
+            error = another
+        else:
+            break
+    return wrong
+
+
+def _repaired(values: dict, found: list[dict[str, Any]]) -> dict:
+    """A copy of `values` without what is wrong: left at its default, or empty where a value is required."""
+    values = copy.deepcopy(values)
+    for error in found:
+        here, owner, name = values, None, None
+        for part in error["loc"]:
+            if isinstance(here, dict) and (part in here or error["type"] == "missing"):
+                owner, name = here, part
+            if not _has(here, part):
+                break
+            here = here[part]
+        if owner is not None and name == error["loc"][-1] and error["type"] in _EMPTY:
+            owner[name] = copy.copy(_EMPTY[error["type"]])
+        elif owner is not None:
+            owner.pop(name, None)
+    return values
+
+
+def _has(here: Any, part: str | int) -> bool:
+    return part in here if isinstance(here, dict) else isinstance(here, list) and isinstance(part, int) and part < len(here)
+
+
+# The rule that a value breaks, by the type of pydantic's error, with the names of pydantic's context in braces.
+_RULES = {
+    "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_parsing_size": "must be an integer of 64 bits",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping of `key: value`",
+    "model_type": "must be a mapping of `key: value`",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must have at least {min_length} characters",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+}
+
+
+def _problem(error: dict[str, Any], known: list[str]) -> Problem:
+    """The key, the rule that its value breaks, and the value."""
+    loc, value = error["loc"], error["input"]
+    keys = (".".join(map(str, loc)),)
+    if error["type"] == "extra_forbidden":
+        return Problem(keys, f"unknown key{_did_you_mean(loc, known)}")
+    if error["type"] == "missing":
+        return Problem(keys, "required, and not given")
+    known_rule = _RULES.get(error["type"])
+    bounds = {name: int(b) if isinstance(b, float) and b.is_integer() else b for name, b in error.get("ctx", {}).items()}
+    rule = known_rule.format(**bounds) if known_rule else error["msg"].removeprefix("Value error, ")
+    near = difflib.get_close_matches(value, _choices(error), n=1) if isinstance(value, str) else []
+    fix = f"; did you mean {near[0]}?" if near else ""
+    if error["type"] == "string_type" and isinstance(value, (bool, int, float)):
+        fix = "; put it in quotes"
+    return Problem(keys, f"{rule} (got {'nothing' if value is None else shortened(repr(value))}){fix}")
+
+
+def _choices(error: dict[str, Any]) -> list[str]:
+    """The values that a key with a choice of strings takes; empty for another error."""
+    return re.findall("'([^']*)'", error["ctx"]["expected"]) if error["type"] == "literal_error" else []
+
+
+def _did_you_mean(loc: Loc, known: list[str]) -> str:
+    """The nearest known key, by its dotted name or by its last word; list positions and free names are put back where they stood."""
+    asked = ".".join("N" if isinstance(part, int) else part for part in loc)
+    nearest = difflib.get_close_matches(asked, known, n=1, cutoff=0.75)
+    by_leaf = {key.rpartition(".")[2]: key for key in reversed(known)}
+    nearest = nearest or [by_leaf[leaf] for leaf in difflib.get_close_matches(str(loc[-1]), by_leaf, n=1, cutoff=0.75)]
+    if not nearest:
+        return ""
+    parts = nearest[0].split(".")
+    return f"; did you mean {'.'.join(str(loc[i]) if part in PLACES and i < len(loc) else part for i, part in enumerate(parts))}?"
+
+
+# ------------------------------------------------------------------------------------------------------------- describing, saving
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The model behind `Section` or `Section | None`; None for a plain field."""
+    for option in (annotation, *get_args(annotation)):
+        if isinstance(option, type) and issubclass(option, BaseModel) and get_origin(annotation) not in (list, dict):
+            return option
+    return None
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key below `model` in order, dotted, with its pydantic field; `N` stands for the position in a list, `NAME` for a free key."""
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        place = {list: "N", dict: "NAME"}.get(get_origin(field.annotation))
+        elements = [a for a in get_args(field.annotation) if place and section_of(a)]
+        yield f"{prefix}{name}", field
+        if section:
+            yield from fields(section, f"{prefix}{name}.")
+        for element in elements:
+            yield from fields(element, f"{prefix}{name}.{place}.")
+
+
+def render_help(model: type[BaseModel]) -> str:
+    """Every key with its type, default and docstring, by section."""
+    lines: list[str] = []
+    for key, field in fields(model):
+        if section_of(field.annotation):
+            lines += ["", f"{key}:  {field.description}" if field.description else f"{key}:"]
+            continue
+        default = "required" if field.is_required() else f"default {_yaml(field.get_default(call_default_factory=True))}"
+        lines += [f"  {key}  ({_type_name(field.annotation, field.metadata)}, {default})"]
+        lines += [f"      {line}" for line in (field.description or "").split("\n")]
+    return "\n".join(lines).strip("\n")
+
+
+_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def _type_name(annotation: Any, metadata: list[Any] = ()) -> str:
+    if get_origin(annotation) is Literal:
+        return " | ".join(get_args(annotation))
+    if hasattr(annotation, "__metadata__"):
+        nested = [m for outer in annotation.__metadata__ for m in (getattr(outer, "metadata", None) or [outer])]
+        return _type_name(annotation.__origin__, nested)
+    if get_origin(annotation) in (list, dict):
+        inside = ", ".join(_type_name(a) for a in get_args(annotation))
+        return f"{get_origin(annotation).__name__} of {inside}"
+    if get_args(annotation):
+        return " | ".join("empty" if a is type(None) else _type_name(a) for a in get_args(annotation))
+    bounds = [f"{sign} {getattr(m, name):g}" for m in metadata for name, sign in _BOUNDS.items() if getattr(m, name, None) is not None]
+    return " ".join([getattr(annotation, "__name__", str(annotation)), *[" and ".join(bounds)] * bool(bounds)])
+
+
+def _yaml(value: Any) -> str:
+    if value is PydanticUndefined or value is None:
+        return "empty"
+    return yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+
+
+def save(config: BaseModel, path: Path) -> None:
+    """Writes every value of `config` as YAML that loads back to an equal config."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def save_changes(config: BaseModel, base: BaseModel, base_path: Path, path: Path, comment: str) -> None:
+    """Writes a YAML that loads back to `config`: it starts from the file `base_path`, which holds `base`, and says what differs."""
+    named = os.path.relpath(base_path.resolve(), path.resolve().parent)
+    values = {"defaults": named} | _changes(base.model_dump(), config.model_dump())
+    path.write_text(f"# {comment}\n" + yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _changes(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """What `_merge` must lay over `below` to get `above`."""
+    changes = {}
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(below.get(key), dict)
+        found = _changes(below[key], value) if both else value
+        if found != below.get(key) and not (both and not found):
+            changes[key] = found
+    return changes

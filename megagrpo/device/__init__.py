@@ -1,0 +1,386 @@
+"""The device seam: the only room that knows whether there is a GPU. Importing it prepares the platform before megatron-core is imported.
+
+With a GPU nothing is patched. Without one, `install()` gives megatron-core 0.19 a CPU and gloo platform: megatron-core writes
+`torch.cuda...` and `device="cuda"` literally in about 200 places and offers no switch, so the names it calls are pointed at the CPU.
+`torch.cuda.is_available()` stays False, hence other libraries keep their own CPU paths. Each patch says who needs it and when it can go;
+all of them go when megatron-core has a CPU platform of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import queue
+import resource
+import sys
+import warnings
+
+import torch
+
+from megagrpo.device import cpu, wide_products
+from megagrpo.device.norms import multi_tensor_l2norm
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+def has_gpu() -> bool:
+    """Whether this process computes on a GPU."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this rank's tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _CPU
+
+
+def backend() -> str:
+    """The torch.distributed backend that moves tensors of `device()`."""
+    return "nccl" if has_gpu() else "gloo"
+
+
+def select_local_device() -> None:
+    """Bind this process to the GPU of its `LOCAL_RANK`; a no-op on a CPU."""
+    if has_gpu():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def visible_gpus() -> list[str] | None:
+    """Ids of this host's GPUs as CUDA_VISIBLE_DEVICES names them; None on a machine without one."""
+    if not has_gpu():
+        return None
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def gpu_memory_gb() -> float | None:
+    """Memory of this process's GPU in GiB; None on a machine without one."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30 if has_gpu() else None
+
+
+def resolve_precision(precision: str) -> torch.dtype:
+    """Compute dtype for `model.precision`; "auto" is bf16 where the hardware multiplies bf16, float32 elsewhere."""
+    if precision == "auto":
+        precision = "bf16" if _multiplies_bf16() else "fp32"
+    if precision not in ("bf16", "fp32"):
+        raise ValueError(f"precision: {precision!r} is not one of auto, bf16, fp32")
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def engine_precision(trainer: torch.dtype) -> torch.dtype:
+    """What the engine computes in: the trainer's dtype, or float32 from the same weights on CPUs whose bf16 products are emulated."""
+    return trainer if _multiplies_bf16() else torch.float32
+
+
+def prepare_precision(dtype: torch.dtype) -> None:
+    """Make products of `dtype` as fast as this machine can. Idempotent."""
+    if dtype == torch.bfloat16 and not _multiplies_bf16():
+        wide_products.install()
+
+
+def _multiplies_bf16() -> bool:
+    return has_gpu() or cpu.this_cpu().multiplies_bf16
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left right, `total` in float32 and the factors narrower. On a GPU in one product that rounds nothing in between."""
+    if has_gpu():
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def memory_gb() -> float:
+    """Peak memory of this process so far in GiB: of the GPU where there is one, resident memory otherwise."""
+    if has_gpu():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
+def block_elements() -> int:
+    """Float32 numbers that elementwise work should take at a time: what stays in a CPU core's cache; on a GPU so many that launching the
+    kernels costs nothing."""
+    return 2**24 if has_gpu() else 2**18
+
+
+def host_memory_gb() -> float:
+    """RAM of this host in GiB, or what this process's container may take of it."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as limit:  # "max" where there is none
+        size = min(size, int(limit.read()))
+    return size / 2**30
+
+
+def host_bytes(count: int) -> torch.Tensor:
+    """So many bytes of the host's memory, uninitialised, between which and the device copies run at full speed."""
+    return torch.empty(count, dtype=torch.uint8, pin_memory=has_gpu())
+
+
+def release_memory() -> None:
+    """Give freed memory that allocators hold back to the device or to the system."""
+    if has_gpu():
+        torch.cuda.empty_cache()
+    else:
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def make_deterministic() -> None:
+    """From here on every operation gives the same bits each time, or raises when it has no way to. Call it before the first process group
+    and the first product: NCCL, cuBLAS and Transformer Engine read the environment when they start. What the user has set there stays.
+    """
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # the order of a sum over ranks must not be tuned anew in each run
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing is read before it is written
+
+
+def is_deterministic() -> bool:
+    """Whether `make_deterministic` was called."""
+    return torch.are_deterministic_algorithms_enabled()
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine can run here: it needs a GPU and the package."""
+    return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def fp8_problem(recipe: str) -> str | None:
+    """Why this GPU or its software cannot multiply as `recipe`, as `model.fp8_recipe` names it, says; None when they can, and without a
+    GPU."""
+    if not has_gpu():
+        return None
+    if not has_transformer_engine():
+        return "it takes Transformer Engine, which is not installed"
+    from transformer_engine.pytorch import is_fp8_available, is_fp8_block_scaling_available, is_mxfp8_available
+
+    available = {"blockwise": is_fp8_block_scaling_available, "mxfp8": is_mxfp8_available}.get(recipe, is_fp8_available)
+    possible, reason = available(return_reason=True)
+    return None if possible else reason.rstrip(".")
+
+
+def no_fused_kernels() -> str | None:
+    """Why our Triton kernels cannot run here; None where they can: on Hopper GPUs, whose shared memory they are cut for, or anywhere under
+    Triton's interpreter, which is for tests."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not has_gpu():
+        return None if interprets_triton() else "there is no GPU"
+    return None if torch.cuda.get_device_capability()[0] == 9 else f"{torch.cuda.get_device_name()} is no Hopper GPU, as they need"
+
+
+def interprets_triton() -> bool:
+    """Whether Triton's kernels run on the CPU, in its interpreter."""
+    return not has_gpu() and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def num_processors() -> int:
+    """Multiprocessors of this rank's GPU; without one a few, so that what is split among them is so everywhere."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count if has_gpu() else 4
+
+
+def quiet() -> None:
+    """Leave out notices of Megatron, and of torch about the collectives Megatron calls: a person who trains can do nothing about them."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="`torch.distributed.", category=FutureWarning)
+
+
+def install() -> None:
+    """Prepare torch and megatron-core for this machine. Idempotent; call it before anything else imports megatron.core."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    if not has_gpu():
+        choose_float32_products()
+        _patch_torch()
+        _patch_megatron()
+    _report_writes_in_process()
+    # Megatron's last choice, torch.optim.AdamW, cannot be checkpointed by its distributed optimizer.
+    if not _has_fused_adam():
+        _use_own_adam()
+
+
+def _report_writes_in_process() -> None:
+    """Threads of this process write checkpoints, so a queue of the process is enough for what they report. Megatron spawns a manager
+    process per rank for it, which takes five seconds and 700 MB and outlives a killed rank."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async.get_write_results_queue = lambda mp_mode=None: queue.Queue()
+
+
+def _has_fused_adam() -> bool:
+    """Whether megatron-core finds a fused Adam itself: Transformer Engine's first, NVIDIA apex's second. The module
+    amp_C marks NVIDIA's apex; the package called apex on the Python index is another project."""
+    return has_gpu() and any(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "amp_C"))
+
+
+def _use_own_adam() -> None:
+    """Hand megatron-core an Adam whose checkpoint layout is APEX's. Can go when its distributed optimizer loads torch.optim.AdamW."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    from megagrpo.device.adam import FusedAdam
+
+    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def choose_float32_products() -> None:
+    """Have oneDNN multiply float32 matrices where `cpu.this_cpu` says so, and MKL elsewhere.
+
+    torch has two interfaces for this setting and refuses a mix. emerging_optimizers, whose Muon sets and restores it, uses this older
+    one, and so does every caller here. "medium" permits bf16 products, but oneDNN computes them on CPUs with AMX only.
+    """
+    torch.set_float32_matmul_precision("medium" if cpu.this_cpu().float32_by_onednn else "highest")
+
+
+class _Stream:
+    """Stands for a CUDA stream and event: a CPU runs in order and is always done."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return None
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return 0.0
+
+    def record_event(self, event=None):
+        return event or _Stream()
+
+    def _nothing(self, *args, **kwargs):
+        return None
+
+    wait_stream = wait_event = record = wait = synchronize = _nothing
+
+
+def _on_cpu(factory):
+    """`factory` with device="cuda" read as the CPU and pinned memory, which needs a driver, left out."""
+
+    @functools.wraps(factory)
+    def wrapped(*args, **kwargs):
+        if kwargs:
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _patch_torch() -> None:
+    """Names of torch that megatron-core calls without asking whether there is a GPU."""
+    cuda = torch.cuda
+    # Written as device=torch.cuda.current_device() by every layer.
+    cuda.current_device = lambda: _CPU
+    # DDP buckets, pipeline schedules, checkpoint writer.
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
+    cuda.stream = lambda stream=None: contextlib.nullcontext()
+    # Pipeline point-to-point messages, checkpoint writer.
+    cuda.synchronize = lambda *args, **kwargs: None
+    # RNG trackers. torch would queue these calls until a GPU appears, so seeds would silently have no effect.
+    cuda.manual_seed = torch.default_generator.manual_seed
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # `with torch.device(...)` knows constructors by identity, from a list made at its first use: make it before they are wrapped.
+    with torch.device("cpu"):
+        torch.empty(0)
+    # Literal device="cuda" in the optimizer, gradient clipping and schedules; pin_memory=True in the checkpoint writer.
+    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # tensor_parallel/data.py, tied embeddings, checkpoint exchange.
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.type = _megatron_sees_cuda_types(torch.Tensor.type)
+
+
+def _megatron_sees_cuda_types(tensor_type):
+    """Tensor.type() for megatron.core, whose optimizers sort parameters by the string "torch.cuda.FloatTensor"."""
+    names = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
+
+    def wrapped(self, dtype=None, *args, **kwargs):
+        if dtype is not None:
+            return tensor_type(self, dtype, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return names.get(self.dtype, tensor_type(self)) if caller.startswith("megatron.core") else tensor_type(self)
+
+    return wrapped
+
+
+def _patch_megatron() -> None:
+    """Functions of megatron-core that cannot be reached through torch."""
+    # Megatron decorates small functions with torch.compile on import; on a CPU that costs seconds and gains nothing.
+    compile_function, torch.compile = torch.compile, lambda function=None, *args, **kwargs: function or (lambda inner: inner)
+    try:
+        _import_quietly()
+        from megatron.core.distributed import param_and_grad_buffer
+        from megatron.core.optimizer import clip_grads
+        from megatron.core.tensor_parallel import mappings, random
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    finally:
+        torch.compile = compile_function
+    # Indexes torch.cuda.default_generators in a queued call: on a CPU it would never run, and recomputed dropout would differ.
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # Warns that the CPU's generator moved inside a GPU one; here they are the same.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    # Advises a package that does not install on every CPU machine.
+    logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(lambda record: "NVRx" not in record.getMessage())
+    # Falls back to torch.norm, which is inexact on a CPU: the clipped gradient would be too long by as much.
+    clip_grads.l2_norm_impl = multi_tensor_l2norm
+    # gloo joins tensors that are gathered together, and makes numbers of the bytes of weights in FP8 where others are bf16.
+    param_and_grad_buffer.dist_all_gather_func = _gather_alone
+    # all_to_all_single wants a sequence of numbers; Megatron makes one only of tensors that it moves away from a GPU.
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy_where_asked
+    # gloo gathers tensors of one length only; an expert that several tensor-parallel ranks hold gets another length from each. Can go
+    # with a gloo that gathers ragged tensors.
+    mappings._gather_along_first_dim = functools.partial(_gather_ragged, mappings._gather_along_first_dim)
+
+
+def _gather_alone(whole, part, group, async_op: bool) -> None:
+    """Gather now, also where torch would wait for what else is to be gathered."""
+    assert not async_op, "weights are gathered before the next step begins"
+    group._allgather_base(whole, part).wait()
+
+
+def _as_numpy_where_asked(tensor, as_numpy: bool = False, record_stream: bool = False):
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _gather_ragged(gather, tensor, group, output_split_sizes=None, use_global_buffer=False):
+    """Megatron's gather along the first dimension, in which every rank pads to the longest and what is padding is cut out again."""
+    if group.size() == 1 or output_split_sizes is None:
+        return gather(tensor, group, None, use_global_buffer)
+    longest = max(output_split_sizes)
+    padded = tensor.new_zeros(longest, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    parts = gather(padded, group).split(longest) if longest else [tensor] * group.size()
+    return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+
+def _import_quietly() -> None:
+    """Import what every run needs without the advice, from a dozen modules, to install GPU packages."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        importlib.import_module("megatron.core.optimizer")
+        importlib.import_module("megatron.core.models.hybrid.hybrid_model")
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+
+
+# megatron-core warns of its own internals on import and in every step; nobody who uses this package can act on it.
+warnings.filterwarnings("ignore", module=r"megatron\.")
+install()

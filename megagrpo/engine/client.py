@@ -1,0 +1,390 @@
+"""The client of one or several vLLM servers: token ids in, token ids and log-probs out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+
+from megagrpo.engine.answers import Deadlines, Garbage, is_broken_off, joined, read_choices, rest_of
+from megagrpo.engine.http import HEALTH_SECONDS, answers, error_text
+from megagrpo.engine.protocol import EngineError, EngineInterrupted, EngineStarved, OnGroup, derive_seed
+from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
+from megagrpo.engine.updates import LOOK_SECONDS, Updates, adapter_name
+from megagrpo.transfer.manifest import WeightSyncError
+from megagrpo.types import Prompt, Rollout, SamplingParams
+
+ATTEMPTS = 3  # of one request on servers that answer their health check
+PULSE_SECONDS = 2.0  # between two health checks of a server that works on prompts
+SILENT_SECONDS = 30.0  # a server that answers none for so long has its prompts taken away
+
+
+@dataclass
+class _Job:
+    """One prompt on its way: the request body, the weight version when it was made, and how often it has failed."""
+
+    place: int
+    prompt: Prompt
+    body: dict[str, Any]
+    version: int
+    failures: int = 0
+
+
+class VllmEngine(Updates):
+    """Rollouts from vLLM servers that hold the same weights.
+
+    `decode` turns response ids into text. Each server works on up to `max_num_seqs` sequences; a free one takes the next prompt. When a
+    server stops answering, its prompts go to the others, and it is asked again once it holds the current weights. `model` asks for what
+    the servers call so, such as an adapter that they started with; with `any_version` they may have been given weights by others. The
+    other options are those of `Updates`.
+
+    `generate` may be called from several threads, also while weights are updated where `in_flight` says that responses go on then.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        max_num_seqs: int = 256,
+        model: str | None = None,
+        any_version: bool = False,
+        **options: Any,
+    ):
+        super().__init__(urls, **options)
+        self.decode, self.max_num_seqs, self.model, self.any_version = decode, max_num_seqs, model, any_version
+        self._deadlines = Deadlines(self.timeout)
+        self._interrupted = False
+        self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = set()  # what `interrupt` ends
+        self._asking: dict[str, int | None] = {}  # name of each request under way -> place of its prompt
+        self._cut: set[int] = set()
+
+    # -- generation
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        on_group: OnGroup | None = None,
+        on_begun: Callable[[], None] = lambda: None,
+    ) -> list[list[Rollout]]:
+        """`n` rollouts of each prompt, in order. Each prompt's seed follows from `seed`, its prompt_id and its occurrence.
+
+        `on_group` gets the place and the rollouts of each prompt as they come; `on_begun` is called, once or more often, when all are on
+        servers that have room for more.
+
+        Raises EngineDeadError when no server is left, EngineStarved when all that are left wait for weights, EngineInterrupted after
+        `interrupt`, EngineError when a server refuses a request or its answer does not add up.
+        """
+        jobs: deque[_Job] = deque()
+        for place, prompt in enumerate(prompts):
+            own_seed = derive_seed(seed, prompt.prompt_id, prompt.occurrence)
+            jobs.append(self._job(place, prompt, n, sampling, own_seed))
+        return self._run(jobs, n, on_group, on_begun)
+
+    def extend(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Rollout]:
+        """One rollout of each prompt, with limits and a seed of its own, in order. Fails as `generate` does."""
+        given = enumerate(zip(prompts, sampling, seeds, strict=True))
+        jobs = deque(self._job(place, prompt, 1, params, seed) for place, (prompt, params, seed) in given)
+        return [rollout for (rollout,) in self._run(jobs, 1)]
+
+    def read_tool_calls(self, turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]) -> list[ToolCalls]:
+        """What stands outside of the tool calls in each turn, and the calls, by the parser that the servers were started with."""
+
+        async def read() -> list[ToolCalls]:
+            async with self._client() as client:
+                return await read_tool_calls(client, self._alive(), turns, tools)
+
+        return asyncio.run(read())
+
+    def _run(
+        self, jobs: deque[_Job], n: int, on_group: OnGroup | None = None, on_begun: Callable[[], None] = lambda: None
+    ) -> list[list[Rollout]]:
+        self.follow()
+        groups: list[list[Rollout] | None] = [None] * len(jobs)
+
+        def take_in(place: int, group: list[Rollout]) -> None:
+            groups[place] = group
+            if on_group is not None:
+                on_group(place, group)
+
+        try:
+            asyncio.run(self._work_off(jobs, n, take_in, on_begun))
+        except asyncio.CancelledError:
+            raise EngineInterrupted("generation was interrupted") from None
+        return groups
+
+    def interrupt(self) -> None:
+        """Have every `generate` that is under way close its connections, on which vLLM drops the requests, and raise EngineInterrupted;
+        every later one raises it at once. May be called from a signal handler."""
+        self._interrupted = True
+        for loop, task in list(self._under_way):
+            with contextlib.suppress(RuntimeError):  # it has just come to its end in another thread
+                loop.call_soon_threadsafe(task.cancel)
+
+    async def _work_off(self, jobs: deque[_Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
+        mine = asyncio.get_running_loop(), asyncio.current_task()
+        self._under_way.add(mine)
+        try:
+            if self._interrupted:  # looked at after the line above, so that no interrupt falls between the two
+                raise asyncio.CancelledError
+            await self._serve_all(jobs, n, take_in, on_begun)
+        finally:
+            self._under_way.discard(mine)
+
+    async def _serve_all(self, jobs: deque[_Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
+        left, busy, more = len(jobs), 0, asyncio.Event()
+        slots = max(1, math.ceil(self.max_num_seqs / n))
+
+        def tell_if_begun() -> None:
+            if not jobs and busy < slots * len(self._living()):
+                on_begun()
+
+        async def serve(client: httpx.AsyncClient, url: str) -> None:
+            nonlocal left, busy
+            while left and (self.patience or url not in self.dead):
+                if not jobs or url in self.dead:  # another server may still give its prompts back, and this one come back
+                    await more.wait()
+                    continue
+                job, busy = jobs.popleft(), busy + 1
+                tell_if_begun()
+                choices = await self._finished(client, url, job)
+                busy -= 1
+                if choices is None:
+                    jobs.append(job)
+                    continue
+                tell_if_begun()
+                take_in(job.place, [self._rollout(url, job, choice) for choice in choices])
+                self._cut.discard(job.prompt.place)
+                left -= 1
+
+        async def wake() -> None:
+            while left and (self.patience or self._living()):
+                if jobs and self._living():
+                    more.set()  # once for each that waits
+                    more.clear()
+                await asyncio.sleep(0.02)
+            more.set()
+
+        async def await_servers(client: httpx.AsyncClient) -> None:
+            silent_since = time.monotonic()
+            while left:
+                for url in [*self.dead]:
+                    if not self.barred(url) and await self._ready(client, url):
+                        self.dead.discard(url)
+                if self._living():
+                    silent_since = time.monotonic()
+                elif not self.refills and any([await answers(client, url) for url in self.urls]):
+                    raise EngineStarved(f"{', '.join(map(self._name, self.urls))}: none has weight version {self.weight_version}")
+                elif time.monotonic() - silent_since >= self.patience:
+                    self._alive()  # raises
+                await _pause(LOOK_SECONDS, lambda: not left)
+
+        async def watch(client: httpx.AsyncClient) -> None:
+            heard: dict[str, float] = {}
+            while left:
+                living, began = self._living(), time.monotonic()
+                wells = await _all([answers(client, url) for url in living])
+                busy = time.monotonic() - began > HEALTH_SECONDS + 1  # this process had no time to listen
+                for url, well in zip(living, wells, strict=True):
+                    if well or busy or url in self.dead:
+                        heard[url] = time.monotonic()
+                    elif time.monotonic() - heard.setdefault(url, time.monotonic()) > SILENT_SECONDS:
+                        self.dead.add(url)
+                        self._deadlines.end(url)
+                await _pause(PULSE_SECONDS, lambda: not left)
+
+        async with self._client() as client:
+            urls = self.urls if self.patience else self._alive()
+            work = [serve(client, url) for _ in range(min(slots, len(jobs))) for url in urls]  # servers take turns
+            try:
+                await _all([*work, wake(), *([await_servers(client), watch(client)] if self.patience else [])])
+            finally:
+                self._deadlines.forget()
+        if left:
+            self._alive()  # raises
+
+    async def _finished(self, client: httpx.AsyncClient, url: str, job: _Job) -> list[dict[str, Any]] | None:
+        """The choices for one prompt; None when it must be tried again, here or elsewhere. What an update of the weights has broken off
+        goes on from the tokens that are there."""
+        choices = await self._ask(client, url, job)
+        while choices and any(map(is_broken_off, choices)) and (self.in_flight == "resume" or job.prompt.place in self._cut):
+            rests = await _all([self._rest(client, url, job, choice) for choice in choices])
+            choices = None if None in rests else rests
+        return choices
+
+    async def _rest(self, client: httpx.AsyncClient, url: str, job: _Job, choice: dict[str, Any]) -> dict[str, Any] | None:
+        """A choice with what follows it, when it was broken off; of one that was cut no more than its first token."""
+        if not is_broken_off(choice):
+            return choice
+        if not (cut := job.prompt.place in self._cut):
+            more = await self._ask(client, url, replace(job, body=rest_of(job.body, choice)))
+            return more and joined(choice, *more)
+        if not choice["token_ids"]:
+            more = await self._ask(client, url, replace(job, body=rest_of(job.body, choice, limit=1)))
+            return more and more[0] | {"index": choice["index"], "cut": cut}
+        return choice | {"finish_reason": "length", "cut": cut}
+
+    def cut(self, places: Collection[int]) -> None:
+        """Have the responses to prompts at these places that are under way end with the tokens that they have."""
+        self._cut |= set(places)
+        asked = [f"generate-tokens-{name}" for name, place in dict(self._asking).items() if place in places]  # as vLLM calls them
+
+        async def verbs(client: httpx.AsyncClient, url: str) -> None:
+            with contextlib.suppress(WeightSyncError):  # whoever waits for the responses of a server that fails will say so
+                await self._post(client, url, "/inference/v1/abort_requests", {"request_ids": asked}, HEALTH_SECONDS)
+
+        if asked:
+            asyncio.run(self._each(verbs, only=self._living()))
+
+    async def _ask(self, client: httpx.AsyncClient, url: str, job: _Job) -> list[dict[str, Any]] | None:
+        """The choices for one prompt, as they come; None when it must be tried again, here or elsewhere."""
+        name = uuid.uuid4().hex
+        self._asking[name] = job.prompt.place
+        try:
+            async with self._deadlines.of(url):
+                answer = await client.post(f"{url}/inference/v1/generate", json=job.body | {"request_id": name})
+        except httpx.ConnectTimeout as error:
+            return await self._failed(client, url, job, repr(error))
+        except (TimeoutError, httpx.TimeoutException) as error:
+            return self._hung(url, job, error)
+        except httpx.HTTPError as error:
+            return await self._failed(client, url, job, repr(error))
+        finally:
+            del self._asking[name]
+        if answer.status_code == 503 and self.in_flight is not None and await self._was_paused(client, url):
+            return await self._ask(client, url, job)
+        if answer.status_code >= 500:
+            return await self._failed(client, url, job, error_text(answer))
+        if answer.status_code != 200:
+            raise EngineError(f"{self._name(url)} refused prompt {job.prompt.prompt_id}: {error_text(answer)}")
+        params = job.body["sampling_params"]
+        try:
+            choices = read_choices(answer, params["n"], params["max_tokens"])
+        except Garbage as error:
+            return await self._failed(client, url, job, str(error), trusted=False)
+        others = {version for choice in choices for version in self._other_versions(choice)}
+        if self.patience and others:  # it was started again and waits for its weights
+            return await self._failed(client, url, job, f"it sampled with weight version {sorted(others)}", trusted=False)
+        return choices
+
+    async def _was_paused(self, client: httpx.AsyncClient, url: str) -> bool:
+        """Whether the server refused a request only because its weights are updated; then it serves again when this returns."""
+        paused = False
+        with contextlib.suppress(WeightSyncError):  # the request tells what is the matter
+            while (await self._get(client, url, "/is_paused", HEALTH_SECONDS))["is_paused"]:
+                paused = True
+                await asyncio.sleep(LOOK_SECONDS)
+        return paused
+
+    async def _failed(self, client: httpx.AsyncClient, url: str, job: _Job, reason: str, trusted: bool = True) -> None:
+        """Have a prompt tried again, after a pause that doubles, or elsewhere; a server that is not `trusted` any more is left out."""
+        job.failures += 1
+        if not await answers(client, url):
+            self.dead.add(url)
+        elif job.failures >= ATTEMPTS * (len(self.urls) if self.patience else 1):
+            raise EngineError(f"{self._name(url)} failed, after {job.failures} attempts, on prompt {job.prompt.prompt_id}: {reason}")
+        elif self.patience and (not trusted or job.failures % ATTEMPTS == 0):
+            self.leave_out(url)
+        else:
+            await asyncio.sleep(LOOK_SECONDS * 2 ** (job.failures - 1))
+
+    def _hung(self, url: str, job: _Job, error: Exception) -> None:
+        """The same for a prompt that got no answer in time, on a server that may hang."""
+        if self.patience and url in self.dead:  # `watch` has ended the request
+            return
+        job.failures += 1
+        if not self.patience or job.failures >= ATTEMPTS:
+            raise EngineError(f"{self._name(url)} did not answer within {self.timeout:.0f} s (rollout.request_timeout)") from error
+        self.leave_out(url)
+
+    def _rollout(self, url: str, job: _Job, choice: dict[str, Any]) -> Rollout:
+        prompt, limit = job.prompt, job.body["sampling_params"]["max_tokens"]
+        ids = tuple(choice["token_ids"])
+        logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise EngineError(f"{self._name(url)} ended prompt {prompt.prompt_id} for the reason {choice['finish_reason']!r}")
+        if choice["finish_reason"] == "length" and len(ids) < limit and "cut" not in choice:
+            raise EngineError(
+                f"{self._name(url)} has no room for prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens and a response of {limit}; "
+                "start it with a larger --max-model-len"
+            )
+        if not ids:
+            raise EngineError(f"{self._name(url)} sent a response without tokens for prompt {prompt.prompt_id}")
+        if not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
+            raise EngineError(f"{self._name(url)} sent log-probs that are none for prompt {prompt.prompt_id}: {logprobs}")
+        version, *later = self._versions(url, job, choice)
+        return Rollout(prompt, ids, logprobs, choice["finish_reason"], version[1], self.decode(ids), later_versions=tuple(later))
+
+    def _versions(self, url: str, job: _Job, choice: dict[str, Any]) -> list[tuple[int, int]]:
+        """(first token, weight version) of each part of `choice`; EngineError unless they are those of the last sync, e.g. after somebody
+        restarted a server, or earlier ones where generation runs ahead. A server that does not say is taken to have kept the weights that
+        it had when it was asked."""
+        if (others := self._other_versions(choice)) and not self.any_version:
+            expected = self._served_version()
+            raise EngineError(f"{self._name(url)} sampled with weight version {sorted(others)}; the last sync was {expected}")
+        spans = choice.get("weight_versions") or ()
+        if self.in_flight is None or not spans:
+            return [(0, self.weight_version if self.in_flight is None else job.version)]
+        found = [(span["start"], int(span["version"])) for span in spans]
+        return [part for i, part in enumerate(found) if i == 0 or part[1] != found[i - 1][1]]
+
+    def _other_versions(self, choice: dict[str, Any]) -> set[str]:
+        """Weight versions that had a part in `choice` and must not. Of those that run ahead, the next version may be known to the server
+        and not yet here."""
+        found = {span["version"] for span in choice.get("weight_versions") or ()} - {self._served_version()}
+        if self.in_flight is None:
+            return found
+        return {version for version in found if not (version.isdigit() and 1 <= int(version) <= self.weight_version + 1)}
+
+    def _job(self, place: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> _Job:
+        return _Job(place, prompt, _request(prompt, n, sampling, seed) | self._model(), self.weight_version)
+
+    def _model(self) -> dict[str, str]:
+        """What a request says about whose weights it wants: nothing before the first adapter came."""
+        if self.model is not None:
+            return {"model": self.model}
+        return {"model": adapter_name(self.weight_version)} if self.lora and self.weight_version else {}
+
+
+def _request(prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    params = {
+        "n": n,
+        "temperature": sampling.temperature,
+        "top_p": sampling.truncation.top_p,
+        "top_k": sampling.truncation.top_k,
+        "min_p": sampling.truncation.min_p,
+        "max_tokens": sampling.max_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "seed": seed,
+        "logprobs": 0,  # the sampled token's own and no others
+        "detokenize": False,
+    }
+    return {"token_ids": list(prompt.token_ids), "sampling_params": params}
+
+
+async def _pause(seconds: float, over: Callable[[], bool]) -> None:
+    """Sleep, no longer than until it is `over`."""
+    ends = time.monotonic() + seconds
+    while not over() and time.monotonic() < ends:
+        await asyncio.sleep(0.02)
+
+
+async def _all(coroutines: Sequence[Coroutine]) -> list[Any]:
+    """Results of all; when one fails, the others are cancelled and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,56 @@
+"""What servers that somebody else started must be able to do, asked before anything else begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import httpx
+
+from megagrpo.engine.access import headers
+from megagrpo.engine.http import CERTIFICATES, error_text
+
+BACKEND = """--weight-transfer-config '{"backend": "megagrpo"}'"""
+VERBS = "--worker-extension-cls megagrpo.rollout.vllm_worker.WorkerVerbs"
+NEEDED = f"{BACKEND} {VERBS}, with megagrpo installed where it runs and VLLM_SERVER_DEV_MODE=1 in its environment"
+
+
+def check_plugin(urls: Sequence[str], token: str | None = None, quantization: str = "none") -> None:
+    """ValueError that names the first server of `rollout.urls` that refuses `token`, whose workers cannot take weights from here, or which
+    makes something else of them than `quantization` says. Changes nothing there."""
+    for url in urls:
+        answer = _post(url, "init_weight_transfer_engine", {"init_info": {}}, token)
+        if answer.status_code == 401:
+            raise ValueError(f"rollout.urls: {url} rejected this run's token: {error_text(answer)}")
+        if answer.status_code == 404:
+            raise ValueError(f"rollout.urls: {url} has no routes for new weights (vLLM 0.25 or later has); start it with {NEEDED}")
+        if answer.status_code != 200:
+            said = " ".join(answer.text.split())[:300]
+            raise ValueError(f"rollout.urls: {url} cannot take weights from here; start it with {NEEDED}. It says: {said}")
+        answer = _post(url, "collective_rpc", {"method": "quantization"}, token)
+        if answer.status_code != 200:
+            said = " ".join(answer.text.split())[:300]
+            raise ValueError(f"rollout.urls: {url} lacks {VERBS}, of this version. It says: {said}")
+        if (its := _first_result(url, answer)) != quantization:
+            raise ValueError(
+                f"rollout.quantization: {quantization} is not what {url} has been started with, which is {its}; set it to that, or "
+                "start the server with `megagrpo serve` and this config"
+            )
+
+
+def _post(url: str, route: str, body: dict[str, object], token: str | None) -> httpx.Response:
+    """The response of a server. ValueError when there is none."""
+    try:
+        return httpx.post(
+            f"{url.rstrip('/')}/{route}", json=body, headers=headers(token), timeout=60, trust_env=False, verify=CERTIFICATES
+        )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ValueError(f"rollout.urls: {url} does not answer: {error!r}; start it, or name another") from error
+
+
+def _first_result(url: str, answer: httpx.Response) -> object:
+    """What the first worker of a server answers. ValueError for an answer that no vLLM gives, as of a web page."""
+    try:
+        return answer.json()["results"][0]
+    except (ValueError, LookupError, TypeError):
+        said = " ".join(answer.text.split())[:100]
+        raise ValueError(f"rollout.urls: {url} answers what no vLLM does ({said!r}); name the address of a vLLM server") from None

@@ -1,0 +1,51 @@
+"""Tool calls read by vLLM's own parsers: a server that was started with one reads them out of token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from megagrpo.engine.protocol import EngineError
+
+PATH = "/v1/chat/completions/derender"
+AT_ONCE = 64  # requests under way
+
+# What stands outside of the calls, and the calls: {"name": ..., "arguments": JSON text}.
+ToolCalls = tuple[str, list[dict[str, str]]]
+
+
+async def read_tool_calls(
+    client: httpx.AsyncClient, urls: Sequence[str], turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]
+) -> list[ToolCalls]:
+    """Content and calls of each turn, in order; servers take turns. EngineError when one cannot."""
+    at_once = asyncio.Semaphore(AT_ONCE)
+
+    async def read(place: int) -> ToolCalls:
+        url = urls[place % len(urls)]
+        async with at_once:
+            try:
+                answer = await client.post(f"{url}{PATH}", json=_request(turns[place], tools))
+            except httpx.TransportError as error:
+                raise EngineError(f"vLLM server {url} did not answer {PATH}: {error!r}") from error
+        if answer.status_code != 200:
+            raise EngineError(
+                f"vLLM server {url} reads no tool calls: {answer.text[:300]}; it must be started with --enable-scale-out, "
+                "--enable-auto-tool-choice, --tool-call-parser and a tokenizer"
+            )
+        return _calls(answer.json())
+
+    return await asyncio.gather(*map(read, range(len(turns))))
+
+
+def _request(token_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    choice = {"index": 0, "token_ids": list(token_ids), "finish_reason": "stop"}
+    chat = {"model": "policy", "messages": [{"role": "user", "content": ""}], "tools": list(tools), "tool_choice": "auto"}
+    return {"model": "policy", "generate_response": {"request_id": "0", "choices": [choice]}, "chat_request": chat}
+
+
+def _calls(answer: dict[str, Any]) -> ToolCalls:
+    message = answer["choices"][0]["message"]
+    return message.get("content") or "", [call["function"] for call in message.get("tool_calls") or []]

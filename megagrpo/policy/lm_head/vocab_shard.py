@@ -1,0 +1,188 @@
+"""A vocabulary-sharded LM head, a chunk of tokens at a time: what the log-probs and the exact KL share.
+
+A tensor-parallel rank holds rows [V/tp, H] of the head, v of which belong to a token; the others are padding and are never multiplied, so
+their probability and gradient are 0. The logits of a chunk of n tokens are [n, v] in float32, written over those of the chunk before.
+Elementwise work on them goes by blocks of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megagrpo import device
+
+LOWEST = -1e30  # below every logit; minus infinity would make 0 * inf of a rank that holds no row
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's share of the vocabulary: ids first_row .. first_row + num_rows."""
+
+    group: dist.ProcessGroup | None
+    first_row: int
+    num_rows: int  # v, without padding
+
+    @classmethod
+    def of(cls, weight: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> VocabShard:
+        """The shard whose head is `weight` [V/tp, H]; ids at or above `vocab_size` are padding."""
+        height = weight.shape[0]
+        first_row = dist.get_rank(group) * height if group is not None else 0
+        return cls(group, first_row, height if vocab_size is None else max(0, min(height, vocab_size - first_row)))
+
+    def memory(self, hidden: Tensor, chunk: int) -> Tensor:
+        """Room for the logits of `chunk` tokens, or of all there are."""
+        return hidden.new_empty(min(chunk, hidden.shape[0]), self.num_rows, dtype=wide(hidden.dtype))
+
+    def logits(self, hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, memory: Tensor) -> Tensor:
+        """hidden [n, H] weight^T, logits x with a cap made cap tanh(x / cap), over temperature, [n, v], at the beginning of `memory`."""
+        out, head = memory[: hidden.shape[0]], weight[: self.num_rows].t()
+        if out.dtype == hidden.dtype:
+            torch.mm(hidden, head, out=out)
+        else:
+            out.copy_(hidden @ head)
+        if cap is not None:
+            return out.div_(cap).tanh_().mul_(cap / temperature)
+        return out if temperature == 1.0 else out.div_(temperature)
+
+    def pick(self, values: Tensor, labels: Tensor) -> Tensor:
+        """[n]: the value of each token's label in values [n, v], 0 where this rank does not hold the label."""
+        if self.num_rows == 0:
+            return values.new_zeros(values.shape[0])
+        column, held = self._place(labels)
+        return torch.where(held, values.gather(1, column), 0.0)[:, 0]
+
+    def add_at_labels(self, values: Tensor, labels: Tensor, added: Tensor) -> None:
+        """Add `added` [n] to the entry of each token's label in values [n, v], where this rank holds it."""
+        if self.num_rows:
+            column, held = self._place(labels)
+            values.scatter_add_(1, column, torch.where(held, added[:, None], 0.0))
+
+    def put_at_labels(self, values: Tensor, labels: Tensor, put: Tensor) -> None:
+        """Overwrite the entry of each token's label in values [n, v] with `put` [n], where this rank holds it."""
+        if self.num_rows:
+            column, held = self._place(labels)
+            values.scatter_(1, column, torch.where(held, put[:, None], values.gather(1, column)))
+
+    def _place(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(column [n, 1] of each label, whether this rank holds it [n, 1]); a label that it does not hold points at column 0."""
+        column = labels[:, None] - self.first_row
+        held = (column >= 0) & (column < self.num_rows)
+        return torch.where(held, column, 0), held
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """[n]: the largest of values [n, v] over all ranks."""
+        maximum = values.amax(dim=-1) if self.num_rows else values.new_full(values.shape[:1], LOWEST)
+        self.all_reduce(maximum, dist.ReduceOp.MAX)
+        return maximum
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """[n, tp x k]: values [n, k] of all ranks side by side."""
+        if self.group is None or dist.get_world_size(self.group) == 1:
+            return values
+        everyone = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(everyone, values, group=self.group)
+        return torch.cat(everyone, dim=-1)
+
+    def all_reduce(self, values: Tensor, op: dist.ReduceOp) -> None:
+        """Combine `values` over the group, in place."""
+        if self.group is not None and dist.get_world_size(self.group) > 1:
+            dist.all_reduce(values, op=op, group=self.group)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The distributions of n tokens over the whole vocabulary. With z the logits and e = exp(z - maximum), all [n]: total = sum e, moment =
+    sum e (z - maximum), picked = z of the label, and cross = sum e (z - z') where z' are the logits of another model."""
+
+    maximum: Tensor
+    total: Tensor
+    moment: Tensor
+    picked: Tensor
+    cross: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, labels: Tensor, shard: VocabShard, other: Tensor | None = None) -> Softmax:
+        """From this rank's logits [n, v], and another model's [n, v] for `cross`, which is 0 without. Leaves them as they are. One maximum
+        and four sums per token cross the ranks."""
+        maximum = shard.maximum(logits)
+        sums = logits.new_zeros(4, logits.shape[0])
+        for columns in blocks(logits):
+            shifted = logits[:, columns] - maximum[:, None]
+            exponentials = shifted.exp()
+            sums[0] += exponentials.sum(dim=-1)
+            sums[1] += shifted.mul_(exponentials).sum(dim=-1)
+            if other is not None:
+                sums[3] += torch.sub(logits[:, columns], other[:, columns], out=shifted).mul_(exponentials).sum(dim=-1)
+        sums[2] = shard.pick(logits, labels)
+        shard.all_reduce(sums, dist.ReduceOp.SUM)
+        return cls(maximum, *sums)
+
+    @property
+    def log_normaliser(self) -> Tensor:
+        """log sum exp z."""
+        return self.maximum + self.total.log()
+
+    @property
+    def logprobs(self) -> Tensor:
+        """log p of the labels."""
+        return self.picked - self.maximum - self.total.log()
+
+    @property
+    def entropy(self) -> Tensor:
+        """-sum p log p."""
+        return self.total.log() - self.moment / self.total
+
+
+class HeadGradients:
+    """Gradients of hidden [N, H] and weight [V/tp, H], from those of the logits of one chunk after another; None for one not needed."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, shard: VocabShard, needed: tuple[bool, bool]):
+        self._hidden, self._weight, self._num_rows = hidden, weight, shard.num_rows
+        self._grad_hidden = torch.empty_like(hidden) if needed[0] else None
+        # Chunks are summed in float32: in bfloat16 the later ones would be lost to rounding.
+        self._grad_weight = torch.empty_like(weight, dtype=wide(weight.dtype)) if needed[1] else None
+        self._empty = True
+
+    def add(self, rows: slice, grad_logits: Tensor) -> None:
+        """grad_logits [n, v], of logits before the temperature, of the tokens `rows`."""
+        grad_logits, hidden = grad_logits.to(self._hidden.dtype), self._hidden[rows]
+        if self._grad_hidden is not None:
+            torch.mm(grad_logits, self._weight[: self._num_rows], out=self._grad_hidden[rows])
+        if self._grad_weight is not None:
+            total = self._grad_weight[: self._num_rows]
+            if total.dtype == hidden.dtype:
+                total.addmm_(grad_logits.t(), hidden, beta=0 if self._empty else 1)
+            elif self._empty:
+                total.copy_(grad_logits.t() @ hidden)
+            else:
+                device.add_product(total, grad_logits.t(), hidden)
+        self._empty = False
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        if self._grad_weight is None:
+            return self._grad_hidden, None
+        self._grad_weight[0 if self._empty else self._num_rows :] = 0
+        return self._grad_hidden, self._grad_weight.to(self._weight.dtype)
+
+
+def chunks(num_tokens: int, chunk: int) -> Iterator[slice]:
+    """Consecutive slices of `chunk` tokens."""
+    for start in range(0, num_tokens, chunk):
+        yield slice(start, min(start + chunk, num_tokens))
+
+
+def blocks(logits: Tensor) -> Iterator[slice]:
+    """Consecutive slices of the columns of logits [n, v], of a size that elementwise work likes."""
+    width = max(1, device.block_elements() // logits.shape[0])
+    for start in range(0, logits.shape[1], width):
+        yield slice(start, start + width)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits and sums over them: float32, or float64 for float64 inputs."""
+    return torch.promote_types(dtype, torch.float32)

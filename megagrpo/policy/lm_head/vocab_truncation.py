@@ -1,0 +1,83 @@
+"""The tokens that a sampler with top-k, top-p or min-p can choose, found in vocabulary-sharded logits without gathering them.
+
+vLLM reports log-probs of the distribution it sampled from: the softmax of what these rules keep. To compute the same, the trainer drops the
+other tokens from its own logits. Which are kept is a constant to the gradient. Every rule keeps the logits from some value on, so that one
+number per token says it all.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megagrpo.policy.lm_head.vocab_shard import LOWEST, VocabShard, blocks
+from megagrpo.types import Truncation
+
+
+def lowest_kept(logits: Tensor, shard: VocabShard, truncation: Truncation) -> Tensor:
+    """[n]: the smallest logit of each token's distribution that the rules keep, of this rank's logits [n, v] after the temperature.
+
+    The rules and their order are vLLM's: min-p keeps what is at least that share of the largest probability; of the rest top-k keeps the k
+    largest, and all that equal the last; of the rest, made to add up to 1, top-p keeps the largest until they add up to p.
+    """
+    maximum = shard.maximum(logits)
+    lowest = torch.full_like(maximum, LOWEST)
+    if truncation.min_p:
+        lowest = maximum + math.log(truncation.min_p)
+    if truncation.top_k:
+        lowest = torch.maximum(lowest, _kth_largest(logits, shard, truncation.top_k))
+    if truncation.top_p < 1:
+        lowest = torch.maximum(lowest, _nucleus(logits, shard, truncation.top_p, maximum, lowest))
+    return lowest
+
+
+def drop_below(logits: Tensor, labels: Tensor, shard: VocabShard, lowest: Tensor) -> None:
+    """Give the logits [n, v] below `lowest` [n] probability 0, in place; but never the label's, which was sampled: where trainer and
+    engine differ by rounding it may lie outside."""
+    sampled = shard.pick(logits, labels)
+    for columns in blocks(logits):
+        part = logits[:, columns]
+        part.masked_fill_(part < lowest[:, None], LOWEST)
+    shard.put_at_labels(logits, labels, sampled)
+
+
+def _kth_largest(logits: Tensor, shard: VocabShard, k: int) -> Tensor:
+    """[n]: the k-th largest logit over all ranks, LOWEST when there are fewer. k values per token and rank travel."""
+    largest = logits.new_full((logits.shape[0], k), LOWEST)
+    held = min(k, shard.num_rows)
+    largest[:, :held] = logits.topk(held, dim=-1).values
+    return shard.all_gather(largest).topk(k, dim=-1).values[:, -1]
+
+
+def _nucleus(logits: Tensor, shard: VocabShard, p: float, maximum: Tensor, lowest: Tensor) -> Tensor:
+    """[n]: the smallest logit t, of those from `lowest` on, such that the larger ones have less than p of their probability.
+
+    Found by bisection over the floating-point numbers that exp(logit - maximum) can be. They lie in [0, 1], where numbers are ordered as
+    the integers with the same bits: exact after as many rounds as there are bits, each of which sums once over the logits and crosses the
+    ranks with n numbers.
+    """
+    weights = (logits - maximum[:, None]).exp_().masked_fill_(logits < lowest[:, None], 0.0)
+    one = torch.ones_like(maximum).view(torch.int64 if weights.dtype == torch.float64 else torch.int32)
+    below, found = torch.zeros_like(one), one  # above the first lies p or more, above the second less
+    enough = p * _sum_above(weights, below.view(weights.dtype), shard)
+    for _ in range(int(one[0]).bit_length()):
+        middle = below + (found - below) // 2
+        less = _sum_above(weights, middle.view(weights.dtype), shard) < enough
+        below, found = torch.where(less, below, middle), torch.where(less, middle, found)
+    kept = torch.where(weights >= found.view(weights.dtype)[:, None], logits, math.inf)
+    smallest = kept.amin(dim=-1) if shard.num_rows else torch.full_like(maximum, math.inf)
+    shard.all_reduce(smallest, dist.ReduceOp.MIN)
+    return smallest
+
+
+def _sum_above(weights: Tensor, bound: Tensor, shard: VocabShard) -> Tensor:
+    """[n]: the sum over all ranks of the weights [n, v] above `bound` [n]."""
+    total = torch.zeros_like(bound)
+    for columns in blocks(weights):
+        part = weights[:, columns]
+        total += torch.where(part > bound[:, None], part, 0.0).sum(dim=-1)
+    shard.all_reduce(total, dist.ReduceOp.SUM)
+    return total

@@ -1,0 +1,119 @@
+"""A folder for the temporary files of this process and of all that it starts, gone with it however it ends.
+
+Libraries leave files in the temporary directory when their process is killed, and some always do. So it lies below a folder of the
+process's own; who finds such a folder whose process has ended removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFIX = "megagrpo_tmp_"  # servers/supervisor.py knows it too
+LOCK = ".lock"  # held as long as the process lives; unlike a process id it means the same in every container
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_ATTEMPTS = 3  # to remove a folder that a process still writes to
+_NO_LINK = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def temporary_files() -> Iterator[Path]:
+    """Temporary files of this process and of its children go into the folder this gives, which is removed on the way out.
+
+    What others that are gone have left is removed at both ends. What torch has compiled stays where it is, for the next run.
+    """
+    given = Path(tempfile.gettempdir())
+    around = given.parent if given.name.startswith(PREFIX) else given  # beside that of the process above: names of sockets are short
+    remove_left(around)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=around))
+    lock, owner = (folder / LOCK).open("w"), os.getpid()
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    print(owner, file=lock, flush=True)  # an empty one may be about to be locked
+    before = {name: os.environ.get(name) for name in ("TMPDIR", COMPILED)}
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    os.environ.setdefault(COMPILED, str(around / f"torchinductor_{os.getuid()}"))
+    try:
+        yield folder
+    finally:
+        if os.getpid() == owner:  # not in a fork
+            tempfile.tempdir = str(given)
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+            remove_tree(folder)
+            lock.close()
+            remove_left(around)
+
+
+def remove_left(around: Path) -> None:
+    """Remove folders whose process has ended, those that may be removed."""
+    for lock in around.glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError), lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock.stat().st_size:
+                remove_tree(lock.parent)
+
+
+def remove_tree(folder: str | os.PathLike) -> bool:
+    """Remove `folder` and its content, which a foreign program made. Returns whether the folder is gone; raises no OSError.
+
+    Python 3.12's shutil.rmtree recurses, and a program can nest more folders than Python has stack frames or a path has bytes. So every
+    folder is first moved to the top, and one folder is open at a time. Folders without permissions get them. No symbolic link is followed.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            with _opened(folder) as top:
+                _empty(top)
+            os.rmdir(folder)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _empty(top: int) -> None:
+    """Remove what can be removed of the content of an open folder."""
+    prefix, moved, pending = secrets.token_hex(8), 0, _unlink_files(top)
+    while pending:
+        name = pending.pop()
+        with contextlib.suppress(OSError):
+            with _opened(name, top) as folder:
+                for below in _unlink_files(folder):
+                    moved += 1
+                    with contextlib.suppress(OSError), _opened(below, folder):  # a move writes `..`, which takes the right to write
+                        os.rename(below, f"{prefix}{moved}", src_dir_fd=folder, dst_dir_fd=top)
+                        pending.append(f"{prefix}{moved}")
+            os.rmdir(name, dir_fd=top)
+
+
+def _unlink_files(folder: int) -> list[str]:
+    """Unlink everything in an open folder but folders; the names of the folders."""
+    with os.scandir(folder) as found:
+        entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
+    for name, is_folder in entries:
+        if not is_folder:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+    return [name for name, is_folder in entries if is_folder]
+
+
+@contextlib.contextmanager
+def _opened(name: str | os.PathLike, within: int | None = None) -> Iterator[int]:
+    """A descriptor of a folder that its owner can now read, write and enter. OSError when `name` is no folder or another user owns it."""
+    handle = os.open(name, os.O_PATH | _NO_LINK, dir_fd=within)
+    try:
+        if os.fstat(handle).st_mode & 0o700 != 0o700:
+            os.chmod(f"/proc/self/fd/{handle}", 0o700)  # fchmod rejects a descriptor that was opened with O_PATH
+        folder = os.open(".", os.O_RDONLY | _NO_LINK, dir_fd=handle)
+    finally:
+        os.close(handle)
+    try:
+        yield folder
+    finally:
+        os.close(folder)

@@ -1,0 +1,378 @@
+"""Checkpoints: model, optimizer, schedule, RNG and `TrainState`, sharded by Megatron's dist_checkpointing. Each is complete or absent.
+A reference is part of it once it has moved; until then the run's configuration says where it comes from.
+
+Ranks write into `.step_000012.partial`, at once or while training goes on; rank 0 renames it to `step_000012` when every rank has finished.
+It loads into another layout: the distributed optimizer's state is stored by parameter, not by rank. With LoRA it holds no weights of the
+model, but the adapters, and these once more as PEFT writes them, in `adapter/`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import textwrap
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megagrpo import device
+from megagrpo.bridge.adapters import ADAPTER_FILES, save_adapter
+from megagrpo.bridge.checksums import CHECKSUMS, checksums, verify_others, verify_tensors
+from megagrpo.bridge.families import adapter_blocks
+from megagrpo.bridge.hf_files import carry, files_of
+from megagrpo.bridge.megatron_io import HF_FILES, METADATA, check_is_checkpoint
+from megagrpo.bridge.sharded_write import ShardedWrite
+from megagrpo.bridge.torch_dist import StoredTensors
+from megagrpo.config import TrainSection
+from megagrpo.families.config import HfConfig, architecture_differences, load_hf_config
+from megagrpo.parallel.agree import RankError, own_part, together
+from megagrpo.parallel.layout import Layout
+from megagrpo.policy.fp8.scale_state import load_scales, sharded_scales
+from megagrpo.policy.lora import is_adapter
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.model_state import dense_state, load_state, sharded_state
+from megagrpo.policy.optimizer import dense_moments
+from megagrpo.policy.reference import Reference
+from megagrpo.types import TrainState
+
+from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.device, which prepares the platform)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # isort: skip
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
+
+STATE_FILE = "megagrpo.json"
+BEST = "best"  # a link to the checkpoint with the best evaluation
+BYTES_PER_PARAMETER = 14  # weight (2), float32 master, first and second moment: the least that must fit on the disk
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; says which and why."""
+
+
+@dataclass
+class _Saving:
+    """A checkpoint on its way: `state` and `reference_moved` are of its step, whatever the run has done since."""
+
+    final: Path
+    partial: Path
+    state: TrainState
+    reference_moved: bool
+    began: float = field(default_factory=time.monotonic)
+    write: ShardedWrite | None = None
+
+
+def readable(size: int) -> str:
+    """A number of bytes in the unit that shows it with three digits: 512 bytes, 3.41 MiB, 97.0 GiB."""
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    power = min(max(size, 1).bit_length() // 10 if size >= 1024 else 0, len(units) - 1)
+    return f"{size} bytes" if power == 0 else f"{size / 1024**power:.3g} {units[power]}"
+
+
+class Checkpointer:
+    """Saves and restores one run in `folder`, keeping the newest `keep` checkpoints beside that of the best evaluation. Each carries
+    config and tokenizer of `model_folder`, so that it can be exported by itself."""
+
+    def __init__(
+        self, folder: Path, layout: Layout, policy: MegatronPolicy, keep: int, model_folder: Path, reference: Reference | None = None
+    ):
+        self.folder, self.layout, self.policy, self.reference = folder, layout, policy, reference
+        self.keep, self.model_folder = keep, model_folder
+        self.seconds = 0.0  # that the last one took to write, in the background or not
+        self._saving: _Saving | None = None
+        self._model_files = files_of(model_folder)  # now: the weights may be gone when a checkpoint is written
+        trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
+        held = sum(p.numel() for p in trained if _is_first_copy(p, layout))
+        self._bytes_needed = sum(layout.all_gather_objects(held)) * BYTES_PER_PARAMETER
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return newest_checkpoint(self.folder)
+
+    def save(self, state: TrainState) -> Path:
+        """Write `step_N`; collective. Raises CheckpointError on every rank, and leaves nothing half-written, when any rank fails."""
+        self.start(state, background=False)
+        return self.finish(wait=True)
+
+    def start(self, state: TrainState, background: bool) -> None:
+        """Begin to write `step_N`; in the `background`, copies of the numbers are written and training may go on. Collective, errors as of
+        `save`. One at a time: `finish` must have named the one before, or failed.
+        """
+        assert self._saving is None, "two checkpoints at a time"
+        final = self.folder / f"step_{state.step:06d}"
+        self._saving = _Saving(final, self.folder / f".{final.name}.partial", state, self.reference is not None and self.reference.moved)
+        with self._all_or_nothing():
+            together(self.layout, lambda: self._prepare(self._saving.partial), here=self.layout.world_rank == 0)
+            self._write_adapter(self._saving.partial)
+            own_part(self.layout, lambda: self._write(self._saving, background))
+
+    def finish(self, wait: bool) -> Path | None:
+        """The checkpoint that was started, complete; None when there is none, or when ranks still write and nobody is to `wait`.
+        Collective, errors as of `save`."""
+        saving = self._saving
+        if saving is None or not (wait or all(self.layout.all_gather_objects(saving.write.done))):
+            return None
+        with self._all_or_nothing():
+            parts = together(self.layout, saving.write.result)
+            waited = time.monotonic()
+            together(self.layout, saving.write.finish)
+            together(self.layout, lambda: self._publish(saving, parts), here=self.layout.world_rank == 0)
+        self._saving = None
+        self.seconds = saving.write.ended - saving.began + time.monotonic() - waited
+        return saving.final
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """An error inside, which every rank raises, ends the checkpoint on its way and is a CheckpointError outside."""
+        try:
+            yield
+        except Exception as error:
+            saving, self._saving = self._saving, None
+            if saving.write is not None:
+                saving.write.wait()
+            full = f"; {readable(shutil.disk_usage(self.folder).free)} are free" if self.folder.exists() else ""
+            if self.layout.world_rank == 0:
+                shutil.rmtree(saving.partial, ignore_errors=True)
+            raise CheckpointError(f"no checkpoint was written to {saving.final}, earlier ones are kept: {error}{full}") from error
+
+    def load(self, path: Path) -> TrainState:
+        """Restore policy, optimizer, schedule, RNG and a moved reference from `path` on every rank; returns the rest."""
+        rank, world_size = self.layout.world_rank, self.layout.world_size
+        try:
+            layout, reference_moved, reached = together(self.layout, lambda: checked(path), here=rank == 0)[0]
+            together(self.layout, lambda: _verify(path, rank, world_size))
+        except RankError as e:
+            raise CheckpointError(str(e)) from e
+        same_layout = layout == self._layout_of_rng()
+        with_reference = reference_moved and self.reference is not None
+        with dense_moments(self.policy.optimizer), torch.no_grad():  # float32 shards are views of leaves, which autograd would guard
+            state = self._sharded_state(is_loading=True, with_rng=same_layout, with_reference=with_reference)
+            with_scales = _holds(path, state["fp8"])
+            state |= {} if with_scales else {"fp8": {}}
+            try:
+                with warnings.catch_warnings():  # about how Megatron calls torch
+                    warnings.simplefilter("ignore", UserWarning)
+                    loaded = dist_checkpointing.load(state, str(path))
+            except (Exception, CheckpointException) as e:  # the latter is no Exception to Python
+                why = _other_model(path, self.policy.hf_config) or _reason(e)
+                raise CheckpointError(f"{path} cannot be read, or does not fit this model: {why}") from e
+            for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True):
+                load_state(chunk, loaded[name], strict=not self.policy.config.lora.enabled)
+            _follow_config(loaded["optimizer"], self.policy.config.train)
+            self.policy.optimizer.load_state_dict(loaded["optimizer"])
+        self.policy.scheduler.load_state_dict(loaded["scheduler"])
+        if with_scales:
+            load_scales(self.policy.chunks, loaded["fp8"])
+        if with_reference:
+            self.reference.load_state_dict(loaded["reference"])
+        self.policy.masters_changed()
+        if same_layout:
+            torch.set_rng_state(loaded["rng"][0]["torch"])
+            get_cuda_rng_tracker().set_states(loaded["rng"][0]["tracker"])
+        return reached
+
+    def _prepare(self, partial: Path) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in self.folder.glob(".step_*.partial"):
+            shutil.rmtree(stale)
+        free = shutil.disk_usage(self.folder).free
+        if free < self._bytes_needed:
+            raise OSError(f"the disk is full: {readable(free)} free, at least {readable(self._bytes_needed)} needed")
+        partial.mkdir()
+
+    def _write(self, saving: _Saving, background: bool) -> None:
+        device.release_memory()  # writing takes two more copies of weights and optimizer state
+        with dense_moments(self.policy.optimizer):
+            sharded = self._sharded_state(is_loading=False, with_rng=True, with_reference=saving.reference_moved)
+            saving.write = ShardedWrite(sharded, saving.partial, METADATA, background)
+
+    def _write_adapter(self, partial: Path) -> None:
+        policy, lora = self.policy, self.policy.config.lora
+        if lora.enabled:
+            held = list(adapter_blocks(policy.chunks, policy.hf_config, self.layout))
+            save_adapter(held, self.layout, partial / ADAPTER_FILES, lora, policy.config.model.path, policy.dtype)
+
+    def _publish(self, saving: _Saving, parts: list[dict[str, str]]) -> None:
+        partial, final, state = saving.partial, saving.final, saving.state
+        (partial / HF_FILES).mkdir()
+        carry(self.model_folder, self._model_files, partial / HF_FILES)
+        contents = {"state": asdict(state), "layout": self._layout_of_rng(), "reference_moved": saving.reference_moved}
+        (partial / STATE_FILE).write_text(json.dumps(contents, indent=1))
+        written = {name: crc for part in parts for name, crc in part.items()}
+        others = [path for path in partial.rglob("*") if path.is_file() and path.name not in written]
+        (partial / CHECKSUMS).write_text(json.dumps(written | checksums(partial, others), indent=1))
+        for path in [*others, partial / CHECKSUMS, partial]:
+            _to_disk(path)
+        if final.exists():
+            _remove(final)
+        partial.rename(final)
+        _to_disk(self.folder)
+        best = self.folder / f"step_{state.best_step:06d}"
+        for old in checkpoints(self.folder)[: -self.keep]:
+            if old != best:
+                _remove(old)
+        if best == final:
+            _point(self.folder / BEST, best)
+
+    def _sharded_state(self, is_loading: bool, with_rng: bool, with_reference: bool) -> dict[str, Any]:
+        local = METADATA | {"dp_cp_group": self.layout.dp_cp_group}
+        state: dict[str, Any] = {
+            name: self._trained(sharded_state(chunk, local)) for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
+        }
+        state["optimizer"] = self.policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=local)
+        _drop_absent(state["optimizer"])
+        state |= {name: dense_state(state[name]) for name in self._chunk_names()}  # the optimizer knows parameters by identity
+        state["scheduler"] = self.policy.scheduler.state_dict()
+        state["fp8"] = sharded_scales(self.policy.chunks, self.layout)
+        if with_reference:
+            state["reference"] = self.reference.sharded_state_dict(metadata=local)
+        if with_rng:
+            state["rng"] = self._rng_state()
+        return state
+
+    def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
+        """With LoRA the adapters alone: the base is the model that the run starts from."""
+        return {name: value for name, value in state.items() if is_adapter(name)} if self.policy.config.lora.enabled else state
+
+    def _chunk_names(self) -> list[str]:
+        count = len(self.policy.chunks)
+        return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
+
+    def _rng_state(self) -> ShardedObject:
+        """Of every rank: replicas draw apart as soon as one has more tokens than another."""
+        state = [{"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}]
+        return ShardedObject("rng", state, (self.layout.world_size,), (self.layout.world_rank,), replica_id=0)
+
+    def _layout_of_rng(self) -> dict[str, int]:
+        layout = self.layout
+        return {"tp": layout.tp_size, "cp": layout.cp_size, "pp": layout.pp_size, "dp": layout.dp_size, "ep": layout.ep_size}
+
+
+def checked(path: Path) -> tuple[dict[str, int], bool, TrainState]:
+    """What `_read` gives. CheckpointError when the checkpoint is damaged, with what is left of the run without it."""
+    with _naming_the_one_before(path):
+        return _read(path)
+
+
+def _verify(path: Path, rank: int, world_size: int) -> None:
+    """CheckpointError, worded as of `checked`, when this rank's share of the tensor files is not what was written."""
+    with _naming_the_one_before(path):
+        verify_tensors(path, rank, world_size)
+
+
+@contextmanager
+def _naming_the_one_before(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        before = ["its beginning", *(other.name for other in checkpoints(path.parent) if other.name < path.name)][-1]
+        raise CheckpointError(f"{error}. Without that folder the run goes on from {before}") from error
+
+
+def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
+    """The layout of a checkpoint's generators, whether its reference had moved, and where the run was. Checks the files: ValueError names
+    one that is damaged."""
+    try:
+        saved = json.loads((path / STATE_FILE).read_text())
+        layout, moved, state = saved["layout"], saved["reference_moved"], TrainState(**saved["state"])
+    except OSError as error:
+        raise ValueError(f"{path} is not a complete checkpoint: {error}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path / STATE_FILE} is corrupt: {error!r}; copy the checkpoint again") from None
+    check_is_checkpoint(path)
+    verify_others(path)
+    StoredTensors(path).check_files()
+    return layout, moved, state
+
+
+def _holds(path: Path, scales: dict[str, ShardedTensor]) -> bool:
+    """Whether the checkpoint has these scales of FP8: not when it was written in another recipe, or with a history of another length."""
+    stored = StoredTensors(path).metadata.state_dict_metadata
+    return bool(scales) and all(key in stored and tuple(stored[key].size) == tuple(t.global_shape) for key, t in scales.items())
+
+
+def _other_model(path: Path, hf_config: HfConfig) -> str:
+    """In what the model of a checkpoint differs from `hf_config`; empty where it does not, or the checkpoint does not say."""
+    try:
+        different = architecture_differences(load_hf_config(path / HF_FILES), hf_config)
+    except ValueError:
+        return ""
+    return f"they differ in {'; '.join(different)}; set model.path to the model that it started from" if different else ""
+
+
+def _reason(error: BaseException) -> str:
+    """In one line what Megatron or torch says, which gives each rank's traceback as well, and every key of a model."""
+    failures = getattr(error, "failures", {})
+    lines = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in sorted(failures.items())]
+    return textwrap.shorten((lines or [str(error)])[0], 500)
+
+
+def _follow_config(saved: Any, train: TrainSection) -> None:
+    """Give the groups in an optimizer's saved state the options that this run is configured with. Megatron would find a group by its
+    learning rates, which may have changed, and keep its betas."""
+    if isinstance(saved, dict):
+        for group in saved.get("param_groups", ()):
+            options = {
+                "max_lr": train.learning_rate,
+                "min_lr": train.min_learning_rate,
+                "betas": (train.adam_beta1, train.adam_beta2),
+                "eps": train.adam_epsilon,
+                "momentum": train.muon_momentum,
+            }
+            group |= {name: value for name, value in options.items() if group.get(name) is not None}
+        saved = list(saved.values())
+    if isinstance(saved, list):
+        for part in saved:
+            _follow_config(part, train)
+
+
+def _drop_absent(optimizer: dict[Any, Any]) -> None:
+    """Leave out states that another rank has gathered, for which Megatron has None here: its checkpoints take that for what ranks share."""
+    for part in [optimizer, *(part for part in optimizer.values() if isinstance(part, dict))]:
+        if part.get("param_state", part) is None:
+            del part["param_state"]
+
+
+def _is_first_copy(parameter: torch.Tensor, layout: Layout) -> bool:
+    """Whether no rank before this one holds the parameter; Megatron marks those that are not copied over dp x cp, the experts."""
+    return (layout.dp_cp_rank if getattr(parameter, "allreduce", True) else layout.expert_copy) == 0
+
+
+def _to_disk(path: Path) -> None:
+    """What a file holds, or which files a folder does, survives a power cut from here on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Under another name first: what a kill or an error leaves of it is not taken for a checkpoint, and goes with the next save."""
+    aside = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.partial"))
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _point(link: Path, checkpoint: Path) -> None:
+    """A link that leads to the checkpoint, and at no time to nothing."""
+    fresh = link.with_name(f".{link.name}.partial")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(checkpoint.name)
+    fresh.replace(link)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    return sorted(p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", p.name) and (p / STATE_FILE).is_file())
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint with the highest step."""
+    return (checkpoints(folder) or [None])[-1]

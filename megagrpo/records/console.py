@@ -1,0 +1,163 @@
+"""Prints a run's progress: the metrics of each step and evaluation, and now and then a prompt with two of its responses.
+
+Lines are at most 100 columns, and at most as wide as a narrower terminal. A message stays one line however long it is: its text can then
+be searched for.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
+
+from megagrpo.config import RunConfig, evaluation_sets
+from megagrpo.process.terminal import one_line, printable
+from megagrpo.types import ScoredRollout
+
+# (label, metric, format). A metric that a step does not report is left out of its line.
+STEP_COLUMNS = [
+    ("reward", "reward", "{:6.3f}"),
+    ("std", "reward_std", "{:5.3f}"),
+    ("kl", "kl", "{:.4f}"),
+    ("length", "completions/mean_length", "{:6.1f}"),
+    ("cut", "completions/clipped_ratio", "{:4.0%}"),
+    ("entropy", "entropy", "{:5.3f}"),
+    ("grad", "grad_norm", "{:6.2f}"),
+    ("", "time/step", "{:5.1f}s"),
+    ("clip", "clip_ratio/region_mean", "{:5.1%}"),
+    ("tok/s", "tokens_per_second", "{:5.0f}"),
+    ("age", "staleness/mean", "{:4.2f}"),
+    ("idle", "idle/trainer", "{:4.0%}"),
+]
+EVALUATION_COLUMNS = [("reward", "reward", "{:6.3f}"), ("pass@1", "pass@1", "{:4.0%}")]
+EVALUATION_COLUMNS += [c for c in STEP_COLUMNS if c[0] in ("length", "cut")]
+# Endings of counters that are shown when they are not 0.
+ALARMS = ("/timeouts", "/exceptions", "/unscorable", "/failures", "/skipped_steps", "/alarms")
+MAX_WIDTH = 100  # columns
+INDENT = 14  # columns before what goes on from the line above
+PHASES = ["generate", "reward", "logprobs", "train", "sync"]
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Called while a BrokenPipeError is handled. rich would end the process, and a closed pager would end the training with it."""
+        raise
+
+
+class ConsoleSink:
+    """Colours and panels on a terminal, plain lines elsewhere."""
+
+    def __init__(self, config: RunConfig, console: Console | None = None):
+        self._console = console or _Console(file=sys.stdout, highlight=False)
+        self._max_steps = config.run.max_steps
+        self._every = config.run.log_completions_steps
+        self._held_out = list(evaluation_sets(config)) or [""]
+        self._hidden = {"kl"} if config.algorithm.beta == 0 else set()
+        if not config.rollout.max_staleness:
+            self._hidden.add("idle")
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        width = len(str(self._max_steps))
+        first = Text(f"step {step:{width}d}/{self._max_steps}", style="bold")
+        self._print_cells([first, *self._cells(STEP_COLUMNS, metrics), *_phases(metrics)])
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        for held_out in self._held_out:
+            first = Text(f"evaluation after step {step}{f' of {held_out}' if held_out else ''}", style="bold cyan")
+            self._print_cells([first, *self._cells(EVALUATION_COLUMNS, self._metrics_of(held_out, metrics))])
+
+    def _metrics_of(self, held_out: str, metrics: dict[str, float]) -> dict[str, float]:
+        """Those of one set, without what its name puts before them. The set "" has those that begin with no other's name."""
+        split = [(name.removeprefix("eval/").partition("/"), value) for name, value in metrics.items()]
+        if held_out:
+            return {rest: value for (first, _, rest), value in split if first == held_out}
+        return {first + slash + rest: value for (first, slash, rest), value in split if first not in self._held_out}
+
+    def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
+        if not scored or self._every == 0 or step % self._every:
+            return
+        shown = _best_and_worst(scored, advantages)
+        prompt = shown[0][0].rollout.prompt.messages
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        blocks = [Text.assemble(("prompt    ", "dim"), _short(question))]
+        for sample, advantage in shown:
+            rewards = ", ".join(f"{name} {_number(value)}" for name, value in sample.rewards.items())
+            score = f"reward {_number(sample.reward)} ({rewards})  advantage {_number(advantage, '{:+.2f}')}"
+            style = "green" if advantage > 0 else "red" if advantage < 0 else ""
+            blocks.append(Text.assemble(("response  ", "dim"), _short(sample.rollout.text), ("  -> ", "dim"), (score, style)))
+        if self._console.is_terminal:
+            panel = Panel(Group(*blocks), title=f"step {step}", title_align="left", border_style="dim", width=self._width)
+            self._console.print(panel)
+        else:
+            for block in blocks:
+                first, *rest = block.wrap(self._console, self._width - INDENT, overflow="fold")
+                self._print(Text("    ").append(first))
+                for line in rest:
+                    self._print(Text(" " * INDENT).append(line))
+
+    def message(self, text: str) -> None:
+        self._print(Text(printable(text)))
+
+    def close(self) -> None:
+        self._console.file.flush()
+
+    @property
+    def _width(self) -> int:
+        """Columns of a line."""
+        return min(self._console.width, MAX_WIDTH) if self._console.is_terminal else MAX_WIDTH
+
+    def _cells(self, columns: list[tuple[str, str, str]], metrics: dict[str, float]) -> list[Text]:
+        """One text per metric of `columns` that was reported, then one per counter of failures that is not 0."""
+        shown = [column for column in columns if column[1] in metrics and column[0] not in self._hidden]
+        cells = [
+            Text.assemble((f"  {label} " if label else "  ", "dim"), (form.format(metrics[name]), "green" if name == "reward" else ""))
+            for label, name, form in shown
+        ]
+        return cells + [Text(f"  {name} {value:g}", style="red") for name, value in metrics.items() if name.endswith(ALARMS) and value]
+
+    def _print_cells(self, cells: list[Text]) -> None:
+        """Prints cells side by side; those that no longer fit go on indented lines below."""
+        line = cells[0]
+        for cell in cells[1:]:
+            if len(line) + len(cell) > self._width:
+                self._print(line)
+                line, cell = Text(" " * INDENT), cell[len(cell.plain) - len(cell.plain.lstrip()) :]
+            line = line + cell
+        self._print(line)
+
+    def _print(self, line: Text) -> None:
+        self._console.print(line, soft_wrap=True)
+        self._console.file.flush()
+
+
+def _phases(metrics: dict[str, float]) -> list[Text]:
+    """`  generate 6.1`, ` + train 5.2`, ...: seconds of each phase; phases below 50 ms are left out."""
+    parts = [(phase, metrics.get(f"time/{phase}", 0.0)) for phase in PHASES]
+    named = [f"{phase} {seconds:.1f}" for phase, seconds in parts if seconds >= 0.05]
+    return [Text(f"{'  ' if i == 0 else ' + '}{text}", style="dim") for i, text in enumerate(named)]
+
+
+def _best_and_worst(scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> list[tuple[ScoredRollout, float]]:
+    """Of the first group whose rewards differ, the sample of the highest and of the lowest advantage; else the very first sample."""
+    groups: dict[int, list[tuple[ScoredRollout, float]]] = {}
+    for sample, advantage in zip(scored, advantages, strict=True):
+        groups.setdefault(sample.rollout.prompt.prompt_id, []).append((sample, advantage))
+    for group in groups.values():
+        ranked = sorted((pair for pair in group if math.isfinite(pair[1])), key=lambda pair: pair[1])
+        if ranked and ranked[0][1] < ranked[-1][1]:
+            return [ranked[-1], ranked[0]]
+    return [(scored[0], advantages[0])]
+
+
+def _short(text: str, limit: int = 600) -> str:
+    """The text on one line, its middle left out above `limit` characters."""
+    line = one_line(text)
+    return line if len(line) <= limit else f"{line[: limit // 2]} … {line[-limit // 2 :]}"
+
+
+def _number(value: float | None, form: str = "{:.2f}") -> str:
+    return "-" if value is None or not math.isfinite(value) else form.format(value)

@@ -1,0 +1,276 @@
+"""Whole steps on disk for `megagrpo audit`: `dumps/step_N/` holds everything that step N used and what came out of it.
+
+step.json         samples with texts, rewards, advantages; per optimizer step its samples, weights, denominator, metrics (loss and
+                  gradient norm among them); the model that the run started from, and the reference; the configuration and library
+                  versions. Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
+samples.safetensors   `token_ids` [sum of L], `borders` [N + 1], `prompt_lengths` [N], `rollout_logprobs` [sum of L] (0 on what the
+                  policy did not write) and `written` [sum of L] (whether it did)
+update_K.safetensors  one row per loss token as optimizer step K saw it: `sample`, `token` (its place there), `token_id`, `advantage`,
+                  `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `entropy`, `full_kl`; those that the step has
+optimizer_K.safetensors  of 64 elements of every trained tensor, `places.NAME` [n] in the flattened tensor and `values.NAME` [n, 5] float32:
+                  weight and Adam's two moments before optimizer step K, the clipped gradient, weight after it; the weight that Adam
+                  moves is the float32 master of a bf16 weight. Absent with Muon and with fp8_param
+reference/        the reference's weights as a Hugging Face folder, once it has moved
+weights_K/        the weights before optimizer step K as a Hugging Face folder; the very first are those of the model, and not written
+
+A dump is complete or absent, and a step that is dumped computes the same as one that is not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megagrpo.bridge.export import save_hf
+from megagrpo.bridge.optimizer_sample import Read, sample
+from megagrpo.config import RunConfig
+from megagrpo.parallel.agree import together
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.optimizer import moments_of
+from megagrpo.policy.reference import Reference
+from megagrpo.types import LossFn, LossInputs, ScoredRollout
+
+STEP_FILE = "step.json"
+PACKAGES = ("megagrpo", "torch", "megatron-core", "transformers", "vllm")
+
+Rows = dict[str, Tensor]
+Sampled = dict[str, tuple[Tensor, Tensor]]
+
+
+class StepDumps:
+    """Writes the steps that `debug.dump_steps` names into `folder`; in every other step its methods do nothing.
+
+    All methods are collective. A dump that cannot be written is reported to `say` and given up; the run goes on.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: MegatronPolicy,
+        folder: Path,
+        model_folder: Path,
+        say: Callable[[str], None],
+        reference: Reference | None = None,
+        reference_folder: Path | None = None,
+    ):
+        """`reference_folder` holds what the reference was at first; the model when empty."""
+        self._config, self._policy, self._layout = config, policy, policy.layout
+        self._reference, self._reference_folder = reference, reference_folder or model_folder
+        self._folder, self._model_folder, self._say = folder, model_folder, say
+        self._step = 0  # being dumped; 0 when none is
+        self._updates: list[dict[str, Any]] = []
+        self._seen: dict[int, LossInputs] = {}
+        self._before: Sampled = {}  # the optimizer, before the step that is under way
+
+    def begin(self, step: int) -> None:
+        """Dump what follows, if `step` (from 1) is one of those asked for."""
+        self._step, self._updates = (step if step in self._config.debug.dump_steps else 0), []
+        if self._step:
+            cleared = self._attempt(lambda: together(self._layout, self._clear, here=self._layout.world_rank == 0))
+            if cleared and self._reference is not None and self._reference.moved:
+                with self._reference.in_place():
+                    self._attempt(lambda: self._save("reference"))
+
+    def record(self, loss_fn: LossFn) -> LossFn:
+        """`loss_fn` for one optimizer step, which keeps what it is called with; the weights before the step are written now."""
+        self._seen = {}
+        if not self._step or not (self._attempt(self._save_weights) and self._attempt(self._look_at_optimizer)):
+            return loss_fn
+        counts = self._layout.tp_rank == 0 and self._layout.cp_rank == 0  # the others see the same
+
+        def recording(inputs: LossInputs):
+            if counts:  # a policy may ask for the loss of a part beforehand: the last call for a micro-batch is the one it trains on
+                self._seen[id(inputs.micro_batch)] = detached(inputs)
+            return loss_fn(inputs)
+
+        return recording
+
+    def measured(self, metrics: dict[str, float], denominator: int, samples: Sequence[int]) -> None:
+        """What came out of the optimizer step on these samples; without `grad_norm` it was skipped."""
+        if self._step:
+            self._updates[-1] |= {"denominator": denominator, "metrics": dict(metrics), "samples": list(samples)}
+            if self._attempt(self._save_rows):
+                self._attempt(self._save_optimizer)
+
+    def finish(self, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
+        """Write the rollouts, and let the dump appear."""
+        if self._step:
+            here = self._layout.world_rank == 0
+            if self._attempt(lambda: together(self._layout, lambda: self._publish(scored, advantages), here)):
+                self._say(f"dump {self._final}")
+        self._step = 0
+
+    @property
+    def _final(self) -> Path:
+        return self._folder / f"step_{self._step:06d}"
+
+    @property
+    def _partial(self) -> Path:
+        return self._folder / f".{self._final.name}.partial"
+
+    def _attempt(self, action: Callable[[], Any]) -> bool:
+        """Whether a collective action succeeded, on every rank or on none; after a failure the step is no longer dumped."""
+        try:
+            action()
+        except (OSError, ValueError, RuntimeError) as error:
+            self._say(f"warning: step {self._step} is not dumped: {error}")
+            if self._layout.world_rank == 0:
+                shutil.rmtree(self._partial, ignore_errors=True)
+            self._step = 0
+            return False
+        return True
+
+    def _clear(self) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+
+    def _save_weights(self) -> None:
+        number = len(self._updates) + 1
+        name = None if self._step == number == 1 else f"weights_{number}"
+        if name:
+            self._save(name)
+        self._updates.append({"weights": name})
+
+    def _save(self, name: str) -> None:
+        policy = self._policy
+        save_hf(policy.chunks, policy.hf_config, self._layout, self._partial / name, self._model_folder, dtype=policy.dtype)
+
+    def _save_rows(self) -> None:
+        mine = [loss_tokens(inputs) for inputs in self._seen.values()]
+        self._seen = {}
+        everyone = [rows for of_rank in self._layout.all_gather_objects(mine) for rows in of_rank]
+        name = f"update_{len(self._updates)}.safetensors"
+        self._updates[-1]["rows"] = name
+        together(self._layout, lambda: save_file(merge(everyone), self._partial / name), here=self._layout.world_rank == 0)
+
+    def _look_at_optimizer(self) -> None:
+        config = self._config
+        self._before = {}
+        if config.train.optimizer == "adam" and not config.model.fp8_param:
+            self._before = self._sample(lambda adam, main: [main, *moments_of(adam, main)])
+        self._updates[-1]["optimizer_steps"] = self._policy.scheduler.num_steps
+
+    def _save_optimizer(self) -> None:
+        """Adam's gradient is what it has just followed: clipped; NaN where the step was skipped."""
+        if not self._before:
+            return
+        after = self._sample(lambda adam, main: [torch.full_like(main, math.nan) if main.grad is None else main.grad, main])
+        tables = {f"places.{name}": places for name, (places, _) in after.items()}
+        tables |= {f"values.{name}": torch.cat([self._before[name][1], values], dim=1) for name, (_, values) in after.items()}
+        name = f"optimizer_{len(self._updates)}.safetensors"
+        self._updates[-1]["optimizer"] = name
+        together(self._layout, lambda: save_file(tables, self._partial / name), here=self._layout.world_rank == 0)
+
+    def _sample(self, read: Read) -> Sampled:
+        policy = self._policy
+        return sample(policy.chunks, policy.hf_config, self._layout, policy.optimizer, read)
+
+    def _publish(self, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
+        config, layout = self._config, self._layout
+        contents = {
+            "step": self._step,
+            "dtype": str(self._policy.dtype).removeprefix("torch."),
+            "layout": {axis: getattr(layout, f"{axis}_size") for axis in ("tp", "cp", "pp", "dp", "ep")},
+            "versions": {package: _version(package) for package in PACKAGES},
+            "model": str(self._model_folder.resolve()),
+            "reference": "reference" if (self._partial / "reference").exists() else str(self._reference_folder.resolve()),
+            "updates": self._updates,
+            "samples": [_sample(s, a) for s, a in zip(scored, advantages, strict=True)],
+            "config": config.model_dump(mode="json"),
+        }
+        save_file(_token_rows(scored), self._partial / "samples.safetensors")
+        (self._partial / STEP_FILE).write_text(json.dumps(_plain(contents), indent=1, ensure_ascii=False, allow_nan=False))
+        if self._final.exists():  # a run that was resumed from before this step
+            shutil.rmtree(self._final)
+        self._partial.rename(self._final)
+
+
+def detached(inputs: LossInputs) -> LossInputs:
+    """The same numbers without the graph that made them."""
+    rows = {name: value.detach() for name, value in vars(inputs).items() if isinstance(value, Tensor)}
+    return replace(inputs, **rows)
+
+
+def loss_tokens(inputs: LossInputs) -> Rows:
+    """One row per loss token of a micro-batch, in its order, on the CPU."""
+    batch = inputs.micro_batch
+    chosen = batch.loss_mask.nonzero()[:, 0]
+    sample = batch.samples.repeat_interleave(batch.cu_seqlens.diff().long())
+    rows = {
+        "sample": sample,
+        "token": batch.position_ids + 1,
+        "token_id": batch.labels,
+        "advantage": batch.advantages,
+        "policy_logprobs": inputs.policy_logprobs,
+        "old_logprobs": batch.old_logprobs,
+        "ref_logprobs": batch.ref_logprobs,
+        "rollout_logprobs": batch.rollout_logprobs,
+        "entropy": inputs.entropy,
+        "full_kl": inputs.full_kl,
+    }
+    return {name: row.index_select(0, chosen).cpu() for name, row in rows.items() if row is not None}
+
+
+def merge(parts: Sequence[Rows]) -> Rows:
+    """The rows of all micro-batches, ordered by sample and token. A token that was trained twice is there twice."""
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    order = (whole["sample"] * 2**32 + whole["token"]).argsort(stable=True)
+    return {name: row[order] for name, row in whole.items()}
+
+
+def _token_rows(scored: Sequence[ScoredRollout]) -> Rows:
+    rollouts = [s.rollout for s in scored]
+    prompts = [len(r.prompt.token_ids) for r in rollouts]
+    lengths = [n + len(r.response_ids) for n, r in zip(prompts, rollouts, strict=True)]
+    logprobs = [value for n, r in zip(prompts, rollouts, strict=True) for value in (*[0.0] * n, *r.rollout_logprobs)]
+    return {
+        "token_ids": torch.tensor([token for r in rollouts for token in (*r.prompt.token_ids, *r.response_ids)]),
+        "borders": torch.tensor([0, *lengths]).cumsum(0),
+        "prompt_lengths": torch.tensor(prompts),
+        "rollout_logprobs": torch.tensor(logprobs, dtype=torch.float64),
+        "written": torch.tensor([value for n, r in zip(prompts, rollouts, strict=True) for value in (*[False] * n, *r.written)]),
+    }
+
+
+def _sample(scored: ScoredRollout, advantage: float) -> dict[str, Any]:
+    rollout = scored.rollout
+    return {
+        "prompt_id": rollout.prompt.prompt_id,
+        "prompt": rollout.prompt.messages,
+        "columns": rollout.prompt.columns,
+        "response": rollout.text,
+        "finish_reason": rollout.finish_reason,
+        "weight_version": rollout.weight_version,
+        "rewards": scored.rewards,
+        "reward": scored.reward,
+        "advantage": advantage,
+        "dialogue": rollout.dialogue and rollout.dialogue.record(),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: keys and what it has no type for as text."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,303 @@
+"""Where the numbers of a run go: files that outlive it, TensorBoard, Weights & Biases when asked, and a console a person can read.
+
+`metrics.jsonl` and `completions.jsonl` are the truth; everything else can be rebuilt from them. A sink that fails is reported once and
+never stops training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megagrpo.config import RunConfig
+from megagrpo.process.terminal import warn
+from megagrpo.records.console import ConsoleSink
+from megagrpo.types import ScoredRollout
+
+
+def over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its optimizer steps: means over those that have one, the extreme of `/max` and `/min`, and the
+    last learning rate."""
+    metrics = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
+        how = {"max": max, "min": min, "learning_rate": lambda rates: rates[-1]}.get(name.rpartition("/")[2], statistics.fmean)
+        metrics[name] = how(values)
+    return metrics
+
+
+def idle_shares(times: dict[str, float]) -> dict[str, float]:
+    """The share of a step in which the trainer waits for responses and rewards, and in which the servers have nothing to generate, when
+    the two take turns."""
+    step, generating = times["time/step"], times.get("time/generate", 0.0)
+    return {"idle/trainer": (generating + times.get("time/reward", 0.0)) / step, "idle/servers": 1 - generating / step}
+
+
+class Sink(Protocol):
+    """One place that metrics go to. Any method may raise: the writer catches it."""
+
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None: ...
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Hands every call to each sink. A sink that raises is named once on stderr; a file is tried again next time, a service is dropped."""
+
+    def __init__(self, run_folder: str | Path, config: RunConfig, restored_step: int = 0):
+        """`restored_step` is the step a resumed run starts after: lines of later steps belong to work that is done again, and go."""
+        folder = Path(run_folder)
+        self._sinks: dict[str, Sink] = {}
+        self._failed: set[str] = set()
+        self._add("console", lambda: ConsoleSink(config))
+        self._add("metrics.jsonl and completions.jsonl", lambda: JsonlSink(folder, restored_step))
+        if config.run.tensorboard:
+            self._add("TensorBoard", lambda: TensorBoardSink(folder / "tensorboard", restored_step))
+        if config.run.wandb != "off":
+            self._add("wandb", lambda: WandbSink(folder, config))
+
+    @classmethod
+    def silent(cls) -> MetricsWriter:
+        """A writer without sinks, for the ranks that do not report."""
+        writer = cls.__new__(cls)
+        writer._sinks, writer._failed = {}, set()
+        return writer
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """The metrics of one finished training step."""
+        self._each("step", step, metrics)
+
+    def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
+        """Every rollout of one step, with its rewards and its advantage."""
+        self._each("completions", step, scored, advantages)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Metrics over the held-out prompts after `step` steps; written under `eval/`."""
+        named = {name if name.startswith("eval/") else f"eval/{name}": value for name, value in metrics.items()}
+        self._each("evaluation", step, named)
+
+    def message(self, text: str) -> None:
+        """A line for the person who watches."""
+        self._each("message", text)
+
+    def close(self) -> None:
+        """Flushes and closes every sink."""
+        self._each("close")
+        self._sinks = {}
+
+    def _add(self, name: str, make: Any) -> None:
+        try:
+            self._sinks[name] = make()
+        except Exception as error:
+            self._warn(name, error)
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                getattr(sink, method)(*arguments)
+            except Exception as error:
+                self._warn(name, error)
+                if not isinstance(error, OSError):
+                    del self._sinks[name]
+
+    def _warn(self, name: str, error: Exception) -> None:
+        if name in self._failed:
+            return
+        self._failed.add(name)
+        try:
+            warn(f"warning: {name} failed and may be incomplete; training goes on. {type(error).__name__}: {error}")
+        except OSError:
+            pass  # stderr itself is gone
+
+
+class JsonlSink:
+    """`metrics.jsonl`, one line per step or evaluation, and `completions.jsonl`, one line per rollout; on disk when a call returns."""
+
+    def __init__(self, folder: Path, restored_step: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = JsonlFile(folder / "metrics.jsonl", restored_step)
+        self._completions = JsonlFile(folder / "completions.jsonl", restored_step)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self._metrics.append([{"step": step, "wall_time": round(time.time(), 3), **metrics}])
+
+    evaluation = step
+
+    def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
+        self._completions.append([_completion(step, s, a) for s, a in zip(scored, advantages, strict=True)])
+
+    def message(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._completions.close()
+
+
+def _completion(step: int, scored: ScoredRollout, advantage: float) -> dict[str, Any]:
+    rollout = scored.rollout
+    later = {"later_versions": rollout.later_versions} if rollout.later_versions else {}
+    told = {} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()}
+    return {
+        "step": step,
+        "prompt_id": rollout.prompt.prompt_id,
+        "prompt": rollout.prompt.messages,
+        "completion": rollout.text,
+        "num_tokens": rollout.length,
+        "finish_reason": rollout.finish_reason,
+        "reward": scored.reward,
+        "rewards": scored.rewards,
+        "advantage": advantage,
+        "weight_version": rollout.weight_version,
+        **later,
+        **told,
+    }
+
+
+class JsonlFile:
+    """Appends lines of JSON, each whole or, when the disk is full, broken but alone on its line. NaN and infinity become null."""
+
+    def __init__(self, path: Path, last_step: int):
+        """Lines of steps after `last_step`, and a line that a kill cut short, are dropped from a file that is already there."""
+        if path.exists():
+            self._drop_after(path, last_step)
+        self._file = open(path, "ab", buffering=0)
+        self._broken_line = False
+
+    @staticmethod
+    def _drop_after(path: Path, last_step: int) -> None:
+        rewritten = path.with_suffix(".rewriting")
+        with open(path, "rb") as lines, open(rewritten, "wb") as kept:
+            kept.writelines(line for line in lines if _step_of(line) <= last_step)
+        os.replace(rewritten, path)
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        lines = "".join(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        # A lone surrogate, which UTF-8 has no bytes for, becomes its escape in JSON.
+        data = memoryview((("\n" if self._broken_line else "") + lines).encode(errors="backslashreplace"))
+        self._broken_line = bool(data)
+        while data:
+            data = data[self._file.write(data) :]  # unbuffered: a full disk writes a part, then raises
+        self._broken_line = False
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line of ours; infinity when the line is not whole."""
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _NumbersOnly:
+    """What a sink does with text: nothing."""
+
+    def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+
+class TensorBoardSink(_NumbersOnly):
+    """Scalars as TensorBoard events."""
+
+    def __init__(self, folder: Path, restored_step: int):
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        self._writer = SummaryWriter(str(folder), purge_step=restored_step + 1 if restored_step else None)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    evaluation = step
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink(_NumbersOnly):
+    """Weights & Biases, online or offline. A resumed run continues under the id kept in `wandb_id`."""
+
+    def __init__(self, folder: Path, config: RunConfig):
+        try:
+            import wandb
+        except ImportError:
+            raise RuntimeError("run.wandb needs the package wandb: pip install wandb") from None
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = folder / "wandb_id"
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex[:8])
+        self._run = wandb.init(
+            project="megagrpo",
+            name=config.run.name,
+            id=kept.read_text().strip(),
+            resume="allow",
+            dir=str(folder),
+            mode=config.run.wandb,
+            config=config.model_dump(),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    evaluation = step
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class PhaseTimer:
+    """Seconds per phase of a step: `with timer("generate"): ...`; a phase entered twice adds up.
+
+    Host seconds: a phase that leaves work queued on a GPU hands its time to the phase that waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - start
+
+    def collect(self) -> dict[str, float]:
+        """`time/PHASE` for each phase and `time/step` since the last call (or the start), in seconds; starts anew."""
+        now = time.perf_counter()
+        metrics = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {"time/step": now - self._started}
+        self._seconds.clear()
+        self._started = now
+        return metrics

@@ -1,0 +1,51 @@
+"""Scores of reasoning-gym: every family judges its own answers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from megagrpo.rewards.functions.text import last_number, text_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, which reasoning-gym imports
+    from reasoning_gym.factory import DATASETS
+    from reasoning_gym.utils import extract_answer
+
+
+def reasoning_gym(completions: list, answer: list[Any], metadata: list[dict], question: list[str], extract: str = "tag") -> list[float]:
+    """The family's score, 0 to 1, of the answer in each completion.
+
+    `extract`: "tag" takes the last <answer>...</answer>, or the whole completion without one; "number" takes the last number.
+    Many families give partial credit to an answer that contains the gold one, so "number" is the stricter choice for arithmetic."""
+    if extract not in ("tag", "number"):
+        raise ValueError(f"reasoning_gym: extract {extract!r} must be 'tag' or 'number'")
+    rows = zip(completions, answer, metadata, question, strict=True)
+    return [_score(_extracted(text_of(c), extract), {"question": q, "answer": a, "metadata": m}) for c, a, m, q in rows]
+
+
+def _extracted(text: str, extract: str) -> str | None:
+    if extract == "number":
+        number = last_number(text)
+        return None if number is None else _plain(f"{number:f}")
+    tagged = extract_answer(text)
+    return text.strip() if tagged is None else tagged
+
+
+def _plain(number: str) -> str:
+    """ "10.50" as "10.5" and "10.0" as "10"; many families compare text."""
+    return number.rstrip("0").rstrip(".") if "." in number else number
+
+
+def _score(answer: str | None, entry: dict) -> float:
+    if answer is None:  # some families raise on it
+        return 0.0
+    return float(_scorer(entry["metadata"]["source_dataset"])(answer, entry=entry))
+
+
+@cache
+def _scorer(family: str) -> Callable[..., float]:
+    dataset_class, config_class = DATASETS[family]
+    return dataset_class(config=config_class()).score_answer

@@ -1,0 +1,74 @@
+"""JSON over HTTP for rewards that others compute: retries with back-off, and errors that name the address."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+from megagrpo.rewards.functions.text import encodable
+
+if TYPE_CHECKING:
+    import httpx
+
+_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
+_LONGEST_WAIT = 30.0  # seconds between two attempts, whatever the server asks for
+
+
+class ServiceError(RuntimeError):
+    """A service gave no usable answer; the text names its address, the last reason and the attempts."""
+
+
+class JsonService:
+    """POSTs to `url`. A refused or dropped connection, a time-out of `timeout` seconds and the codes of an overload are tried `retries`
+    times more, after 0.5, 1, 2, ... seconds with jitter or as the server's Retry-After says. Other codes are errors at once."""
+
+    def __init__(self, url: str, timeout: float, retries: int, headers: dict[str, str] | None = None, first_wait: float = 0.5):
+        self.url, self._timeout, self._retries, self._first_wait = url, timeout, retries, first_wait
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        self._client: httpx.AsyncClient | None = None
+
+    async def post(self, body: dict[str, Any]) -> Any:
+        """The answer's JSON. ServiceError when there is none."""
+        import httpx  # here, where it is used: a worker that only describes the function starts in half the time
+
+        if self._client is None:  # made here, in the loop that uses it
+            self._client = httpx.AsyncClient(timeout=self._timeout, limits=httpx.Limits(max_connections=None))
+        content = json.dumps(_encodable(body)).encode()
+        for attempt in range(self._retries + 1):
+            wait, reason = self._first_wait * 2**attempt * random.uniform(0.75, 1.25), ""
+            try:
+                answer = await self._client.post(self.url, content=content, headers=self._headers)
+                if answer.status_code == 200:
+                    return answer.json()
+                reason = f"it answered {answer.status_code}: {answer.text[:300]}"
+                if answer.status_code not in _AGAIN:
+                    raise ServiceError(f"{self.url}: {reason}")
+                wait = _asked_wait(answer, wait)
+            except httpx.TimeoutException:
+                reason = f"no answer within {self._timeout:g} s"
+            except httpx.TransportError as error:
+                reason = repr(error)
+            except json.JSONDecodeError as error:
+                reason = f"its answer is no JSON: {error}"
+            if attempt < self._retries:
+                await asyncio.sleep(min(wait, _LONGEST_WAIT))
+        raise ServiceError(f"{self.url}: {reason} ({self._retries + 1} attempts)")
+
+
+def _asked_wait(answer: httpx.Response, otherwise: float) -> float:
+    try:
+        return max(0.0, float(answer.headers["Retry-After"]))
+    except (KeyError, ValueError):
+        return otherwise
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, list | tuple):
+        return [_encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _encodable(item) for key, item in value.items()}
+    return value

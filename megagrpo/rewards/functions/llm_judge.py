@@ -1,0 +1,139 @@
+"""A language model as judge, asked through any OpenAI-compatible server: vLLM, or a provider."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from megagrpo.rewards.functions.http_service import JsonService, ServiceError
+from megagrpo.rewards.functions.text import text_of
+
+TEMPLATE = """Judge how well the answer below serves the question. Look for errors first, then decide.
+End with one line of the form "Score: N", where N is a number from {low} (useless) to {high} (perfect).
+
+[question]
+{prompt}
+[end of question]
+
+[answer]
+{completion}
+[end of answer]"""
+PATTERN = r"(?i)score\W{0,3}\s*(-?[0-9]+(?:\.[0-9]+)?)"
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+class LlmJudge:
+    """The judge's score from `low` to `high`, brought to 0 to 1. None, counted as an exception, where it gives none or does not answer.
+
+    `url` is the server's base, such as http://host:8000/v1. `template` is the judge's task, text or a file, with {prompt}, {completion},
+    {low}, {high} and any column in braces. `pattern` finds the score: the first group of its last match. `cache` is an SQLite file that
+    keeps every answer, so that the same question is not asked twice, in other runs too. The key of a provider is read from the
+    environment variable `api_key_env`; `options` are more fields of the request."""
+
+    completions_per_call = 1  # so that rewards.concurrency counts requests
+    value_of_failure = None
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        template: str = TEMPLATE,
+        system: str | None = None,
+        pattern: str = PATTERN,
+        low: float = 0.0,
+        high: float = 10.0,
+        temperature: float = 0.0,
+        max_tokens: int = 1024,
+        timeout: float = 60.0,
+        retries: int = 3,
+        cache: str | None = None,
+        api_key_env: str = "OPENAI_API_KEY",
+        options: dict[str, Any] | None = None,
+    ):
+        if low >= high:
+            raise ValueError(f"llm_judge: low {low:g} is not below high {high:g}")
+        if timeout <= 0 or retries < 0:
+            raise ValueError(f"llm_judge: timeout {timeout} must be above 0 and retries {retries} 0 or more")
+        self._pattern = re.compile(pattern)
+        if self._pattern.groups < 1:
+            raise ValueError(f"llm_judge: pattern {pattern!r} needs a group, (...), around the score")
+        self._template = Path(template).read_text() if "\n" not in template and Path(template).is_file() else template
+        fields = set(_FIELD.findall(self._template))
+        if "completion" not in fields:
+            raise ValueError("llm_judge: template shows the judge no {completion}")
+        self.needs_columns = tuple((name,) for name in sorted(fields - {"prompt", "completion", "low", "high"}))
+        self._low, self._high, self._system = low, high, system
+        self._common = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(options or {})}
+        key = os.environ.get(api_key_env)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._service = JsonService(url.rstrip("/") + "/chat/completions", timeout, retries, headers)
+        self._cache = None if cache is None else _Cache(cache)
+
+    async def __call__(self, prompts: list, completions: list, **columns: Any) -> list[float]:
+        return [await self._score(i, prompts, completions, columns) for i in range(len(completions))]
+
+    async def _score(self, i: int, prompts: list, completions: list, columns: dict[str, Any]) -> float:
+        values = {name: columns[name][i] for (name,) in self.needs_columns}
+        values |= {
+            "prompt": _as_text(prompts[i]),
+            "completion": text_of(completions[i]),
+            "low": f"{self._low:g}",
+            "high": f"{self._high:g}",
+        }
+        task = _FIELD.sub(lambda field: str(values[field[1]]), self._template)  # braces in what is filled in stay as they are
+        messages = [{"role": "user", "content": task}]
+        if self._system is not None:
+            messages.insert(0, {"role": "system", "content": self._system})
+        return self._read(await self._ask({**self._common, "messages": messages}))
+
+    async def _ask(self, body: dict[str, Any]) -> str:
+        key = hashlib.sha256(json.dumps([self._service.url, body], sort_keys=True).encode()).hexdigest()
+        known = self._cache.get(key) if self._cache else None
+        if known is not None:
+            return known
+        answer = await self._service.post(body)
+        try:
+            text = answer["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError):
+            raise ServiceError(f"{self._service.url}: no choices in its answer: {str(answer)[:300]}") from None
+        self._read(text)  # what holds no score is asked again another time
+        if self._cache:
+            self._cache.put(key, text)
+        return text
+
+    def _read(self, text: str) -> float:
+        matches = list(self._pattern.finditer(text))
+        if not matches:
+            raise ServiceError(f"{self._service.url}: no score in the judge's answer: {text[-300:]!r}")
+        score = float(matches[-1][1])
+        if not self._low <= score <= self._high:
+            raise ServiceError(f"{self._service.url}: the judge's score {score:g} is not from {self._low:g} to {self._high:g}")
+        return (score - self._low) / (self._high - self._low)
+
+
+class _Cache:
+    """Answers by the hash of their question, in a file that several processes share."""
+
+    def __init__(self, path: str):
+        file = Path(os.path.expanduser(path))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._connection = sqlite3.connect(file, timeout=30, isolation_level=None)
+        self._connection.execute("CREATE TABLE IF NOT EXISTS answers (question TEXT PRIMARY KEY, answer TEXT NOT NULL)")
+
+    def get(self, key: str) -> str | None:
+        row = self._connection.execute("SELECT answer FROM answers WHERE question = ?", (key,)).fetchone()
+        return None if row is None else row[0]
+
+    def put(self, key: str, answer: str) -> None:
+        self._connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
+
+
+def _as_text(prompt: str | list[dict[str, Any]]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -1,0 +1,72 @@
+"""A Hugging Face sequence-classification model with one label as a reward, in a worker process of its own."""
+
+from __future__ import annotations
+
+from itertools import batched
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from megagrpo.rewards.functions.text import encodable, text_of
+
+
+class RewardModel:
+    """The model's logit for each prompt with its completion (the definition of TRL's reward models).
+
+    Messages go through the chat template of the model's own tokenizer, plain text is prompt and completion joined; `as_chat` makes a user
+    and an assistant message of those too. No special tokens are added, padding is on the right, and what is above `max_length` tokens is
+    cut. `device` is where it runs: `cpu`, or a GPU such as `cuda:0` that has room beside the trainer and vLLM."""
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: str | None = None,
+        batch_size: int = 8,
+        max_length: int | None = None,
+        as_chat: bool = False,
+        device: str = "cpu",
+        dtype: str = "float32",
+        threads: int = 1,
+    ):
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"model:{path}: dtype {dtype!r} must be float32, bfloat16 or float16")
+        if batch_size < 1:
+            raise ValueError(f"model:{path}: batch_size {batch_size} must be 1 or more")
+        torch.set_num_threads(threads)
+        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer or path)
+        model, report = AutoModelForSequenceClassification.from_pretrained(path, dtype=getattr(torch, dtype), output_loading_info=True)
+        if model.config.num_labels != 1:
+            raise ValueError(f"model:{path}: it has {model.config.num_labels} labels; a reward model has one (num_labels 1)")
+        if report["missing_keys"]:
+            raise ValueError(f"model:{path}: no reward model, its weights lack {', '.join(sorted(report['missing_keys']))}")
+        if self._tokenizer.pad_token is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._model = model.to(device).eval()
+        self._batch_size, self._max_length, self._as_chat, self._device = batch_size, max_length, as_chat, device
+
+    @torch.inference_mode()
+    def __call__(self, prompts: list, completions: list) -> list[float]:
+        texts = [self._text(p, c) for p, c in zip(prompts, completions, strict=True)]
+        rewards = [0.0] * len(texts)
+        by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # a batch is as wide as its longest
+        for places in batched(by_length, self._batch_size):
+            inputs = self._tokenizer(
+                [texts[i] for i in places],
+                add_special_tokens=False,
+                padding=True,
+                padding_side="right",
+                truncation=self._max_length is not None,
+                max_length=self._max_length,
+                return_tensors="pt",
+            ).to(self._device)
+            for i, reward in zip(places, self._model(**inputs).logits[:, 0].float().tolist(), strict=True):
+                rewards[i] = reward
+        return rewards
+
+    def _text(self, prompt: str | list, completion: str | list) -> str:
+        if isinstance(prompt, str) and not self._as_chat:
+            return encodable(prompt + text_of(completion))
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        answered = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        return encodable(self._tokenizer.apply_chat_template([*asked, *answered], tokenize=False))

@@ -1,0 +1,98 @@
+"""Rewards of a model that somebody serves: vLLM's /classify and /pooling, or any address that answers the JSON described here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from itertools import batched
+from typing import Any
+from urllib.parse import urlsplit
+
+from megagrpo.rewards.functions.http_service import JsonService, ServiceError
+from megagrpo.rewards.functions.text import text_of
+
+SECRET = re.compile("authorization|cookie|key|token|secret|password", re.IGNORECASE)
+
+
+class ServedReward:
+    """Asks `url` for the reward of each completion; None where it gives none or fails, which is counted as an exception.
+
+    A path that ends in /classify or /pooling is vLLM's, serving a classification model with one label: it gets prompt and completion as
+    text, or as messages for the server's chat template, and the reward is the logit, without activation. Any other address gets
+    {"prompts": [...], "completions": ["...", ...], "columns": {name: [...]}} with the columns named in `columns`, at most `batch_size`
+    completions at a time, and answers {"rewards": [number or null, ...]}.
+
+    A value of `headers` that begins with $ names an environment variable, which holds what is sent."""
+
+    value_of_failure = None
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        columns: list[str] | None = None,
+        batch_size: int = 64,
+        timeout: float = 30.0,
+        retries: int = 3,
+        headers: dict[str, str] | None = None,
+    ):
+        if batch_size < 1 or retries < 0 or timeout <= 0:
+            raise ValueError(f"{url}: batch_size {batch_size} must be 1 or more, retries {retries} 0 or more and timeout {timeout} above 0")
+        self._kind = urlsplit(url).path.rstrip("/").rpartition("/")[2]
+        self._is_vllm = self._kind in ("classify", "pooling")
+        if self._is_vllm and columns:
+            raise ValueError(f"{url}: vLLM's {self._kind} takes no columns; remove args.columns")
+        self._columns, self._batch_size = columns or [], batch_size
+        self._model = {"model": model} if model else {}
+        self._service = JsonService(url, timeout, retries, _revealed(url, headers or {}))
+        self.needs_columns = tuple((name,) for name in self._columns)
+
+    async def __call__(self, prompts: list, completions: list, **columns: Any) -> list[float | None]:
+        rows = list(zip(prompts, completions, *(columns[name] for name in self._columns), strict=True))
+        ask = self._ask_vllm if self._is_vllm else self._ask
+        parts = await asyncio.gather(*(ask(list(part)) for part in batched(rows, self._batch_size)))
+        return [reward for part in parts for reward in part]
+
+    async def _ask(self, rows: list[tuple]) -> list[float | None]:
+        prompts, completions, *columns = (list(values) for values in zip(*rows, strict=True))
+        body = {"prompts": prompts, "completions": [text_of(c) for c in completions], **self._model}
+        answer = await self._service.post(body | {"columns": dict(zip(self._columns, columns, strict=True))})
+        rewards = answer.get("rewards") if isinstance(answer, dict) else None
+        if not isinstance(rewards, list) or len(rewards) != len(rows):
+            raise ServiceError(f'{self._service.url}: wanted {{"rewards": [{len(rows)} numbers or nulls]}}, got {str(answer)[:300]}')
+        return rewards
+
+    async def _ask_vllm(self, rows: list[tuple]) -> list[float | None]:
+        """vLLM takes a list of texts in one request, and of chats one at a time; it batches them itself."""
+        common = {**self._model, "use_activation": False, "add_special_tokens": False}
+        if self._kind == "pooling":
+            common["task"] = "classify"
+        if isinstance(rows[0][0], str):
+            answers = [await self._service.post({**common, "input": [prompt + text_of(completion) for prompt, completion in rows]})]
+        else:
+            bodies = [{**common, "messages": [*prompt, *completion]} for prompt, completion in rows]
+            answers = await asyncio.gather(*(self._service.post(body) for body in bodies))
+        found = [item for answer in answers for item in sorted(answer["data"], key=lambda item: item["index"])]
+        return [self._logit(item["probs"] if "probs" in item else item["data"]) for item in found]
+
+    def _logit(self, values: Any) -> float:
+        while isinstance(values, list) and len(values) == 1:
+            values = values[0]
+        if isinstance(values, list):
+            raise ServiceError(f"{self._service.url}: the model has {len(values)} labels; a reward model has one")
+        return float(values)
+
+
+def _revealed(url: str, headers: dict[str, str]) -> dict[str, str]:
+    """The headers with what environment variables hold. ValueError for one that is not set, and for a secret that the config, and with it
+    resolved.yaml, would give away."""
+    found = {}
+    for name, value in headers.items():
+        if not value.startswith("$"):
+            if SECRET.search(name):
+                raise ValueError(f"{url}: args.headers.{name} is a secret that everybody reads; write $NAME, an environment variable's")
+            found[name] = value
+        elif (found.setdefault(name, os.environ.get(value[1:], ""))) == "":
+            raise ValueError(f"{url}: args.headers.{name} is {value}, and the environment has no {value[1:]}; export it")
+    return found

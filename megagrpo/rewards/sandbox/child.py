@@ -1,0 +1,246 @@
+"""The process that a program of a completion runs in: `python -I -S child.py REPORTS MAILBOX`, started by `sandbox.run`.
+
+It reads a job (JSON) from standard input, puts up the walls that the kernel offers, reports them and the results of tests on the descriptor
+REPORTS, and executes the program. It imports nothing of this project but `system_calls`. The walls also hold for what the program imports
+and for its threads. None of them needs root:
+
+- Landlock: the program can open the job's folder, and Python's own files to read. Where the kernel lacks it, a mount namespace does that.
+- seccomp: no sockets, no new processes, no signals to others, no tracing, no way around (io_uring, namespaces, memory outside of limits).
+- user, mount and network namespaces: no network device, and a folder in memory that the kernel limits and removes with the process.
+- counts: the parent answers each new thread and, where the folder lies on a disk, each new file (seccomp's user notification).
+- resource limits: processor time, memory, size of a file, descriptors.
+"""
+
+import _socket
+import ctypes
+import json
+import os
+import resource
+import struct
+import sys
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x8000000, 0x10000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+SECCOMP = {"x86_64": 317, "aarch64": 277}  # the number of the call
+SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER = 1, 8
+
+
+def succeeded(result):
+    return result == 0
+
+
+def limit_resources(job, file_bytes):
+    limits = {
+        resource.RLIMIT_AS: job["memory_mb"] << 20,
+        resource.RLIMIT_CPU: job["cpu_seconds"],
+        resource.RLIMIT_FSIZE: file_bytes,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 1024,  # timers too
+    }
+    for limit, value in limits.items():
+        hard = resource.getrlimit(limit)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
+
+
+# ------------------------------------------------------------------------------------------------------------------ namespaces
+
+
+def enter_namespaces():
+    """A user namespace with no network device, and mounts of its own. False where the kernel or a container forbids it."""
+    uid, gid = os.getuid(), os.getgid()
+    if not succeeded(LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS)):
+        return False
+    try:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    except OSError:
+        pass  # the user stays unmapped, as root without capabilities does: the process has fewer rights, the network is gone
+    return True
+
+
+def mount_read_only(job):
+    """Make a root of its own: the readable files, read-only, and the job's folder, in memory and limited. False where that fails."""
+    try:
+        return _mount_read_only(job)
+    except OSError:  # an unmapped user cannot create files in a new file system
+        return False
+
+
+def _mount_read_only(job):
+    root, folder = job["root"], job["folder"]
+    mount = LIBC.mount
+    if not succeeded(mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)):
+        return False
+    if not succeeded(mount(b"tmpfs", root.encode(), b"tmpfs", 0, b"size=1m,mode=755")):
+        return False
+    for path in job["readable"]:
+        if not os.path.exists(path):
+            continue
+        inside = root + path
+        if os.path.isdir(path):
+            os.makedirs(inside, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(inside), exist_ok=True)
+            open(inside, "w").close()
+        if not succeeded(mount(path.encode(), inside.encode(), None, MS_BIND, None)):
+            return False
+        flags = MS_REMOUNT | MS_BIND | MS_RDONLY
+        # A bind mount in a user namespace keeps the flags that are locked on the original: try with the usual ones too.
+        locked = (0, 2 | 4, 2 | 4 | 1024, 2 | 4 | 1 << 21, 2 | 1 << 21, 1024, 1 << 21)
+        if not any(succeeded(mount(None, inside.encode(), None, flags | more, None)) for more in locked):
+            return False
+    os.makedirs(root + folder)
+    limits = f"size={job['file_mb']}m,nr_inodes={job['max_files'] + 1},mode=700"  # the folder itself is one of them
+    if not succeeded(mount(b"tmpfs", (root + folder).encode(), b"tmpfs", MS_NOSUID | MS_NODEV, limits.encode())):
+        return False
+    if not succeeded(mount(None, root.encode(), None, MS_REMOUNT | MS_RDONLY, None)):
+        return False
+    os.chroot(root)
+    os.chdir(folder)
+    return True
+
+
+def drop_capabilities():
+    header = struct.pack("Ii", 0x20080522, 0)
+    LIBC.capset(header, bytes(24))
+
+
+# -------------------------------------------------------------------------------------------------------------------- Landlock
+
+
+def restrict_files(job):
+    """Landlock (Linux 5.13): read the readable, everything in the job's folder, nothing else. False where the kernel lacks it."""
+    create, add, restrict = 444, 445, 446
+    version = min(LIBC.syscall(create, None, ctypes.c_size_t(0), 1), job["landlock_abi"])
+    if version < 1:
+        return False
+    execute, write, read, list_folder = 1, 2, 4, 8
+    every = (1 << 13) - 1
+    every |= (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)  # move between folders; truncate
+    every |= 1 << 15 if version >= 5 else 0  # device ioctls
+    network = 3 if version >= 4 else 0  # bind and connect TCP
+    attributes = struct.pack("QQQ", every, network, 3 if version >= 6 else 0)  # and abstract sockets, signals
+    ruleset = LIBC.syscall(create, attributes, ctypes.c_size_t(8 if version < 4 else 16 if version < 6 else 24), 0)
+    if ruleset < 0:
+        return False
+    rights = {path: read | list_folder | execute for path in job["readable"]} | {job["folder"]: every & ~(1 << 15)}
+    for path, allowed in rights.items():
+        try:
+            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue
+        of_files = execute | write | read | 1 << 14
+        allowed = allowed if os.path.isdir(path) else allowed & of_files
+        rule = struct.pack("=Qi", allowed & every, opened)
+        failed = not succeeded(LIBC.syscall(add, ruleset, 1, rule, 0))
+        os.close(opened)
+        if failed:
+            return False
+    done = succeeded(LIBC.syscall(restrict, ruleset, 0))
+    os.close(ruleset)
+    return done
+
+
+# --------------------------------------------------------------------------------------------------------------------- seccomp
+
+
+def filter_calls(calls, counts, limits_files, mailbox):
+    """Install the filters of `system_calls`. With `counts`, send a listener to the parent through `mailbox`, the descriptor of a socket.
+
+    Returns whether calls are denied and whether the parent counts. A process has one listener at most: where a container's runtime listens
+    already, the parent cannot. The second filter denies what sends the listener, so it comes after that."""
+    machine = os.uname().machine
+    if machine not in calls.ARCHITECTURES or sys.maxsize <= 2**32:
+        return False, False
+    listener = install(calls.pack(calls.build_counter(machine, limits_files)), SECCOMP_FILTER_FLAG_NEW_LISTENER) if counts else -1
+    if listener >= 0:
+        channel = _socket.socket(fileno=mailbox)
+        channel.sendmsg([b"listener"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", listener))])
+        channel.detach()
+        os.close(listener)
+    denies = calls.pack(calls.build_filter(machine, os.getpid(), listener >= 0, limits_files))
+    return succeeded(install(denies)), listener >= 0
+
+
+def install(instructions, flags=0):
+    """Install a packed filter. Returns the descriptor of its listener, or 0 where none is asked for; below 0 when it fails."""
+    buffer = ctypes.create_string_buffer(instructions, len(instructions))
+    program = struct.pack("HxxxxxxQ", len(instructions) // 8, ctypes.addressof(buffer))
+    return LIBC.syscall(SECCOMP[os.uname().machine], SECCOMP_SET_MODE_FILTER, flags, program)
+
+
+# ------------------------------------------------------------------------------------------------------------------ the program
+
+
+def feed_input(text):
+    """Make `text` what the program reads from standard input."""
+    file = os.memfd_create("input")
+    os.write(file, text) if len(text) < 65536 else open(file, "wb", closefd=False).write(text)
+    os.lseek(file, 0, os.SEEK_SET)
+    os.dup2(file, 0)
+    os.close(file)
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
+
+
+def execute(job, report):
+    """Run the program, then each of its tests in the same names. What the tests gave goes to `report`, with the job's token."""
+    names = {"__name__": "__main__", "__builtins__": __builtins__}
+    ended = None
+    try:
+        exec(compile(job["program"], "<program>", "exec"), names)
+    except SystemExit as error:
+        ended = error.code
+    if job["tests"] is None:
+        sys.stdout.flush()
+        report({"token": job["token"], "passed": [ended in (None, 0)]})
+        return
+    passed = []
+    for test in job["tests"]:
+        try:
+            exec(compile(test, "<test>", "exec"), names)
+            passed.append(True)
+        except BaseException:
+            passed.append(False)
+    report({"token": job["token"], "passed": passed})
+
+
+def main():
+    LIBC.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0)
+    reports, mailbox = map(int, sys.argv[1:])
+    job = json.load(open(0, "rb", closefd=False))
+
+    def report(message, write=os.write, dumps=json.dumps):
+        write(reports, dumps(message).encode() + b"\n")
+
+    os.chdir(job["folder"])
+    feed_input(job["input"].encode("utf-8", "replace"))
+    sys.path.append(job["package"])
+    from megagrpo.rewards.sandbox import system_calls  # now: its file cannot be read behind the walls
+
+    sys.path[:] = job["path"]
+    LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    wanted = job["walls"]
+    walls = {"namespaces": "namespaces" in wanted and enter_namespaces()}
+    walls["mounts"] = walls["namespaces"] and "mounts" in wanted and mount_read_only(job)
+    drop_capabilities()
+    limit_resources(job, job["file_mb"] << 20 if walls["mounts"] else job["few_bytes"])
+    walls["landlock"] = "landlock" in wanted and restrict_files(job)
+    walls["seccomp"] = walls["counts"] = False
+    if "seccomp" in wanted:
+        walls["seccomp"], walls["counts"] = filter_calls(system_calls, "counts" in wanted, not walls["mounts"], mailbox)
+    os.close(mailbox)
+    report({"walls": walls})
+    execute(job, report)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Run untrusted programs in a process that the kernel confines (`child`), and find out what this kernel cannot guarantee."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megagrpo.process.scratch import remove_tree
+from megagrpo.rewards.sandbox.counts import Counts
+
+WALLS = ("namespaces", "mounts", "landlock", "seccomp", "counts")
+LANDLOCK_ABI = 6  # the newest that is used; a test sets an older one
+COUNTS_SINCE = (5, 5)  # the Linux that lets a counted call go on
+FEW_FILES = 16  # that a program may create where its folder lies on a disk, each of `file_mb` / FEW_FILES
+_CHILD = str(Path(__file__).with_name("child.py"))
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use. `seconds` are on the clock, processor time is bounded by the next whole number.
+
+    `file_mb` and `max_files` (folders count) hold for all files together, deleted ones that are still open included."""
+
+    seconds: float = 5.0
+    memory_mb: int = 512
+    output_kb: int = 64
+    file_mb: int = 16
+    max_files: int = 200
+    max_threads: int = 64
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a program ended: `ended` is "done" (also after an exception), "time", "output" or "died".
+
+    `passed` has one entry per test; without tests one that says whether the program ran to its end; empty when it ended earlier.
+    `walls` says of each wall whether it was in place."""
+
+    ended: str
+    stdout: str
+    passed: list[bool]
+    walls: dict[str, bool]
+
+
+def run(
+    program: str, limits: Limits, tests: list[str] | None = None, stdin: str = "", walls: tuple[str, ...] = WALLS, packages: bool = True
+) -> Ran:
+    """Run a Python program, then `tests` (Python too) in the same names, in a folder of its own that is removed afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="megagrpo_code_"))
+    try:
+        (folder / "work").mkdir()
+        (folder / "root").mkdir()
+        token = secrets.token_hex(16)
+        job = {
+            "program": program.encode("utf-8", "replace").decode(),
+            "tests": None if tests is None else [t.encode("utf-8", "replace").decode() for t in tests],
+            "input": stdin,
+            "token": token,
+            "folder": str(folder / "work"),
+            "root": str(folder / "root"),
+            "readable": _readable(packages),
+            "path": _module_path(packages),
+            "walls": [wall for wall in walls if wall != "counts" or _linux() >= COUNTS_SINCE],
+            "memory_mb": limits.memory_mb,
+            "file_mb": limits.file_mb,
+            "max_files": limits.max_files,
+            "few_bytes": (limits.file_mb << 20) // FEW_FILES,
+            "landlock_abi": LANDLOCK_ABI,
+            "package": _PACKAGE_ROOT,
+            "cpu_seconds": int(limits.seconds) + 1,
+        }
+        return _watch(job, folder / "work", limits)
+    finally:
+        remove_tree(folder)
+
+
+def _watch(job: dict, folder: Path, limits: Limits) -> Ran:
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(job).encode())
+        file.seek(0)
+        reports, their_reports = os.pipe()
+        mailbox, their_mailbox = socket.socketpair()
+        environment = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", _CHILD, str(their_reports), str(their_mailbox.fileno())],
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[their_reports, their_mailbox.fileno()],
+            env={**environment, "HOME": str(folder), "TMPDIR": str(folder)},
+            start_new_session=True,
+        )
+        os.close(their_reports)
+        their_mailbox.close()
+    try:
+        with Counts(mailbox, process.pid, limits.max_threads, FEW_FILES) as counts:
+            ended, stdout, report = _read(process, reports, counts, limits)
+    finally:
+        _kill(process)
+        process.stdout.close()
+        os.close(reports)
+    messages = list(_messages(report))
+    walls = next((m["walls"] for m in messages if "walls" in m), {})
+    count = 1 if job["tests"] is None else len(job["tests"])
+    passed = _results([m.get("passed") for m in messages if m.get("token") == job["token"]], count)
+    return Ran("died" if ended == "done" and not passed else ended, stdout.decode("utf-8", "replace"), passed, walls)
+
+
+def _read(process: subprocess.Popen, reports: int, counts: Counts, limits: Limits) -> tuple[str, bytes, bytes]:
+    """Read what the program prints and reports and answer its counted calls, until it ends or reaches a limit."""
+    deadline = time.monotonic() + limits.seconds
+    texts = {process.stdout.fileno(): b"", reports: b""}
+    unread = set(texts)
+    with selectors.DefaultSelector() as selector:
+        for descriptor in (*texts, counts.fileno()):
+            selector.register(descriptor, selectors.EVENT_READ)
+        while unread:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return "time", *texts.values()
+            for key, _ in selector.select(left):
+                if key.fd == counts.fileno():
+                    selector.unregister(key.fd)
+                    if counts.answer():
+                        selector.register(counts.fileno(), selectors.EVENT_READ)
+                    continue
+                data = os.read(key.fd, 65536)
+                if not data:
+                    selector.unregister(key.fd)
+                    unread.remove(key.fd)
+                texts[key.fd] += data
+            if len(texts[process.stdout.fileno()]) > limits.output_kb << 10 or len(texts[reports]) > 1 << 20:
+                return "output", *texts.values()
+    return "done", *texts.values()
+
+
+def _messages(report: bytes) -> Iterator[dict]:
+    """The reports of the process. The program can write to the same descriptor, so anything may be in between."""
+    for line in report.splitlines():
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(message, dict):
+            yield message
+
+
+def _results(reported: list[Any], count: int) -> list[bool]:
+    """What the one report with the token says: `count` booleans. Empty when there is another number of reports or anything else in one."""
+    if len(reported) != 1 or not isinstance(reported[0], list) or len(reported[0]) != count:
+        return []
+    return reported[0] if all(type(passed) is bool for passed in reported[0]) else []
+
+
+def _kill(process: subprocess.Popen) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _linux() -> tuple[int, int]:
+    """Version of the running kernel."""
+    major, minor = re.match(r"(\d+)\.(\d+)", os.uname().release).groups()
+    return int(major), int(minor)
+
+
+@cache
+def _module_path(packages: bool) -> list[str]:
+    """Where programs import from: the standard library and, with `packages`, what is installed beside this package."""
+    paths = sysconfig.get_paths()
+    standard = [paths["stdlib"], paths["platstdlib"], str(Path(paths["stdlib"]) / "lib-dynload")]
+    return list(dict.fromkeys(standard + ([paths["purelib"], paths["platlib"]] if packages else [])))
+
+
+@cache
+def _readable(packages: bool) -> list[str]:
+    """Files that Python needs to run."""
+    prefixes = [sys.base_prefix, *_module_path(packages), sysconfig.get_config_var("LIBDIR") or "/usr/lib"]
+    system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime"]
+    devices = ["/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"]
+    own = [p for p in prefixes if p not in ("/", "/usr")]
+    return [p for p in dict.fromkeys(own + system + devices) if os.path.exists(p)]
+
+
+# ------------------------------------------------------------------------------------------------------------------ guarantees
+
+_TCP = """
+import socket
+socket.create_connection(("127.0.0.1", {port}), timeout=2)
+"""
+_UDP = """
+import socket
+socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", {port}))
+"""
+_FILES = """
+import os
+os.listdir("/proc")
+"""
+_WRITE = """
+open({path!r}, "w").write("x")
+"""
+_PROCESSES = """
+import os
+if os.fork() == 0:
+    os._exit(0)
+"""
+_SIGNALS = """
+import os
+os.kill({pid}, 0)
+"""
+_OWNERS = """
+import fcntl, os
+fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {pid})
+"""
+_MEMORY = """
+block = bytearray({memory} << 20)
+"""
+_DISK = """
+import os
+written, descriptors = 0, []
+try:
+    for _ in range(40):
+        descriptors.append(os.open("x", os.O_CREAT | os.O_RDWR))
+        os.unlink("x")
+        written += os.write(descriptors[-1], bytes(1 << 16))
+except OSError:
+    pass
+for descriptor in descriptors:
+    os.close(descriptor)
+assert written > {file_mb} << 20
+"""
+_FOLDERS = """
+import os
+for number in range({max_files} + 1):
+    os.mkdir(str(number))
+"""
+_THREADS = """
+import threading
+threading.stack_size(1 << 16)
+stop = threading.Event()
+try:
+    for _ in range({max_threads}):
+        threading.Thread(target=stop.wait).start()
+finally:
+    stop.set()
+"""
+_HARMLESS = """
+import json, threading
+thread = threading.Thread(target=list)
+thread.start()
+thread.join()
+"""
+
+
+def missing_guarantees(walls: tuple[str, ...] = WALLS) -> dict[str, str]:
+    """Try to break each guarantee of the sandbox on this machine. Returns guarantee -> the program that broke it; empty when all hold.
+
+    ValueError when not even a harmless program runs."""
+    limits = Limits(seconds=20.0, memory_mb=256, file_mb=1)
+    harmless = run(_HARMLESS, limits, tests=["pass"], walls=walls)
+    if harmless.passed != [True]:
+        raise ValueError(f"code_execution: no program runs here: {harmless}")
+    with tempfile.TemporaryDirectory(prefix="megagrpo_code_") as outside, socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        attempts = {
+            "no network": [_TCP.format(port=port), _UDP.format(port=port)],
+            "no file outside its folder": [_FILES, _WRITE.format(path=str(Path(outside) / "x"))],
+            "no other process": [_PROCESSES, _SIGNALS.format(pid=os.getpid()), _OWNERS.format(pid=os.getpid())],
+            "bounded memory": [_MEMORY.format(memory=512)],
+            "bounded files": [_DISK.format(file_mb=limits.file_mb), _FOLDERS.format(max_files=limits.max_files)],
+            "bounded threads": [_THREADS.format(max_threads=limits.max_threads)],
+        }
+        tried = [(name, text) for name, texts in attempts.items() for text in texts]
+        if run("", limits, [text for _, text in tried], walls=walls).passed == [False] * len(tried):
+            return {}
+        return {name: text.strip() for name, text in tried if run("", limits, [text], walls=walls).passed != [False]}

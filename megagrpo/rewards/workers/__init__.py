@@ -1,0 +1,1 @@
+"""Killable worker processes with deadlines, which run reward functions, tools and schedulers."""

@@ -1,0 +1,67 @@
+"""What a worker prints, on its way to standard error: made harmless for a terminal, and cut when it is too much."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import time
+
+from megagrpo.process.terminal import printable
+
+BURST = 1 << 18  # bytes that a worker may print at once
+PER_SECOND = 1 << 10  # bytes by which this grows again
+_AT_ONCE = 1 << 16
+_LOOKS = 64  # at a pipe that is closed; a pipe holds a MiB at most
+
+
+class Output:
+    """The pipe to which a worker writes its standard output and error. The trainer forwards it whenever it waits for workers."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._reads, self.writes = os.pipe()
+        os.set_blocking(self._reads, False)
+        self._text = codecs.getincrementaldecoder("utf-8")("replace")
+        self._allowance, self._last, self._was_cut = float(BURST), time.monotonic(), False
+        self.ended = False  # nothing more can come
+
+    def fileno(self) -> int:
+        return self._reads
+
+    def close_writer(self) -> None:
+        """Close this process's copy of the worker's end."""
+        os.close(self.writes)
+
+    def forward(self) -> bool:
+        """Print what has come, up to the allowance; whether anything has come."""
+        try:
+            read = b"" if self.ended else os.read(self._reads, _AT_ONCE)
+        except BlockingIOError:
+            return False
+        self.ended = not read
+        now = time.monotonic()
+        self._allowance = min(float(BURST), self._allowance + PER_SECOND * (now - self._last))
+        self._last = now
+        allowed = read[: int(self._allowance)]
+        self._allowance -= len(allowed)
+        text = printable(self._text.decode(allowed))
+        if len(allowed) < len(read) and not self._was_cut:
+            self._was_cut = True
+            text += f"\n[{self._name} has printed {BURST >> 10} KiB; more than {PER_SECOND} bytes a second are dropped from here on]\n"
+        _to_stderr(text.encode())
+        return bool(read)
+
+    def close(self) -> None:
+        """Print what is left of a worker that is gone, and close the pipe."""
+        for _ in range(_LOOKS):
+            if not self.forward():
+                break
+        os.close(self._reads)
+
+
+def _to_stderr(text: bytes) -> None:
+    try:
+        while text:
+            text = text[os.write(2, text) :]
+    except OSError:  # standard error is closed
+        pass

@@ -1,0 +1,285 @@
+"""The process that runs reward functions, tools and schedulers, started and killed by `pool.Worker`:
+`python -m megagrpo.rewards.workers.worker functions|coroutines FD`.
+
+It reads [number, action, target, options, arguments, timeout] from the socket FD (channel.py) and answers each with [number, "started"]
+when the function is loaded, and then [number, "result", value, seconds], [number, "error", text, seconds] or, for a coroutine that it has
+cancelled at its deadline, [number, "timeout", text, seconds]. It imports no torch of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import inspect
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megagrpo.rewards.functions.text import text_of
+from megagrpo.rewards.plugins import orms
+from megagrpo.rewards.target import BUILT_IN, Target, did_you_mean
+from megagrpo.rewards.workers.channel import Channel, from_json
+from megagrpo.rewards.workers.values import rewards_of
+
+PASSED_TO_ALL = (
+    *("prompts", "completions", "completion_ids", "finish_reason", "is_truncated"),
+    *("max_completion_length", "trainer_state"),
+)
+_PR_SET_PDEATHSIG = 1
+_LONGEST_REPORT = 20_000  # characters of an error
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A function, or an instance of a class, ready to be called; `options` go with each call (a class has had its own already)."""
+
+    function: Callable
+    options: dict[str, Any]
+    wants_text: bool  # completions as strings, whatever the prompts are
+    signature: dict[str, Any]
+
+
+_loaded: dict[str, Loaded] = {}
+_pid = os.getpid()
+
+
+def load(target: Target, options: dict[str, Any]) -> Loaded:
+    """What `target` names, imported, and made with `options` when it is a class; once per process."""
+    key = repr((target, sorted(options.items())))
+    if key not in _loaded:
+        found = find(target)
+        is_class = isinstance(found, type)
+        described = _signature(found, target, options, is_class)
+        options = {**dict(target.given), **options}
+        function = found(**options) if is_class and not described["unknown"] else found
+        needs = getattr(function, "needs_columns", described["needs"])  # an instance may want others than its class
+        described["needs"] = tuple(n for n in needs if is_class or set(n).isdisjoint(options))
+        _loaded[key] = Loaded(function, {} if is_class else options, bool(target.plugins), described)
+    return _loaded[key]
+
+
+def find(target: Target) -> Callable:
+    """The function or class that `target` names, imported once per process."""
+    for path in target.plugins:
+        _load_file(Path(path))
+    if target.plugins:
+        if taken := sorted(set(orms) & set(BUILT_IN)):
+            raise ValueError(f"rewards.plugins registers `{taken[0]}`, which is the name of a built-in; choose another")
+        if target.attribute not in orms:
+            known = ", ".join([*orms, *BUILT_IN])
+            raise ValueError(f"no reward function `{target.attribute}`{did_you_mean(target.attribute, [*orms, *BUILT_IN])}; known: {known}")
+        return orms[target.attribute]
+    is_file = target.location.endswith(".py")
+    module = _load_file(Path(target.location)) if is_file else importlib.import_module(target.location)
+    function = getattr(module, target.attribute, None)
+    if not callable(function):
+        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
+        raise AttributeError(f"{target.location} has no function `{target.attribute}`; it has: {', '.join(own) or 'none'}")
+    return function
+
+
+def _load_file(path: Path) -> Any:
+    name = f"megagrpo_reward_{path.stem}_{abs(hash(str(path)))}"
+    if name not in sys.modules:
+        sys.path.insert(0, str(path.parent))  # its own helpers lie beside it
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _signature(found: Callable, target: Target, options: dict[str, Any], is_class: bool) -> dict[str, Any]:
+    """What is to be known of a function before it is called:
+
+    `options` are the names it takes as args (a class: its constructor) and `unknown` those of `options` that it does not take; `accepts`
+    and `open` say what a call takes; `needs` are the columns it cannot do without, each as a tuple of alternatives. The rest are
+    attributes that a function may have: `completions_per_call`, and `value_of_failure`, what a completion gets that could not be scored.
+    """
+    takes = _named(found.__call__ if is_class else found, skip_first=is_class)
+    constructor = _named(found.__init__, skip_first=True) if is_class else takes
+    given = {name for name, _ in target.given}
+    names = tuple(p.name for p in constructor.named if p.name not in given)
+    required = tuple((p.name,) for p in takes.named if p.default is p.empty and p.name not in PASSED_TO_ALL)
+    call = found.__call__ if is_class else found
+    return {
+        "options": names,
+        "unknown": () if constructor.open else tuple(name for name in options if name not in names),
+        "accepts": tuple(p.name for p in takes.named),
+        "open": takes.open,
+        "needs": required,
+        "is_coroutine": any(map(inspect.iscoroutinefunction, (call, type(found).__call__))),
+        "completions_per_call": getattr(found, "completions_per_call", None),
+        "value_of_failure": getattr(found, "value_of_failure", 0.0),
+    }
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    named: list[inspect.Parameter]
+    open: bool
+
+
+def _named(function: Callable, skip_first: bool) -> _Parameters:
+    parameters = list(inspect.signature(function).parameters.values())[int(skip_first) :]
+    if function is object.__init__:
+        return _Parameters([], False)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return _Parameters(named, any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+
+def call(loaded: Loaded, arguments: dict[str, Any]) -> Any:
+    """What the function gives for those arguments that it accepts: values or an awaitable of them."""
+    arguments = arguments | loaded.options
+    if loaded.wants_text:
+        arguments["completions"] = [text_of(c) for c in arguments["completions"]]
+    if not loaded.signature["open"]:
+        arguments = {k: v for k, v in arguments.items() if k in loaded.signature["accepts"]}
+    return loaded.function(**arguments)
+
+
+def explain(error: BaseException, whole: bool) -> str:
+    """The error with its traceback, frames of this file left out; or one line with the place it comes from."""
+    report = traceback.TracebackException.from_exception(error)
+    seen: traceback.TracebackException | None = report
+    while seen is not None:
+        kept = [f for f in seen.stack if f.filename != __file__ and not f.filename.startswith("<frozen")]
+        seen.stack = traceback.StackSummary.from_list(kept)
+        seen = seen.__cause__ or seen.__context__
+    if whole:
+        return "".join(report.format()).rstrip()[-_LONGEST_REPORT:]
+    where = f" ({report.stack[-1].filename}:{report.stack[-1].lineno})" if report.stack else ""
+    return f"{type(error).__name__}: {str(error)[:_LONGEST_REPORT]}{where}"
+
+
+# ----------------------------------------------------------------------------------------------------------------- the two kinds
+
+
+def serve_functions(channel: Channel) -> None:
+    """Answer calls one after the other until the other side closes the connection."""
+    while True:
+        try:
+            number, action, target, options, arguments, _ = from_json(channel.receive())
+        except EOFError:
+            return
+        begun = time.perf_counter()
+        try:
+            loaded = load(target, options)
+            channel.send([number, "started"])
+            begun = time.perf_counter()
+            answer = ["result", _result(action, loaded, arguments)]
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward are the reward's fault too
+            answer = ["error", explain(error, whole=action == "score")]
+        _reply(channel, number, answer, time.perf_counter() - begun)
+
+
+def _result(action: str, loaded: Loaded, arguments: dict[str, Any]) -> Any:
+    if action == "describe":
+        return loaded.signature
+    if action == "call":
+        return loaded.function(**arguments)
+    values = call(loaded, arguments)
+    if inspect.isawaitable(values):  # of a plain function that returns one
+        values = asyncio.run(_await(values))
+    return rewards_of(values, len(arguments["completions"]))
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _reply(channel: Channel, number: int, answer: list[Any], seconds: float) -> None:
+    if os.getpid() != _pid:  # the function has forked, and the copy has returned as well: the worker's own return counts
+        os._exit(0)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the reward may have replaced or closed it
+            stream.flush()
+    try:
+        channel.send([number, *answer, seconds])
+    except (TypeError, ValueError, RecursionError) as error:
+        channel.send([number, "error", f"what it gave cannot be sent: {error}", seconds])
+
+
+async def serve_coroutines(channel: Channel) -> None:
+    """Answer calls as they come, all those under way at once, until the other side closes the connection."""
+    closed, tasks = asyncio.Event(), set()
+
+    def read() -> None:
+        try:
+            messages = channel.arrived()
+        except EOFError:
+            closed.set()
+            return
+        for message in messages:
+            task = asyncio.ensure_future(_answer(channel, *from_json(message)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    asyncio.get_running_loop().add_reader(channel.fileno(), read)
+    await closed.wait()
+
+
+async def _answer(
+    channel: Channel, number: int, action: str, target: Target, options: dict[str, Any], arguments: dict[str, Any], timeout: float
+) -> None:
+    begun = time.perf_counter()
+    try:
+        loaded = load(target, options)
+        channel.send([number, "started"])
+        begun = time.perf_counter()
+        if action == "describe":
+            answer = ["result", loaded.signature]
+        else:
+            async with asyncio.timeout(timeout) as limit:
+                answer = ["result", rewards_of(await call(loaded, arguments), len(arguments["completions"]))]
+    except BaseException as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            answer = ["timeout", "no answer in time"]
+        else:
+            answer = ["error", explain(error, whole=action == "score")]
+    _reply(channel, number, answer, time.perf_counter() - begun)
+
+
+def tie_to_parent() -> None:
+    """Die with the trainer, whatever kills it, even while a reward holds the GIL; and be the first to go when memory runs out."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    except OSError:
+        pass
+
+
+def leave_trainer() -> None:
+    """In a fork of a worker: close its copy of the connection to the trainer."""
+    os.close(int(sys.argv[-1]))
+
+
+def main() -> None:
+    tie_to_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    kind, descriptor = sys.argv[1:]
+    os.set_inheritable(int(descriptor), False)  # programs that a reward starts must not keep the connection open
+    channel = Channel(socket.socket(fileno=int(descriptor)), trusted=True)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer does not wait for the answer any longer
+        if kind == "coroutines":
+            asyncio.run(serve_coroutines(channel))
+        else:
+            serve_functions(channel)
+    os._exit(0)  # threads that a reward left behind do not keep the worker alive
+
+
+if __name__ == "__main__":
+    main()

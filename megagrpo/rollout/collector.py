@@ -1,0 +1,226 @@
+"""The rollouts of a step: each replica generates and scores its share of the prompts, and every rank gets all of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import batched
+from typing import Any
+
+from megagrpo.config import RolloutSection
+from megagrpo.engine.protocol import Engine, EngineError, EngineInterrupted, EngineStarved
+from megagrpo.parallel.agree import together
+from megagrpo.parallel.layout import Layout
+from megagrpo.records.metrics import PhaseTimer
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rollout.ahead import AsyncPool
+from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout, Truncation
+
+STARVED = "starved"  # in place of rollouts, when the engine has lost its weights
+COUNTERS = ("/timeouts", "/exceptions", "/unscorable", "/seconds", "/dropped", "/cut")
+
+
+class StopRequested(Exception):
+    """Ctrl-C or SIGTERM: save and stop. Raised before anything of the step was trained."""
+
+    def __init__(self, number: int):
+        super().__init__(f"signal {number}")
+        self.number = number
+
+
+class NoRollouts(EngineError):
+    """A rank's engine gave none; the text names the rank and why. On every rank, and before anything of the step was trained."""
+
+
+@dataclass
+class Collector:
+    """`engine` and `rewards` exist on the rank of each replica that speaks for it, None elsewhere; so does `pool` where generation runs
+    ahead of training."""
+
+    layout: Layout
+    engine: Engine | None
+    rewards: RewardScorer | None
+    timer: PhaseTimer
+    pool: AsyncPool | None = None
+    step: int = 0  # outer iterations finished, for rewards that follow the run
+    stop_signal: int = 0  # the number of the signal that asked this rank to stop
+    refill: Callable[[], None] = lambda: None  # gives the engine its weights again; collective
+
+    def collect(
+        self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
+    ) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """`num_generations` scored rollouts of each prompt, in prompt order, and what was counted on the way. Collective.
+
+        Raises StopRequested on every rank when any of them was told to stop, NoRollouts when the engine of one fails.
+        """
+        prompts = numbered(prompts)  # before they are shared out: replicas must not sample the same group twice
+        ahead = self.pool is not None and all(prompt.place is not None for prompt in prompts)
+
+        def part() -> tuple[list[tuple[int, list[ScoredRollout]]], dict[str, float]] | str | EngineError | None:
+            mine = self._own_places(prompts) if ahead else self._own_slice(prompts)
+            given = [prompts[i] for i in mine], num_generations, sampling, seed, self.timer, self.step
+            try:
+                scored, counted = take_scored(self.pool, *given) if ahead else generate_and_score(self.engine, self.rewards, *given)
+            except EngineInterrupted:
+                return None
+            except EngineStarved:
+                return STARVED
+            except EngineError as error:
+                return error
+            return [*zip(mine, map(list, batched(scored, num_generations)), strict=True)], counted
+
+        while STARVED in (parts := self._of_all(part)):
+            self.refill()  # the same seeds give the same rollouts
+        parts = [part for part in parts if part is not None]
+        groups = sorted((pair for groups, _ in parts for pair in groups), key=lambda pair: pair[0])
+        return [s for _, scored in groups for s in scored], summed_counters([counted for _, counted in parts])
+
+    def _of_all(self, part: Callable[[], Any]) -> list[Any]:
+        """What `part` gives on each rank that speaks for a replica."""
+        parts = together(self.layout, part, here=self.layout.is_dp_leader)
+        self.stop_if_requested()
+        for rank, failure in enumerate(parts):
+            if isinstance(failure, EngineError):
+                raise NoRollouts(str(failure) if rank == self.layout.world_rank else f"rank {rank}: {failure}") from failure
+        return parts
+
+    def ask(self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int, step: int) -> None:
+        """Begin with this replica's share of prompts that are collected after `step` steps, less those that were asked for before."""
+        mine, asked = [numbered(prompts)[i] for i in self._own_places(prompts)], self.pool.asked
+        self.pool.ask([prompt for prompt in mine if prompt.place not in asked], num_generations, sampling, seed, step)
+
+    def finished_ahead(self) -> list[dict[str, Any]]:
+        """What has been generated and not collected, of all replicas, for `AsyncPool.load_state_dict`. Collective."""
+        everyone = self.layout.all_gather_objects([] if self.pool is None else self.pool.state_dict())
+        return [group for groups in everyone for group in groups]
+
+    def _own_slice(self, prompts: Sequence[Prompt]) -> range:
+        """Which of `prompts` this replica generates: as many as the others, in a row."""
+        return range(*(len(prompts) * r // self.layout.dp_size for r in (self.layout.dp_rank, self.layout.dp_rank + 1)))
+
+    def _own_places(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Which of `prompts` this replica generates where they are asked for ahead: the same ones whichever others they come with."""
+        return [i for i, prompt in enumerate(prompts) if prompt.place % self.layout.dp_size == self.layout.dp_rank]
+
+    def reward_tracebacks(self, names: Sequence[str]) -> str:
+        """The first traceback of each of these reward functions, of whichever rank has one. Collective."""
+        everyone = self.layout.all_gather_objects({} if self.rewards is None else self.rewards.tracebacks)
+        known = {name: text for tracebacks in reversed(everyone) for name, text in tracebacks.items()}
+        return "\n".join(known[name] for name in names if name in known)
+
+    def stop(self, number: int) -> None:
+        """Ask for an end because of signal `number`: the step under way is finished, or given up while it still generates."""
+        self.stop_signal = number
+        if self.engine is not None:
+            self.engine.interrupt()
+
+    def stop_if_requested(self) -> None:
+        """Raise StopRequested on every rank when any of them was told to stop."""
+        if number := self.stop_requested():
+            raise StopRequested(number)
+
+    def stop_requested(self) -> int:
+        """The number of the signal that any rank was told to stop by, 0 when none was. Collective."""
+        return max(self.layout.all_gather_objects(self.stop_signal))
+
+
+def sampling_params(rollout: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """How training samples."""
+    truncation = Truncation(rollout.top_p, rollout.top_k, rollout.min_p)
+    return SamplingParams(rollout.temperature, rollout.max_completion_length, stop_token_ids, truncation)
+
+
+def numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, those that come more than once with their `occurrence`, counted from 0."""
+    seen: Counter[int] = Counter()
+    found = []
+    for prompt in prompts:
+        found.append(replace(prompt, occurrence=seen[prompt.prompt_id]))
+        seen[prompt.prompt_id] += 1
+    return found
+
+
+def generate_and_score(
+    engine: Engine,
+    rewards: RewardScorer,
+    prompts: Sequence[Prompt],
+    num_generations: int,
+    sampling: SamplingParams,
+    seed: int,
+    timer: PhaseTimer,
+    step: int = 0,
+) -> tuple[list[ScoredRollout], dict[str, float]]:
+    """`num_generations` scored rollouts of each prompt, in prompt order, and what was counted. `step` as in `RewardScorer.begin`. Raises
+    EngineInterrupted when the engine was interrupted."""
+    with rewards.begin(step) as scoring:  # a group is scored while others are still generated
+        with timer("generate"):
+            engine.generate(prompts, num_generations, sampling, seed, on_group=scoring.add)
+        with timer("reward"):
+            return scoring.finish(), summed_counters([scoring.metrics()])
+
+
+def take_scored(
+    pool: AsyncPool,
+    prompts: Sequence[Prompt],
+    num_generations: int,
+    sampling: SamplingParams,
+    seed: int,
+    timer: PhaseTimer,
+    step: int,
+) -> tuple[list[ScoredRollout], dict[str, float]]:
+    """The same of prompts that may have been asked for ahead."""
+    with timer("generate"):
+        scorings = pool.take(prompts, num_generations, sampling, seed, step)
+    with timer("reward"):
+        scored = [s for scoring in scorings for s in scoring.finish()]
+    return scored, summed_counters([scoring.metrics() for scoring in scorings]) | pool.counters()
+
+
+def summed_counters(counted: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The counters among several metrics, added up."""
+    total: Counter[str] = Counter()
+    for metrics in counted:
+        total.update({name: value for name, value in metrics.items() if name.endswith(COUNTERS)})
+    return dict(total)
+
+
+def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
+    """Lengths and endings of the responses, and mean and std of each reward function over what it could score."""
+    lengths = [s.rollout.length for s in scored]
+    ended = [length for s, length in zip(scored, lengths, strict=True) if s.rollout.finish_reason != "length"]
+    metrics = {
+        "num_tokens": float(sum(len(s.rollout.prompt.token_ids) + len(s.rollout.response_ids) for s in scored)),
+        "completions/mean_length": statistics.fmean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": 1 - len(ended) / len(lengths),
+    }
+    if ended:
+        metrics["completions/mean_terminated_length"] = statistics.fmean(ended)
+    for name in scored[0].rewards:
+        values = [s.rewards[name] for s in scored if s.rewards[name] is not None]
+        if values:
+            metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
+            metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
+    return metrics | dialogue_metrics([s.rollout.dialogue for s in scored if s.rollout.dialogue is not None])
+
+
+def staleness(scored: Sequence[ScoredRollout], weight_version: int) -> dict[str, float]:
+    """How many weight versions lie between the sampling of a response's tokens and the policy that trains on them: mean and maximum."""
+    ages = [weight_version - version for s in scored for version in s.rollout.token_versions]
+    return {"staleness/mean": statistics.fmean(ages), "staleness/max": float(max(ages))}
+
+
+def dialogue_metrics(dialogues: Sequence[Dialogue]) -> dict[str, float]:
+    """Turns and tool calls per response, share of calls that failed (TRL's definitions), and how many responses broke off."""
+    if not dialogues:
+        return {}
+    calls, failures = (sum(getattr(d, name) for d in dialogues) for name in ("tool_calls", "tool_failures"))
+    return {
+        "multi_turn/mean_turns": statistics.fmean(d.num_turns for d in dialogues),
+        "multi_turn/failures": float(sum(d.ended == "failed" for d in dialogues)),
+        "tools/call_frequency": calls / len(dialogues),
+        "tools/failure_frequency": failures / calls if calls else 0.0,
+    }

@@ -1,0 +1,1 @@
+"""The vLLM servers that this project starts: launcher, supervisor, restarts and hang detection."""

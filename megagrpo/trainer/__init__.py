@@ -1,0 +1,1 @@
+"""The training loop, how its parts are put together, and what watches it."""

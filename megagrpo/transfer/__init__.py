@@ -1,0 +1,1 @@
+"""What both ends of a weight sync know: slices, plan, messages, formats and checksums."""

@@ -1,0 +1,146 @@
+"""The format of weights in shared memory: block files, one per trainer rank and slot, and a manifest that says what lies where.
+
+The trainer writes it (`weight_sync/`) and the engine's workers read it (`vllm_plugin/`). How far the trainer is with writing says
+`ledger.py`. Both sides compute the same checksum (`checksums.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megagrpo.families.boxes import Box, brackets
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# What vLLM keeps in float32 whatever it computes in. To a bfloat16 engine it travels as the numbers that add up to each element, along one
+# more dimension: rounded to bfloat16, biases of ten or more would choose other experts.
+EXACT = ("e_score_correction_bias",)
+ADDENDS = 3
+ALIGNMENT = 64  # bytes, of each block in its file
+
+
+class WeightSyncError(RuntimeError):
+    """New weights did not reach the engine whole; names the rank and the tensor. The engine stays paused; syncing again may succeed."""
+
+
+def wrong_checksum(rank: int, name: str, box: Box, read: int, written: int) -> str:
+    """What people are told of the part `box` of a tensor that changed on its way from `rank`."""
+    return f"rank {rank}, {name}{brackets(box)}: checksum {read:016x} was read; {written:016x} was written"
+
+
+@dataclass(frozen=True)
+class SharedBlock:
+    """The part `box` of one tensor, contiguous at byte `offset` of `file`, the rank's block of this number there."""
+
+    rank: int
+    file: str
+    offset: int
+    box: Box
+    number: int
+
+    @staticmethod
+    def read(data: dict[str, Any]) -> SharedBlock:
+        """From what JSON makes of one."""
+        lo, hi = data["box"]
+        return SharedBlock(**data | {"box": (tuple(lo), tuple(hi))})
+
+
+@dataclass(frozen=True)
+class SharedTensor:
+    """One Hugging Face tensor: its full shape and the disjoint blocks that make it up."""
+
+    shape: tuple[int, ...]
+    blocks: tuple[SharedBlock, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All weights of one version. `tensors` is in the order in which the engine should load them."""
+
+    version: int
+    dtype: str
+    tensors: dict[str, SharedTensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, each counted once."""
+        return sum(math.prod(t.shape) for t in self.tensors.values()) * DTYPES[self.dtype].itemsize
+
+    def save(self, path: Path) -> None:
+        """Write all but the version as JSON."""
+        tensors = {name: dataclasses.asdict(tensor) for name, tensor in self.tensors.items()}
+        path.write_text(json.dumps({"dtype": self.dtype, "tensors": tensors}))
+
+    @staticmethod
+    def load(path: str | Path, version: int) -> Manifest:
+        """Read what `save` wrote, as the manifest of `version`."""
+        data = json.loads(Path(path).read_text())
+        tensors = {
+            name: SharedTensor(tuple(tensor["shape"]), tuple(map(SharedBlock.read, tensor["blocks"])))
+            for name, tensor in data["tensors"].items()
+        }
+        return Manifest(version, data["dtype"], tensors)
+
+
+def in_addends(name: str, dtype: str) -> bool:
+    """Whether tensor `name` has one more dimension on its way to an engine of `dtype`."""
+    return dtype == "bfloat16" and name.endswith(EXACT)
+
+
+def addends(values: Tensor) -> Tensor:
+    """[*values.shape, ADDENDS] bfloat16 whose sums in float32 are `values`, float32, to the last bit."""
+    parts = []
+    for _ in range(ADDENDS):
+        parts.append(values.bfloat16())
+        values = values - parts[-1]
+    return torch.stack(parts, dim=-1)
+
+
+class Bookmark:
+    """What a process is at, as a line in a file, which others can read while it hangs."""
+
+    SIZE = 512
+
+    def __init__(self, path: Path):
+        path.write_bytes(bytes(self.SIZE))
+        with path.open("r+b") as file:
+            self._line = mmap.mmap(file.fileno(), self.SIZE)
+
+    def note(self, text: str) -> None:
+        """Replace the line; costs a microsecond."""
+        line = text.encode()[: self.SIZE - 1] + b"\0"
+        self._line[: len(line)] = line
+
+    @staticmethod
+    def read(path: Path) -> str:
+        """The line in the file at `path`."""
+        return path.read_bytes().partition(b"\0")[0].decode(errors="replace")
+
+
+class SharedFiles:
+    """Block files, mapped; those that were made anew are mapped anew."""
+
+    def __init__(self):
+        self._maps: dict[str, tuple[int, Tensor]] = {}  # path -> (inode, its bytes)
+
+    def bytes_of(self, path: str) -> Tensor:
+        """All bytes of a file; OSError when it is not there."""
+        held = os.stat(path)
+        inode, mapped = self._maps.get(path, (None, None))
+        if mapped is None or inode != held.st_ino or mapped.numel() != held.st_size:
+            mapped = torch.from_file(path, shared=False, size=held.st_size, dtype=torch.uint8)
+            self._maps[path] = held.st_ino, mapped
+        return mapped
+
+    def clear(self) -> None:
+        """Unmap them."""
+        self._maps.clear()

@@ -1,0 +1,235 @@
+"""The worker side of weight sync: a vLLM weight-transfer engine that takes in just the slices its loaders copy.
+
+vLLM finds `register` through the entry point group `vllm.general_plugins`. Select it with `--weight-transfer-config
+'{"backend": "megagrpo"}'`. vLLM answers 200 to half an update and to one whose data changed on the way, so every worker checks
+completeness before the update is finished, and leaves a report for the trainer, which verifies it before the engine may serve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+
+from megagrpo.process.parent_death import tie_process_tree
+from megagrpo.transfer.cuda_handles import DeviceMaps
+from megagrpo.transfer.exchange import Deadline, let_go
+from megagrpo.transfer.ledger import Ledgers
+from megagrpo.transfer.manifest import Bookmark, Manifest, SharedFiles, WeightSyncError
+from megagrpo.transfer.shm_names import name_segments_by_owner
+from megagrpo.vllm_plugin.cpu_experts import heed_expert_map
+from megagrpo.vllm_plugin.loading import Loading, some
+from megagrpo.vllm_plugin.reader import BlockSource, MappedBlocks, ShardReader
+from megagrpo.vllm_plugin.receiver import Receiver
+
+BACKEND = "megagrpo"
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make the backend known to this process, and tie EngineCore and workers to the life of their parent. vLLM calls this in every process,
+    sometimes more than once."""
+    tie_process_tree()
+    name_segments_by_owner()
+    if current_platform.is_cpu():
+        heed_expert_map()
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ShardEngine")
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Which version it must be, and where the weights are: in memory that `manifest` describes, on GPUs when there are `handles` (memory ->
+    one for each worker), written within `seconds`, with a folder for this server's reports; or `direct` from the trainer's ranks."""
+
+    version: int = -1
+    manifest: str = ""
+    replies: str = ""
+    seconds: float | None = None
+    handles: dict[str, list[dict[str, Any]]] | None = None
+    direct: dict[str, Any] | None = None
+
+
+class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One per worker. After an update that fails every layer has either all of its old weights or all of its new ones, so that the next
+    one starts clean; the trainer keeps the engine paused until one succeeds. What fails is reported, never raised: of several workers that
+    raise, vLLM (seen in 0.32) reads the first one's answer and takes the others' for those of its next call.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.loading = Loading(self.model, self.model_config)
+        self.files = SharedFiles()
+        self.receiver = Receiver(self.device)
+        self.open = self.reloading = False  # in vLLM's eyes; parameters are aside
+        self.reader: ShardReader | None = None
+        self.info = UpdateInfo()
+        self.bookmark: Bookmark | None = None
+        self.error = ""  # of the update under way
+
+    @property
+    def worker(self) -> int:
+        """Number of this worker within its server."""
+        parallel = self.parallel_config
+        return parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to set up."""
+
+    def shutdown(self) -> None:
+        """Unmap the trainer's files and leave its group."""
+        self.files.clear()
+        self.receiver.close()
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        """Abstract up to vLLM 0.27; our trainer does not use vLLM's trainer side."""
+        raise NotImplementedError
+
+    def start_weight_update(self) -> None:
+        """Move the model's parameters aside, layer by layer, until new ones are complete."""
+        self._abort()
+        self.reader = None
+        self.started = time.perf_counter()
+        self.open = self.reloading = True
+        self.error = ""
+        self._begin("start")
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load everything the manifest lists. The base class would synchronize an accelerator, which fails where there is none."""
+        self.info = self.parse_update_info(update_info)
+        self._begin("update")
+        try:
+            self.receive_weights(self.info)
+        except Exception as error:
+            self._fail(error)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Fill the model's parameters; WeightSyncError unless every one is."""
+        manifest, source = self._open(update_info)
+        self.reader = ShardReader(manifest, source, *([self.bookmark.note] if self.bookmark else []))
+        self.loading.load(self.reader)
+        source.drain()
+
+    def _open(self, info: UpdateInfo) -> tuple[Manifest, BlockSource]:
+        if info.direct is not None:
+            deadline = Deadline(info.direct["seconds"])
+            manifest = self.receiver.join(info.direct, info.version, deadline)
+            return manifest, self.receiver.connect(info.direct, self.worker, lambda: self.loading.rehearse(manifest), deadline)
+        manifest = Manifest.load(info.manifest, info.version)
+        maps = self.files
+        if info.handles is not None:
+            maps = DeviceMaps({name: handles[self.worker] for name, handles in info.handles.items()}, self.device)
+        ledgers = Ledgers(Path(info.manifest).parent, info.version, info.seconds, *([self.bookmark.note] if self.bookmark else []))
+        return manifest, MappedBlocks(manifest, self.worker, maps, ledgers)
+
+    def finish_weight_update(self) -> None:
+        """Put the new parameters in place and report; end an update that has failed, or that no weights came for."""
+        if self.reader is None or not self.reloading:
+            self._abort()
+            self.open = False
+            return
+        self._begin("finish")
+        self.open = False
+        try:
+            finalize_layerwise_reload(self.model, self.model_config)
+            if unread := self.reader.unread():
+                raise WeightSyncError(f"{some(unread)} announced by the loaders but never copied")
+            if current_platform.is_cpu():
+                refresh_packed_copies(self.model)
+        except Exception as error:
+            self._fail(error)
+            return
+        self.reloading = False
+        proof = self.reader.source.proof(self.reader.reads)
+        seconds = {
+            "seconds": time.perf_counter() - self.started,
+            "read_seconds": self.reader.seconds,
+            "checksum_seconds": self.reader.checksum_seconds,
+        }
+        self._reply(version=self.info.version, bytes=self.reader.bytes, **proof, **seconds)
+        self.reader.source.release()
+
+    def _fail(self, error: Exception) -> None:
+        let_go(error)
+        self.receiver.close_group()  # first: ranks that send learn it at once
+        if self.reader is not None:
+            self.reader.source.release()
+        self.error = f"{type(error).__name__}: {error}"
+        self._reply(error=self.error)
+        self._abort()
+
+    def _abort(self) -> None:
+        """Leave the reload that is under way, if any. Layers that are not complete get back what they had."""
+        if not self.reloading:
+            return
+        # Otherwise vLLM would process a layer with a part of its weights, and leave one that failed half made.
+        for module in self.model.modules():
+            get_layerwise_info(module).load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)
+        self.reloading = False
+
+    def _begin(self, phase: str) -> None:
+        """Note the phase where the trainer looks when this worker comes no further. Before the first update that place is not known."""
+        if not self.info.replies:
+            return
+        path = Path(self.info.replies) / f"worker{self.worker}.at"
+        with contextlib.suppress(OSError):  # the trainer is gone with its folder
+            if not path.exists():  # it is cleared before each update
+                self.bookmark = Bookmark(path)
+            self.bookmark.note(phase)
+
+    def _reply(self, **report: Any) -> None:
+        """Tell the trainer; if it is gone, nobody has to know."""
+        told = {"worker": self.worker, **report}
+        try:
+            if self.info.direct is not None:
+                self.receiver.report(self.info.direct, self.worker, told)
+            if self.info.replies:
+                path = Path(self.info.replies) / f"worker{self.worker}.json"
+                draft = path.with_suffix(".part")
+                draft.write_text(json.dumps(told))
+                os.replace(draft, path)
+        except (OSError, RuntimeError) as error:
+            logger.warning("no report on weight version %s reaches the trainer: %s", self.info.version, error)
+
+
+def refresh_packed_copies(model: nn.Module) -> None:
+    """Renew what vLLM for CPU packs beside the parameters and a reload leaves stale (seen in 0.32 and 0.33).
+
+    Experts: `UnquantizedFusedMoEMethod` skips its packing step on every reload. Tied heads: the head is never loaded itself, so the
+    packed copy of the shared weight stays old. Each part can go when a reload in vLLM for CPU gives the log-probs of a fresh engine
+    without it, which the tests of weight sync tell.
+    """
+    seen: dict[int, nn.Module] = {}
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            kernel.fused_experts.process_weights_after_loading(module)
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.numel():
+            continue
+        first = seen.setdefault(id(weight), module)
+        if first is not module and hasattr(first, "cpu_linear"):
+            module.cpu_linear = first.cpu_linear

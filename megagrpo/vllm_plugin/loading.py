@@ -1,0 +1,119 @@
+"""Loading an update during vLLM's reload: the model's own `load_weights` over lazy tensors the first time, a replay of its copies later."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from megagrpo.families.boxes import Box
+from megagrpo.transfer.manifest import Manifest, WeightSyncError
+from megagrpo.vllm_plugin.reader import Announced, ShardReader
+from megagrpo.vllm_plugin.replay import Recipe, Recorder
+
+EXPERTS = ".mlp.experts."
+logger = logging.getLogger(__name__)
+
+
+class Loading:
+    """Fills the parameters of one worker's model, which are aside for a reload."""
+
+    def __init__(self, model: nn.Module, config: ModelConfig):
+        self.model, self.config = model, config
+        # A tied head shares its parameter with the embedding and appears once here; during a reload it would appear twice.
+        self.expected = {name for name, _ in model.named_parameters()}
+        self.recipe: Recipe | None = None
+        self.told = ""  # why there is none
+
+    def load(self, reader: ShardReader) -> None:
+        """Load everything that the manifest lists; WeightSyncError unless every parameter will be filled."""
+        if self.recipe is not None and self.recipe.fits(reader.manifest):
+            self.recipe.run(reader)
+        else:
+            self._load_and_record(reader)
+
+    def rehearse(self, manifest: Manifest) -> Counter[tuple[str, Box]]:
+        """Which boxes `load` will fetch, and how often: the loaders load zeros, and the reload starts over."""
+        reader = ShardReader(manifest, Announced(manifest))
+        reader.blank = True
+        self._load_and_record(reader)
+        finalize_layerwise_reload(self.model, self.config)
+        initialize_layerwise_reload(self.model)
+        return Counter(self.recipe.boxes(reader.box_of)) if self.recipe else reader.fetched
+
+    def _load_and_record(self, reader: ShardReader) -> None:
+        self.recipe = None
+        # What vLLM computes from other parameters, as the products of latent attention, is gone during a reload and made anew after it.
+        loadable = self.expected & {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        destinations = {name: _destination(self.model, name) for name in loadable}
+        with Recorder(self.model) as recorder:
+            loaded = load_weights(self.model, reader)
+        _check_complete(loaded, destinations, reader)
+        if not recorder.reason:
+            self.recipe = Recipe(reader.manifest, recorder.layers)
+        elif recorder.reason != self.told:
+            self.told = recorder.reason
+            logger.info("every update goes through the model's own loaders, which takes longer: %s", recorder.reason)
+
+
+def load_weights(model: nn.Module, reader: ShardReader) -> set[str]:
+    """Run the model's loaders over all tensors of `reader`; names of the parameters that they loaded."""
+    tensors = reader.tensors()
+    # vLLM's GPT-OSS copies a tensor of all experts into its parameters itself, and one expert's through weight loaders.
+    if hasattr(getattr(model, "model", None), "_try_load_streamed_expert"):
+        tensors = one_by_one(tensors)
+    loaded = set(model.load_weights(tensors))
+    _repeat_lost_copies(model, reader)
+    return loaded
+
+
+def one_by_one(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """A tensor of all experts of a block as one of each: x.mlp.experts.down_proj becomes x.mlp.experts.0.down_proj and so on."""
+    for name, tensor in tensors:
+        block, experts, projection = name.partition(EXPERTS)
+        if experts:
+            yield from ((f"{block}{experts}{number}.{projection}", part) for number, part in enumerate(tensor.unbind()))
+        else:
+            yield name, tensor
+
+
+def _repeat_lost_copies(model: nn.Module, reader: ShardReader) -> None:
+    """A loader that copies into a parameter itself (the sinks of GPT-OSS) does so into one without data. Once more, through the weight
+    loader."""
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        if not info.can_load() or info.load_numel > 0:
+            continue  # loaded, or about to be when the update is finished
+        for parameter in list(module.parameters(recurse=False)):  # loading puts others in their place
+            if (lost := reader.copies.get(parameter.untyped_storage()._cdata)) is not None:
+                parameter.weight_loader(parameter, lost)
+
+
+def _check_complete(loaded: set[str], destinations: dict[str, tuple[int, int, bool]], reader: ShardReader) -> None:
+    if absent := sorted(destinations.keys() - loaded):
+        raise WeightSyncError(f"no weights came for {some(absent)}")
+    partial = []
+    for name, (storage, numel, padded) in destinations.items():
+        arrived = sum(reader.arrivals.get(storage, {}).values())
+        if arrived < numel and not (padded and arrived):
+            partial.append(f"{name} ({arrived} of {numel} elements)")
+    if partial:
+        raise WeightSyncError(f"only part of the weights came for {some(sorted(partial))}")
+
+
+def _destination(model: nn.Module, name: str) -> tuple[int, int, bool]:
+    """(storage, elements, whether rows may be left as padding) of the parameter that loaders fill during a reload."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    param = model.get_parameter(name)
+    return param.untyped_storage()._cdata, param.numel(), isinstance(module, VocabParallelEmbedding)
+
+
+def some(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,150 @@
+"""Loading weights once more without the loaders: what they copied the first time is copied again, layer by layer.
+
+A model's own loaders take about a millisecond of Python for each tensor, of which a mixture of experts has tens of thousands, and hand out
+the same slices every time. So the first update records them, and later ones replay the record through the same steps of vLLM's reload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
+from vllm.platforms import current_platform
+
+from megagrpo.families.boxes import Box
+from megagrpo.transfer.manifest import Manifest
+from megagrpo.vllm_plugin.lazy_tensors import LazyTensor
+from megagrpo.vllm_plugin.reader import ShardReader
+
+aten = torch.ops.aten
+AHEAD = 2  # layers that were read and wait to be processed
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one copy of a loader put where: the view of tensor `name`, a meta tensor, or where there is none, a constant."""
+
+    parameter: str
+    place: tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, storage offset
+    name: str
+    view: Tensor | None
+    constant: float = 0.0
+
+
+class Recorder(TorchDispatchMode):
+    """Sees what a model's loaders do to its parameters during a reload. `reason` says why it cannot be replayed, if it cannot."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.homes: dict[int, tuple[nn.Module, str, Tensor]] = {}  # storage -> module, name, and the tensor, which keeps the storage alive
+        for module in model.modules():
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                self.homes[tensor.untyped_storage()._cdata] = module, name, tensor
+        self.layers: dict[nn.Module, list[Cut]] = {}  # in the order in which they began to load
+        self.known: set[tuple] = set()
+        self.reason = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args else None
+        if func._schema.is_mutable and isinstance(target, Tensor) and not isinstance(target, LazyTensor):
+            home = self.homes.get(target.untyped_storage()._cdata)
+            if home is not None:
+                self._note(func, home, target, args[1:])
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, home: tuple[nn.Module, str, Tensor], target: Tensor, rest: tuple) -> None:
+        module, name, whole = home
+        place, value = _place(target), rest[0] if rest else None
+        if isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.data_ptr() == target.data_ptr() != 0:
+            return  # what the reload never moves aside is copied to itself
+        if func is aten.copy_.default and isinstance(value, LazyTensor) and isinstance(value.source, ShardReader):
+            cut = Cut(name, place, value.name_, value.view_)
+        elif func is aten.zero_.default or (func is aten.copy_.default and isinstance(value, LazyTensor)):
+            cut = Cut(name, place, "", None)
+        elif func is aten.fill_.Scalar:
+            cut = Cut(name, place, "", None, value)
+        else:
+            self._cannot(f"{type(module).__name__}.{name} is changed by {func}")
+            return
+        if isinstance(module, (Attention, MLAAttention)) or not isinstance(whole, nn.Parameter):
+            self._cannot(f"{type(module).__name__}.{name} is loaded, which is no parameter of a plain layer")
+        key = module, cut.parameter, cut.place, cut.name, cut.constant, cut.view is not None and _place(cut.view)
+        if key not in self.known:  # what was never on the meta device is copied twice
+            self.known.add(key)
+            self.layers.setdefault(module, []).append(cut)
+
+    def _cannot(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+
+class Recipe:
+    """What the loaders copied in an update, to be copied in others whose manifest lists the same tensors."""
+
+    def __init__(self, manifest: Manifest, layers: dict[nn.Module, list[Cut]]):
+        self.manifest, self.layers = manifest, layers
+
+    def fits(self, manifest: Manifest) -> bool:
+        """Whether an update has the tensors that this was recorded from."""
+        mine, its = self.manifest, manifest
+        return mine is its or (
+            mine.dtype == its.dtype and {n: t.shape for n, t in mine.tensors.items()} == {n: t.shape for n, t in its.tensors.items()}
+        )
+
+    def boxes(self, box_of: Callable[[str, Tensor], tuple[Box, Any]]) -> Iterator[tuple[str, Box]]:
+        """(tensor, box) of every fetch that `run` makes."""
+        for cuts in self.layers.values():
+            yield from ((cut.name, box_of(cut.name, cut.view)[0]) for cut in cuts if cut.view is not None and cut.view.numel())
+
+    def run(self, reader: ShardReader) -> None:
+        """Fill every layer and have vLLM process it. Without a GPU the next layer is read while one is packed."""
+        with _processing() as process:
+            for layer, cuts in self.layers.items():
+                materialize_layer(layer, get_layerwise_info(layer))
+                for cut in cuts:
+                    target = getattr(layer, cut.parameter).data.as_strided(*cut.place)
+                    if cut.view is None:
+                        target.fill_(cut.constant)
+                    elif cut.view.numel():
+                        reader.fill(cut.name, cut.view, target)
+                process(layer)
+
+
+@contextmanager
+def _processing() -> Iterator[Callable[[nn.Module], None]]:
+    """What runs vLLM's processing of a layer that was filled; in a thread of its own where that is memory's work and not a stream's."""
+    if not current_platform.is_cpu():
+        yield _process
+        return
+    inference, waiting = torch.is_inference_mode_enabled(), list[Future]()
+
+    def process(layer: nn.Module) -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            _process(layer)
+
+    with ThreadPoolExecutor(1) as thread:
+
+        def submit(layer: nn.Module) -> None:
+            waiting.append(thread.submit(process, layer))
+            if len(waiting) > AHEAD:
+                waiting.pop(0).result()
+
+        yield submit
+        for future in waiting:
+            future.result()
+
+
+def _process(layer: nn.Module) -> None:
+    _layerwise_process(layer, get_layerwise_info(layer))
+
+
+def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()

@@ -1,0 +1,99 @@
+"""Gives the engine the adapters alone, and proves that they arrived: the model's weights stay in the engine.
+
+The adapters go through shared memory as a PEFT folder, which every server loads under a name of its own per version; requests name it, so
+none is answered with another. Every worker tells the checksums of what it holds, and these must be those of what was written.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megagrpo.bridge.adapters import save_adapter
+from megagrpo.bridge.families import PEFT
+from megagrpo.config import LoraSection
+from megagrpo.engine.protocol import Engine
+from megagrpo.parallel.layout import Layout
+from megagrpo.transfer.checksums import checksum
+from megagrpo.transfer.manifest import DTYPES, WeightSyncError
+from megagrpo.weight_sync.shared_memory import SharedMemory
+from megagrpo.weight_sync.sync import Stays, SyncReport, Weights, WeightSync
+
+Sums = dict[str, list[str]]  # projection, as in layers.0.self_attn.q_proj -> checksums of A and of B times the scale
+
+
+class AdapterSync(WeightSync):
+    """As `WeightSync`, for a `push` of what `megagrpo.bridge.families.adapter_blocks` yields. `base`: the model, as the config names it."""
+
+    def __init__(self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str, offload: Stays | None = None):
+        shared = SharedMemory(layout, dtype)
+        super().__init__(engine, layout, dtype, shared, offload=offload)
+        self.lora, self.base, self.folder = lora, base, shared.folder
+        self._delivered_adapter: tuple[Path, Sums, int] | None = None
+
+    @torch.no_grad()
+    def push(self, found: Weights, weight_version: int) -> SyncReport:
+        """Give the engine the adapters as they are now, as `weight_version`. Collective. WeightSyncError on every rank when any part fails;
+        the engine goes on with what it had."""
+        started = time.perf_counter()
+        folder, first = self.folder / f"adapter{weight_version}", self.ranks.world_rank == 0
+        sums: Sums = {}
+        self._checksum_seconds = 0.0
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)  # of a push that failed
+        self.offload.keep_weights()
+        try:
+            save_adapter(list(found), self.ranks, folder, self.lora, self.base, DTYPES[self.dtype], lambda *item: self._note(sums, *item))
+        except (OSError, ValueError) as error:  # the disk, or a weight that is not finite
+            raise WeightSyncError(f"weight version {weight_version} was not written: {error}") from error
+        self.offload.keep_nothing()
+        published = time.perf_counter()
+        told = self.ranks.all_gather_objects(self._deliver_adapter(folder, sums, weight_version) if first else None)[0]
+        if isinstance(told, str):
+            raise WeightSyncError(f"weight version {weight_version} did not reach the engine: {told}")
+        ended = time.perf_counter()
+        return SyncReport(weight_version, published - started, ended - published, ended - started, self._checksum_seconds, *told)
+
+    def refill(self, url: str) -> bool:
+        """As `WeightSync.refill`, of the adapter of the last `push`."""
+        with self._driving:
+            if self._delivered_adapter is not None:
+                folder, sums, version = self._delivered_adapter
+                verify_adapter(sums, self.engine.load_adapter(folder, version, only=[url]))
+        return True
+
+    def _note(self, sums: Sums, name: str, values: Tensor) -> None:
+        """Add one tensor's checksum, as vLLM holds it."""
+        values = values * self.lora.scale if "lora_B" in name else values
+        started = time.perf_counter()
+        total = str(checksum(values))
+        self._checksum_seconds += time.perf_counter() - started
+        sums.setdefault(name.removeprefix(f"{PEFT}model.").rpartition(".lora_")[0], []).append(total)  # A comes before B
+
+    def _deliver_adapter(self, folder: Path, sums: Sums, version: int) -> tuple[int, int] | str:
+        """Drive the engine on rank 0: bytes that were written and read, or what went wrong. It must not raise, for the other ranks wait."""
+        try:
+            with self._driving:
+                reports = self.engine.load_adapter(folder, version)
+                verify_adapter(sums, reports)
+                self.engine.use_adapter(version)
+                self._delivered_adapter = folder, sums, version
+            for old in self.folder.glob("adapter*"):
+                if old != folder:
+                    shutil.rmtree(old, ignore_errors=True)
+        except Exception as error:
+            return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        return size, size * len(reports)
+
+
+def verify_adapter(sums: Sums, reports: list[dict[str, Any]]) -> None:
+    """Prove that every worker holds exactly what `sums` are of; WeightSyncError names the worker and the projection otherwise."""
+    for report in reports:
+        if odd := sorted(name for name in sums.keys() | report["sums"].keys() if sums.get(name) != report["sums"].get(name)):
+            raise WeightSyncError(f"{report['server']}, worker {report['worker']}: the adapter of {odd[0]} is not the one that was written")

@@ -1,0 +1,45 @@
+"""The KL taken from the reward: as ms-swift computed it (tests/vectors), and sums of log-probs by sample."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megagrpo.algorithms.advantages import advantages_of, less_kl
+from megagrpo.config import RunConfig
+from megagrpo.types import Prompt, Rollout, ScoredRollout
+
+CASES = json.loads((Path(__file__).parents[2] / "vectors" / "swift_advantage.json").read_text())["cases"]
+OUR_NAMES = {"reinforce_plus_plus": ("reinforce_plus_plus_baseline", "batch"), "grpo": ("grpo", "group")}  # ms-swift's centres on the group
+
+
+def config(**sections) -> RunConfig:
+    values = dict(model=dict(path="x"), data=dict(train=dict(source="x")), rewards=dict(functions=[dict(function="exact_number")]))
+    return RunConfig.model_validate(values | sections)
+
+
+def scored(reward: float) -> ScoredRollout:
+    return ScoredRollout(Rollout(Prompt(0, (1,), ""), (2,), (0.0,), "stop", 0, ""), {"f": reward}, reward)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "kl_values" in c], ids=lambda c: c["name"])
+def test_advantages_are_ms_swifts(case):
+    estimator, scale = OUR_NAMES[case["advantage_estimator"]]
+    algorithm = dict(beta=case["beta"], kl_in_reward=True, kl_estimator="k1", advantage_estimator=estimator, scale_rewards=scale)
+    settings = config(algorithm=algorithm, rollout=dict(num_generations=case["num_generations"]))
+    # A response that no function could score counts as 0 there; ours leaves it out of its group.
+    rewards = [sum(w * (r or 0) for w, r in zip(case["reward_weights"], row, strict=True)) for row in case["rewards_per_func"]]
+    penalized = less_kl([scored(r) for r in rewards], torch.tensor(case["kl_values"], dtype=torch.float64), case["beta"])
+    assert [s.reward for s in penalized] == pytest.approx(case["rewards"])
+    assert [s.rewards["f"] for s in penalized] == rewards  # what is reported stays
+    expected = torch.tensor(case["advantages"], dtype=torch.float64)
+    torch.testing.assert_close(advantages_of(penalized, settings).flatten(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_scored_stays_without_advantage():
+    penalized = less_kl([scored(math.nan), scored(1.0), scored(1.0)], torch.tensor([5.0, 1.0, 3.0]), 0.5)
+    assert math.isnan(penalized[0].reward) and [s.reward for s in penalized[1:]] == [0.5, -0.5]
+    advantages = advantages_of(penalized, config(rollout=dict(num_generations=3)))
+    assert advantages[0, 0] == 0 and advantages[0, 1] > 0 > advantages[0, 2]

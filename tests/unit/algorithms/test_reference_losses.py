@@ -1,0 +1,306 @@
+"""Every loss equals what the reference systems' own code computed: value, gradient and metrics (tests/vectors)."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megagrpo.algorithms.entropy import threshold_of_top
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.real import RealTerms, sample_sums
+from megagrpo.algorithms.reductions import FIXED_LENGTH, TOKENS, denominator
+from megagrpo.config import RunConfig
+from megagrpo.data.packing import UNLIMITED, pack
+from megagrpo.types import LossInputs, TrainSample
+
+VECTORS = Path(__file__).parents[2] / "vectors"
+TRL = json.loads((VECTORS / "trl_loss.json").read_text())
+SWIFT = {engine: json.loads((VECTORS / f"swift_loss_{engine}.json").read_text()) for engine in ("hf", "megatron")}
+SEED = json.loads((VECTORS / "seed_era.json").read_text())
+GMPO = json.loads((VECTORS / "trl_misc.json").read_text())["gmpo"]
+PROMPT = 2  # tokens put before every response
+
+
+def settings(**algorithm):
+    base = {"model": {"path": "x"}, "data": {"train": {"source": "x"}}, "rewards": {"functions": [{"function": "exact_number"}]}}
+    rollout = {name: algorithm.pop(name) for name in ("max_completion_length", "num_generations") if name in algorithm}
+    if algorithm.get("loss_type") == "cispo" and algorithm.get("epsilon_high") is None:
+        algorithm["epsilon_high"] = algorithm.get("epsilon", 0.2)  # what the reference systems take; here it must be said
+    return RunConfig.model_validate(base | {"algorithm": algorithm, "rollout": rollout})
+
+
+class Rows:
+    """The vectors' padded [B, T] rows as one packed micro-batch, and back. Masked positions stay in it (a mask may have holes); responses
+    that are `truncated` [B] are masked as `mask_truncated_completions` masks them, which is up to `pack`."""
+
+    def __init__(self, inputs, mask, truncated=None):
+        mask = torch.tensor(mask, dtype=torch.bool)
+        truncated = truncated or [0] * len(mask)
+        self.width = mask.shape[1]
+        samples = []
+        for advantage, row, cut in zip(inputs["advantages"], mask, truncated, strict=True):
+            response = torch.cat([torch.zeros(PROMPT, dtype=torch.bool), row])
+            length = PROMPT + self.width
+            samples.append(
+                TrainSample(torch.arange(length), response, torch.zeros(length), advantage, index=len(samples), truncated=bool(cut))
+            )
+        self.step = pack(samples, replace(UNLIMITED, mask_truncated=True))
+        (batch,) = self.step.micro_batches
+        self.sequences = batch.samples  # rows that packing keeps
+        self.num_rows = len(mask)
+        advantages = torch.tensor(inputs["advantages"], dtype=torch.float64)[self.sequences]
+        self.batch = replace(batch, advantages=advantages.repeat_interleave(PROMPT + self.width))
+
+    def pack(self, rows):
+        rows = torch.tensor(rows, dtype=torch.float64)[self.sequences]
+        rows = rows.expand(-1, self.width) if rows.shape[1] == 1 else rows
+        padded = torch.nn.functional.pad(rows, (PROMPT - 1, 1))
+        return padded.flatten()
+
+    def unpack(self, flat):
+        """[B, T], 0 in rows that packing dropped."""
+        kept = flat.view(-1, PROMPT + self.width)[:, PROMPT - 1 : -1]
+        return kept.new_zeros(self.num_rows, self.width).index_copy(0, self.sequences, kept)
+
+    def divisor(self, config):
+        return denominator(self.step, config.algorithm.loss_type, config.rollout.max_completion_length)
+
+
+def of_the_whole_step(batch, policy, entropy, rows, config):
+    """What `look_ahead` gathers from the ranks, of a step that is one micro-batch."""
+    algorithm, found = config.algorithm, {}
+    counted = batch.loss_mask
+    if algorithm.top_entropy_quantile < 1:
+        counted = counted & (entropy >= threshold_of_top(entropy[counted], algorithm.top_entropy_quantile))
+        found["high_entropy"] = counted
+    if algorithm.entropy_coef:
+        found["entropy_weights"] = counted * (algorithm.entropy_coef * rows.divisor(config) / counted.sum())
+    if algorithm.loss_type == "real":
+        terms = RealTerms.of(sample_sums(batch, policy), rows.step.samples, config.rollout.num_generations, algorithm.real_tau)
+        found["slopes"], found["values"] = terms.rows(batch, rows.divisor(config))
+    return found
+
+
+def check(case, inputs, mask, config, scale=1.0, batch_changes=lambda rows: {}, truncated=None):
+    """`scale`: our denominator over the reference's, where that is not the count of this batch."""
+    rows = Rows(inputs, mask, truncated)
+    changes = {"old_logprobs": rows.pack(inputs["old"])} | batch_changes(rows)
+    if config.algorithm.beta:
+        changes["ref_logprobs"] = rows.pack(inputs["ref"])
+    policy, entropy = (rows.pack(inputs[name]).requires_grad_() for name in ("new", "entropy"))
+    batch = replace(rows.batch, **changes)
+    batch = replace(batch, **of_the_whole_step(batch, policy.detach(), entropy.detach(), rows, config))
+    output = make_loss(config)(LossInputs(policy, entropy, batch))
+    loss = output.numerator * scale / rows.divisor(config)
+    assert loss.item() == pytest.approx(case["loss"], rel=1e-6, abs=1e-9)
+    found = torch.autograd.grad(loss, (policy, entropy), materialize_grads=True)
+    for grad, oracle in zip(found, (case.get("grad_logps", case.get("grad")), case.get("grad_entropy")), strict=True):
+        grad = rows.unpack(grad)
+        oracle = torch.zeros_like(grad) if oracle is None else torch.tensor(oracle, dtype=torch.float64)
+        torch.testing.assert_close(grad, oracle, rtol=1e-6, atol=1e-8)
+    return {name: (total / count).item() for name, (total, count) in output.metrics.items() if not name.endswith(("/min", "/max"))}
+
+
+TRL_WORDS = {
+    "loss_type": str,
+    "beta": float,
+    "epsilon": float,
+    "epsilon_high": float,
+    "delta": float,
+    "importance_sampling_level": str,
+    "use_bias_correction_kl": bool,
+    "sapo_temperature_neg": float,
+    "sapo_temperature_pos": float,
+    "vespo_k_pos": float,
+    "vespo_lambda_pos": float,
+    "vespo_k_neg": float,
+    "vespo_lambda_neg": float,
+    "off_policy_mask_threshold": float,
+    "top_entropy_quantile": float,
+    "entropy_coef": float,
+    "max_completion_length": int,
+}
+# The reference divides by a window's average token count there; ours is the step's own (docs/losses.md).
+WINDOW = [c for c in TRL["cases"] if c["name"].endswith("ga2_spg4_items37")]
+
+
+@pytest.mark.parametrize("case", TRL["cases"], ids=lambda c: c["name"])
+def test_trl(case):
+    reference, inputs = case["config"], TRL["inputs"] | case.get("inputs_override", {})
+    words = {name: reference[name] for name in TRL_WORDS if reference[name] is not None}
+    mask = torch.tensor(inputs["mask"])
+    if reference["tool_mask"] is not None:
+        mask = mask * torch.tensor(reference["tool_mask"])
+    weights = {}
+    if reference["is_ratio"] is not None:  # given to TRL as weights; engine log-probs that give them are exp(old) / weight
+        words |= {"importance_correction": "token_truncate", "importance_correction_max": 1e9}
+        ratio = torch.tensor(reference["is_ratio"], dtype=torch.float64).clamp(min=1e-12)
+        weights = {"rollout_logprobs": (torch.tensor(inputs["old"], dtype=torch.float64) - ratio.log()).tolist()}
+    metrics = check(
+        case,
+        inputs,
+        mask.tolist(),
+        settings(**words),
+        scale=_trl_scale(reference, mask),
+        batch_changes=lambda rows: {name: rows.pack(values) for name, values in weights.items()},
+    )
+    names = ("entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio", "kl")
+    for name in names:
+        if name in case["metrics"]:
+            assert metrics[name] == pytest.approx(case["metrics"][name], rel=1e-5), name
+
+
+def _trl_scale(reference, mask):
+    """TRL's divisor is not a count of the whole step where it accumulates gradients: undo what it does there."""
+    accumulated, loss_type = reference["gradient_accumulation_steps"], reference["loss_type"]
+    if loss_type not in TOKENS or loss_type == "bnpo":
+        return 1 / accumulated if reference["training"] else 1.0
+    if reference["num_items_in_batch"] is None:
+        return 1.0
+    window = reference["num_items_in_batch"] / reference["num_processes"]
+    if reference["training"]:
+        window *= accumulated / reference["steps_per_generation"]
+    return float(mask.sum()) / window
+
+
+SWIFT_WORDS = {
+    "loss_type": "loss_type",
+    "beta": "beta",
+    "epsilon": "epsilon",
+    "epsilon_high": "epsilon_high",
+    "delta": "delta",
+    "importance_sampling_level": "importance_sampling_level",
+    "tau_pos": "sapo_temperature_pos",
+    "tau_neg": "sapo_temperature_neg",
+    "max_completion_length": "max_completion_length",
+    "num_generations": "num_generations",
+    "real_tau": "real_tau",
+    "fipo_decay_rate": "fipo_decay_rate",
+    "fipo_clip_range": "fipo_clip_range",
+    "fipo_clip_high_only": "fipo_clip_high_only",
+}
+
+
+ITS_CORRECTION = {
+    "token_truncate": "token_truncate",
+    "token_mask": "token_mask",
+    "sequence_truncate": "geometric_truncate",
+    "sequence_mask": "geometric_mask",
+}
+SWIFT_CLIPPING = {
+    "clip_ratio/low_mean": "low_clip_mean",
+    "clip_ratio/high_mean": "high_clip_mean",
+    "clip_ratio/region_mean": "region_clip_mean",
+    "cispo_clip_ratio": "cispo_clip_ratio",
+}
+# What ours computes otherwise, and why; docs/losses.md says it to users. Of these cases each must differ.
+SWIFT_DIFFERS = {
+    "grpo/rollout_is/token_truncate/C2": "its correction weighs the KL term too",
+    "grpo/rollout_is/token_mask/C2": "its correction weighs the KL term too",
+    "grpo/rollout_is/sequence_truncate/C2": "its correction weighs the KL term too",
+    "grpo/rollout_is/sequence_mask/C2": "its correction weighs the KL term too, and tokens of a kept sequence by their own ratios",
+}
+# Token losses: its divisor counts the tokens of filtered responses too, ours only the tokens of the loss, as TRL's (docs/losses.md).
+SWIFT_COUNTS_FILTERED = ("cispo/overlong_filter_rows1,4",)
+SWIFT_CASES = [(engine, case) for engine, file in SWIFT.items() for case in file["cases"]]
+
+
+@pytest.mark.parametrize(("engine", "case"), SWIFT_CASES, ids=lambda v: v if isinstance(v, str) else v["name"])
+def test_ms_swift(engine, case):
+    if case["name"] not in (*SWIFT_DIFFERS, *SWIFT_COUNTS_FILTERED):
+        _check_swift(engine, case)
+        return
+    with pytest.raises(AssertionError):
+        _check_swift(engine, case)
+    assert case["config"]["beta"] > 0 or case["name"] in SWIFT_COUNTS_FILTERED
+
+
+@pytest.mark.parametrize("name", SWIFT_COUNTS_FILTERED)
+@pytest.mark.parametrize("engine", SWIFT)
+def test_ms_swift_divides_token_losses_by_all_tokens_and_ours_by_those_that_its_overlong_filter_keeps(engine, name):
+    """Its loss and gradient are ours times (tokens after the filter) / (tokens before it)."""
+    inputs, (case,) = SWIFT[engine]["inputs"], [c for c in SWIFT[engine]["cases"] if c["name"] == name]
+    tokens = [sum(row) for row in inputs["mask"]]
+    kept = sum(n for n, cut in zip(tokens, inputs["truncated_mask"], strict=True) if not cut)
+    assert (kept, sum(tokens)) == (22, 31)
+    _check_swift(engine, case, scale=kept / sum(tokens))
+
+
+def _check_swift(engine, case, scale=None):
+    reference, inputs = case["config"], SWIFT[engine]["inputs"]
+    words = {ours: reference[theirs] for theirs, ours in SWIFT_WORDS.items() if reference[theirs] is not None}
+    words["fipo_safety_threshold"] = reference["fipo_safety_threshold"]
+    changes = {}
+    if mode := reference["rollout_importance_sampling_mode"]:
+        words |= {
+            "importance_correction": ITS_CORRECTION[mode],
+            "importance_correction_max": reference["rollout_importance_sampling_threshold"],
+        }
+        changes["rollout_logprobs"] = inputs["sampling"]
+    metrics = check(
+        case,
+        inputs,
+        inputs["mask"],
+        settings(**words),
+        scale=scale or _swift_scale(engine, reference, torch.tensor(inputs["mask"])),
+        batch_changes=lambda rows: {name: rows.pack(values) for name, values in changes.items()},
+        truncated=inputs["truncated_mask"] if reference["overlong_filter"] else None,
+    )
+    theirs = dict(case.get("metrics", {}))
+    clipping = theirs.pop("clipping", {})
+    theirs |= {name: clipping[its] for name, its in SWIFT_CLIPPING.items() if its in clipping}
+    if "kl" in theirs:
+        assert metrics["kl"] == pytest.approx(theirs["kl"], rel=1e-5)
+    for name in SWIFT_CLIPPING.keys() & theirs.keys():
+        # One ratio per sequence: shares of sequences here, as in TRL; ms-swift weighs each sequence by its tokens.
+        agrees = metrics[name] == pytest.approx(theirs[name], rel=1e-5)
+        assert agrees == (reference["importance_sampling_level"] != "sequence"), name
+
+
+def _swift_scale(engine, reference, mask):
+    """Megatron's schedule and the Trainer divide by the micro-batches afterwards, so token losses are multiplied by their number first."""
+    if reference["loss_type"] not in ("dapo", "cispo", "fipo", *(["bnpo"] if engine == "megatron" else [])):
+        return 1.0
+    accumulated = reference["num_microbatches"] if engine == "megatron" else reference["gradient_accumulation_steps"]
+    if reference["num_items_in_batch"] is None:  # all tokens are in this batch
+        return float(accumulated * reference["world"])
+    return float(mask.sum()) / reference["num_items_in_batch"] * accumulated * reference["world"]
+
+
+@pytest.mark.parametrize("case", GMPO, ids=lambda c: f"beta {c['beta']}")
+def test_gmpo(case):
+    words = {"loss_type": "gmpo", "beta": case["beta"], "epsilon": case["epsilon"]}
+    check(case, TRL["inputs"], TRL["inputs"]["mask"], settings(**words))
+
+
+def test_the_loss_of_trls_first_release():
+    """Its gradient with the ratio of a policy to itself, which has a gradient; its value is the KL term alone."""
+    check(
+        SEED["trl_e95f9fb"] | {"beta": 0.04},
+        SEED["inputs"] | {"old": SEED["inputs"]["new"], "entropy": SEED["inputs"]["old"]},
+        SEED["inputs"]["mask"],
+        settings(loss_type="grpo", beta=0.04),
+    )
+
+
+# Divided once by the step's tokens here; there each mini-batch by its own, and the sum is not divided by their number.
+SEED_DIFFERS = ["mini_batch_2"]
+
+
+@pytest.mark.parametrize("case", SEED["swift_526f8a409"]["cases"], ids=lambda c: c["name"])
+def test_the_loss_of_ms_swift_in_april_2025(case):
+    inputs, mask = SEED["inputs"] | {"entropy": SEED["inputs"]["old"]}, torch.tensor(SEED["inputs"]["mask"])
+    if case["overlong_filter"]:
+        mask = mask * (1 - torch.tensor(case["truncated"], dtype=torch.long)[:, None])
+    config = settings(loss_type="dapo", beta=case["beta"], epsilon_high=case["epsilon_high"])
+    if case["name"] in SEED_DIFFERS:
+        with pytest.raises(AssertionError):
+            check(case, inputs, mask.tolist(), config)
+    else:
+        check(case, inputs, mask.tolist(), config)
+
+
+def test_every_loss_type_has_one_way_to_be_averaged():
+    assert not set(TOKENS) & set(FIXED_LENGTH)

@@ -1,0 +1,172 @@
+"""Files of a model on their way: which tensors stand where, and what an attempt that was cut short leaves to the next."""
+
+import json
+import os
+from collections import namedtuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megagrpo.bridge import convert, hf_files, unfinished
+from megagrpo.bridge.convert import _unfinished
+from megagrpo.bridge.hf_files import File, Files, Writer, carry, copy_side_files, new_files
+from megagrpo.bridge.tensor_files import make_header
+from megagrpo.bridge.unfinished import Journal, Unfinished
+from megagrpo.families.sources import INDEX, SINGLE
+
+TENSORS = {name: torch.rand(5, 4) for name in "abcd"}
+SHAPES = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()}
+
+
+class TwoRanks:
+    """A layout whose other rank always does the same."""
+
+    world_rank, world_size, tp_size, pp_size, vpp, pipeline_layers, ep_size, etp_size = 0, 2, 1, 1, 1, None, 1, 1
+
+    def all_gather_objects(self, obj):
+        return [obj, obj]
+
+
+def test_a_file_takes_as_many_tensors_as_its_limit_allows():
+    files = new_files(SHAPES, limit=2 * 80)
+    assert [list(file.entries) for file in files.files] == [["a", "b"], ["c", "d"]]
+    index = json.loads(files.index)
+    assert index["metadata"] == {"total_size": 4 * 80} and index["weight_map"]["c"] == "model-00002-of-00002.safetensors"
+    assert new_files(SHAPES).index is None and [file.name for file in new_files(SHAPES).files] == [SINGLE]
+
+
+def test_what_is_left_of_files_without_some_tensors_keeps_their_metadata_and_counts_anew():
+    headers = [
+        File(f"{i}.safetensors", make_header({n: SHAPES[n] for n in names}, {"made": "by me"})) for i, names in enumerate(("abc", "d"))
+    ]
+    index = dict(
+        metadata=dict(total_size=4 * 80, note="mine"), weight_map={n: "0.safetensors" if n in "abc" else "1.safetensors" for n in "abcd"}
+    )
+    files = Files(tuple(headers), json.dumps(index).encode())
+    assert files.only("abcd") is files
+    left = files.only("bc")
+    assert [(file.name, list(file.entries)) for file in left.files] == [("0.safetensors", ["b", "c"])]
+    assert json.loads(left.files[0].header)["__metadata__"] == {"made": "by me"}
+    assert json.loads(left.index) == dict(metadata=dict(total_size=2 * 80, note="mine"), weight_map={n: "0.safetensors" for n in "bc"})
+
+
+def test_tensors_are_written_in_any_order_in_parts_and_where_the_system_takes_few_bytes_at_a_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(hf_files, "_ROWS", 32)  # two rows
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:7], at))
+    tensors = TENSORS | {"scalar": torch.tensor(3.0), "none": torch.zeros(0, 4)}
+    files = new_files({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
+    with Writer(tmp_path, files, copies={"d": "a"}) as writer:
+        assert [writer.write(name, tensors[name]) for name in ("scalar", "c", "none", "a", "b")] == [4, 80, 0, 160, 80]
+    found = load_file(tmp_path / SINGLE)
+    assert found.keys() == tensors.keys() and torch.equal(found["d"], TENSORS["a"])
+    assert all(torch.equal(found[name], tensors[name]) for name in ("a", "b", "c", "scalar", "none"))
+
+
+def test_an_earlier_attempts_bytes_stay_take_no_more_space_and_what_it_had_too_much_goes(monkeypatch, tmp_path):
+    with Writer(tmp_path, new_files(SHAPES)) as writer:
+        for name, tensor in TENSORS.items():
+            writer.write(name, tensor)
+    with open(tmp_path / SINGLE, "ab") as file:
+        file.write(b"more")
+    monkeypatch.setattr(unfinished.shutil, "disk_usage", lambda path: namedtuple("usage", "free")(0))
+    with Writer(tmp_path, new_files(SHAPES)):
+        pass
+    assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in load_file(tmp_path / SINGLE).items())
+    with pytest.raises(OSError, match=f"too little disk: 0.00 GB more are needed for {tmp_path}, 0.00 GB are free"):
+        Writer(tmp_path, Files((File("other.safetensors", make_header(SHAPES)),), None))
+    assert [file.name for file in tmp_path.iterdir()] == [SINGLE] and not (tmp_path / INDEX).exists()
+
+
+def test_a_line_of_the_journal_that_a_kill_cut_short_is_forgotten(tmp_path):
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.write(["a", {"b": 1}])
+    journal.close()
+    with open(path, "ab") as file:
+        file.write(b'{"c": ')
+    journal = Journal(path)
+    assert journal.lines == ["a", {"b": 1}]
+    journal.write(["d"])
+    journal.close()
+    assert Journal(path).lines == ["a", {"b": 1}, "d"]
+
+
+def test_what_was_left_for_another_purpose_is_cleared_and_what_all_ranks_need_must_fit(monkeypatch, tmp_path):
+    out = tmp_path / "out"
+    first = Unfinished(out, TwoRanks(), dict(of="this"))
+    first.journal.write(["done"])
+    (first.path / "part").write_text("bytes")
+    os.close(first._lock)  # killed
+    second = Unfinished(out, TwoRanks(), dict(of="this"))
+    assert second.journal.lines == ["done"] and (second.path / "part").exists()
+    os.close(second._lock)
+    third = Unfinished(out, TwoRanks(), dict(of="that"))
+    assert third.journal.lines == [] and not (third.path / "part").exists()
+    monkeypatch.setattr(unfinished.shutil, "disk_usage", lambda path: namedtuple("usage", "free")(10**9))
+    third.check_space(500_000_000)
+    with pytest.raises(OSError, match=r"too little disk: 1\.20 GB more are needed for .*out\.partial, 1\.00 GB are free"):
+        third.check_space(600_000_000)
+    third.publish()
+    assert list(out.iterdir()) == []
+
+
+def left_behind(out, layout, source):
+    """What an interrupted attempt finds of those before it."""
+    with pytest.raises(KeyboardInterrupt), _unfinished(out, layout, source) as folder:
+        found = list(folder.journal.lines)
+        folder.journal.write(["a"])
+        raise KeyboardInterrupt
+    os.close(folder._lock)
+    return found
+
+
+def test_an_attempt_goes_on_from_the_same_files_in_the_same_layout_alone(tmp_path):
+    out, source, layout = tmp_path / "out", tmp_path / "source", TwoRanks()
+    source.mkdir()
+    (source / "model.safetensors").write_text("numbers")
+    assert left_behind(out, layout, source) == [] and left_behind(out, layout, source) == ["a"]
+    for size in ("world_size", "tp_size", "pp_size", "vpp", "pipeline_layers", "ep_size", "etp_size"):
+        setattr(layout, size, 4)
+        assert (left_behind(out, layout, source), left_behind(out, layout, source)) == ([], ["a"]), size
+    (source / "model.safetensors").write_text("other numbers")
+    assert (left_behind(out, layout, source), left_behind(out, layout, source)) == ([], ["a"])
+    stat = (source / "model.safetensors").stat()
+    os.utime(source / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert left_behind(out, layout, source) == []
+    with pytest.raises(OSError, match="broken"), _unfinished(out, layout, source):
+        raise OSError("broken")
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
+
+
+def test_the_journal_names_only_what_the_disk_holds_for_good(monkeypatch, tmp_path):
+    done = []
+    monkeypatch.setattr(convert, "_COMMIT", 0)
+    monkeypatch.setattr(os, "fdatasync", lambda fd: done.append("disk"))
+    monkeypatch.setattr(Journal, "write", lambda self, names: done.extend(names))
+    folder = Unfinished(tmp_path / "out", TwoRanks(), {})
+    convert._write_tensors(iter(TENSORS.items()), folder, new_files(SHAPES), {}, set())
+    os.close(folder._lock)
+    assert done == ["disk", "a", "disk", "b", "disk", "c", "disk", "d", "disk"]
+
+
+def test_code_of_the_models_own_goes_with_its_config(tmp_path):
+    classes = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.LlamaForCausalLM"}
+    elsewhere = {"AutoTokenizer": ["owner/mine--tokenization_mine.MineTokenizer", None]}
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"model_type": "llama", "auto_map": classes | elsewhere}))
+    for name in ("configuration_mine.py", "modeling_mine.py", "helper.py"):
+        (source / name).write_text("raise SystemExit  # never run\n")
+    (tmp_path / "whole").mkdir()
+    copy_side_files(source, tmp_path / "whole")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()} == {
+        file.name: file.read_bytes() for file in source.iterdir()
+    }
+    (source / "modeling_mine.py").unlink()
+    (tmp_path / "lacking").mkdir()
+    copy_side_files(source, tmp_path / "lacking")
+    assert json.loads((tmp_path / "lacking/config.json").read_text()) == {"model_type": "llama"}
+    carry(source, None, tmp_path / "lacking")  # what a checkpoint holds
+    assert "auto_map" not in json.loads((tmp_path / "lacking/config.json").read_text())

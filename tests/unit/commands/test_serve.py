@@ -1,0 +1,135 @@
+"""`megagrpo serve`: what it tells a trainer elsewhere, and when it ends. tests/slurm runs it with real servers."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megagrpo.__main__ import main, parse
+from megagrpo.commands import serve
+from megagrpo.servers import hang_detection
+from megagrpo.servers.launcher import ServerOptions, healthy
+from tests.unit.config.test_placement import QUICKSTART
+from tests.unit.servers.test_restarts import Stand, Wedged, impatient, kill, stop, wait_until
+
+
+@pytest.fixture
+def stand(tmp_path):
+    """One server, which may be started again once."""
+    (tmp_path / "config.json").write_text("{}")
+    with Stand(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
+        launcher.start()
+        launcher.wait()
+        yield launcher
+
+
+def test_addresses_are_in_a_file_of_the_node_which_is_complete_or_absent(tmp_path):
+    serve.write(tmp_path / "urls", "n2.url", "http://10.0.0.2:1\nhttp://10.0.0.2:2\n")
+    assert [path.name for path in (tmp_path / "urls").iterdir()] == ["n2.url"]
+    assert (tmp_path / "urls" / "n2.url").read_text() == "http://10.0.0.2:1\nhttp://10.0.0.2:2\n"
+
+
+def test_a_server_that_dies_is_started_again_and_with_the_last_one_for_good_it_ends(stand, monkeypatch, capsys):
+    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
+    ended, watching = [], threading.Thread(target=lambda: ended.append(serve._watch(stand, threading.Event(), 60)))
+    watching.start()
+    kill(stand.servers[0])
+    wait_until(lambda: stand.restarts[stand.urls[0]] and healthy(stand.urls[0]))
+    assert not ended
+    kill(stand.servers[0])
+    watching.join(timeout=20)
+    assert ended == [False]
+    first, second = capsys.readouterr().err.splitlines()
+    assert f"warning: vLLM server {stand.urls[0]} was killed by SIGKILL; starting it again, 1 of 1 times (rollout.max_restarts)" in first
+    assert f"{stand.urls[0]} was killed by SIGKILL and stays so after 1 restarts (rollout.max_restarts); its log: " in second
+
+
+@pytest.mark.parametrize("wedged", [pytest.param(False, id="stopped", marks=pytest.mark.full), pytest.param(True, id="wedged")])
+def test_a_server_that_hangs_is_ended_and_started_again(wedged, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
+    impatient(monkeypatch)
+    (tmp_path / "config.json").write_text("{}")
+    end = threading.Event()
+    with Wedged(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
+        launcher.start()
+        launcher.wait()
+        watching = threading.Thread(target=lambda: serve._watch(launcher, end, 0.6))
+        watching.start()
+        time.sleep(0.3)  # nothing happens to one that is well
+        assert not launcher.restarts
+        (tmp_path / "wedged").touch() if wedged else stop(launcher.servers[0])
+        wait_until(lambda: launcher.restarts)
+        (tmp_path / "wedged").unlink(missing_ok=True)
+        wait_until(lambda: healthy(launcher.urls[0]))
+        end.set()
+        watching.join()
+    ending, again = capsys.readouterr().err.splitlines()
+    engine = "answers, but its engine has said nothing for 0.6 s (rollout.weight_sync_timeout)"
+    words = engine if wedged else "has answered no health check for 0.5 s"
+    assert ending == f"warning: vLLM server {again.split()[3]} {words}; ending it" and "starting it again, 1 of 1 times" in again
+
+
+def test_time_in_which_nobody_listened_is_no_silence(monkeypatch):
+    clock, silence = iter([0.0, 3.0, 1000.0, 1001.0, 1002.0]), hang_detection.Silence()
+    monkeypatch.setattr(hang_detection.time, "monotonic", lambda: next(clock))
+    assert [silence.goes_on("a") for _ in range(3)] == [0.0, 3.0, 3.0 + hang_detection.LONGEST]
+    silence.heard("a")
+    assert [silence.goes_on("a") for _ in range(2)] == [0.0, 1.0]
+
+
+def test_who_has_no_time_to_listen_takes_nobody_for_silent(stand, monkeypatch):
+    impatient(monkeypatch)
+    monkeypatch.setattr(hang_detection, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(hang_detection, "PULSE_SECONDS", 0.0)
+    watching = hang_detection.Pulse(stand, 60)
+    stop(stand.servers[0])
+    for health_seconds, hung in ((-1.0, 0), (0.2, 1)):  # by the first every answer takes too long
+        monkeypatch.setattr(hang_detection, "HEALTH_SECONDS", health_seconds)
+        assert [len(watching._hung()) for _ in range(2)] == [0, hung]
+    kill(stand.servers[0])
+
+
+def test_it_ends_when_it_is_asked_to(stand, monkeypatch):
+    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
+    stop = threading.Event()
+    threading.Timer(0.1, stop.set).start()
+    assert serve._watch(stand, stop, 60)
+
+
+def test_servers_listen_where_the_trainer_reaches_them_and_leave_it_its_gpus(monkeypatch, tmp_path):
+    made = {}
+    monkeypatch.setattr(serve, "resolve_model", Path)
+    monkeypatch.setattr(serve, "make_launcher", lambda *args, **options: made.update(options))
+    monkeypatch.setenv("MEGAGRPO_TOKEN", "a-token-of-the-tests-1234")
+    serve._launcher(parse(["serve", str(QUICKSTART)]).config, tmp_path, "127.0.0.1", 6)
+    assert made == {"num_ranks": 6, "host": "127.0.0.1", "token": "a-token-of-the-tests-1234"}
+
+
+def test_servers_for_a_trainer_elsewhere_need_a_token(monkeypatch, tmp_path):
+    monkeypatch.delenv("MEGAGRPO_TOKEN", raising=False)
+    with pytest.raises(ValueError, match=r"rollout\.token_file: servers for a trainer elsewhere need a token that it knows"):
+        serve._launcher(parse(["serve", str(QUICKSTART)]).config, tmp_path, None, 0)
+
+
+def test_the_command_line_of_serve():
+    options = parse(["serve", str(QUICKSTART), "rollout.servers=2", "--urls", "u", "--reach", "h", "--first-gpu", "4"]).options
+    assert options == {"urls": Path("u"), "reach": "h", "first_gpu": 4}
+
+
+def test_a_server_that_cannot_start_ends_it_with_code_2_and_says_so_to_the_job(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest's own stay
+    monkeypatch.setenv("MEGAGRPO_TOKEN", "a-token-of-the-tests-1234")
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    assert main(["serve", str(QUICKSTART), "model.path=/nowhere", "--urls", str(tmp_path)]) == 2
+    assert "model.path: /nowhere does not exist" in capsys.readouterr().err
+    assert "model.path: /nowhere does not exist" in (tmp_path / "n2.failed").read_text()
+
+
+def test_it_gives_up_waiting_for_servers_when_asked_to_stop():
+    stop = threading.Event()
+    serve._progress("n1", stop, "waiting")
+    stop.set()
+    with pytest.raises(SystemExit) as ended:
+        serve._progress("n1", stop, "waiting")
+    assert ended.value.code == 0

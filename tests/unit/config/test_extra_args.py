@@ -1,0 +1,89 @@
+"""Arguments for vLLM's servers: what a config may give, and what it is told otherwise."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config import ConfigError, load_config
+from megagrpo.config import extra_args as module
+from megagrpo.config.extra_args import REFUSED, options_of
+from megagrpo.config.vllm_arguments import ARGUMENTS
+from megagrpo.servers.serving import make_launcher
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+CORRECTED = "algorithm.importance_correction=token_truncate"
+PRINT_ARGUMENTS = (
+    "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
+    "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+    "actions = make_arg_parser(FlexibleArgumentParser())._actions\n"
+    "print(*sorted(name for action in actions for name in action.option_strings))"
+)
+
+
+def load(*words: str, overrides: tuple = ()):
+    return load_config(QUICKSTART, [f"rollout.extra_args={list(words)}", *overrides])
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_arguments_that_the_run_decides_are_refused_by_name(name):
+    for words in ([name, "x"], [f"{name}=x"], [name.replace("-", "_").replace("__", "--", 1), "x"]):
+        with pytest.raises(ConfigError, match=f"rollout.extra_args: {name} "):
+            load(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-tp", "2"], "--tensor-parallel-size is set by rollout.tp"),
+        (["-pp=2"], "--pipeline-parallel-size does not work with the weight sync; set rollout.tp for larger servers"),
+        (["-q", "fp8"], "--quantization is set by rollout.quantization"),
+        (["--no-enforce-eager"], "--no-enforce-eager is set by rollout.enforce_eager"),
+        (["--lora-modules", "a=b", "--port", "1"], "--port is set by rollout.port"),
+        (["--no-such-flag"], "--no-such-flag is no argument of vLLM"),
+        (["--max-num-batched-token", "5"], r"--max-num-batched-token is no argument of .*; did you mean --max-num-batched-tokens\?"),
+        (["serve"], "serve is no argument of vLLM"),
+    ],
+)
+def test_short_negated_and_unknown_arguments_are_refused_by_name(words, said):
+    with pytest.raises(ConfigError, match=f"rollout.extra_args: {said}"):
+        load(*words)
+
+
+def test_arguments_that_vllm_knows_reach_its_command_line(tmp_path):
+    words = ["--max-num-batched-tokens", "4096", "--seed=-1", "--speculative-config.method", "ngram", "--block_size", "16", "-O3"]
+    command = make_launcher(load(*words), tmp_path, tmp_path, "float32")._command(8000)
+    assert command[-len(words) :] == words
+    assert options_of(words)["--speculative-config"] == "ngram" and options_of(["--seed", "-1"]) == {"--seed": "-1"}
+
+
+@pytest.mark.parametrize("words", [["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype=fp8_e4m3"], ["--kv_cache_dtype", "fp8_e5m2"]])
+def test_a_cache_in_fp8_needs_the_correction_that_quantized_servers_need(words):
+    with pytest.raises(ConfigError, match="importance_correction is off; set it to token_truncate"):
+        load(*words)
+    with pytest.raises(ConfigError, match="the loss real has no correction"):
+        load(*words, overrides=("algorithm.loss_type=real",))
+    assert load(*words, overrides=(CORRECTED,)).rollout.extra_args == words
+    assert load("--kv-cache-dtype", "bfloat16").rollout.extra_args
+
+
+def test_another_vllm_than_the_one_with_these_arguments_judges_unknown_ones_itself(monkeypatch):
+    monkeypatch.setattr(module.importlib.metadata, "version", lambda package: "0.33.1")
+    assert load("--brand-new", "1").rollout.extra_args == ["--brand-new", "1"]
+    with pytest.raises(ConfigError, match=r"--port is set by rollout\.port"):
+        load("--port", "1")
+
+
+def test_every_refused_argument_is_one_of_vllm():
+    assert REFUSED.keys() <= ARGUMENTS
+
+
+@pytest.mark.full
+def test_the_arguments_are_those_of_the_installed_vllm():
+    printed = subprocess.run([sys.executable, "-c", PRINT_ARGUMENTS], capture_output=True, text=True, check=True).stdout
+    assert ARGUMENTS == set(printed.splitlines()[-1].split())
+
+
+if __name__ == "__main__":
+    subprocess.run([sys.executable, "-c", PRINT_ARGUMENTS], check=True)

@@ -1,0 +1,124 @@
+"""Where servers run and which way weights take: chosen with a reason, contradictions refused with a fix."""
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config import ConfigError, load_config, weight_path
+from megagrpo.plan import plan
+from megagrpo.servers import serving
+from megagrpo.trainer import wiring
+from megagrpo.weight_sync.point_to_point import PointToPoint
+
+QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
+URLS = "rollout.urls=[http://10.0.0.7:8000]"
+
+
+def config(*overrides):
+    return load_config(QUICKSTART, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "one_host", "transport", "why"),
+    [
+        ([], False, True, "shared_memory", "single host"),
+        ([], False, False, "p2p", "several hosts"),
+        ([], True, True, "cuda_ipc", "the servers share the trainer's GPUs"),
+        ([], True, False, "p2p", "rollout.placement is colocated, several hosts"),
+        (["rollout.placement=dedicated"], True, True, "p2p", "rollout.placement is dedicated"),
+        (["rollout.placement=dedicated"], False, True, "shared_memory", "single host"),
+        ([URLS], True, False, "p2p", "rollout.placement is external, several hosts"),
+        ([URLS, "rollout.placement=external"], False, True, "shared_memory", "single host"),
+        (["rollout.weight_sync_transport=p2p"], False, True, "p2p", "set by rollout.weight_sync_transport"),
+        (["rollout.weight_sync_transport=shared_memory"], True, True, "shared_memory", "set by rollout.weight_sync_transport"),
+        (["lora.rank=8", "lora.sync=adapter"], True, True, "shared_memory", "lora.sync is adapter: adapters travel as files"),
+    ],
+)
+def test_a_transport_is_chosen_for_a_reason(overrides, gpu, one_host, transport, why):
+    assert weight_path(config(*overrides), gpu, one_host) == (transport, why)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "one_host", "message"),
+    [
+        (["rollout.weight_sync_transport=cuda_ipc"], False, True, "cuda_ipc needs GPUs, and there are none here; set it to auto"),
+        (["rollout.weight_sync_transport=shared_memory"], True, False, "shared_memory needs all ranks and servers on one host; set it to"),
+        (["lora.rank=8", "lora.sync=adapter"], True, False, "lora.sync: adapters travel as files, .* set it to merged"),
+    ],
+)
+def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, one_host, message):
+    with pytest.raises(ValueError, match=message):
+        weight_path(config(*overrides), gpu, one_host)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.placement=external"], "rollout.placement: external servers are those of rollout.urls, which is empty; name them"),
+        ([URLS, "rollout.placement=colocated"], "rollout.placement: colocated servers are started here, and rollout.urls names others"),
+        ([URLS, "rollout.placement=dedicated"], "rollout.placement: dedicated servers are started here, and rollout.urls names others"),
+        ([URLS, "rollout.weight_sync_transport=cuda_ipc"], "and rollout.placement is external; choose p2p or auto"),
+        (["rollout.placement=dedicated", "rollout.weight_sync_transport=cuda_ipc"], "and rollout.placement is dedicated; choose p2p"),
+        (["rollout.placement=dedicated", "train.offload=true"], "train.offload: true makes room .* and dedicated ones have their own"),
+        ([URLS, "rollout.max_staleness=1", "train.offload=true"], "train.offload: true empties the GPU while servers generate"),
+        (["lora.rank=8", "lora.sync=adapter", "rollout.weight_sync_transport=p2p"], "p2p moves weights, and lora.sync adapter sends"),
+    ],
+)
+def test_contradictions_are_refused_with_a_fix(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        config(*overrides)
+
+
+def test_the_plan_says_which_way_weights_take_and_why():
+    both = dict(plan(config(), 1).rows)["weights"]
+    assert both == "on GPUs cuda_ipc (the servers share the trainer's GPUs), without GPUs shared_memory (single host)"
+    assert dict(plan(config("rollout.placement=dedicated"), 1, gpu_memory_gb=80).rows)["weights"] == "p2p (rollout.placement is dedicated)"
+    named = dict(plan(config("rollout.weight_sync_transport=cuda_ipc"), 1).rows)["weights"]
+    assert named.endswith("without GPUs rollout.weight_sync_transport: cuda_ipc needs GPUs, and there are none here; set it to auto")
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_ranks", "gpus", "sleeps"),
+    [("colocated", 2, ["0", "1", "2", "3"], True), ("dedicated", 2, ["2", "3"], False), ("dedicated", 0, ["0", "1", "2", "3"], False)],
+)
+def test_servers_get_the_gpus_of_their_placement_and_sleep_where_they_share_them(placement, num_ranks, gpus, sleeps, monkeypatch, tmp_path):
+    monkeypatch.setattr(serving.device, "visible_gpus", lambda: ["0", "1", "2", "3"])
+    monkeypatch.setattr(serving.device, "has_gpu", lambda: True)
+    two = config(f"rollout.placement={placement}", "rollout.servers=2")
+    launcher = serving.make_launcher(two, tmp_path, tmp_path, "bfloat16", num_ranks=num_ranks)
+    assert launcher.devices == gpus and ("--enable-sleep-mode" in launcher._command(8000)) == sleeps
+    assert launcher._environment(1)["CUDA_VISIBLE_DEVICES"] == gpus[1] and serving.servers_sleep(two) == serving.offloads(two) == sleeps
+    assert serving.offloads(config("train.offload=true")) and not serving.offloads(config("train.offload=false"))
+
+
+def test_dedicated_servers_without_gpus_left_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving.device, "visible_gpus", lambda: ["0", "1"])
+    with pytest.raises(ValueError, match=r"rollout.servers 1 x rollout.tp 1 need 1 GPUs; 0 were given"):
+        serving.make_launcher(config("rollout.placement=dedicated"), tmp_path, tmp_path, "bfloat16", num_ranks=2)
+
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """The second of two ranks; the first is on this host, or on another one."""
+
+    first_host: str
+    world_rank: int = 1
+
+    def all_gather_objects(self, obj):
+        return [(self.first_host, *obj[1:]), obj]
+
+
+def test_ranks_on_several_hosts_need_servers_that_all_of_them_reach():
+    ranks = TwoRanks("elsewhere")
+    with pytest.raises(ValueError, match=r"rollout\.urls: ranks are on elsewhere, .* the first rank's host only; name an interface"):
+        wiring._transport(config(), ranks, ["http://127.0.0.1:8000"])
+    for servers in (URLS, "rollout.interface=eth0"):
+        assert wiring._transport(config(servers), ranks, ["http://10.0.0.7:8000"]) == ("p2p", "several hosts")
+    sync = wiring._weight_sync(config(URLS), None, ranks, "float32", "p2p", print)
+    assert isinstance(sync.transport, PointToPoint)
+
+
+def test_a_server_on_another_host_is_sent_to():
+    assert wiring._transport(config(URLS), TwoRanks(socket.gethostname()), ["http://192.0.2.1:80"]) == ("p2p", "several hosts")

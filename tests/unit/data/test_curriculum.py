@@ -1,0 +1,132 @@
+"""Prompts that are passed too often or too seldom rest, and come back."""
+
+import json
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megagrpo.config import DataSection
+from megagrpo.data.prompts import PromptSource
+from megagrpo.data.tokenizer import HuggingFaceTokenizer
+from megagrpo.records.metrics import MetricsWriter
+from megagrpo.trainer.trainer import Trainer
+
+RATES = {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.25}  # of four prompts; 0 and 2 are outside of the default band
+ON = {"curriculum": "pass_rate", "curriculum_rest": 2, "shuffle": False}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """A source of four prompts in the order of the data set, or in that of the seed."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}"}) + "\n" for n in range(4)))
+    raw = RawTokenizer(models.WordLevel({str(n): n for n in range(10)}, unk_token="0"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
+
+    def source(**data):
+        config = DataSection(train={"source": str(path)}, **data)
+        return PromptSource(config.train, config, tokenizer, 10, 0)
+
+    return source
+
+
+def epoch(source, rates=RATES, steps=2, size=2):
+    """Draw `steps` steps and tell what came out of them; the prompts by number."""
+    drawn = []
+    for _ in range(steps):
+        prompts = [prompt.prompt_id for prompt in source.next(size)]
+        source.learn({i: rates[i] for i in prompts})
+        drawn += prompts
+    return drawn
+
+
+def test_prompts_outside_of_the_band_rest_for_their_epochs_and_are_tried_again(make):
+    source = make(**ON)
+    assert epoch(source) == [0, 1, 2, 3]
+    assert epoch(source) == [1, 3, 1, 3]  # epochs 1 and 2
+    assert source.cursor == 12
+    assert epoch(source, RATES | {0: 0.5}) == [0, 1, 2, 3]  # epoch 3
+    assert epoch(source, RATES | {0: 0.5}, steps=1, size=3) == [0, 1, 3]
+
+
+def test_off_draws_all_of_them_every_time(make):
+    source = make(shuffle=False)
+    assert epoch(source, steps=4) == [0, 1, 2, 3] * 2 and source.curriculum.history == []
+
+
+@pytest.mark.parametrize(
+    ("option", "second"),
+    [({"curriculum_low": 0.0}, [0, 1, 3, 0]), ({"curriculum_high": 1.0}, [1, 2, 3, 1]), ({"curriculum_low": 0.3}, [1, 1, 0, 1])],
+)
+def test_the_band_is_inclusive(make, option, second):
+    source = make(**ON, **option)
+    epoch(source)
+    assert epoch(source) == second
+
+
+def test_a_source_with_everyone_at_rest_waits_for_the_first_to_come_back(make):
+    source = make(**ON)
+    everyone_fails = dict.fromkeys(range(4), 0.0)
+    assert epoch(source, everyone_fails) == [0, 1, 2, 3]
+    assert source.learn({}) == {"curriculum/resting": 4, "curriculum/pass_rate": 0}
+    assert epoch(source, everyone_fails) == [0, 1, 2, 3] and source.cursor == 16
+
+
+def test_a_prompt_that_nobody_told_about_is_drawn(make):
+    source = make(**ON)
+    source.next(4)
+    source.learn({1: 1.0})
+    assert [prompt.prompt_id for prompt in source.next(3)] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_cursor_and_history_are_the_whole_state(make, shuffle):
+    options = ON | {"shuffle": shuffle}
+    whole, first, second = make(**options), make(**options), make(**options)
+    expected = epoch(whole, steps=10)
+    drawn = epoch(first, steps=4)
+    state = json.loads(json.dumps([first.cursor, first.curriculum.history]))  # as a checkpoint keeps it
+    second.cursor, second.curriculum.history = state
+    assert drawn + epoch(second, steps=6) == expected and second.curriculum.history == whole.curriculum.history
+
+
+class KeptState:
+    """A checkpointer that keeps the state in memory."""
+
+    def start(self, state, background):
+        self.state = state
+
+    def finish(self, wait):
+        return None
+
+    def load(self, path):
+        return self.state
+
+
+def trainer_of(prompts, checkpointer):
+    """A trainer without policy and engine, at its first step."""
+    collector = SimpleNamespace(stop=None, pool=None, finished_ahead=list)
+    parts = dict.fromkeys(f.name for f in fields(Trainer) if f.default is MISSING and f.default_factory is MISSING and f.init)
+    config = SimpleNamespace(run=SimpleNamespace(async_save=False))
+    return Trainer(
+        **parts | dict(config=config, prompts=prompts, collector=collector, checkpointer=checkpointer, writer=MetricsWriter.silent())
+    )
+
+
+def test_a_trainer_that_resumes_rests_the_prompts_that_rested_when_it_was_saved(make):
+    checkpointer, prompts = KeptState(), make(**ON)
+    prompts.next(4)
+    prompts.learn(RATES)
+    saving = trainer_of(prompts, checkpointer)
+    saving.state.step, saving.state.cursor = 1, prompts.cursor
+    saving.save(must_succeed=False)
+    resumed = make(**ON)
+    trainer_of(resumed, checkpointer).restore(Path("step_000001"))
+    assert resumed.curriculum.history == prompts.curriculum.history != []
+    assert [p.prompt_id for p in resumed.next(4)] == [p.prompt_id for p in prompts.next(4)] == [1, 3, 1, 3]

@@ -1,0 +1,272 @@
+"""Prompts from real files, folders and generators: order, resuming, columns, lengths, and what is refused."""
+
+import json
+import shutil
+import sys
+from collections import Counter
+from hashlib import blake2b
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megagrpo.config import DataSection
+from megagrpo.data.prompts import PromptSource
+from megagrpo.data.tokenizer import HuggingFaceTokenizer
+
+ADDITION = Path(__file__).parents[3] / "configs" / "data"
+ROWS = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "level": n} for n in range(10)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """Keep the library's cache out of the user's."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token per character; its template writes [system|]user>."""
+    vocabulary = {c: i for i, c in enumerate(map(chr, range(32, 127)))}
+    raw = RawTokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="~")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '|' if m.role == 'system' else '' }}{% endfor %}>"
+    return HuggingFaceTokenizer(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def jsonl(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def source(tokenizer, path, *, seed=0, limit=100, dataset=None, evaluate=False, **data) -> PromptSource:
+    section = {"source": str(path), **(dataset or {})}
+    config = DataSection(train=section, eval=section if evaluate else None, **data)
+    key = "data.eval" if evaluate else "data.train"
+    return PromptSource(config.eval if evaluate else config.train, config, tokenizer, limit, seed, key)
+
+
+def text(tokenizer, prompt) -> str:
+    return "".join(tokenizer.tokenizer.convert_ids_to_tokens(prompt.token_ids))
+
+
+def ids(prompts) -> list[int]:
+    return [p.prompt_id for p in prompts]
+
+
+def test_each_epoch_gives_every_prompt_once_in_the_documented_order(tokenizer, jsonl):
+    prompts = source(tokenizer, jsonl, seed=5)
+    expected = [sorted(range(10), key=lambda row: blake2b(f"5/{epoch}/{row}".encode(), digest_size=16).digest()) for epoch in range(3)]
+    assert ids(prompts.next(30)) == [*expected[0], *expected[1], *expected[2]]
+    assert expected[0] != expected[1] != list(range(10)) and prompts.cursor == 30 and len(prompts) == 10
+    assert ids(source(tokenizer, jsonl, seed=6).next(10)) != expected[0]
+
+
+def test_a_set_cursor_continues_as_if_never_interrupted(tokenizer, jsonl):
+    whole = source(tokenizer, jsonl).next(36)
+    for stop in (0, 1, 9, 10, 17, 20):
+        first, second = source(tokenizer, jsonl), source(tokenizer, jsonl)
+        before = first.next(stop)
+        second.cursor = first.cursor
+        rest = [p for _ in range(4) for p in second.next(4)]
+        assert before + rest == whole[: stop + 16]
+    with pytest.raises(ValueError, match="cursor -1"):
+        source(tokenizer, jsonl).cursor = -1
+
+
+def test_a_peek_shows_what_will_be_drawn_and_draws_nothing(tokenizer, jsonl):
+    peeked, plain = source(tokenizer, jsonl), source(tokenizer, jsonl)
+    for n in (1, len(plain), 2):
+        shown = peeked.peek(n + 3)
+        assert peeked.cursor == plain.cursor and peeked.next(n) == plain.next(n) == shown[:n]
+        assert [prompt.place for prompt in shown] == list(range(peeked.cursor - n, peeked.cursor + 3))
+
+
+def test_a_prompt_carries_its_tokens_text_and_columns(tokenizer, jsonl):
+    prompt = source(tokenizer, jsonl, shuffle=False).next(4)[3]
+    assert prompt.prompt_id == 3 and prompt.messages == "What is 3 + 3?" and text(tokenizer, prompt) == "What is 3 + 3?>"
+    assert prompt.columns == {"answer": "6", "level": 3}
+
+
+def test_without_shuffle_and_in_all_prompts_come_as_in_the_data_set(tokenizer, jsonl):
+    plain, shuffled = source(tokenizer, jsonl, shuffle=False), source(tokenizer, jsonl)
+    assert ids(plain.next(12)) == [*range(10), 0, 1]
+    shuffled.next(3)
+    assert ids(shuffled.all()) == list(range(10)) and shuffled.cursor == 3
+
+
+def test_columns_are_renamed_beside_the_originals(tokenizer, jsonl):
+    prompts = source(tokenizer, jsonl, columns={"solution": "answer"})
+    assert prompts.columns == ["answer", "level", "solution"]
+    assert prompts.all()[4].columns == {"answer": "8", "level": 4, "solution": "8"}
+
+
+def test_a_column_can_be_cut_to_the_answer_behind_its_hashes(tokenizer, tmp_path):
+    path = tmp_path / "gsm8k.jsonl"
+    answers = ["8 * 9 = 72.\n#### 72", "no hashes", "#### 1,000 #### 2", "####"]
+    path.write_text("".join(json.dumps({"prompt": "Q", "answer": answer}) + "\n" for answer in answers))
+    prompts = source(tokenizer, path, columns={"solution": "answer"}, extract_hash_answer=["solution"]).all()
+    assert [p.columns["solution"] for p in prompts] == ["72", None, "1,000", ""]
+    assert [p.columns["answer"] for p in prompts] == answers
+    prompts = source(tokenizer, path, extract_hash_answer=["answer"]).all()
+    assert [p.columns["answer"] for p in prompts] == ["72", None, "1,000", ""]
+    with pytest.raises(ValueError) as error:
+        source(tokenizer, path, extract_hash_answer=["answr", "gold"])
+    assert "data.extract_hash_answer: data.train has no column `answr`; it has prompt, answer; did you mean `answer`?" in str(error.value)
+    assert "no column `gold`" in str(error.value)
+
+
+def test_system_prompt_and_template_go_into_the_tokens_only(tokenizer, jsonl):
+    prompt = source(tokenizer, jsonl, system_prompt="Add.").all()[1]
+    assert text(tokenizer, prompt) == "Add.|What is 1 + 1?>" and prompt.messages == "What is 1 + 1?"
+    prompt = source(tokenizer, jsonl, chat_template="none").all()[1]
+    assert text(tokenizer, prompt) == "What is 1 + 1?"
+
+
+def test_messages_come_through_arrow_without_empty_keys(tokenizer, tmp_path):
+    rows = [
+        {"chat": [{"role": "system", "content": "S"}, {"role": "user", "content": "U", "name": "n"}], "answer": 1},
+        {"chat": [{"role": "user", "content": "V"}], "answer": 2},
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "chat.parquet")
+    first, second = source(tokenizer, tmp_path / "chat.parquet", prompt_column="chat").all()
+    assert first.messages == rows[0]["chat"] and text(tokenizer, first) == "S|U>"
+    assert second.messages == rows[1]["chat"] and second.columns["answer"] == 2
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet", "csv", "folder of files", "save_to_disk", "save_to_disk with splits"])
+def test_every_kind_of_source_gives_the_same_prompts(tokenizer, jsonl, tmp_path, kind):
+    data, path = datasets.Dataset.from_list(ROWS), tmp_path / f"rows.{kind}"
+    if kind == "json":
+        path.write_text(json.dumps(ROWS))
+    elif kind == "parquet":
+        data.to_parquet(path)
+    elif kind == "csv":
+        data.to_csv(path)
+    elif kind == "folder of files":
+        path.mkdir()
+        shutil.copy(jsonl, path / "train.jsonl")
+    elif kind == "save_to_disk":
+        data.save_to_disk(path)
+    else:
+        datasets.DatasetDict({"train": data, "test": data.select([0])}).save_to_disk(path)
+    wanted = source(tokenizer, jsonl).next(15)
+    found = source(tokenizer, path).next(15)
+    assert [(p.prompt_id, p.token_ids) for p in found] == [(p.prompt_id, p.token_ids) for p in wanted]
+    assert ids(source(tokenizer, path, dataset={"split": "train[2:5]"}, shuffle=False).next(3)) == [0, 1, 2]
+    assert source(tokenizer, path, dataset={"split": "train[2:5]"}).all()[0].messages == "What is 2 + 2?"
+    assert len(source(tokenizer, path, dataset={"size": 4})) == 4
+
+
+def test_size_keeps_the_first_rows_of_the_split(tokenizer, jsonl):
+    prompts = source(tokenizer, jsonl, dataset={"split": "train[2:9]", "size": 4}).all()
+    assert [p.messages for p in prompts] == [row["prompt"] for row in ROWS[2:6]]
+    assert len(source(tokenizer, jsonl, dataset={"size": 40})) == len(ROWS)  # never more than there are
+
+
+def test_a_file_answers_to_any_split_name(tokenizer, jsonl):
+    assert len(source(tokenizer, jsonl, dataset={"split": "test"})) == 10
+    assert len(source(tokenizer, jsonl, dataset={"split": "validation[:3]"})) == 3
+
+
+def test_relative_paths_count_from_the_current_folder(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    monkeypatch.chdir(tmp_path)
+    assert len(source(tokenizer, "rows.jsonl")) == 1
+
+
+@pytest.mark.parametrize("mode, kept, longest", [("drop", [0, 2], 4), ("truncate_left", [0, 1, 2, 3], 4)])
+def test_overlong_prompts_are_counted_and_dropped_or_cut_on_the_left(tokenizer, tmp_path, mode, kept, longest):
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("abc", "abcd", "ab", "abcdefgh")))
+    prompts = source(tokenizer, tmp_path / "p.jsonl", limit=4, overlong_prompts=mode)
+    assert prompts.num_overlong == 2 and ids(prompts.all()) == kept and sorted(ids(prompts.next(len(kept)))) == kept
+    assert max(len(p.token_ids) for p in prompts.all()) == longest
+    if mode == "truncate_left":
+        assert text(tokenizer, prompts.all()[3]) == "fgh>"
+
+
+def test_dropping_a_prompt_leaves_the_order_of_the_others(tokenizer, tmp_path, jsonl):
+    rows = [*ROWS[:4], {**ROWS[4], "prompt": "x" * 200}, *ROWS[5:]]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    full, without = source(tokenizer, jsonl).next(10), source(tokenizer, tmp_path / "p.jsonl").next(9)
+    assert ids(without) == [i for i in ids(full) if i != 4]
+
+
+def test_reasoning_gym_gives_questions_and_what_its_scorer_needs(tokenizer):
+    options = {"size": 6, "options": {"min_terms": 2, "max_terms": 2}}
+    train = source(tokenizer, "reasoning_gym:chain_sum", dataset=options, seed=3)
+    prompt = train.all()[0]
+    assert prompt.messages == prompt.columns["question"] and len(train) == 6
+    assert set(prompt.columns) == {"question", "answer", "metadata"} and prompt.columns["metadata"]["source_dataset"] == "chain_sum"
+    assert train.all() == source(tokenizer, "reasoning_gym:chain_sum", dataset=options, seed=3).all()
+    held_out = source(tokenizer, "reasoning_gym:chain_sum", dataset=options, seed=3, evaluate=True)
+    assert not {p.messages for p in train.all()} & {p.messages for p in held_out.all()}
+    pinned = {**options, "options": {**options["options"], "seed": 3}}
+    assert source(tokenizer, "reasoning_gym:chain_sum", dataset=pinned, seed=9, evaluate=True).all() == train.all()
+
+
+@pytest.mark.parametrize(
+    "path, arguments, expected",
+    [
+        ("missing.jsonl", {}, ["data.train.source: no file or folder", "missing.jsonl"]),
+        ("./missing", {}, ["data.train.source: no file or folder"]),
+        ("missing.jsonl", {"evaluate": True}, ["data.eval.source: no file or folder"]),
+        ("nobody/nothing", {}, ["data.train.source: nobody/nothing is no file or folder here", "hub"]),
+        ("empty.jsonl", {}, ["data.train.source"]),
+        ("empty.parquet", {}, ["empty.parquet", "no data"]),
+        ("broken.jsonl", {}, ["data.train.source", "broken.jsonl", "cannot be loaded"]),
+        ("notes.txt", {}, ["must end in one of .jsonl, .json, .parquet, .csv"]),
+        ("rows.jsonl", {"prompt_column": "promt"}, ["no column `promt`; it has prompt, answer, level; did you mean `prompt`?"]),
+        ("rows.jsonl", {"columns": {"solution": "anser"}}, ["data.columns.solution", "`anser`", "did you mean `answer`?"]),
+        ("rows.jsonl", {"prompt_column": "level"}, ["row 0", "column `level` must hold a string or chat messages, not 0"]),
+        ("rows.jsonl", {"limit": 5}, ["all are dropped", "10 of 10 prompts", "max_prompt_length 5", "the longest has 15 tokens"]),
+        ("rows.jsonl", {"limit": 5, "overlong_prompts": "error"}, ["10 of 10 prompts", "set data.overlong_prompts"]),
+        ("rows.jsonl", {"dataset": {"options": {"seed": 1}}}, ["data.train.options: only reasoning_gym:FAMILY takes options"]),
+        ("rows.jsonl", {"dataset": {"split": "train[5:5]"}}, ["no data"]),
+        ("saved", {"dataset": {"split": "tset"}}, ["no split `tset`; it has train, test"]),
+        ("reasoning_gym:chain_sun", {}, ["no family `chain_sun`; did you mean `chain_sum`?"]),
+        ("reasoning_gym:gcd", {"dataset": {"options": {"max_nums": 3}}}, ["data.train.options.max_nums", "did you mean `max_numbers`?"]),
+        ("reasoning_gym:gcd", {"dataset": {"options": {"min_numbers": 9, "max_numbers": 3}}}, ["`gcd` refuses", "max_numbers"]),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_its_key(tokenizer, jsonl, tmp_path, monkeypatch, path, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    shutil.copy(jsonl, "rows.jsonl")
+    Path("empty.jsonl").touch()
+    Path("notes.txt").write_text("x")
+    Path("broken.jsonl").write_text('{"prompt": "a"\n{{{')
+    datasets.Dataset.from_list(ROWS).select([]).to_parquet("empty.parquet")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS)}).save_to_disk("saved")
+    with pytest.raises(ValueError) as error:
+        source(tokenizer, path, **arguments)
+    for part in expected:
+        assert part in str(error.value)
+
+
+def test_the_addition_files_hold_every_pair_once_and_keep_mirror_pairs_together(tokenizer):
+    train, held_out = (source(tokenizer, ADDITION / f"addition_{name}.jsonl").all() for name in ("train", "heldout"))
+    assert len(train) == 57 and len(held_out) == 24
+    pairs = [{tuple(int(w.strip("?")) for w in p.messages.split() if w.strip("?").isdigit()) for p in split} for split in (train, held_out)]
+    assert Counter(pairs[0]) + Counter(pairs[1]) == Counter((a, b) for a in range(1, 10) for b in range(1, 10))
+    assert pairs[1] == {(b, a) for a, b in pairs[1]} == {(a, b) for a, b in pairs[0] | pairs[1] if abs(a - b) % 3 == 2}
+    for prompt in train + held_out:
+        a, b = (int(w.strip("?")) for w in prompt.messages.split()[2::2])
+        assert prompt.columns == {"answer": str(a + b)} and prompt.messages == f"What is {a} + {b}?"
+
+
+def test_without_reasoning_gym_the_extra_is_named(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(ValueError, match="install the extra `data`"):
+        source(tokenizer, "reasoning_gym:gcd")

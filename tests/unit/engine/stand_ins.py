@@ -1,0 +1,168 @@
+"""Stand-ins for vLLM servers: processes and threads with real sockets that answer prompts, or misbehave in a way that they are told.
+
+Imports nothing but what Python brings along: a process starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ALONE = """
+import sys; sys.path[:0] = {paths!r}
+from tests.unit.engine import stand_ins
+server = stand_ins.StandIn(delay={delay})
+print(server.url, flush=True)
+import threading; threading.Event().wait()
+"""
+
+
+def ids_for(body: dict, index: int) -> list[int]:
+    """The tokens that every stand-in answers to a request: they follow from its seed."""
+    return [(body["sampling_params"]["seed"] + index + k) % 997 for k in range(4)]
+
+
+def choices_for(body: dict, version: str = "default") -> list[dict]:
+    """As vLLM answers."""
+    found = []
+    for index in range(body["sampling_params"]["n"]):
+        ids = ids_for(body, index)
+        content = [{"token_id": i, "logprob": -0.5} for i in ids]
+        spans = [{"version": version, "start": 0, "end": len(ids)}]
+        found.append(
+            {"index": index, "token_ids": ids, "finish_reason": "length", "logprobs": {"content": content}, "weight_versions": spans}
+        )
+    return found
+
+
+class StandIn:
+    """A server on a port of its own. `mode` is what it does with prompts: answer, or what `_misbehave` knows; with `ill` it fails health
+    checks. It holds weights of `version`. `spoiled` says by path how it misbehaves when it is told something. `asked` are the bodies of
+    prompts."""
+
+    def __init__(self, mode: str = "answer", delay: float = 0.0, version: str = "default", port: int = 0):
+        self.mode, self.delay, self.version, self.ill, self.asked = mode, delay, version, False, []
+        self.spoiled: dict[str, str] = {}
+        stand_in = self
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                try:
+                    stand_in._serve(self.rfile, self.wfile, self.connection)
+                except OSError:
+                    pass  # the client has gone
+
+        class Server(socketserver.ThreadingTCPServer):
+            allow_reuse_address, daemon_threads, request_queue_size = True, True, 1024
+
+        self._server = Server(("127.0.0.1", port), Handler)
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def close(self) -> None:
+        """Refuse connections from here on."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _serve(self, rfile, wfile, connection) -> None:
+        _, path, _ = rfile.readline().decode().split(" ", 2)
+        length = 0
+        while (line := rfile.readline().strip()) != b"":
+            name, _, value = line.partition(b":")
+            length = int(value) if name.lower() == b"content-length" else length
+        body = json.loads(rfile.read(length) or b"null")
+        if path in self.spoiled:
+            return self._break(self.spoiled[path], b'{"world_size": 1}', wfile, connection)
+        if path == "/health":
+            return _reply(wfile, b"{}", 503 if self.ill else 200)
+        if path == "/is_paused":
+            return _reply(wfile, b'{"is_paused": false}')
+        if path == "/weight_info":
+            return _reply(wfile, json.dumps({"weight_version": self.version}).encode())
+        if path == "/get_world_size":
+            return _reply(wfile, b'{"world_size": 1}')
+        self.asked.append(body)
+        time.sleep(self.delay)
+        text = json.dumps({"choices": choices_for(body, self.version)}).encode()
+        return _reply(wfile, text) if self.mode == "answer" else self._misbehave(body, text, wfile, connection)
+
+    def _break(self, mode, text, wfile, connection) -> bool:
+        """Whether `mode` is a way in which a connection or a proxy misbehaves, which it does then."""
+        if mode == "reset":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            connection.close()
+        elif mode == "drip":
+            wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+            while True:
+                wfile.write(b" ")
+                time.sleep(0.05)
+        elif mode == "slow":
+            wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text))
+            for start in range(0, len(text), 1 + len(text) // 10):
+                wfile.write(text[start : start + 1 + len(text) // 10])
+                time.sleep(0.02)
+        elif mode == "half":
+            wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text) + text[: len(text) // 2])
+        elif mode == "no http":
+            wfile.write(b"\x00\x01hello\r\n\r\n")
+        elif mode == "html":
+            _reply(wfile, b"<html>proxy</html>", kind="text/html")
+        elif mode == "truncated":
+            _reply(wfile, text[: len(text) // 2])
+        elif mode == "error":
+            _reply(wfile, b'{"error": {"message": "out of order"}}', 500)
+        elif mode == "gateway":
+            _reply(wfile, b"<html>bad gateway</html>", 502, "text/html")
+        else:
+            return False
+        return True
+
+    def _misbehave(self, body, text, wfile, connection) -> None:
+        choices = choices_for(body, self.version)
+        if not self._break(self.mode, text, wfile, connection):
+            first = choices[0]
+            changes = {
+                "fewer": lambda: choices.pop(),
+                "one twice": lambda: choices[-1].update(index=0),
+                "too long": lambda: first.update(token_ids=[1] * 9, logprobs={"content": [{"token_id": 1, "logprob": -1.0}] * 9}),
+                "no log-prob": lambda: first["logprobs"]["content"].pop(),
+                "words": lambda: first.update(token_ids=["a", "b"]),
+                "wrong version": lambda: [choice["weight_versions"][0].update(version="7") for choice in choices],
+            }
+            changes[self.mode]()
+            _reply(wfile, json.dumps({"choices": choices}).encode())
+
+
+def _reply(wfile, body: bytes, status: int = 200, kind: str = "application/json") -> None:
+    wfile.write(b"HTTP/1.1 %d X\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n" % (status, kind.encode(), len(body)) + body)
+
+
+class Process:
+    """A stand-in that answers, in a process of its own."""
+
+    def __init__(self, delay: float = 0.0):
+        code = ALONE.format(paths=[str(Path(__file__).parents[3]), *sys.path], delay=delay)
+        self.process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        self.url = self.process.stdout.readline().strip()
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL; does nothing a second time."""
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()

@@ -1,0 +1,180 @@
+"""The client while weights change under responses: scripted answers instead of a server, and what is asked of it."""
+
+import contextlib
+import http.server
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from megagrpo.engine import client
+from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.protocol import EngineError
+from megagrpo.types import Prompt, SamplingParams
+
+PROMPT = Prompt(3, (1, 2), "", place=8)
+SAMPLING = SamplingParams(1.0, 6)
+
+
+def choice(ids, reason, *versions, index=0):
+    """One of vLLM's; `versions` are (version, start, end)."""
+    spans = [{"version": v, "start": start, "end": end} for v, start, end in versions]
+    told = {"content": [{"token_id": i, "logprob": -0.5} for i in ids]}
+    return {"index": index, "token_ids": ids, "finish_reason": reason, "logprobs": told, "weight_versions": spans}
+
+
+@contextlib.contextmanager
+def scripted(*answers, paused=()):
+    """(address, bodies that came) of a server that gives these answers in turn: lists of choices, what gives one, or a status. `paused` are
+    what it says to /is_paused, then False."""
+    answers, paused, bodies = list(answers), list(paused), []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            answer = answers.pop(0) if "sampling_params" in bodies[-1] else []
+            answer = answer() if callable(answer) else answer
+            self.reply(answer if isinstance(answer, int) else 200, {"choices": answer})
+
+        def do_GET(self):
+            self.reply(200, {"is_paused": bool(paused) and paused.pop(0)})
+
+        def reply(self, status, value):
+            body = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", bodies
+        finally:
+            server.shutdown()
+
+
+def ask(url, n=1, in_flight="resume", version=7):
+    engine = VllmEngine([url], str, in_flight=in_flight)
+    engine.weight_version = version
+    return engine.generate([PROMPT], n, SAMPLING, seed=0)[0]
+
+
+def test_a_response_that_was_broken_off_goes_on_from_its_tokens():
+    first = [choice([5, 6], "abort", ("5", 0, 2)), choice([9], "stop", ("5", 0, 1), index=1)]
+    with scripted(first, [choice([7], "abort", ("6", 0, 1))], [choice([8, 9], "stop", ("7", 0, 2))]) as (url, bodies):
+        broken, whole = ask(url, n=2)
+    assert broken.response_ids == (5, 6, 7, 8, 9) and whole.response_ids == (9,)
+    assert broken.finish_reason == "stop" and broken.rollout_logprobs == (-0.5,) * 5
+    assert broken.token_versions == (5, 5, 6, 7, 7) and whole.later_versions == ()
+    assert [body["token_ids"] for body in bodies] == [[1, 2], [1, 2, 5, 6], [1, 2, 5, 6, 7]]
+    params = [body["sampling_params"] for body in bodies]
+    assert [(p["n"], p["max_tokens"]) for p in params] == [(2, 6), (1, 4), (1, 3)] and len({p["seed"] for p in params}) == 3
+
+
+@pytest.mark.parametrize(("room", "first"), [(2, "answered"), (3, "begun")], ids=["full", "not full"])
+def test_what_comes_next_may_begin_when_servers_have_room_for_more(room, first):
+    order = []
+
+    def late():
+        time.sleep(0.2)
+        order.append("answered")
+        return [choice([4], "stop", ("7", 0, 1))]
+
+    with scripted(late, late) as (url, _):
+        engine = VllmEngine([url], str, in_flight="keep", max_num_seqs=room)
+        engine.weight_version = 7
+        engine.generate([PROMPT, PROMPT], 1, SAMPLING, seed=0, on_begun=lambda: order.append("begun"))
+    assert order[0] == first and order.count("answered") == 2 and "begun" in order
+
+
+def test_generation_ends_with_its_last_answer_also_where_servers_may_come_back(monkeypatch):
+    monkeypatch.setattr(client, "LOOK_SECONDS", 20.0)
+    with scripted([choice([4], "stop", ("7", 0, 1))]) as (url, _):
+        engine = VllmEngine([url], str, patience=30.0)
+        engine.weight_version = 7
+        began = time.monotonic()
+        engine.generate([PROMPT], 1, SAMPLING, seed=0)
+        assert time.monotonic() - began < 10
+
+
+def test_a_response_that_was_broken_off_before_its_first_token_is_asked_for_again():
+    with scripted([choice([], "abort")], [choice([4], "stop", ("7", 0, 1))]) as (url, bodies):
+        (rollout,) = ask(url)
+    assert rollout.response_ids == (4,) and rollout.token_versions == (7,)
+    assert [body["token_ids"] for body in bodies] == [[1, 2], [1, 2]]
+
+
+def test_nothing_is_broken_off_where_responses_are_kept():
+    with scripted([choice([5], "abort", ("7", 0, 1))]) as (url, _), pytest.raises(EngineError, match="for the reason 'abort'"):
+        ask(url, in_flight="keep")
+
+
+def test_a_server_that_refuses_during_an_update_is_asked_again_after_it(monkeypatch):
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.01)
+    with scripted(503, [choice([4], "stop", ("7", 0, 1))], paused=[True, True]) as (url, bodies):
+        assert ask(url)[0].response_ids == (4,) and len(bodies) == 2
+
+
+def test_a_server_that_refuses_for_another_reason_fails_after_some_attempts(monkeypatch):
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.01)
+    with scripted(503, 503, 503) as (url, bodies), pytest.raises(EngineError, match="failed, after 3 attempts, on prompt 3"):
+        ask(url)
+    assert len(bodies) == 3
+
+
+def test_what_was_cut_ends_like_what_reaches_its_greatest_length():
+    def cut():
+        engine.cut([PROMPT.place])
+        return [choice([5, 6], "abort", ("7", 0, 2)), choice([], "abort", index=1)]
+
+    with scripted(cut, [choice([3], "length", ("7", 0, 1))]) as (url, bodies):
+        engine = VllmEngine([url], str, in_flight="keep")
+        engine.weight_version = 7
+        some, none = engine.generate([PROMPT], 2, SAMPLING, seed=0)[0]
+    assert [(r.response_ids, r.finish_reason) for r in (some, none)] == [((5, 6), "length"), ((3,), "length")]
+    asked = [body for body in bodies if "sampling_params" in body]
+    assert [body["sampling_params"]["max_tokens"] for body in asked] == [6, 1]
+    assert [body["request_ids"] for body in bodies if "request_ids" in body] == [[f"generate-tokens-{asked[0]['request_id']}"]]
+
+
+@pytest.mark.parametrize("versions", [[("default", 0, 1)], [("9", 0, 1)], [("6", 0, 1), ("0", 1, 2)]])
+def test_weights_that_never_were_are_refused(versions):
+    with scripted([choice([4, 5], "stop", *versions)]) as (url, _), pytest.raises(EngineError, match="the last sync was 7"):
+        ask(url)
+
+
+def test_the_next_version_may_be_known_to_the_server_first_and_none_said_is_that_of_the_asking():
+    with scripted([choice([4, 5], "stop", ("7", 0, 1), ("8", 1, 2))], [choice([4], "stop")]) as (url, _):
+        assert ask(url)[0].token_versions == (7, 8) and ask(url)[0].token_versions == (7,)
+
+
+@pytest.mark.parametrize(("in_flight", "query"), [("keep", "?reset_running_requests=true"), ("wait", "")])
+def test_a_sync_empties_the_prefix_cache_before_a_server_serves_again(in_flight, query):
+    """vLLM keeps its cache in the pause of `keep`: a prefix of older weights would be taken for one of the new."""
+    paths = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            paths.append(self.path)
+            self.send_response(200)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        engine = VllmEngine([f"http://127.0.0.1:{server.server_port}"], str, in_flight=in_flight)
+        engine.resume(SimpleNamespace(manifest=SimpleNamespace(version=8), servers=None))
+        server.shutdown()
+    assert paths == ["/update_weight_version", f"/reset_prefix_cache{query}", "/resume"] and engine.weight_version == 8

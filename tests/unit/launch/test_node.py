@@ -1,0 +1,56 @@
+"""launch/node.py: where ranks print, and waiting for servers. tests/slurm runs it on two nodes."""
+
+import http.server
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parents[3] / "launch"
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """The module, which imports its neighbour as a script does."""
+    monkeypatch.syspath_prepend(str(LAUNCH))
+    monkeypatch.delitem(sys.modules, "node", raising=False)
+    import node
+
+    return node
+
+
+def test_every_rank_has_a_file_named_by_its_number_and_the_first_is_printed(node, tmp_path):
+    envs = {0: {"RANK": "8"}, 1: {"RANK": "9"}}
+    files = {0: str(tmp_path / "logs" / "rank_00008.log"), 1: str(tmp_path / "logs" / "rank_00009.log")}
+    second = node.RankLogs(tmp_path / "logs").reify(envs)
+    assert second.stdouts == second.stderrs == files and second.tee_stdouts == {}
+    assert (tmp_path / "logs").is_dir() and envs[0]["TORCHELASTIC_ERROR_FILE"] != envs[1]["TORCHELASTIC_ERROR_FILE"]
+    first = node.RankLogs(tmp_path / "logs").reify({0: {"RANK": "0"}})
+    assert first.tee_stdouts == first.stdouts
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" and self.server.well else 503)
+        self.end_headers()
+
+    def log_message(self, *words): ...
+
+
+def test_servers_that_do_not_answer_in_time_are_named(node, capsys):
+    server = http.server.HTTPServer(("127.0.0.1", 0), Healthy)
+    server.well = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    up = f"http://127.0.0.1:{server.server_address[1]}"
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        down = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        assert node.silent_servers([up], 5) == [] and node.silent_servers([], 5) == []
+        words = ["--nodes", "1", "--ranks", "1", "--master", "127.0.0.1:1", "--wait-for", f"{up},{down}", "--wait-seconds", "0.5"]
+        assert node.main(words) == 1
+        server.well = False
+        assert node.silent_servers([up], 0.5) == [up]
+    server.shutdown()
+    assert capsys.readouterr().err == f"{down} did not answer within 0.5 s\n"

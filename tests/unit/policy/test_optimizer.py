@@ -1,0 +1,32 @@
+"""What goes with which optimizer, and with which sum of gradients."""
+
+import importlib.util
+
+import pytest
+
+from megagrpo.config import TrainSection
+from megagrpo.policy.optimizer import build_optimizer
+from tests.unit.config.test_config import SMALLEST, problems, write
+
+MUON = ["train.optimizer=muon", "train.distributed_optimizer=false"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (MUON[:1], "train.distributed_optimizer: Muon needs whole matrices on every data-parallel rank; set it to false"),
+        ([*MUON, "lora.rank=8"], "train.optimizer: muon is for whole weights, not for adapters; choose adam"),
+        ([*MUON, "train.optimizer_state_dtype=fp8"], "train.optimizer_state_dtype: Muon's momentum stays in fp32 on the device"),
+        ([*MUON, "train.optimizer_offload=true"], "train.optimizer_state_dtype: Muon's momentum stays in fp32 on the device"),
+        (["train.overlap_grad_reduce=false", "train.ddp_bucket_size=9"], "train.ddp_bucket_size: 9 cuts what train.overlap_grad_"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, overrides, message):
+    _, problem = problems(write(tmp_path, SMALLEST), *overrides)
+    assert problem.startswith(message)
+
+
+def test_muon_without_its_package_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="muon is in a package that is not installed; pip install emerging-optimizers"):
+        build_optimizer([], TrainSection(optimizer="muon", distributed_optimizer=False), None)

@@ -1,0 +1,141 @@
+import pytest
+import torch
+
+from megagrpo import device
+from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
+
+VOCAB, PADDED, WIDTH = 37, 40, 16
+
+
+def naive(hidden, weight, labels, ref_hidden, ref_weight, direction, temperature=1.0, cap=None):
+    """logprobs and KL in float64, over the whole vocabulary at once."""
+    logits = [(h.double() @ w.double().t())[:, :VOCAB] for h, w in ((hidden, weight), (ref_hidden, ref_weight))]
+    log_p, log_q = (((z if cap is None else cap * torch.tanh(z / cap)) / temperature).log_softmax(-1) for z in logits)
+    first, second = (log_p, log_q) if direction == "reverse" else (log_q, log_p)
+    return log_p.gather(1, labels[:, None])[:, 0], (first.exp() * (first - second)).sum(-1)
+
+
+def problem(num_tokens=11, distance=0.3, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, WIDTH, generator=generator, dtype=dtype)
+    weight = torch.randn(PADDED, WIDTH, generator=generator, dtype=dtype)
+    moved = [t + distance * torch.randn(t.shape, generator=generator, dtype=dtype) for t in (hidden, weight)]
+    labels = torch.randint(0, VOCAB, (num_tokens,), generator=generator)
+    upstream = torch.randn(2, num_tokens, generator=generator, dtype=dtype)
+    return hidden.requires_grad_(), weight.requires_grad_(), labels, *moved, upstream
+
+
+@pytest.mark.parametrize("chunk", [5, 16, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_value_and_gradient_equal_the_divergence_summed_over_the_vocabulary(cap, direction, temperature, chunk):
+    hidden, weight, labels, ref_hidden, ref_weight, upstream = problem()
+    options = dict(temperature=temperature, logit_cap=cap, vocab_size=VOCAB, chunk=chunk)
+    logprobs, entropy, kl = vocab_logprobs_and_kl(hidden, weight, labels, ref_hidden, ref_weight, direction=direction, **options)
+    expected = naive(hidden, weight, labels, ref_hidden, ref_weight, direction, temperature, cap)
+    alone = vocab_logprobs(hidden, weight, labels, **options)
+    torch.testing.assert_close((logprobs, entropy), alone, rtol=0, atol=0)
+    torch.testing.assert_close(kl.double(), expected[1], rtol=1e-5, atol=1e-6)
+    assert kl.mean() > 0.1
+    grads = torch.autograd.grad((logprobs, kl), (hidden, weight), tuple(upstream))
+    oracles = torch.autograd.grad(expected, (hidden, weight), tuple(upstream.double()))
+    for grad, oracle in zip(grads, oracles, strict=True):
+        assert oracle.norm() > 0
+        torch.testing.assert_close(grad, oracle, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_in_float64_the_gradient_is_that_of_finite_differences(direction):
+    hidden, weight, labels, ref_hidden, ref_weight, _ = problem(num_tokens=3, dtype=torch.float64)
+
+    def outputs(h, w):
+        logprobs, _, kl = vocab_logprobs_and_kl(h, w, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=16)
+        return logprobs, kl
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight), fast_mode=True)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_padding_rows_take_no_part_whatever_they_hold(direction):
+    hidden, weight, labels, ref_hidden, ref_weight, upstream = problem()
+    with torch.no_grad():
+        weight[VOCAB:] = 100.0
+        ref_weight[VOCAB:] = torch.nan
+    _, _, kl = vocab_logprobs_and_kl(hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB)
+    torch.testing.assert_close(kl.double(), naive(hidden, weight, labels, ref_hidden, ref_weight, direction)[1], rtol=1e-5, atol=1e-6)
+    (grad,) = torch.autograd.grad(kl, weight, upstream[1])
+    assert grad[VOCAB:].abs().max() == 0 < grad[:VOCAB].abs().max()
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_policy_at_its_reference_has_divergence_and_gradient_exactly_zero(direction):
+    hidden, weight, labels, _, _, upstream = problem()
+    _, _, kl = vocab_logprobs_and_kl(
+        hidden, weight, labels, hidden.detach(), weight.detach(), direction=direction, vocab_size=VOCAB, chunk=16
+    )
+    grads = torch.autograd.grad(kl, (hidden, weight), upstream[1])
+    assert kl.abs().max() == 0
+    assert all(g.abs().max() < 1e-6 for g in grads)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_small_divergences_keep_their_digits(direction):
+    hidden, weight, labels, ref_hidden, ref_weight, _ = problem(distance=1e-3)
+    _, _, kl = vocab_logprobs_and_kl(hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=16)
+    expected = naive(hidden, weight, labels, ref_hidden, ref_weight, direction)[1]
+    assert 1e-7 < expected.mean() < 1e-5
+    assert (kl.double() - expected).abs().max() < 5e-7
+
+
+def test_distributions_without_common_ground_stay_finite():
+    hidden = torch.eye(2, WIDTH) * 100
+    weight, ref_weight = torch.zeros(PADDED, WIDTH), torch.zeros(PADDED, WIDTH)
+    weight[0], ref_weight[1] = 1.0, 1.0
+    for direction in ("forward", "reverse"):
+        *_, kl = vocab_logprobs_and_kl(hidden, weight, torch.zeros(2).long(), hidden, ref_weight, direction=direction)
+        torch.testing.assert_close(kl, torch.full((2,), 100.0))
+
+
+def test_no_tokens_still_have_a_backward_pass_of_zeros():
+    hidden, weight, labels, ref_hidden, ref_weight, _ = problem()
+    _, _, kl = vocab_logprobs_and_kl(hidden[:0], weight, labels[:0], ref_hidden[:0], ref_weight, direction="forward")
+    grads = torch.autograd.grad(kl.sum(), (hidden, weight))
+    assert kl.shape == (0,)
+    assert all(g.abs().max() == 0 for g in grads)
+
+
+def test_another_direction_is_an_error_that_names_the_two():
+    hidden, weight, labels, ref_hidden, ref_weight, _ = problem()
+    with pytest.raises(ValueError, match="direction: 'both' is not one of forward, reverse"):
+        vocab_logprobs_and_kl(hidden, weight, labels, ref_hidden, ref_weight, direction="both")
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_foretold_gradients_of_logprobs_and_kl_change_nothing(direction):
+    hidden, weight, labels, ref_hidden, ref_weight, upstream = problem()
+    results = []
+    for story in (None, lambda rows, logprobs, kl: tuple(upstream[:, rows])):
+        logprobs, _, kl = vocab_logprobs_and_kl(
+            hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=4, upstream=story
+        )
+        results.append((logprobs, kl, *torch.autograd.grad((logprobs, kl), (hidden, weight), tuple(upstream))))
+    for without, foretold in zip(*results, strict=True):
+        assert torch.equal(without, foretold)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_blocks_of_columns_change_nothing_but_rounding(direction, monkeypatch):
+    hidden, weight, labels, ref_hidden, ref_weight, upstream = problem()
+
+    def results():
+        logprobs, entropy, kl = vocab_logprobs_and_kl(
+            hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=4
+        )
+        return logprobs, entropy, kl, *torch.autograd.grad((logprobs, kl), (hidden, weight), tuple(upstream))
+
+    whole = results()
+    monkeypatch.setattr(device, "block_elements", lambda: 4 * 5)  # 8 blocks, the last of them narrower
+    torch.testing.assert_close(results(), whole, rtol=1e-5, atol=1e-6)
+    oracle = naive(hidden, weight, labels, ref_hidden, ref_weight, direction)
+    torch.testing.assert_close(results()[2].double(), oracle[1], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,50 @@
+"""A rank ends with the torchrun that started it, whenever torchrun is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megagrpo.process.parent_death import LAUNCHER_VARIABLE
+from tests.unit.servers.test_launcher import wait_until, with_mark
+
+REPOSITORY = Path(__file__).parents[3]
+# A launcher that starts `python -m megagrpo train` as torchrun does, and sleeps. The rank then imports for seconds.
+LAUNCHER = """
+import os, subprocess, sys, time
+os.environ["TORCHELASTIC_RUN_ID"] = "run"
+os.environ.update({variables})
+subprocess.Popen([sys.executable, "-u", "-m", "megagrpo", "train", sys.argv[1], "run.name=" + sys.argv[2]])
+print("up", flush=True)
+time.sleep(600)
+"""
+OWN_ID = "{" + f"'{LAUNCHER_VARIABLE}': str(os.getpid())" + "}"
+
+
+@pytest.mark.parametrize(("variables", "delays"), [(OWN_ID, (0.0, 0.02, 0.1)), ("{}", (None,))], ids=["our launcher", "torchrun itself"])
+def test_a_rank_ends_when_torchrun_is_killed_while_it_imports(variables, delays, tmp_path):
+    config = REPOSITORY / "configs" / "quickstart.yaml"
+    for delay in delays:
+        mark = f"mark{os.getpid()}x{time.monotonic_ns()}"
+        code = LAUNCHER.format(variables=variables)
+        command = [sys.executable, "-c", code, str(config), mark]
+        launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+        try:
+            launcher.stdout.readline()
+            wait_until(lambda mark=mark: len(with_mark(mark)) == 2)
+            if delay is None:  # torchrun does not tell its process id, so the rank has to live when torchrun is killed
+                wait_until(lambda mark=mark: any("pydantic_core" in Path(f"/proc/{pid}/maps").read_text() for pid in with_mark(mark)))
+            else:
+                time.sleep(delay)
+            launcher.kill()
+            launcher.wait()
+            wait_until(lambda mark=mark: not with_mark(mark), seconds=10)  # otherwise the rank imports, and trains
+        finally:
+            launcher.kill()
+            for pid in with_mark(mark):
+                os.kill(pid, signal.SIGKILL)
+            launcher.wait()

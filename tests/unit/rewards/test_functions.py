@@ -1,0 +1,142 @@
+"""Built-in reward functions on examples by hand. Values of the reference systems: test_reference_rewards.py."""
+
+import pytest
+
+from megagrpo.rewards.functions.gsm8k_xml import correctness, soft_format, strict_format, whole_number, xmlcount
+from megagrpo.rewards.functions.gym_score import reasoning_gym
+from megagrpo.rewards.functions.math_accuracy import accuracy, cosine, reasoning_accuracy
+from megagrpo.rewards.functions.text import (
+    encodable,
+    exact_number,
+    first_answer,
+    format,
+    last_number,
+    repetition,
+    soft_overlong,
+    token_repetition,
+)
+
+
+def test_accuracy_takes_an_interval_for_a_gold_inequality_and_not_the_reverse():
+    assert accuracy([r"\boxed{(1,2)}"], solution=["$1<x<2$"]) == [1.0]
+    assert accuracy([r"\boxed{1<x<2}"], solution=["$(1,2)$"]) == [0.0]
+
+
+def test_accuracy_reads_the_answer_column_when_there_is_no_solution_and_takes_messages():
+    completions = [[{"role": "assistant", "content": r"so \boxed{7}"}], [{"role": "assistant", "content": r"\boxed{8}"}]]
+    assert accuracy(completions, answer=[7, 7]) == [1.0, 0.0]
+
+
+def test_soft_overlong_takes_a_fifth_of_the_maximum_as_slope():
+    assert soft_overlong([[1] * 90], 100) == soft_overlong([[1] * 90], 100, cache_length=20) == [-0.5]
+
+
+@pytest.mark.parametrize("cache, floor", [(101, -1.0), (-1, -1.0), (0, None)])
+def test_soft_overlong_refuses_a_slope_that_does_not_fit(cache, floor):
+    with pytest.raises(ValueError, match=f"cache_length {cache}"):
+        soft_overlong([[1]], 100, cache_length=cache, floor=floor)
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("3 + 7 equals 10.", "10"),
+        ("10 - 3 = 7", "7"),
+        ("x = -5", "-5"),
+        ("x = \N{MINUS SIGN}5", "-5"),
+        ("what is 5-3", "3"),
+        ("(2)-3", "3"),
+        ("1,234,567 in all", "1234567"),
+        ("1,2345", "2345"),
+        ("3,4", "4"),
+        ("it costs $12.50.", "12.50"),
+        ("about .5", "0.5"),
+        ("7. 8.", "8"),
+        ("007", "7"),
+    ],
+)
+def test_the_last_number_of_a_text(text, number):
+    assert last_number(text) == type(last_number("1"))(number)
+
+
+def test_a_text_without_digits_has_no_number():
+    assert last_number("ten - . , -") is None
+
+
+def test_exact_number_compares_values_and_skips_rows_without_a_gold_number():
+    completions = ["the sum is 10.0", "the sum is 11", "no idea", "1,000", "5", "72 apples"]
+    golds = [10, "10", "10", "1000", "five", "She has 8 * 9 = 72.\n#### 72"]
+    assert exact_number(completions, answer=golds) == [1.0, 0.0, 0.0, 1.0, None, 1.0]
+
+
+def test_the_first_answer_tag_counts():
+    assert first_answer("<answer>\n 3 </answer><answer>4</answer>") == "3"
+    assert first_answer("<answer>3") is None
+
+
+def test_reasoning_gym_scores_by_the_family_of_each_row():
+    import reasoning_gym as gym
+
+    rows = [gym.create_dataset("chain_sum", size=1, seed=3)[0], gym.create_dataset("gcd", size=1, seed=3)[0]]
+    columns = {name: [row[name] for row in rows] for name in ("question", "answer", "metadata")}
+    tagged = [f"hm <answer>{row['answer']}</answer>" for row in rows]
+    assert reasoning_gym(tagged, **columns) == [1.0, 1.0]
+    assert reasoning_gym([f"it is {row['answer']}." for row in rows], **columns, extract="number") == [1.0, 1.0]
+    assert reasoning_gym([f"it is {row['answer']}.00" for row in rows], **columns, extract="number") == [1.0, 1.0]
+    assert reasoning_gym(["<answer>x</answer>", "nothing"], **columns, extract="number")[1] == 0.0
+
+
+def test_format_takes_a_hostile_text_in_linear_time():
+    assert format(["<think>" + "</think><answer>" * 60_000]) == [0.0]
+    assert format(["<think>" + "</think> " * 60_000 + "<answer></answer>"]) == [1.0]
+    assert format(["<think><answer></answer>", "<think></think><answer>", "<think></think></answer>"]) == [0.0, 0.0, 0.0]
+
+
+def test_the_reasoning_ends_at_the_last_of_the_first_delimiter_that_occurs():
+    texts = [r"\boxed{1}</r> \boxed{2} </r> \boxed{3}", r"</think>\boxed{4}</r>\boxed{3}"]
+    assert reasoning_accuracy(texts, solution=["3", "3"], delimiters=("</think>", "</r>")) == [1.0, 0.0]
+    assert reasoning_accuracy([r"</think> \boxed{3}"], solution=["words"]) == [None]
+
+
+def test_cosine_scales_accuracy_by_length_and_cannot_score_without_a_gold():
+    texts = [r"\boxed{3}", r"\boxed{4}", r"\boxed{3}"]
+    ids = [[1] * 50, [1] * 50, []]
+    assert cosine(texts, ids, 100, solution=["3", "3", "words"]) == pytest.approx([0.75, -0.75, None])
+    assert cosine(texts, ids, 100, answer=["3"] * 3, max_len=50, min_len_value_correct=2.0) == pytest.approx([0.5, -0.5, 2.0])
+    with pytest.raises(ValueError, match="max_len 0 must be above 0"):
+        cosine(texts, ids, 100, answer=["3"] * 3, max_len=0)
+
+
+@pytest.mark.parametrize(
+    "function, options, rule",
+    [
+        (repetition, {"n_grams": 0}, "n_grams 0"),
+        (token_repetition, {"ngram_size": 0}, "ngram_size 0"),
+        (repetition, {"max_penalty": 1}, "0 or less"),
+    ],
+)
+def test_repetition_refuses_options_without_a_meaning(function, options, rule):
+    with pytest.raises(ValueError, match=rule):
+        function([[1, 2]] if function is token_repetition else ["a b"], **options)
+
+
+PERFECT = "<reasoning>\nIt is 13.\n</reasoning>\n<answer>\n13\n</answer>\n"
+
+
+def test_the_fixed_tag_rewards_mend_what_the_notebook_gets_wrong():
+    two_lines = PERFECT.replace("13.\n", "13.\nSure.\n")
+    assert (soft_format([two_lines]), soft_format([two_lines], fixed=True)) == ([0.0], [0.5])
+    assert (strict_format([two_lines]), strict_format([two_lines], fixed=True)) == ([0.0], [0.5])
+    assert (strict_format([PERFECT[:-1]]), strict_format([PERFECT[:-1]], fixed=True)) == ([0.0], [0.5])
+    assert strict_format([PERFECT + "\n", PERFECT + "x"], fixed=True) == [0.0, 0.0]
+    assert xmlcount([PERFECT, PERFECT[:-1], PERFECT + "x" * 10], fixed=True) == pytest.approx([0.5, 0.5, 0.49])
+    assert xmlcount([PERFECT + "x" * 10]) == pytest.approx([0.48])  # counted twice
+    answers = [f"<answer>{a}</answer>" for a in ("-5", "1,000", "\u00b2", "13", "3.5", "1,00", "")]
+    assert whole_number(answers) == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0]
+    assert whole_number(answers, fixed=True) == [0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0]
+    assert correctness(answers[:2], ["-5.0", "1000"]) == [0.0, 0.0]
+    assert correctness([*answers[:2], "x", "x"], ["-5.0", "1000", "7", None], fixed=True) == [2.0, 2.0, 0.0, None]
+
+
+def test_lone_surrogates_become_question_marks():
+    assert encodable("a\ud800\udfffb") == "a??b" and encodable("ä\U0001f600") == "ä\U0001f600"

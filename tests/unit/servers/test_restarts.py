@@ -1,0 +1,227 @@
+"""The keeper around ordinary processes that answer a health check: how often it starts them again, and what makes it give one up."""
+
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+import megagrpo.servers.restarts as restarts_module
+from megagrpo.engine import http
+from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.protocol import EngineDeadError
+from megagrpo.servers import hang_detection
+from megagrpo.servers import launcher as launcher_module
+from megagrpo.servers.launcher import Launcher, ServerOptions
+from megagrpo.servers.restarts import Keeper
+from megagrpo.transfer.manifest import WeightSyncError
+from megagrpo.types import Prompt, SamplingParams
+
+WELL = """
+import http.server, sys
+class Well(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b'{"world_size": 2}'
+        self.send_response(200)
+        self.send_header("content-type", "application/json"); self.send_header("content-length", str(len(body))); self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Well).serve_forever()
+"""
+
+
+class Stand(Launcher):
+    """Servers that are well and nothing else; with a file `broken` in the log folder they end at once."""
+
+    def _command(self, port):
+        code = f"import os, sys; os.path.exists({str(self.log_dir / 'broken')!r}) and sys.exit(3)\n{WELL}"
+        return [sys.executable, "-I", "-S", "-c", code, str(port)]
+
+
+class Wedged(Stand):
+    """Servers that are well, and whose engine says nothing while there is a file `wedged` in the log folder."""
+
+    def _command(self, port):
+        *words, code, port = super()._command(port)
+        silent = f"while os.path.exists({str(self.log_dir / 'wedged')!r}) and 'paused' in self.path: time.sleep(0.02)"
+        code = code.replace("do_GET(self):", f"do_GET(self):\n        import time\n        {silent}")
+        return [*words, code.replace("http.server.HTTPServer", "http.server.ThreadingHTTPServer"), port]
+
+
+def stop(server):
+    """SIGSTOP to a server, not to its supervisor."""
+    for process in psutil.Process(server.supervisor.pid).children(recursive=True):
+        process.suspend()
+
+
+def impatient(monkeypatch):
+    """Who says nothing for half a second hangs."""
+    for name, seconds in (("PULSE_SECONDS", 0.01), ("SILENT_SECONDS", 0.5)):
+        monkeypatch.setattr(hang_detection, name, seconds)
+    for module in (hang_detection, http):
+        monkeypatch.setattr(module, "HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr(launcher_module, "GRACE_SECONDS", 0.1)
+
+
+def wait_until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def stand(tmp_path, monkeypatch):
+    monkeypatch.setattr(restarts_module, "LOOK_SECONDS", 0.05)
+    (tmp_path / "config.json").write_text("{}")
+    with Stand(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
+        launcher.start()
+        launcher.wait()
+        yield launcher
+
+
+def kill(server):
+    os.killpg(server.supervisor.pid, signal.SIGKILL)
+    server.supervisor.wait()
+
+
+def test_a_server_is_started_again_at_its_address_filled_and_then_alive(stand):
+    engine, filled, said = VllmEngine(stand.urls, str, patience=5.0), [], []
+
+    def refill(url):
+        assert url in engine.dead
+        filled.append(url)
+        return True
+
+    stand.max_restarts = 2
+    with Keeper(stand, engine, refill, said.append):
+        for time_ in (1, 2):
+            kill(stand.servers[0])
+            wait_until(lambda: len(said) == 2 * time_)  # noqa: B023
+            assert filled == stand.urls * time_ and engine.dead == set()
+    assert "was killed by SIGKILL; starting it again, 1 of 2 times (rollout.max_restarts); its log: " in said[0]
+    assert said[1].endswith("is back, with weight version 0")
+
+
+def test_a_server_that_ends_again_and_again_is_given_up_and_the_engine_waits_no_longer(stand, tmp_path):
+    engine, said = VllmEngine(stand.urls, str, patience=60.0), []
+    (tmp_path / "broken").touch()
+    stand.max_restarts = 2
+    with Keeper(stand, engine, lambda url: True, said.append):
+        kill(stand.servers[0])
+        with pytest.raises(EngineDeadError, match="no vLLM server answers any more"):
+            engine.generate([Prompt(0, (5, 6), "")], 1, SamplingParams(0.0, 4), seed=0)
+    assert len(said) == 3 and "exit code 3 and stays so after 2 restarts (rollout.max_restarts)" in said[2]
+
+
+def test_a_server_that_does_not_take_the_weights_is_ended(stand):
+    engine, said = VllmEngine(stand.urls, str, patience=5.0), []
+
+    def refill(url):
+        raise WeightSyncError("phase update: worker 0: no")
+
+    with Keeper(stand, engine, refill, said.append):
+        kill(stand.servers[0])
+        wait_until(lambda: len(said) == 3)
+    assert "did not take the current weights, ending it: phase update: worker 0: no" in said[1] and "after 1 restarts" in said[2]
+    assert engine.dead == set(stand.urls)
+
+
+def test_a_server_that_cannot_be_filled_now_stays_out_until_the_next_sync(stand):
+    engine, said = VllmEngine(stand.urls, str, patience=5.0), []
+    with Keeper(stand, engine, lambda url: False, said.append):
+        kill(stand.servers[0])
+        wait_until(lambda: len(said) == 2)
+        assert said[1].endswith("is back and waits for the next weight sync") and engine.dead == engine.waiting == set(stand.urls)
+        assert engine.workers() == {stand.urls[0]: 2}  # it takes part
+    assert engine.dead == engine.waiting == set()
+
+
+def test_a_server_that_is_there_and_says_nothing_is_ended_and_started_again(stand, monkeypatch):
+    monkeypatch.setattr(restarts_module, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(restarts_module, "healthy", lambda url: len(said) > 1)
+    engine, said = VllmEngine(stand.urls, str, patience=5.0), []
+    engine.dead.add(stand.urls[0])  # a request had found no answer
+    with Keeper(stand, engine, lambda url: True, said.append):
+        wait_until(lambda: len(said) == 3)
+    assert "has said nothing for 0.2 s; ending it" in said[0] and "starting it again" in said[1] and "is back" in said[2]
+
+
+@pytest.mark.parametrize("wedged", [False, True], ids=["stopped", "wedged"])
+def test_a_server_that_hangs_while_nobody_asks_it_anything_is_ended_and_started_again(wedged, tmp_path, monkeypatch):
+    monkeypatch.setattr(restarts_module, "LOOK_SECONDS", 0.05)
+    impatient(monkeypatch)
+    (tmp_path / "config.json").write_text("{}")
+    with Wedged(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
+        launcher.start()
+        engine, said = VllmEngine(launcher.wait(), str, patience=5.0, sync_timeout=0.6 if wedged else 60.0), []
+        with Keeper(launcher, engine, lambda url: True, said.append):
+            (tmp_path / "wedged").touch()
+            if not wedged:
+                time.sleep(1.0)  # an engine that takes in weights says nothing either
+                assert not said
+                stop(launcher.servers[0])
+            wait_until(lambda: launcher.restarts)
+            (tmp_path / "wedged").unlink()
+            wait_until(lambda: len(said) == 3)
+    words = "answers, but its engine has said nothing for 0.6 s" if wedged else "has answered no health check for 0.5 s"
+    assert words in said[0] and "starting it again, 1 of 1 times" in said[1] and "is back" in said[2]
+    assert not engine.dead
+
+
+def test_nothing_is_started_once_the_keeper_is_left(stand):
+    engine = VllmEngine(stand.urls, str, patience=5.0)
+    with Keeper(stand, engine, lambda url: True, lambda line: None):
+        pass
+    kill(stand.servers[0])
+    time.sleep(0.3)
+    assert not stand.servers[0].alive and not stand.restarts
+
+
+def test_a_server_that_ends_while_others_sleep_is_started_when_they_wake(stand):
+    engine, said = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), []
+    engine.asleep = True
+    with Keeper(stand, engine, lambda url: False, said.append):
+        kill(stand.servers[0])
+        wait_until(lambda: engine.dead)
+        time.sleep(0.3)
+        assert not stand.servers[0].alive and not said
+        assert engine.workers() == {stand.urls[0]: 2}  # no other is left: it is started, and takes part
+    assert not engine.asleep and "starting it again" in said[0]
+
+
+def test_a_server_that_starts_is_not_waited_for_at_the_end(stand, monkeypatch):
+    monkeypatch.setattr(restarts_module, "healthy", lambda url: False)
+    stand.max_restarts = 2
+    engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
+    monkeypatch.setattr(engine, "_update", lambda verbs: told.append(stand.servers[0].alive))
+    kill(stand.servers[0])
+    with Keeper(stand, engine, lambda url: False, said.append):
+        wait_until(lambda: said)
+        engine.sleep(keeps_weights=True, last=True)
+    assert told == [False] and len(said) == 1
+
+
+def test_who_has_servers_sleep_waits_for_one_that_starts_and_it_sleeps_too(stand, monkeypatch):
+    engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
+    monkeypatch.setattr(engine, "_update", lambda verbs: told.append((set(engine.dead), list(said))))
+    kill(stand.servers[0])
+    with Keeper(stand, engine, lambda url: False, said.append):
+        wait_until(lambda: said)
+        engine.sleep()
+    assert len(told) == 1 and told[0][0] == set() and told[0][1][-1].endswith("is back and waits for the next weight sync")
+    assert engine.dead == engine.waiting == set(stand.urls)
+
+
+def test_who_has_servers_sleep_waits_until_a_silent_one_has_ended(stand, monkeypatch):
+    monkeypatch.setattr(restarts_module, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(restarts_module, "healthy", lambda url: False)
+    engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
+    monkeypatch.setattr(engine, "_update", lambda verbs: told.append(stand.servers[0].alive))
+    engine.dead.add(stand.urls[0])  # a request had found no answer
+    with Keeper(stand, engine, lambda url: True, said.append):
+        wait_until(lambda: engine.unsettled)
+        engine.sleep()
+        assert told == [False] and len(said) == 1 and "has said nothing for 0.5 s; ending it" in said[0]

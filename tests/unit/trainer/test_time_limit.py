@@ -1,0 +1,101 @@
+"""When a run stops for its time limit, and what it takes for its end."""
+
+import signal
+import time
+
+import pytest
+
+from megagrpo.config import ConfigError, load_config
+from megagrpo.trainer import time_limit
+from megagrpo.trainer.time_limit import OUT_OF_TIME, TimeLimit, end_of_run, seconds_of
+from tests.unit.config.test_placement import QUICKSTART
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still; set it by `clock[0]`. Timers are only noted."""
+    now, timers = [1000.0], []
+    monkeypatch.setattr(time_limit.time, "time", lambda: now[0])
+
+    class Timer:
+        def __init__(self, seconds, function, arguments):
+            timers.append(self)
+            self.seconds, self.fire, self.cancelled = seconds, lambda: function(*arguments), False
+
+        def start(self): ...
+
+        def cancel(self):
+            self.cancelled = True
+
+    monkeypatch.setattr(time_limit.threading, "Timer", Timer)
+    now.append(timers)
+    return now
+
+
+def test_a_step_that_would_not_be_finished_is_not_begun(clock):
+    stopped = []
+    limit = TimeLimit(1000 + 400, stopped.append)
+    limit.step_begins()
+    limit.saved(10)  # then 1.5 x 10 + 15 seconds must be left
+    assert limit.lead_seconds == 30
+    for seconds in (100, 80, 80):
+        clock[0] += seconds
+        limit.step_begins()
+        assert stopped == []
+    clock[0] += 11  # 129 seconds before the end, of which 30 are the checkpoint's, and the longest step took 100
+    limit.step_begins()
+    assert stopped == [OUT_OF_TIME]
+
+
+def test_a_step_that_takes_too_long_is_interrupted(clock):
+    stopped = []
+    limit = TimeLimit(1000 + 400, stopped.append)
+    limit.step_begins()
+    (timer,) = clock[1]
+    assert timer.seconds == 400 - (1.5 * time_limit.FIRST_SAVE_SECONDS + time_limit.SPARE_SECONDS)
+    limit.saved(2)
+    clock[0] += 1
+    limit.step_begins()
+    assert timer.cancelled and clock[1][1].seconds == 399 - 18
+    clock[1][1].fire()
+    assert stopped == [OUT_OF_TIME]
+    limit.close()
+    assert clock[1][1].cancelled
+
+
+def test_a_run_without_time_for_a_step_is_not_tried_again_and_again(clock):
+    limit = TimeLimit(1000 + 100, lambda number: pytest.fail("stopped"))
+    with pytest.raises(ConfigError, match=r"run.time_limit: 100 s are left when the first step begins, and 105 s are for a checkpoint"):
+        limit.step_begins()
+
+
+def test_the_longest_checkpoint_counts(clock):
+    limit = TimeLimit(5000, lambda number: None)
+    assert limit.lead_seconds == 1.5 * time_limit.FIRST_SAVE_SECONDS + time_limit.SPARE_SECONDS
+    for seconds, longest in ((4, 4), (8, 8), (2, 8)):
+        limit.saved(seconds)
+        assert limit.lead_seconds == 1.5 * longest + time_limit.SPARE_SECONDS
+
+
+def test_without_a_limit_nothing_happens(clock):
+    limit = TimeLimit(None, lambda number: pytest.fail("stopped"))
+    limit.step_begins()
+    assert clock[1] == []
+
+
+def test_slurm_knows_the_end_else_the_config(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    assert end_of_run(None, 100.0) is None and end_of_run("0:01:00", 100.0) == 160.0
+    for nothing in ("", "NONE", "0"):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", nothing)
+        assert end_of_run("0:01:00", 100.0) == 160.0
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
+    assert end_of_run("0:01:00", 100.0) == float(int(time.time()))
+
+
+def test_time_limits_are_written_as_slurm_has_them():
+    assert [seconds_of(text) for text in ("0:00:30", "04:00:00", "2-01:00:01")] == [30, 4 * 3600, 49 * 3600 + 1]
+    for text in ("90", "1:30", "1:90:00", "x"):
+        with pytest.raises(ConfigError, match=r"run\.time_limit"):
+            load_config(QUICKSTART, [f"run.time_limit='{text}'"])
+    assert OUT_OF_TIME != signal.SIGTERM

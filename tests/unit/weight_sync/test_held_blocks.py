@@ -1,0 +1,59 @@
+"""Parts of Hugging Face tensors out of a rank's parameters, also those that have to be computed."""
+
+import pytest
+import torch
+
+from megagrpo.families.blocks import Block
+from megagrpo.families.boxes import cut
+from megagrpo.transfer.manifest import WeightSyncError
+from megagrpo.vllm_plugin.receiver import Roster
+from megagrpo.weight_sync.point_to_point import _Held
+
+UP, GATE = "model.layers.0.up.weight", "model.layers.0.gate.weight"
+SHAPE = (8, 6)
+
+
+class Computed:
+    """Stands for a parameter whose values are computed whenever they are read."""
+
+    def __init__(self, values):
+        self.values, self.times = values, 0
+
+    def detach(self):
+        self.times += 1
+        return self.values
+
+
+@pytest.fixture
+def fused():
+    """Rows 4 to 8 of two tensors, the gate's above the other's, as Megatron stacks them; the whole tensors too."""
+    whole = {name: torch.randn(SHAPE) for name in (GATE, UP)}
+    param = Computed(torch.cat([whole[GATE][4:], whole[UP][4:]]))
+    blocks = [Block(name, SHAPE, cut(SHAPE, 0, 4, 8), (2, 4, 6), axis=0, at=at, count=1) for at, name in enumerate((GATE, UP))]
+    return whole, param, [("mlp.linear_fc1.weight", param, blocks)]
+
+
+def test_parts_are_those_of_the_whole_tensor_and_values_are_computed_once_for_a_layer(fused):
+    whole, param, found = fused
+    held = _Held(found)
+    held.go_to(0)
+    for name in (GATE, UP, UP):
+        assert torch.equal(held.read(name, ((5, 2), (7, 6))), whole[name][5:7, 2:6])
+    assert param.times == 1
+    held.go_to(1)
+    held.go_to(0)
+    held.read(UP, cut(SHAPE, 0, 4, 8))
+    assert param.times == 2
+
+
+def test_a_block_that_is_gone_and_a_weight_that_is_no_number_are_named(fused):
+    _, param, found = fused
+    roster = Roster({name: (SHAPE, {cut(SHAPE, 0, 4, 8): [1]}) for name in (GATE, UP)})
+    _Held(found).check(roster, 1)
+    name, _, blocks = found[0]
+    with pytest.raises(WeightSyncError, match=r"model\.layers\.0\.up\.weight was there at the first sync and is gone now"):
+        _Held([(name, param, blocks[:1])]).check(roster, 1)
+    _Held([(name, param, blocks[:1])]).check(roster, 0)  # nothing was there
+    param.values[0, 0] = float("nan")
+    with pytest.raises(WeightSyncError, match=r"parameter mlp\.linear_fc1\.weight holds NaN or infinity, a part of model\.layers\.0\.gate"):
+        _Held(found).check(None, 1)
