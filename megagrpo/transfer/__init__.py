@@ -1,1 +1,1 @@
-"""What both ends of a weight sync know: slices, plan, messages, formats and checksums."""
+"""Code that both ends of a weight sync share: slices, plan, messages, formats and checksums."""

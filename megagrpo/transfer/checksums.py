@@ -1,4 +1,4 @@
-"""Copies that are checked while they are made: memory is read once, and the checks run on what the cache still holds."""
+"""Copies with a checksum. Memory is read once: each chunk is checked while it is still in the cache."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from torch import Tensor
 
 from megagrpo.families.boxes import Box, extent
 
-CHUNK = 2**18  # bytes: a quarter of a core's second-level cache
+CHUNK = 2**18  # bytes: a quarter of a core's L2 cache
 _UNSIGNED = {2: np.uint16, 4: np.uint32}
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-_INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}  # as bits; larger ones are NaN
-_TOO_LARGE = 0x7F7F8000  # as bits in float32: bfloat16 rounds this and what is larger to infinity
+_INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}  # bit patterns; a larger one is NaN
+_TOO_LARGE = 0x7F7F8000  # float32 bit pattern: bfloat16 rounds this value and larger ones to infinity
 
 
 class NotFinite(ValueError):
-    """Among the values is a NaN or an infinity."""
+    """A tensor holds NaN or infinity."""
 
 
 class Checked(NamedTuple):
-    """A copy that was checked: the checksum of what it holds, and the seconds that the checks took."""
+    """The result of a checked copy: the checksum of the copied elements, and the seconds spent on the checksum."""
 
     checksum: int
     seconds: float
 
 
 def checksum(values: Tensor, column: int = 0) -> int:
-    """Sum, modulo 2**64, of the elements seen as unsigned integers of their own width, each shifted by its place within 8 bytes of its row:
-    so rows add up 8 bytes at a time.
+    """Return the sum, modulo 2**64, of the elements read as unsigned integers of their own width.
 
-    `values` may have any strides; `column` is the place of its first element along the last dimension of the whole tensor. The sums of the
-    parts of a tensor add up to that of the tensor. The checksum tells lost, zeroed, stale and flipped elements and neighbours that traded
-    places; it does not tell others that did, as two rows.
+    `values` is [...] float32, bfloat16 or float16, with any strides. Each element is shifted by its position within 8 bytes of its row, so
+    a row is summed 8 bytes at a time. `column` is the index of the first element along the last dimension of the whole tensor. The
+    checksums of the parts of a tensor add up to the checksum of the tensor. The checksum detects lost, zeroed, stale and flipped elements,
+    and swapped neighbours. It does not detect other swaps, such as two swapped rows.
     """
     values = values.detach() if values.dim() else values.detach()[None]
     lanes = 8 // values.element_size()
@@ -52,8 +52,11 @@ def checksum(values: Tensor, column: int = 0) -> int:
 
 
 def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
-    """Copy `source` to `target`, which is contiguous and holds the part `box` of a tensor in its order. Casts where the dtypes differ. On a
-    GPU, too, the copy is done when this returns."""
+    """Copy `source` to `target`, cast to the dtype of `target`, and return the checksum of the copy.
+
+    `target` is contiguous and holds the part `box` of a tensor in its order; `source` has as many elements, any strides, and may have
+    another dtype. Both are float32, bfloat16 or float16. The copy is complete when this function returns, on a GPU too.
+    """
     shape = extent(box) or (1,)
     column = box[0][-1] if box[0] else 0
     if target.device.type != "cpu":
@@ -68,7 +71,7 @@ def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
     total, at, seconds = 0, 0, 0.0
     for piece in _pieces(_bits(source) if plain else source, CHUNK // target.element_size()):
         count = math.prod(piece.shape)
-        if plain:  # NumPy starts no threads: a chunk is done before one has woken up
+        if plain:  # NumPy copies on this thread: a chunk is done before a thread of a pool would wake up
             np.copyto(bits[at : at + count].reshape(piece.shape), piece)
         else:
             flat[at : at + count].view(piece.shape).copy_(piece)
@@ -84,7 +87,10 @@ def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
 
 
 def check_finite(values: Tensor, dtype: torch.dtype) -> None:
-    """NotFinite when one of the values, of any strides, is NaN or infinite, or is so once it is cast to `dtype`."""
+    """Raises NotFinite when a value is NaN or infinite, or becomes infinite when cast to `dtype`.
+
+    `values` is [...] float32, bfloat16 or float16, with any strides. On a GPU the cast is not checked.
+    """
     if values.device.type != "cpu":
         if values.numel() and not all(map(torch.isfinite, values.aminmax())):  # NaN wins over every other value
             raise NotFinite
@@ -95,12 +101,13 @@ def check_finite(values: Tensor, dtype: torch.dtype) -> None:
 
 
 def _pieces(source: Tensor | np.ndarray, limit: int) -> Iterator[Tensor | np.ndarray]:
-    """Parts of `source` of at most `limit` elements, in the order of its elements: a range of one dimension, whole in all after it."""
+    """Yield parts of `source` [...] with at most `limit` elements each, in element order. Each part is a range of one dimension and whole
+    in all later dimensions."""
     shape = source.shape
     inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     dim = next((dim for dim, count in enumerate(inner) if count <= limit), len(shape))
     if dim == len(shape):
-        yield source  # a single element, or none
+        yield source  # zero or one element
         return
     step = max(1, limit // max(1, inner[dim]))
     for outer in itertools.product(*map(range, shape[:dim])):
@@ -110,13 +117,15 @@ def _pieces(source: Tensor | np.ndarray, limit: int) -> Iterator[Tensor | np.nda
 
 
 def _check_below(bits: np.ndarray, limit: int) -> None:
-    """NotFinite when an element's magnitude is `limit` or above, as that of infinity and NaN is: as signed integers positive ones come
-    last, as unsigned ones negative ones do."""
+    """Raises NotFinite when the magnitude of an element is `limit` or above, as for infinity and NaN.
+
+    As signed integers the positive elements are the largest. As unsigned integers the negative elements are the largest.
+    """
     negative = limit + 2 ** (8 * bits.itemsize - 1)
     if bits.size and (bits.max() >= limit or bits.view(_UNSIGNED[bits.itemsize]).max() >= negative):
         raise NotFinite
 
 
 def _bits(values: Tensor) -> np.ndarray:
-    """The elements as integers of their own width, any strides: NumPy knows no bfloat16."""
+    """Return the elements as integers of their own width, with any strides, because NumPy has no bfloat16."""
     return values.view(_INTEGERS[values.element_size()]).numpy()

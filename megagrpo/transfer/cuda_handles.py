@@ -1,7 +1,7 @@
-"""GPU memory of one process, mapped by others on the same GPUs: handles as plain JSON, never as pickle.
+"""CUDA IPC handles: GPU memory of one process that other processes on the same GPUs map. A handle is plain JSON, never pickle.
 
-A handle is what `torch.multiprocessing` would pickle for a flat tensor of bytes. Its counter lets one process map it once, so every worker
-gets a handle of its own; the memory is free again when all of them have let go.
+A handle holds the values that `torch.multiprocessing` would pickle for a flat tensor of bytes. Its reference counter covers one mapping, so
+each worker gets its own handle. The memory is freed when every worker has released its mapping.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megagrpo.transfer.manifest import WeightSyncError
 
-# Arguments of `rebuild_cuda_tensor` from its eighth on, and what they are; those before follow from the tensor being flat bytes.
+# Arguments of `rebuild_cuda_tensor` from the eighth on, with their types; the first seven are fixed because the tensor is flat bytes.
 FIELDS = {
     "storage_handle": bytes,
     "storage_size_bytes": int,
@@ -29,19 +29,20 @@ FIELDS = {
 
 
 def export(buffer: Tensor) -> dict[str, Any]:
-    """A handle of a flat tensor of bytes on a GPU, for one other process. The tensor must live until that has mapped it and let go."""
+    """Return a handle of `buffer` [n] uint8, a flat tensor on a GPU, for one other process. The tensor must live until that process has
+    mapped and released it."""
     assert buffer.is_cuda and buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.storage_offset() == 0
     return pack(buffer.numel(), reduce_tensor(buffer)[1][-len(FIELDS) :])
 
 
 def pack(count: int, values: tuple) -> dict[str, Any]:
-    """The fields of a handle of `count` bytes, as JSON can hold them."""
+    """Return the fields of a handle of `count` bytes as JSON values."""
     texts = [base64.b64encode(value).decode() if kind is bytes else value for value, kind in zip(values, FIELDS.values(), strict=True)]
     return {"count": count} | dict(zip(FIELDS, texts, strict=True))
 
 
 def unpack(handle: dict[str, Any]) -> tuple[int, tuple]:
-    """What `pack` was given. WeightSyncError when it is not that."""
+    """Return the arguments that `pack` received: (count, values). Raises WeightSyncError when `handle` is malformed."""
     if handle.keys() != {"count", *FIELDS}:
         raise WeightSyncError(f"a handle of GPU memory has the fields {', '.join(sorted(handle))}; {', '.join(FIELDS)} and count are due")
     values = []
@@ -58,13 +59,14 @@ def unpack(handle: dict[str, Any]) -> tuple[int, tuple]:
 
 
 class DeviceMaps:
-    """Memory that `handles` name, mapped on this worker's device; the exporting GPU need not be visible to this process."""
+    """Memory behind `handles`, mapped on this worker's device. The exporting GPU need not be visible to this process."""
 
     def __init__(self, handles: dict[str, dict[str, Any]], device: torch.device):
         self.handles, self.device = handles, device
 
     def bytes_of(self, name: str) -> Tensor:
-        """All its bytes, on the GPU. WeightSyncError when there is no such handle, or CUDA cannot open it."""
+        """Return all bytes of the memory `name`, [n] uint8 on the GPU. Raises WeightSyncError when the handle is missing, or CUDA cannot
+        open it."""
         if name not in self.handles:
             raise WeightSyncError(f"no handle came for the GPU memory {name}")
         count, fields = unpack(self.handles[name])

@@ -1,7 +1,7 @@
-"""What trainer ranks and workers share to move weights directly between them: a board for notes, and a group for tensors.
+"""Rendezvous between trainer ranks and vLLM workers for `p2p` weight sync: a board for notes, and a process group for tensors.
 
-Both live beside whatever process groups a process has: vLLM's workers own a default group, and so do the trainer's ranks. One group holds
-the trainer's ranks, first, and the workers of all servers, in order: gloo for tensors of a CPU, NCCL for those of a GPU.
+Both exist beside the default process groups of vLLM's workers and of the trainer's ranks. One group holds the trainer's ranks, first, and
+then the workers of all servers, in order. The backend is gloo for CPU tensors and NCCL for GPU tensors.
 """
 
 from __future__ import annotations
@@ -26,38 +26,40 @@ from torch import Tensor
 from megagrpo.transfer.manifest import WeightSyncError
 
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
-CODE_LENGTH = 64  # hexadecimal digits before each note
-LONGEST_PAUSE = 0.1  # seconds between two looks at the board
+CODE_LENGTH = 64  # hexadecimal digits of the HMAC before each note
+LONGEST_PAUSE = 0.1  # seconds between two polls of the board
 
 
 class Deadline:
-    """A point in time, `seconds` after it was made."""
+    """A point in time, `seconds` after construction."""
 
     def __init__(self, seconds: float):
         self.seconds, self._ends = seconds, time.monotonic() + seconds
 
     def left(self) -> timedelta:
-        """Time until then; never quite nothing, which torch takes for "forever"."""
+        """Return the time left, at least 1 ms: torch treats a timeout of 0 as "forever"."""
         return timedelta(seconds=max(0.001, self._ends - time.monotonic()))
 
     @property
     def passed(self) -> bool:
-        """Whether it is over."""
+        """Whether the deadline has passed."""
         return time.monotonic() > self._ends
 
 
 class Board:
-    """Notes for each other, by key, as JSON. Rank 0 of the trainer serves it, on the address `host` alone ("" is all of this host's) and on
-    `port`, which it picks; the others join.
+    """An authenticated key-value store for JSON notes between trainer ranks and workers.
 
-    The store below lets in whoever reaches it. So each note carries a code that only those who know `secret` can make for this note under
-    this key: what strangers leave is an error, never an instruction. Groups meet under keys that begin with a digest of the secret.
+    Rank 0 of the trainer serves the board; the others connect. It listens only on the address `host` ("" means all addresses of this host).
+    It picks `port` when `port` is 0. Raises WeightSyncError when the board cannot be reached.
+
+    The TCPStore below accepts every connection. So each note carries an HMAC of its key and text, made with `secret`. A note with a wrong
+    HMAC is an error and is never parsed. Process groups rendezvous under keys that begin with an HMAC of the group's name.
     """
 
     def __init__(self, host: str, port: int, deadline: Deadline, secret: str, *, serve: bool = False):
         self.host, self._secret = host, secret.encode()
         try:
-            # torch would listen on every address; it closes the socket that it gets.
+            # By itself torch would listen on every address. torch closes the socket passed to it.
             listen = socket.create_server((host, port), backlog=4096).detach() if serve else None
             reached = host or LOOPBACK
             self.store = dist.TCPStore(
@@ -68,30 +70,30 @@ class Board:
         self.port = self.store.port
 
     def meeting_point(self, name: str) -> dist.Store:
-        """Where the members of a group find each other."""
+        """Return the store through which the members of the group `name` rendezvous."""
         return dist.PrefixStore(self._code("group", name), self.store)
 
     def _code(self, key: str, text: str) -> str:
         return hmac.digest(self._secret, f"{key}\n{text}".encode(), "sha256").hex()
 
     def put(self, key: str, value: Any) -> None:
-        """Leave a note; it is there when this returns."""
+        """Leave a note; the board has stored it when this method returns. Raises WeightSyncError when the board is gone."""
         try:
             text = json.dumps(value)
             self.store.set(key, self._code(key, text) + text)
         except RuntimeError as error:
             raise WeightSyncError(f"the trainer's board is gone: {_first_line(error)}") from None
-        self.has(key)  # answered after the note was taken in, which `set` does not wait for
+        self.has(key)  # `set` does not wait; the reply to this request comes after the note is stored
 
     def has(self, key: str) -> bool:
-        """Whether somebody has left this note. WeightSyncError when the board is gone."""
+        """Whether a note with this key exists. Raises WeightSyncError when the board is gone."""
         try:
             return self.store.check([key])
         except RuntimeError as error:
             raise WeightSyncError(f"the trainer's board is gone: {_first_line(error)}") from None
 
     def find(self, key: str) -> Any:
-        """A note, or None when nobody has left it. WeightSyncError when the board is gone, or the note is none of this run's."""
+        """Return a note, or None when it does not exist. Raises WeightSyncError when the board is gone or the note's HMAC is wrong."""
         if not self.has(key):
             return None
         note = self.store.get(key)
@@ -101,9 +103,12 @@ class Board:
         return json.loads(text)
 
     def take(self, key: str, what: str, deadline: Deadline, stop: str = "") -> Any:
-        """A note, as soon as it is there. WeightSyncError that says `what` was waited for when the deadline passes, or when a note `stop`
-        appears, which holds the reason."""
-        pause = 0.001  # not `TCPStore.wait`, which writes warnings whenever it does not succeed at once
+        """Wait for a note and return it; the note stays on the board.
+
+        Raises WeightSyncError, which names `what` was awaited, when the deadline passes. The same error is raised when a note `stop`
+        appears; that note holds the reason.
+        """
+        pause = 0.001  # not `TCPStore.wait`: it logs warnings unless the key exists at once
         while (value := self.find(key)) is None:
             if stop and (reason := self.find(stop)) is not None:
                 raise WeightSyncError(f"waiting for {what}: {reason}")
@@ -114,7 +119,7 @@ class Board:
         return value
 
     def answers(self) -> bool:
-        """Whether the board is still there."""
+        """Whether the board still responds."""
         try:
             self.has("anything")
         except WeightSyncError:
@@ -122,14 +127,15 @@ class Board:
         return True
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Take notes away, those that are there."""
+        """Delete the notes with these keys; missing notes are ignored."""
         for key in keys:
             self.store.delete_key(key)
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A buffer on its way to or from `peer`; `what` says for messages what that is."""
+    """A buffer in flight to or from `peer`, a contiguous tensor of any dtype, sent as bytes. `what` describes the buffer in error messages.
+    """
 
     buffer: Tensor
     peer: int
@@ -137,11 +143,14 @@ class Parcel:
     what: str
 
 
-Pending = tuple[dist.Work, str]  # what is under way, and what it is
+Pending = tuple[dist.Work, str]  # an in-flight operation, and its description for errors
 
 
 class Exchange:
-    """A group for messages from one process to another. Making one takes all `size` processes at once."""
+    """A process group for point-to-point messages. Construction is collective over all `size` processes.
+
+    Raises WeightSyncError when the group cannot be formed.
+    """
 
     def __init__(self, board: Board, name: str, rank: int, size: int, device: torch.device, deadline: Deadline):
         store = board.meeting_point(name)
@@ -151,18 +160,18 @@ class Exchange:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = deadline.left()
                 self.group = dist.ProcessGroupNCCL(store, rank, size, options)
-                self.group.eager_connect_single_device(device)  # now, with everybody: later not all ranks take part in each call
+                self.group.eager_connect_single_device(device)  # connect while all ranks take part: later calls involve only some
             else:
                 self.group = dist.ProcessGroupGloo(store, rank, size, _gloo_options(board.host, deadline))
         except RuntimeError as error:
             raise WeightSyncError(f"forming the group of {size} ranks and workers: {_first_line(error)}") from None
 
     def send(self, parcels: Sequence[Parcel]) -> list[Pending]:
-        """Start to send them, all at once."""
+        """Start to send all parcels at once. Raises WeightSyncError when a send cannot start."""
         return self._post(self.group.send, parcels)
 
     def receive(self, parcels: Sequence[Parcel]) -> list[Pending]:
-        """Start to receive them, all at once."""
+        """Start to receive all parcels at once. Raises WeightSyncError when a receive cannot start."""
         return self._post(self.group.recv, parcels)
 
     def _post(self, verb: Any, parcels: Sequence[Parcel]) -> list[Pending]:
@@ -180,14 +189,15 @@ class Exchange:
         return [(work, parcel.what) for work, parcel in zip(works, parcels, strict=True)]
 
     def close(self) -> None:
-        """Leave the group. Whoever waits for this process gets an error."""
+        """Leave the group. Processes that wait for this process get an error."""
         if self.group is not None and self.device.type == "cuda":
             self.group.abort()
         self.group = None
 
 
 def _gloo_options(host: str, deadline: Deadline) -> dist.ProcessGroupGloo._Options:
-    """Options by which gloo listens on the interface that leads to the board alone; GLOO_SOCKET_IFNAME may name another one."""
+    """Return options that make gloo listen only on the interface that leads to the board. GLOO_SOCKET_IFNAME overrides it, except for `lo`.
+    """
     options, named = dist.ProcessGroupGloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     options._timeout = deadline.left()
     address = own_address(f"http://{host}") if host else socket.gethostname()
@@ -197,7 +207,8 @@ def _gloo_options(host: str, deadline: Deadline) -> dist.ProcessGroupGloo._Optio
 
 
 def wait(pending: Sequence[Pending], deadline: Deadline) -> None:
-    """Wait until everything has been sent or received; WeightSyncError with what it is when that fails or takes too long."""
+    """Wait until every operation has finished. Raises WeightSyncError, with the operation's description, when one fails or the deadline
+    passes."""
     for work, what in pending:
         try:
             work.wait(deadline.left())
@@ -207,34 +218,34 @@ def wait(pending: Sequence[Pending], deadline: Deadline) -> None:
 
 
 def let_go(error: BaseException) -> None:
-    """Drop what the frames of a caught exception hold: a message under way keeps the connections of its group open, and whoever is at their
-    other end waiting."""
+    """Clear the frames of a caught exception. An in-flight message in a frame keeps its group's connections open, and the peers would keep
+    waiting."""
     traceback.clear_frames(error.__traceback__)
 
 
 def own_address(url: str) -> str:
-    """This host's address as the server at `url` reaches it."""
+    """Return the address of this host on the route to the server at `url`. Raises OSError when there is no route."""
     return _route(url)[0]
 
 
 def is_here(url: str) -> bool:
-    """Whether the server at `url` is on this host."""
+    """Whether the server at `url` runs on this host; False when there is no route to it."""
     try:
         own, there = _route(url)
-    except OSError:  # no way there
+    except OSError:  # no route, or an unknown name
         return False
     return own == there
 
 
 def _route(url: str) -> tuple[str, str]:
-    """This host's address on the way to the server at `url`, and the server's."""
+    """Return (this host's address, the server's address) on the route to the server at `url`. Raises OSError when there is no route."""
     parts = urlsplit(url)
     family, kind, *_, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing, only asks for the route
+        probe.connect(address)  # UDP: connecting sends nothing and only selects the route
         return probe.getsockname()[0], address[0]
 
 
 def _first_line(error: BaseException) -> str:
-    """What torch says, without where in its sources."""
+    """Return the first line of torch's error message, at most 300 characters, without the source location."""
     return re.sub(r"^\[[^\]]*\] ", "", str(error).partition("\n")[0]).partition(" This is typically")[0][:300]

@@ -1,7 +1,7 @@
-"""How far each trainer rank has come with writing its blocks, for workers that read while it writes.
+"""Progress of each trainer rank that writes its blocks, for workers that read the blocks while the rank writes.
 
-A rank keeps one ledger for each slot, a file of 64-bit words beside the blocks: how far it is, of which version, and a checksum of each
-block. It holds a lock on the file, which the kernel takes from it when it dies.
+A rank keeps one ledger per slot: a file of 64-bit words beside the blocks. The words hold the version, the number of bytes written, and a
+checksum per block. The rank holds a lock on the file; the kernel releases the lock when the rank dies.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ import numpy as np
 from megagrpo.transfer.manifest import ALIGNMENT, Manifest, WeightSyncError
 
 NUM_SLOTS = 2
-HEADER = 1  # words before the checksums
-VERSION_SHIFT = 40  # bits for the bytes that are written, in units of ALIGNMENT: 64 TB
-SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3  # seconds between two looks at how far a rank is
-LOOK_SECONDS = 0.1  # between two looks at whether it lives
+HEADER = 1  # words before the checksums: one, with version and bytes written
+VERSION_SHIFT = 40  # the lower bits count bytes written, in units of ALIGNMENT: up to 64 TiB
+SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3  # seconds between two polls of a rank's progress
+LOOK_SECONDS = 0.1  # seconds between two checks that the rank is alive
 _FENCE = threading.Lock()
 
 
 def ledger_path(folder: Path, rank: int, version: int) -> Path:
-    """Where rank `rank` keeps the ledger of the slot that `version` is in."""
+    """Return the path of rank `rank`'s ledger for the slot of `version`."""
     return folder / f"rank{rank}.ledger{version % NUM_SLOTS}"
 
 
 def fence() -> None:
-    """Keep what this thread read and wrote before it ahead of what comes after it, as other processes see it.
+    """Memory fence: other processes see this thread's earlier reads and writes before its later ones.
 
-    A lock's acquire holds back what follows, its release what went before, and no processor moves an acquire ahead of a release that it
-    follows: so nothing crosses the release and acquire in the middle. x86 keeps the order of stores and of loads anyway; ARM does not.
+    Acquiring a lock holds back later operations, and releasing it holds back earlier ones. No processor moves an acquire before a release
+    that precedes it. So no operation crosses the release and acquire in the middle. x86 keeps the order of stores and of loads anyway; ARM
+    does not.
     """
     for _ in range(2):
         with _FENCE:
@@ -44,9 +45,10 @@ def fence() -> None:
 
 
 class Ledger:
-    """The writing side, of one slot. `words` are those of the file at `path`; `close` gives the lock up.
+    """The ledger of one slot, on the writing side. `words` [HEADER + blocks] uint64 maps the file at `path`; `close` releases the lock.
 
-    Version and bytes share one word, which is stored at once: nobody takes how far an older version came for this one's.
+    Version and bytes written share one word, stored atomically: a reader cannot mistake an older version's progress for this one's. Raises
+    BlockingIOError when another process holds the lock.
     """
 
     def __init__(self, path: Path, words: np.ndarray):
@@ -55,40 +57,44 @@ class Ledger:
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def begin(self, version: int) -> None:
-        """Nothing of `version` is written yet."""
+        """Start `version` with nothing written."""
         self._tell(version << VERSION_SHIFT)
 
     def note(self, version: int, number: int, checksum: int, end: int) -> None:
-        """The block of this number is written, as everything up to byte `end`, which is rounded up to ALIGNMENT."""
+        """Record that block `number`, and everything before byte `end`, is written. `end` is rounded up to ALIGNMENT."""
         self.words[HEADER + number] = checksum
         self._tell(version << VERSION_SHIFT | -(-end // ALIGNMENT))
 
     def withdraw(self) -> None:
-        """There will be no more of the version that is under way."""
+        """Give up the version in progress: readers that wait for it get an error."""
         self._tell(0)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file and release its lock."""
         self._file.close()
 
     def _tell(self, word: int) -> None:
-        fence()  # the blocks and checksums first
+        fence()  # blocks and checksums become visible before the progress
         self.words[0] = word
 
 
 class Ledgers:
-    """The reading side: those of all ranks, in `folder`, for one version. A rank that is not done within `seconds` of now is an error;
-    `note` hears of what is waited for."""
+    """The ledgers of all ranks in `folder`, on the reading side, for one version.
+
+    A rank that has not finished within `seconds` of construction is an error (None: no limit). `note` receives a description of each wait.
+    """
 
     def __init__(self, folder: Path, version: int, seconds: float | None = None, note: Callable[[str], None] = lambda place: None):
         self.folder, self.version, self.note = folder, version, note
         self.seconds, self.ends = seconds, math.inf if seconds is None else time.monotonic() + seconds
         self._open: dict[int, tuple[BinaryIO, np.ndarray]] = {}  # rank -> file, words
-        self._seen: dict[int, int] = {}  # rank -> bytes that it has written, at least
+        self._seen: dict[int, int] = {}  # rank -> lower bound of the bytes written
 
     def wait_for(self, rank: int, end: int, name: str) -> None:
-        """Return once `rank` has written all its blocks up to byte `end`, `name` among them. WeightSyncError when it does not any more,
-        with the reason."""
+        """Wait until `rank` has written all its blocks before byte `end`, including the tensor `name`.
+
+        Raises WeightSyncError when the rank is late, has died, or has given up this version.
+        """
         if self._seen.get(rank, 0) >= end:
             return
         pause, looked = SHORTEST_PAUSE, time.monotonic()
@@ -103,11 +109,11 @@ class Ledgers:
                 looked = now
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        fence()  # what is written is read after that it is
+        fence()  # read the blocks only after the progress that covers them
         self._seen[rank] = written
 
     def checksums(self, manifest: Manifest) -> dict[tuple[str, int], int]:
-        """(tensor, index of a block of it) -> the checksum of what was written. All ranks are done."""
+        """Return (tensor, index of a block of the tensor) -> the checksum of the written block. Call it when all ranks have finished."""
         fence()
         return {
             (name, index): int(self._of(block.rank)[1][HEADER + block.number])
@@ -116,7 +122,7 @@ class Ledgers:
         }
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         while self._open:
             self._open.popitem()[1][0].close()
 

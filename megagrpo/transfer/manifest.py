@@ -1,7 +1,7 @@
-"""The format of weights in shared memory: block files, one per trainer rank and slot, and a manifest that says what lies where.
+"""The format of weights in shared memory: block files, one per trainer rank and slot, and a manifest that locates every block.
 
-The trainer writes it (`weight_sync/`) and the engine's workers read it (`vllm_plugin/`). How far the trainer is with writing says
-`ledger.py`. Both sides compute the same checksum (`checksums.py`).
+The trainer writes the manifest (`weight_sync/`) and the engine's workers read it (`vllm_plugin/`). `ledger.py` holds the trainer's
+progress. Both sides compute the same checksum (`checksums.py`).
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from torch import Tensor
 from megagrpo.families.boxes import Box, brackets
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# What vLLM keeps in float32 whatever it computes in. To a bfloat16 engine it travels as the numbers that add up to each element, along one
-# more dimension: rounded to bfloat16, biases of ten or more would choose other experts.
+# vLLM keeps these tensors in float32 for every compute dtype. A bfloat16 engine receives each element as ADDENDS bfloat16 numbers that sum
+# to it, along one extra dimension. Rounded to bfloat16, biases of ten or more would select other experts.
 EXACT = ("e_score_correction_bias",)
 ADDENDS = 3
-ALIGNMENT = 64  # bytes, of each block in its file
+ALIGNMENT = 64  # bytes; every block begins at a multiple in its file
 
 
 class WeightSyncError(RuntimeError):
-    """New weights did not reach the engine whole; names the rank and the tensor. The engine stays paused; syncing again may succeed."""
+    """New weights did not reach the engine completely. The message names the rank and the tensor. The engine stays paused; a retry may
+    succeed."""
 
 
 def wrong_checksum(rank: int, name: str, box: Box, read: int, written: int) -> str:
-    """What people are told of the part `box` of a tensor that changed on its way from `rank`."""
+    """Return the error text for the part `box` of a tensor that changed on the way from `rank`."""
     return f"rank {rank}, {name}{brackets(box)}: checksum {read:016x} was read; {written:016x} was written"
 
 
 @dataclass(frozen=True)
 class SharedBlock:
-    """The part `box` of one tensor, contiguous at byte `offset` of `file`, the rank's block of this number there."""
+    """The part `box` of one tensor, contiguous from byte `offset` of `file`. `number` is its index among the blocks of `rank` there."""
 
     rank: int
     file: str
@@ -49,14 +50,14 @@ class SharedBlock:
 
     @staticmethod
     def read(data: dict[str, Any]) -> SharedBlock:
-        """From what JSON makes of one."""
+        """Return the block that `data`, its JSON form, describes."""
         lo, hi = data["box"]
         return SharedBlock(**data | {"box": (tuple(lo), tuple(hi))})
 
 
 @dataclass(frozen=True)
 class SharedTensor:
-    """One Hugging Face tensor: its full shape and the disjoint blocks that make it up."""
+    """One Hugging Face tensor: its full shape and the disjoint blocks that cover it."""
 
     shape: tuple[int, ...]
     blocks: tuple[SharedBlock, ...]
@@ -64,7 +65,7 @@ class SharedTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All weights of one version. `tensors` is in the order in which the engine should load them."""
+    """All weights of one version. `dtype` is a key of DTYPES. `tensors` is in the order in which the engine should load them."""
 
     version: int
     dtype: str
@@ -76,13 +77,13 @@ class Manifest:
         return sum(math.prod(t.shape) for t in self.tensors.values()) * DTYPES[self.dtype].itemsize
 
     def save(self, path: Path) -> None:
-        """Write all but the version as JSON."""
+        """Write everything except the version to `path` as JSON."""
         tensors = {name: dataclasses.asdict(tensor) for name, tensor in self.tensors.items()}
         path.write_text(json.dumps({"dtype": self.dtype, "tensors": tensors}))
 
     @staticmethod
     def load(path: str | Path, version: int) -> Manifest:
-        """Read what `save` wrote, as the manifest of `version`."""
+        """Read a file written by `save`, as the manifest of `version`."""
         data = json.loads(Path(path).read_text())
         tensors = {
             name: SharedTensor(tuple(tensor["shape"]), tuple(map(SharedBlock.read, tensor["blocks"])))
@@ -92,12 +93,12 @@ class Manifest:
 
 
 def in_addends(name: str, dtype: str) -> bool:
-    """Whether tensor `name` has one more dimension on its way to an engine of `dtype`."""
+    """Whether tensor `name` has one extra dimension, of size ADDENDS, on its way to an engine of `dtype`."""
     return dtype == "bfloat16" and name.endswith(EXACT)
 
 
 def addends(values: Tensor) -> Tensor:
-    """[*values.shape, ADDENDS] bfloat16 whose sums in float32 are `values`, float32, to the last bit."""
+    """Split float32 `values` [...] into [..., ADDENDS] bfloat16, whose sums in float32 equal `values` bit for bit."""
     parts = []
     for _ in range(ADDENDS):
         parts.append(values.bfloat16())
@@ -106,7 +107,7 @@ def addends(values: Tensor) -> Tensor:
 
 
 class Bookmark:
-    """What a process is at, as a line in a file, which others can read while it hangs."""
+    """The current activity of a process, one line in a file, which other processes can read while this process hangs."""
 
     SIZE = 512
 
@@ -116,24 +117,24 @@ class Bookmark:
             self._line = mmap.mmap(file.fileno(), self.SIZE)
 
     def note(self, text: str) -> None:
-        """Replace the line; costs a microsecond."""
+        """Replace the line, cut to 511 bytes; takes about a microsecond."""
         line = text.encode()[: self.SIZE - 1] + b"\0"
         self._line[: len(line)] = line
 
     @staticmethod
     def read(path: Path) -> str:
-        """The line in the file at `path`."""
+        """Return the line in the file at `path`."""
         return path.read_bytes().partition(b"\0")[0].decode(errors="replace")
 
 
 class SharedFiles:
-    """Block files, mapped; those that were made anew are mapped anew."""
+    """A cache of mapped block files. A file that was recreated is mapped again."""
 
     def __init__(self):
         self._maps: dict[str, tuple[int, Tensor]] = {}  # path -> (inode, its bytes)
 
     def bytes_of(self, path: str) -> Tensor:
-        """All bytes of a file; OSError when it is not there."""
+        """Return all bytes of the file `path`, [n] uint8. Raises OSError when the file does not exist."""
         held = os.stat(path)
         inode, mapped = self._maps.get(path, (None, None))
         if mapped is None or inode != held.st_ino or mapped.numel() != held.st_size:
@@ -142,5 +143,5 @@ class SharedFiles:
         return mapped
 
     def clear(self) -> None:
-        """Unmap them."""
+        """Unmap all files."""
         self._maps.clear()

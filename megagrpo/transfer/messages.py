@@ -1,8 +1,8 @@
-"""In which messages and in which order the slices of a sync travel. Pure arithmetic; both ends compute the same.
+"""The messages of a `p2p` weight sync, and their order. Pure arithmetic; both ends compute the same result.
 
-Everything that one rank sends to one worker of one layer is packed into as few messages as a bound on their size allows. The k-th messages
-of a layer, of all pairs, are one round. Whoever works off the rounds in order, any number of them at once, never waits in a circle: the
-one furthest behind can always go on.
+All slices that one rank sends to one worker for one layer are packed into as few messages as the size limit allows. The k-th messages of a
+layer, over all pairs, form one round. Processes that handle the rounds in order cannot deadlock, however many rounds are in flight: the
+process that is furthest behind can always proceed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megagrpo.transfer.plan import Transfers, layer_of
 
 @dataclass(frozen=True)
 class Slice:
-    """The part `box` of `tensor`, flat, from element `offset` of its message on."""
+    """The part `box` of `tensor`, flattened, from element `offset` of its message."""
 
     tensor: str
     box: Box
@@ -29,7 +29,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Message:
-    """What rank `source` sends to worker `destination` in one round. `tag` counts the messages of the pair."""
+    """The elements that rank `source` sends to worker `destination` in one round. `tag` is the index of the message within the pair."""
 
     source: int
     destination: int
@@ -38,16 +38,18 @@ class Message:
 
     @property
     def elements(self) -> int:
-        """Elements of all slices."""
+        """Number of elements of all slices."""
         return self.slices[-1].offset + size(self.slices[-1].box)
 
 
-Round = tuple[int, int]  # (layer, number within it)
+Round = tuple[int, int]  # (layer, index within the layer)
 
 
 def rounds(transfers: Transfers, limit: int, *, source: int | None = None, destination: int | None = None) -> dict[Round, list[Message]]:
-    """The messages of one rank, of one worker, or of all, by round and in order. No message has more than `limit` elements: slices that
-    do are cut."""
+    """Return round -> messages, in order, of one rank (`source`), of one worker (`destination`), or of all.
+
+    No message has more than `limit` elements: a larger slice is cut.
+    """
     chosen = np.ones(len(transfers.source), dtype=bool)
     if source is not None:
         chosen &= transfers.source == source
@@ -68,7 +70,7 @@ def rounds(transfers: Transfers, limit: int, *, source: int | None = None, desti
 
 
 def pieces(box: Box, limit: int) -> list[Box]:
-    """`box` in disjoint boxes of at most `limit` elements, in order, each contiguous in it."""
+    """Cut `box` into disjoint boxes of at most `limit` elements, in order, each contiguous within `box`."""
     if size(box) <= limit:
         return [box]
     shape, (lo, hi) = extent(box), box

@@ -1,8 +1,8 @@
-"""The plan of a whole weight sync as data: which rank sends which slice of which tensor to which worker. No tensors, no communication.
+"""The plan of a `p2p` weight sync as data: each row sends one slice of a tensor from a rank to a worker. No tensors, no communication.
 
-Both sides speak of boxes of Hugging Face tensors: a trainer's rank holds some (its blocks), an engine's worker wants some (what its
-loaders copy). The plan gives every worker each element that it wants exactly once, from a rank that holds it, and depends on nothing but
-its arguments, so every rank can compute it for itself.
+Both sides use boxes of Hugging Face tensors: a trainer rank holds boxes (its blocks), and a worker wants boxes (the slices its loaders
+copy). The plan gives every worker each wanted element exactly once, from a rank that holds it. The plan depends only on its arguments, so
+every rank computes it locally.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 from megagrpo.families.boxes import Box, size
 from megagrpo.transfer.slices import plan
 
-Roster = Mapping[str, Mapping[Box, Sequence[int]]]  # tensor -> box -> the ranks that hold it, or the workers that want it
-SMALL = 2**19  # elements; a message of fewer takes longer to start than to send, so it had better join one that goes anyway
+Roster = Mapping[str, Mapping[Box, Sequence[int]]]  # tensor -> box -> the ranks that hold the box, or the workers that want it
+SMALL = 2**19  # elements; a smaller message costs more to start than to send, so its slices join another message of the same pair
 
 
 @dataclass(frozen=True)
 class Transfers:
-    """One row for each slice that is sent: `boxes[box]` of `names[tensor]`, from rank `source` to worker `destination`.
+    """One row per slice sent: `boxes[box]` of `names[tensor]`, from rank `source` to worker `destination`.
 
-    A message holds what a source sends to a destination of one layer, the tensors outside of all layers being one more.
+    A message holds all slices of one layer from one source to one destination. Tensors outside of all layers count as one more layer.
     """
 
     names: tuple[str, ...]
     boxes: tuple[Box, ...]
-    tensor: np.ndarray  # [n] int64, as the others
+    tensor: np.ndarray  # [n] int64, index into `names`; the arrays below are [n] int64 too
     box: np.ndarray
     source: np.ndarray
     destination: np.ndarray
@@ -38,36 +38,37 @@ class Transfers:
 
     @property
     def total(self) -> int:
-        """Elements sent."""
+        """Number of elements sent."""
         return int(self.elements.sum())
 
     def sent(self, num_sources: int) -> np.ndarray:
-        """Elements that each source sends, [num_sources]."""
+        """Return the elements that each source sends, [num_sources] int64."""
         return _totals(self.source, self.elements, num_sources)
 
     def received(self, num_destinations: int) -> np.ndarray:
-        """Elements that each destination gets, [num_destinations]."""
+        """Return the elements that each destination receives, [num_destinations] int64."""
         return _totals(self.destination, self.elements, num_destinations)
 
     def links(self) -> dict[tuple[int, int], int]:
-        """(source, destination) -> elements, of the pairs that exchange any."""
+        """Return (source, destination) -> elements, for the pairs that exchange any."""
         sources, destinations, elements = self.messages
         pairs, totals = _grouped(sources << 32 | destinations, elements)
         return {(int(pair >> 32), int(pair & 0xFFFFFFFF)): int(n) for pair, n in zip(pairs, totals, strict=True)}
 
     @cached_property
     def messages(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(source, destination, elements) of each message."""
+        """(source, destination, elements) of each message, three arrays [messages] int64."""
         layers = np.array([layer_of(name) + 1 for name in self.names], dtype=np.int64)
         keys, totals = _grouped(self.source << 40 | self.destination << 20 | layers[self.tensor], self.elements)
         return keys >> 40, keys >> 20 & 0xFFFFF, totals
 
 
 def plan_transfers(held: Roster, wanted: Roster) -> Transfers:
-    """Who sends what to whom, of every tensor in `wanted`.
+    """Assign a sending rank to every slice that a worker wants, for every tensor in `wanted`.
 
-    Where several ranks hold a slice, each message goes to the one that sends least so far, the largest first and those without a choice
-    before all others; small ones join a message that goes anyway. LookupError, with tensor and box, when nobody holds what is wanted.
+    A slice with a single holder comes from that rank. The other slices are grouped by holders, worker and layer; groups with fewer replicas
+    are assigned first, then larger ones. Each group goes to the replica that sends the least so far. A small group joins a message that is
+    sent anyway, if any. Raises LookupError, with tensor and box, when no rank holds a wanted box.
     """
     pieces = _pieces(held, wanted)
     chosen = _choose(pieces, [layer_of(name) for name in wanted])
@@ -81,15 +82,15 @@ def plan_transfers(held: Roster, wanted: Roster) -> Transfers:
 
 
 def layer_of(name: str) -> int:
-    """The number of the decoder layer that a tensor belongs to; -1 outside of all layers."""
+    """Return the index of the decoder layer of a tensor, or -1 for a tensor outside of all layers."""
     return next((int(word) for word in name.split(".") if word.isdigit()), -1)
 
 
-Piece = tuple[int, Box, int, tuple[int, ...], tuple[int, ...]]  # tensor, part of it, its elements, who holds it, who wants it
+Piece = tuple[int, Box, int, tuple[int, ...], tuple[int, ...]]  # tensor index, part, elements, ranks that hold it, workers that want it
 
 
 def _pieces(held: Roster, wanted: Roster) -> list[Piece]:
-    """Every wanted box cut along the blocks that hold it. Tensors of one shape in one layout are cut alike, so the cuts are kept."""
+    """Cut every wanted box along the blocks that hold it. Tensors with the same shape and layout are cut alike, so the cuts are cached."""
     cuts: dict[tuple[Box, tuple[Box, ...]], list[tuple[int, Box, int]]] = {}
     pieces: list[Piece] = []
     for number, (name, wants) in enumerate(wanted.items()):
@@ -107,10 +108,10 @@ def _pieces(held: Roster, wanted: Roster) -> list[Piece]:
 
 
 def _choose(pieces: list[Piece], layers: Sequence[int]) -> list[int]:
-    """Of the pieces that several ranks hold, one after the other, the rank that sends it to each of its workers."""
+    """Return the sending rank for each worker of each piece that several ranks hold, in order of the pieces."""
     load: Counter[int] = Counter()
-    sending: dict[tuple[int, tuple[int, ...]], set[int]] = defaultdict(set)  # (layer, workers) -> who sends them a message
-    groups: Counter[tuple[tuple[int, ...], int, int]] = Counter()  # (who could send, worker, layer) -> elements
+    sending: dict[tuple[int, tuple[int, ...]], set[int]] = defaultdict(set)  # (layer, workers) -> ranks that send them a message
+    groups: Counter[tuple[tuple[int, ...], int, int]] = Counter()  # (ranks that hold it, worker, layer) -> elements
     for tensor, _, count, ranks, workers in pieces:
         if len(ranks) == 1:
             load[ranks[0]] += count * len(workers)
@@ -118,7 +119,7 @@ def _choose(pieces: list[Piece], layers: Sequence[int]) -> list[int]:
         else:
             for worker in workers:
                 groups[ranks, worker, layers[tensor]] += count
-    together: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # worker -> the workers that it gets something together with
+    together: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # worker -> sets of workers, itself included, that want the same slice
     for workers in {workers for _, workers in sending}:
         for worker in workers:
             together[worker].append(workers)
@@ -142,6 +143,6 @@ def _totals(index: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
 
 
 def _grouped(keys: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct keys, sorted, and the sum of the counts of each."""
+    """Return the distinct keys, sorted, and the sum of the counts of each key."""
     distinct, place = np.unique(keys, return_inverse=True)
     return distinct, _totals(place, counts, len(distinct))

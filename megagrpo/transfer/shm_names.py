@@ -1,7 +1,7 @@
-"""Names of files in /dev/shm that carry the process that made them, so that the next start can remove what a killed process left.
+"""Names of files in /dev/shm that contain the owning process, so that the next start can remove the files of a killed process.
 
-Owner names are PID.START_TIME, because process ids are used again. Files of this run's weights begin with `megagrpo-OWNER-`, and those
-that vLLM makes through Python's `multiprocessing.shared_memory` with `psm_megagrpo-OWNER-`.
+An owner is PID.START_TIME, because process ids are reused. Files of this run's weights begin with `megagrpo-OWNER-`. Segments that vLLM
+creates through Python's `multiprocessing.shared_memory` begin with `psm_megagrpo-OWNER-`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from multiprocessing import shared_memory
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-UNMAPPED_SECONDS = 60.0  # workers that start map a file soon after one of them has made it
+UNMAPPED_SECONDS = 60.0  # starting workers map a file soon after one of them has created it
 WEIGHTS, SEGMENTS = "megagrpo-", "psm_megagrpo-"
 
 
 def owner(pid: int) -> str:
-    """PID.START_TIME of a running process; "" when there is none."""
+    """Return PID.START_TIME of a running process, or "" when no such process runs."""
     try:
         return f"{pid}.{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
     except OSError:
@@ -28,7 +28,7 @@ def owner(pid: int) -> str:
 
 
 def name_segments_by_owner() -> None:
-    """Have `multiprocessing.shared_memory` name what this process and its children create after the process that creates it."""
+    """Make `multiprocessing.shared_memory` name every segment after the process that creates it, in this process and its children."""
     shared_memory._make_filename = lambda: f"/{SEGMENTS}{owner(os.getpid())}-{secrets.token_hex(4)}"
 
 
@@ -49,7 +49,7 @@ def remove_stale(folder: Path = SHARED_MEMORY) -> None:
 
 
 def _remove_unmapped(folder: Path) -> None:
-    """Remove files of vLLM's CPU workers (tp above 1), whose names carry no process, when they are old and no process has them mapped."""
+    """Remove files of vLLM's CPU workers (tp above 1) that are old and that no process has mapped; their names contain no process."""
     found = []
     for path in folder.glob("vllm_dist_*"):
         with contextlib.suppress(OSError):

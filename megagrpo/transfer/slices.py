@@ -1,7 +1,7 @@
-"""Who gives which part of a tensor to whom: pure arithmetic on boxes, no tensors, no communication.
+"""Which rank gives which part of a tensor to which reader: arithmetic on boxes, no tensors, no communication.
 
-The trainer's ranks hold boxes of Hugging Face tensors, called blocks in `families/blocks.py`; a worker of the engine wants boxes, which
-need not follow the same cuts.
+The trainer's ranks hold boxes of Hugging Face tensors, called blocks in `families/blocks.py`. A worker of the engine wants boxes that may
+be cut elsewhere.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from megagrpo.families.boxes import Box, brackets, intersect, size, subtract
 
 
 def plan(box: Box, holders: Sequence[Box], reader: int = 0) -> list[tuple[int, Box]]:
-    """Which holder gives which part of `box`, as (index into `holders`, part): each element of `box` exactly once.
+    """Return which holder gives which part of `box`, as (index into `holders`, part). Each element of `box` occurs exactly once.
 
-    Where several hold the same elements, readers with different numbers start at different holders. Raises LookupError, with the first
-    box that nobody holds, when the holders do not cover `box`.
+    Where several holders hold the same elements, readers with different numbers start at different holders. Raises LookupError, with the
+    first uncovered box, when the holders do not cover `box`.
     """
     rest, parts = [box], []
     for offset in range(len(holders)):
@@ -36,10 +36,10 @@ def plan(box: Box, holders: Sequence[Box], reader: int = 0) -> list[tuple[int, B
 
 
 def owners(roster: Sequence[Iterable[tuple[Hashable, int]]]) -> dict[Hashable, int]:
-    """One rank for each key that several ranks hold: block -> rank.
+    """Choose one rank for each key that several ranks hold: key -> rank.
 
-    `roster` has one list per rank, of (key, size). Larger keys go first, each to the least loaded of its holders, so replicas share the
-    work; every rank that calls this with the same roster gets the same answer.
+    `roster` has one list of (key, size) per rank. Larger keys are assigned first, each to the least loaded of its holders, so replicas
+    share the work. Every rank that calls this function with the same roster gets the same result.
     """
     holders: dict[Hashable, list[int]] = {}
     sizes: dict[Hashable, int] = {}
