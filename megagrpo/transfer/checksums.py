@@ -54,8 +54,9 @@ def checksum(values: Tensor, column: int = 0) -> int:
 def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
     """Copy `source` to `target`, cast to the dtype of `target`, and return the checksum of the copy.
 
-    `target` is contiguous and holds the part `box` of a tensor in its order; `source` has as many elements, any strides, and may have
-    another dtype. Both are float32, bfloat16 or float16. The copy is complete when this function returns, on a GPU too.
+    `target` is contiguous and holds the part `box` of a tensor in its order. `source` has as many elements, in any shape that the order
+    allows, with any strides and any of the dtypes. Dtypes are float32, bfloat16 or float16. The copy is complete when this function
+    returns, on a GPU too.
     """
     shape = extent(box) or (1,)
     column = box[0][-1] if box[0] else 0
@@ -92,7 +93,7 @@ def check_finite(values: Tensor, dtype: torch.dtype) -> None:
     `values` is [...] float32, bfloat16 or float16, with any strides. On a GPU the cast is not checked.
     """
     if values.device.type != "cpu":
-        if values.numel() and not all(map(torch.isfinite, values.aminmax())):  # NaN wins over every other value
+        if values.numel() and not all(map(torch.isfinite, values.aminmax())):  # aminmax returns NaN if any value is NaN
             raise NotFinite
         return
     limit = _TOO_LARGE if (values.dtype, dtype) == (torch.float32, torch.bfloat16) else _INFINITY[values.dtype]

@@ -134,8 +134,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A buffer in flight to or from `peer`, a contiguous tensor of any dtype, sent as bytes. `what` describes the buffer in error messages.
-    """
+    """A buffer in flight to or from `peer`: a contiguous tensor of any dtype, sent as bytes. `what` describes the buffer for errors."""
 
     buffer: Tensor
     peer: int
@@ -196,8 +195,7 @@ class Exchange:
 
 
 def _gloo_options(host: str, deadline: Deadline) -> dist.ProcessGroupGloo._Options:
-    """Return options that make gloo listen only on the interface that leads to the board. GLOO_SOCKET_IFNAME overrides it, except for `lo`.
-    """
+    """Make gloo listen only on the interface that leads to the board. GLOO_SOCKET_IFNAME, unless it is `lo`, overrides the interface."""
     options, named = dist.ProcessGroupGloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     options._timeout = deadline.left()
     address = own_address(f"http://{host}") if host else socket.gethostname()

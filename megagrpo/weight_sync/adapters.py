@@ -1,7 +1,7 @@
-"""Gives the engine the adapters alone, and proves that they arrived: the model's weights stay in the engine.
+"""Weight sync of LoRA adapters only: the model's weights stay in the engine.
 
-The adapters go through shared memory as a PEFT folder, which every server loads under a name of its own per version; requests name it, so
-none is answered with another. Every worker tells the checksums of what it holds, and these must be those of what was written.
+The adapters go through shared memory as a PEFT folder, which every server loads under a new name per version. Requests use that name, so no
+request is served with another version. Every worker reports the checksums of its adapter; they must equal the checksums of the written one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from megagrpo.transfer.manifest import DTYPES, WeightSyncError
 from megagrpo.weight_sync.shared_memory import SharedMemory
 from megagrpo.weight_sync.sync import Stays, SyncReport, Weights, WeightSync
 
-Sums = dict[str, list[str]]  # projection, as in layers.0.self_attn.q_proj -> checksums of A and of B times the scale
+Sums = dict[str, list[str]]  # projection (layers.0.self_attn.q_proj) -> [checksum of A, checksum of B * scale]
 
 
 class AdapterSync(WeightSync):
-    """As `WeightSync`, for a `push` of what `megagrpo.bridge.families.adapter_blocks` yields. `base`: the model, as the config names it."""
+    """A `WeightSync` whose `push` takes blocks from `megagrpo.bridge.families.adapter_blocks`. `base` is the model as the config names
+    it."""
 
     def __init__(self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str, offload: Stays | None = None):
         shared = SharedMemory(layout, dtype)
@@ -38,18 +39,20 @@ class AdapterSync(WeightSync):
 
     @torch.no_grad()
     def push(self, found: Weights, weight_version: int) -> SyncReport:
-        """Give the engine the adapters as they are now, as `weight_version`. Collective. WeightSyncError on every rank when any part fails;
-        the engine goes on with what it had."""
+        """Send the current adapters to the engine as `weight_version`. Collective.
+
+        Raises WeightSyncError on every rank when any part fails; the engine keeps its previous adapter.
+        """
         started = time.perf_counter()
         folder, first = self.folder / f"adapter{weight_version}", self.ranks.world_rank == 0
         sums: Sums = {}
         self._checksum_seconds = 0.0
         if first:
-            shutil.rmtree(folder, ignore_errors=True)  # of a push that failed
+            shutil.rmtree(folder, ignore_errors=True)  # left by a failed push
         self.offload.keep_weights()
         try:
             save_adapter(list(found), self.ranks, folder, self.lora, self.base, DTYPES[self.dtype], lambda *item: self._note(sums, *item))
-        except (OSError, ValueError) as error:  # the disk, or a weight that is not finite
+        except (OSError, ValueError) as error:  # a disk error, or NaN or infinity in a weight
             raise WeightSyncError(f"weight version {weight_version} was not written: {error}") from error
         self.offload.keep_nothing()
         published = time.perf_counter()
@@ -60,7 +63,7 @@ class AdapterSync(WeightSync):
         return SyncReport(weight_version, published - started, ended - published, ended - started, self._checksum_seconds, *told)
 
     def refill(self, url: str) -> bool:
-        """As `WeightSync.refill`, of the adapter of the last `push`."""
+        """Load the adapter of the last `push` into the server at `url`; always returns True. See `WeightSync.refill`."""
         with self._driving:
             if self._delivered_adapter is not None:
                 folder, sums, version = self._delivered_adapter
@@ -68,7 +71,7 @@ class AdapterSync(WeightSync):
         return True
 
     def _note(self, sums: Sums, name: str, values: Tensor) -> None:
-        """Add one tensor's checksum, as vLLM holds it."""
+        """Record the checksum of one tensor in the form that vLLM holds: B is multiplied by the scale."""
         values = values * self.lora.scale if "lora_B" in name else values
         started = time.perf_counter()
         total = str(checksum(values))
@@ -76,7 +79,10 @@ class AdapterSync(WeightSync):
         sums.setdefault(name.removeprefix(f"{PEFT}model.").rpartition(".lora_")[0], []).append(total)  # A comes before B
 
     def _deliver_adapter(self, folder: Path, sums: Sums, version: int) -> tuple[int, int] | str:
-        """Drive the engine on rank 0: bytes that were written and read, or what went wrong. It must not raise, for the other ranks wait."""
+        """Load the adapter into the engine, on rank 0; return (bytes written, bytes read), or an error message.
+
+        This method must not raise, because the other ranks wait for its result.
+        """
         try:
             with self._driving:
                 reports = self.engine.load_adapter(folder, version)
@@ -93,7 +99,10 @@ class AdapterSync(WeightSync):
 
 
 def verify_adapter(sums: Sums, reports: list[dict[str, Any]]) -> None:
-    """Prove that every worker holds exactly what `sums` are of; WeightSyncError names the worker and the projection otherwise."""
+    """Check that every worker holds exactly the adapter with the checksums `sums`.
+
+    Raises WeightSyncError, naming the worker and the projection, otherwise.
+    """
     for report in reports:
         if odd := sorted(name for name in sums.keys() | report["sums"].keys() if sums.get(name) != report["sums"].get(name)):
             raise WeightSyncError(f"{report['server']}, worker {report['worker']}: the adapter of {odd[0]} is not the one that was written")

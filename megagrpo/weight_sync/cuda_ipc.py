@@ -1,6 +1,7 @@
-"""Weights from GPU memory that the workers map, for servers that share the trainer's GPUs.
+"""Weight sync through CUDA IPC, for servers that share the trainer's GPUs.
 
-As through shared memory, with the blocks packed into a buffer on each rank's GPU instead of a file. The buffer lives for one update.
+It works like the shared memory transport, but each rank packs its blocks into a buffer on its GPU, which the workers map. The buffer lives
+for one update.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from megagrpo.weight_sync.transport import Ranks, Weights
 
 
 class CudaIpc(SharedMemory):
-    """The transport of a run whose servers share the trainer's GPUs. `device` is this rank's. The manifest and the workers' reports still
-    go through files."""
+    """The transport for servers that share the trainer's GPUs. `device` is this rank's GPU. The manifest and the workers' reports still go
+    through files."""
 
     def __init__(self, ranks: Ranks, dtype: str, device: torch.device, folder: Path = SHARED_MEMORY, seconds: float | None = None):
         super().__init__(ranks, dtype, folder, seconds)
         self.device = device
 
     def prepare(self, found: Weights, version: int, engine: Engine | None) -> HandleUpdate:
-        """As `SharedMemory.prepare`, with a handle of each rank's buffer for each worker."""
+        """Like `SharedMemory.prepare`; the update also has one handle of each rank's buffer per worker."""
         servers: dict[str, int] | str | None = None
         try:
             servers = engine.workers() if engine is not None else None
@@ -51,14 +52,14 @@ class CudaIpc(SharedMemory):
 
 
 class DeviceSlots(Slots):
-    """This rank's blocks in one buffer on its GPU."""
+    """This rank's blocks in one buffer on its GPU; both slots use the same buffer."""
 
     def __init__(self, found: Weights, ranks: Ranks, dtype: str, folder: Path, device: torch.device):
         super().__init__(found, ranks, dtype, folder)
         self.device = device
 
     def buffer(self, slot: int) -> tuple[str, Tensor]:
-        """What blocks call the buffer, and its bytes."""
+        """Return the buffer's name in blocks, and its bytes [size] uint8 on the GPU."""
         name = f"gpu of rank {self.rank}"
         if name not in self.buffers:
             self.buffers[name] = torch.empty(self.size, dtype=torch.uint8, device=self.device)
@@ -67,19 +68,19 @@ class DeviceSlots(Slots):
 
 @dataclass
 class HandleUpdate(FileUpdate):
-    """One update whose blocks lie on GPUs."""
+    """One update whose blocks are in GPU memory."""
 
-    handles: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # buffer -> a handle for each worker of all servers
+    handles: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # buffer -> one handle per worker, over all servers
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def request(self, server: str) -> dict[str, Any]:
-        """What the workers of `server` are told, with a handle for each of them."""
+        """Return the request for the workers of `server`, with one handle per worker."""
         first = sum(count for url, count in list(self.servers.items())[: list(self.servers).index(server)])
         own = {name: handles[first : first + self.servers[server]] for name, handles in self.handles.items()}
         return super().request(server) | {"handles": own}
 
     def done(self) -> None:
-        """Give the buffer's memory back."""
+        """Free the buffer."""
         super().done()
         self.buffers.clear()
         torch.cuda.ipc_collect()

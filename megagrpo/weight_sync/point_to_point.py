@@ -1,8 +1,8 @@
-"""Weights straight from trainer ranks to workers: gloo between CPUs, NCCL between GPUs, on any hosts that reach each other.
+"""The p2p transport: trainer ranks send weights directly to workers, by gloo between CPUs or NCCL between GPUs, across hosts.
 
-Every rank and every worker knows who holds which boxes and who wants which, and computes the same plan from it. A rank packs what a worker
-wants of one layer into messages of bounded size, a few of them under way at once; copies of a block share the sending; every element
-crosses once per worker that wants it. The plan and the group of processes are kept from sync to sync, as long as nobody was replaced.
+Every rank and worker knows which boxes each rank holds and each worker wants, and computes the same plan from this. A rank packs the slices
+of one layer for one worker into messages of bounded size, and keeps a few messages in flight. Replicas of a block share the sending. Every
+element crosses the wire once per worker that wants it. Plan and process group are reused until a server or worker is replaced.
 """
 
 from __future__ import annotations
@@ -37,33 +37,32 @@ Found = list[tuple[str, Tensor, Sequence[Block]]]
 
 @dataclass(frozen=True)
 class Invitation:
-    """What every rank must know of an update: where rank 0's board is and its secret, the number of the attempt, and the servers with their
-    workers."""
+    """What every rank must know about an update: the address and secret of rank 0's board, the index of the attempt, and the servers."""
 
     host: str
     port: int
     secret: str = field(repr=False)
     attempt: int
-    servers: dict[str, int]
+    servers: dict[str, int]  # url -> number of workers
 
 
 class PointToPoint:
-    """The transport of a run whose servers have GPUs of their own, or run on other hosts.
+    """The transport for servers with their own GPUs or on other hosts.
 
-    `device` is where this rank's tensors are, `seconds` what a whole sync may take, `megabytes` the bound on one message.
+    `device` holds this rank's tensors. `seconds` is the limit for a whole sync. `megabytes` is the limit for one message, in MiB.
     """
 
     def __init__(self, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float = 300.0, megabytes: float = 64.0):
         self.ranks, self.dtype, self.device, self.seconds = ranks, dtype, device, seconds
         self.limit = max(1, int(megabytes * 2**20) // DTYPES[dtype].itemsize)
         self.board: Board | None = None
-        self.secret = secrets.token_hex(32)  # rank 0's counts
+        self.secret = secrets.token_hex(32)  # only rank 0's secret is used
         self.exchange: Exchange | None = None
         self.roster: Roster | None = None
         self.roster_key = ""
         self.attempts = 0
-        self.num_noted = 0  # workers that have left notes in the last attempt
-        self.servers: dict[str, int] = {}  # that the group is formed with
+        self.num_noted = 0  # number of workers with notes of the last attempt
+        self.servers: dict[str, int] = {}  # url -> number of workers, of the servers in the current group
         self.planned: tuple[Any, dict[Round, list[Message]], int] | None = None
 
     def close(self) -> None:
@@ -72,13 +71,16 @@ class PointToPoint:
         self.board = None
 
     def leave_group(self) -> None:
-        """Leave the group; workers that wait for this rank learn it. The next sync forms it anew."""
+        """Leave the group; workers that wait for this rank get an error. The next sync forms a new group."""
         if self.exchange is not None:
             self.exchange.close()
             self.exchange = None
 
     def prepare(self, found: Found, version: int, engine: Engine | None) -> DirectUpdate:
-        """Check the weights and agree on who takes part. Collective."""
+        """Check the weights and agree on the servers that take part. Collective.
+
+        `found` is a list of (parameter name, parameter, its blocks). Raises WeightSyncError on every rank when any rank has a problem.
+        """
         problem, invitation = None, None
         try:
             held = _Held(found)
@@ -94,17 +96,18 @@ class PointToPoint:
         if self.roster is None:
             self._enroll([keys for _, _, keys, _ in told])
         invitation, group = told[0][1], told[0][3] if len({name for *_, name in told}) == 1 else None
-        if invitation.servers != self.servers:  # workers have other numbers now
+        if invitation.servers != self.servers:  # the workers' numbers have changed
             self.leave_group()
             self.servers, group = invitation.servers, None
         return DirectUpdate(self.roster.manifest(version, self.dtype), self, held, invitation, len(told), group, Deadline(self.seconds))
 
     def all_gather(self, told: Any) -> list[Any]:
-        """Of all ranks, whose part in an update has a deadline of its own."""
+        """Gather `told` from every rank, in rank order. No timeout here: each rank's part in an update has its own deadline."""
         return self.ranks.all_gather_objects(told)
 
     def _invite(self, engine: Engine) -> Invitation:
-        """On rank 0: where the board is, which attempt this is, and who takes part."""
+        """Return the invitation, on rank 0: the address of the board, the attempt, and the servers. Starts the board when it must move or
+        is missing."""
         servers = engine.workers()
         host = _meeting_address(servers)
         if self.board is None or self.board.host != host:
@@ -122,7 +125,10 @@ class PointToPoint:
         self.roster_key = f"roster-{digest(self.roster.as_json())}"
 
     def plan(self, boxes: list[str], deadline: Deadline) -> tuple[dict[Round, list[Message]], int]:
-        """This rank's messages to workers that have left these notes, and the bytes that all workers need, from all ranks."""
+        """Return (this rank's messages by round, the bytes that all workers need from all ranks).
+
+        `boxes` holds, per worker, the key of the note with its boxes.
+        """
         if self.planned is None or self.planned[0] != boxes:
             notes = self._notes(boxes, deadline)
             if self.ranks.world_rank == 0:
@@ -135,7 +141,10 @@ class PointToPoint:
         return self.planned[1:]
 
     def drifted(self, layer: int, one: int, other: int, deadline: Deadline) -> str:
-        """What people are told of two workers that should have got the same of a layer and did not: who sent it to them."""
+        """Return the error text for workers `one` and `other` that want the same slices of a layer and received different values.
+
+        The text names the ranks that sent the layer to only one of the two workers, or else all ranks that sent it to `one`.
+        """
         boxes = self.planned[0]
         notes = self._notes(boxes, deadline)
         transfers = plan_transfers(self.roster.held, wanted_by([notes[key] for key in boxes], self.roster.tensors))
@@ -148,7 +157,7 @@ class PointToPoint:
         return {key: boxes_of_json(self.board.take(key, "a worker's boxes", deadline)) for key in set(boxes)}
 
     def _check_coverage(self, boxes: list[str], notes: dict[str, dict[str, list[Box]]]) -> None:
-        """WeightSyncError names a tensor that no worker of a server takes in whole or in part."""
+        """Raises WeightSyncError, naming the tensor, when no worker of a server takes some part of it."""
         first, known = 0, set()
         for server, count in self.servers.items():
             keys = tuple(boxes[first : first + count])
@@ -161,30 +170,30 @@ class PointToPoint:
 
 @dataclass
 class DirectUpdate:
-    """One update on its way. Its notes on the board begin with `key`."""
+    """One update in progress. Its notes on the board begin with `key`."""
 
     manifest: Manifest
     transport: PointToPoint
     held: _Held
     invitation: Invitation
     num_ranks: int
-    group: str | None  # that all ranks are in
+    group: str | None  # the group that all ranks are in, if any
     deadline: Deadline
     needed_bytes: int = 0
     checksum_seconds: float = 0.0
 
     @property
     def servers(self) -> dict[str, int]:
-        """All of them, with their workers: each rank's part takes every worker."""
+        """All servers, with their numbers of workers: each rank sends to every worker."""
         return self.invitation.servers
 
     @property
     def key(self) -> str:
-        """What this update's notes begin with."""
+        """The prefix of this update's notes on the board."""
         return f"update{self.invitation.attempt}"
 
     def request(self, server: str) -> dict[str, Any]:
-        """What the workers of `server` are told."""
+        """Return the request for the workers of `server`."""
         t = self.transport
         direct = {
             "host": own_address(server),
@@ -202,17 +211,17 @@ class DirectUpdate:
         return {"version": self.manifest.version, "direct": direct}
 
     def standing(self, server: str) -> dict[str, str]:
-        """Workers that hang are named by the ranks that send to them."""
+        """Always empty. The errors of the sending ranks name workers that hang."""
         return {}
 
     def replies(self, server: str) -> list[dict[str, Any]]:
-        """What the workers of `server` have reported so far."""
+        """Return the reports that the workers of `server` have left so far."""
         first, board = self._first(server), self.transport.board
         found = [board.find(f"{self.key}/report{first + worker}") for worker in range(self.invitation.servers[server])]
         return [report for report in found if report is not None]
 
     def send(self) -> Given:
-        """Send this rank's slices to all workers."""
+        """Send this rank's slices to all workers. When this fails, leave the group, stop all waiting processes, and raise the error."""
         try:
             return self._send()
         except Exception as error:
@@ -222,20 +231,23 @@ class DirectUpdate:
             raise
 
     def give_up(self, why: str) -> None:
-        """Have everybody who waits for a note of this update stop."""
+        """Leave the reason `why` on the board: every process that waits for a note of this update stops with an error."""
         board, note = self.transport.board, f"{self.key}/stop"
-        with contextlib.suppress(WeightSyncError):  # without a board nobody waits for long
-            if board is not None and not board.has(note):  # the first reason is the one to know
+        with contextlib.suppress(WeightSyncError):  # without a board no process waits for long
+            if board is not None and not board.has(note):  # keep the first reason
                 board.put(note, why)
 
     def done(self) -> None:
-        """Buffers are gone already."""
+        """Does nothing: the send buffers are already freed."""
 
     def verify(self, reports: Sequence[dict[str, Any]]) -> None:
-        """The workers have checked each slice against the checksum that came with it. Here: that those who want the same got the same, from
-        whichever copies."""
+        """Check that workers which want the same slices received the same values, from whichever replica.
+
+        Each worker has already compared each slice with the checksum that came with it. Raises WeightSyncError naming layer, ranks and
+        workers.
+        """
         verify_versions(self.manifest, reports)
-        alike: dict[str, tuple[int, dict[str, int]]] = {}  # boxes -> the first worker that wants these, and what it got
+        alike: dict[str, tuple[int, dict[str, int]]] = {}  # boxes -> the first worker that wants them, and its checksum per layer
         for report in reports:
             worker = self._first(report["server"]) + report["worker"]
             first, sums = alike.setdefault(self.transport.planned[0][worker], (worker, report["layers"]))
@@ -244,7 +256,8 @@ class DirectUpdate:
                 raise WeightSyncError(f"{told}: {self._name(first)} and {self._name(worker)} got others")
 
     def verify_bytes(self, given: int, taken: int) -> None:
-        """WeightSyncError unless all ranks together sent, and all workers together got, just what the workers need."""
+        """Raises WeightSyncError unless all ranks together sent, and all workers together received, exactly the bytes that the workers
+        need."""
         if not given == taken == self.needed_bytes:
             raise WeightSyncError(f"{given} bytes were sent and {taken} received; the workers need {self.needed_bytes}")
 
@@ -274,7 +287,7 @@ class DirectUpdate:
         return Given(given * DTYPES[t.dtype].itemsize, self.checksum_seconds)
 
     def _decide(self) -> None:
-        """On rank 0: once every worker has said what it wants, tell everybody who takes part, and in which group."""
+        """Publish the members of this update and their group, on rank 0, after every worker has left its boxes on the board."""
         board = self.transport.board
         if not board.has(self.transport.roster_key):
             board.put(self.transport.roster_key, self.transport.roster.as_json())
@@ -288,7 +301,7 @@ class DirectUpdate:
         board.remove([f"{before}/members", f"{before}/stop", *(f"{before}/{kind}{w}" for w in noted for kind in ("worker", "report"))])
 
     def _parcel(self, message: Message) -> Parcel:
-        """A message with its elements and the checksums of its slices."""
+        """Pack a message: its elements, and a checksum of each slice."""
         dtype = DTYPES[self.manifest.dtype]
         packed, totals = empty_parcel(message, dtype, self.transport.device), []
         elements, sums = opened(packed, message, dtype)
@@ -302,7 +315,7 @@ class DirectUpdate:
         return Parcel(packed, to, message.tag, what)
 
     def _first(self, server: str) -> int:
-        """The number of this server's first worker among all."""
+        """Return the index, over all servers, of this server's first worker."""
         counts = list(self.invitation.servers.values())
         return sum(counts[: list(self.invitation.servers).index(server)])
 
@@ -315,7 +328,7 @@ class DirectUpdate:
 
 
 class _Held:
-    """The blocks of this rank, as parts of Hugging Face tensors. What has to be computed or put in order is kept for one layer."""
+    """The blocks of this rank, as parts of Hugging Face tensors. Computed or reordered values are cached for one layer."""
 
     def __init__(self, found: Found):
         self.found = found
@@ -327,7 +340,7 @@ class _Held:
                     same.append((block, name, param))
         self._layer: int | None = None
         self._values: dict[str, Tensor] = {}  # parameter -> its values
-        self._read: dict[tuple[str, Box], Tensor] = {}  # block -> as Hugging Face has it
+        self._read: dict[tuple[str, Box], Tensor] = {}  # (tensor, box) -> the block in the order of the Hugging Face tensor
 
     @property
     def keys(self) -> list[tuple[str, tuple[int, ...], Box]]:
@@ -335,9 +348,9 @@ class _Held:
         return [(name, tuple(block.shape), block.box) for name, blocks in self.blocks.items() for block, *_ in blocks]
 
     def check(self, roster: Roster | None, rank: int) -> None:
-        """WeightSyncError when a weight is not finite, or a block is gone since the roster was made."""
+        """Raises WeightSyncError when a weight is NaN or infinite, or a block of the roster is missing."""
         for name, param, blocks in self.found:
-            if blocks and not all(map(torch.isfinite, param.detach().aminmax())):  # NaN wins over every other value
+            if blocks and not all(map(torch.isfinite, param.detach().aminmax())):  # aminmax returns NaN if any value is NaN
                 raise WeightSyncError(f"parameter {name} holds NaN or infinity, a part of {blocks[0].name}")
         if roster is None:
             return
@@ -347,14 +360,15 @@ class _Held:
                     raise WeightSyncError(f"{name} was there at the first sync and is gone now")
 
     def go_to(self, layer: int) -> None:
-        """Forget what belongs to other layers."""
+        """Drop the cache when `layer` differs from the current layer."""
         if layer != self._layer:
             self._layer = layer
             self._values.clear()
             self._read.clear()
 
     def read(self, tensor: str, part: Box) -> Tensor:
-        """The elements of a part of `tensor` that a block of this rank holds."""
+        """Return the elements of `part` of `tensor`, in the shape of the part and the dtype of the parameter. A block of this rank must
+        hold it."""
         block, name, param = next(entry for entry in self.blocks[tensor] if intersect(entry[0].box, part) == part)
         key = tensor, block.box
         if key not in self._read:
@@ -365,7 +379,8 @@ class _Held:
 
 
 def _meeting_address(servers: Collection[str]) -> str:
-    """The address of this host that all `servers`, and ranks on other hosts, reach it by; "" where there is more than one.
+    """Return the address of this host that all `servers`, and ranks on other hosts, can reach; "" when no single address serves all of
+    them.
 
     A server on this host also reaches an address that other hosts reach.
     """

@@ -1,8 +1,8 @@
-"""Weights through shared memory, for trainer ranks and servers on one host.
+"""The shared_memory transport, for trainer ranks and servers on one host.
 
-Every trainer rank writes the blocks it owns to a file, layer by layer; every worker of the engine reads just the slices its loaders copy,
-each as soon as it is written, which the rank's ledger says (`transfer/ledger.py`). Two slots alternate, so what a worker still reads of one
-version is never overwritten by the next.
+Every trainer rank writes the blocks it owns to a file, layer by layer. Every worker of the engine reads only the slices that its loaders
+copy, each as soon as it is written. The rank's ledger records its progress (`transfer/ledger.py`). Two slots alternate, so the next version
+never overwrites slices that a worker still reads.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ from megagrpo.weight_sync.orphaned_folder import remove_when_orphaned
 from megagrpo.weight_sync.transport import Given, Ranks, Weights, key_of
 from megagrpo.weight_sync.verification import verify
 
-Placed = tuple[str, tuple[int, ...], Box, int]  # a block: tensor, its shape, the part of it, and the byte where it begins
-Share = tuple[str, Tensor, Block]  # a block with its parameter and that one's name
+Placed = tuple[str, tuple[int, ...], Box, int]  # a block: tensor, its shape, the box in it, and the offset in bytes
+Share = tuple[str, Tensor, Block]  # parameter name, parameter, and one block of it
 
 
 class SharedMemory:
-    """The transport of a run whose ranks and servers share one host. Making one is collective; `close` removes its files.
+    """The transport for ranks and servers on one host. Construction is collective; `close` removes its files.
 
-    With `seconds`, ranks that have not written their weights so long after another are an error that names them and the tensor.
+    Raises ValueError when the ranks are on several hosts. With `seconds`, a rank that has not written its weights this long after another
+    rank is an error, which names the rank and the tensor.
     """
 
     def __init__(self, ranks: Ranks, dtype: str, folder: Path = SHARED_MEMORY, seconds: float | None = None):
         self.ranks, self.dtype, self.seconds = ranks, dtype, seconds
         self._published: Slots | None = None
-        self._blocks: list[list[Placed]] = []  # of each rank
-        self._tensors: dict[int, dict[str, SharedTensor]] = {}  # slot -> what lies where
+        self._blocks: list[list[Placed]] = []  # per rank
+        self._tensors: dict[int, dict[str, SharedTensor]] = {}  # slot -> tensors and their blocks
         remove_stale(folder)
         own = str(folder / f"{WEIGHTS}{owner(os.getpid())}-{secrets.token_hex(4)}")
         told = ranks.all_gather_objects((socket.gethostname(), own))
@@ -63,7 +64,7 @@ class SharedMemory:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Remove the files in shared memory. Does nothing a second time, and nothing in a forked child."""
+        """Remove the files in shared memory. Does nothing on a second call or in a forked child."""
         if os.getpid() != self._pid:
             return
         if self._published is not None:
@@ -76,7 +77,10 @@ class SharedMemory:
         atexit.unregister(self.close)
 
     def prepare(self, found: Weights, version: int, engine: Engine | None) -> FileUpdate:
-        """Check this rank's weights and find room for them; an update that names the blocks of all ranks. Collective."""
+        """Check this rank's weights, reserve memory for them, and return an update with the blocks of all ranks. Collective.
+
+        Raises WeightSyncError on every rank when any rank has a problem.
+        """
         given, problem, place = [], None, None
         if self._published is None:
             self._published = self._slots(found)
@@ -93,7 +97,7 @@ class SharedMemory:
         return FileUpdate(manifest, self.folder, self.seconds, self._published, given)
 
     def all_gather(self, told: Any) -> list[Any]:
-        """As the ranks do. WeightSyncError names those that do not come in time, and where they stand."""
+        """Gather `told` from every rank, in rank order. Raises WeightSyncError naming late ranks, and the parameter each of them is at."""
         if self.seconds is None:
             return self.ranks.all_gather_objects(told)
         try:
@@ -104,7 +108,7 @@ class SharedMemory:
             raise WeightSyncError(f"phase publish: {error} (rollout.weight_sync_timeout){places}") from error
 
     def _manifest(self, files: list[str], version: int) -> Manifest:
-        """What lies where; made once for each slot."""
+        """Return the manifest of `version`; its tensors are built once per slot."""
         slot = version % NUM_SLOTS
         if slot not in self._tensors:
             parts: dict[str, tuple[tuple[int, ...], list[SharedBlock]]] = {}
@@ -120,23 +124,26 @@ class SharedMemory:
 
 @dataclass
 class FileUpdate:
-    """One update in files of `folder`: the manifest at `path`, and each server's reports in a folder of its own. `given` is what this rank
-    has to write, in that order, within `seconds`."""
+    """One update in files of `folder`: the manifest at `path`, and a folder of reports per server.
+
+    `given` lists the blocks that this rank must write, in order. Workers wait at most `seconds` for a rank.
+    """
 
     manifest: Manifest
     folder: Path
     seconds: float | None
     slots: Slots
     given: list[Share]
-    servers: dict[str, int] | None = None  # with their workers, where each has to have its own access
+    servers: dict[str, int] | None = None  # url -> number of workers, where each worker needs a handle of its own
 
     @property
     def path(self) -> Path:
-        """The manifest's file."""
+        """The path of the manifest."""
         return self.folder / f"manifest{self.manifest.version % NUM_SLOTS}.json"
 
     def request(self, server: str) -> dict[str, Any]:
-        """What the workers of `server` are told; writes the manifest where it is new, and makes room for their reports."""
+        """Return the request for the workers of `server`. Writes the manifest if it does not exist, and empties the server's folder of
+        reports."""
         replies = self._replies(server)
         shutil.rmtree(replies, ignore_errors=True)
         replies.mkdir(parents=True)
@@ -145,11 +152,11 @@ class FileUpdate:
         return {"manifest": str(self.path), "version": self.manifest.version, "replies": str(replies), "seconds": self.seconds}
 
     def replies(self, server: str) -> list[dict[str, Any]]:
-        """What the workers of `server` have reported so far."""
+        """Return the reports of the workers of `server` so far."""
         return [json.loads(path.read_text()) for path in sorted(self._replies(server).glob("worker*.json"))]
 
     def standing(self, server: str) -> dict[str, str]:
-        """Worker -> where it stands, of those that have not reported yet; nothing of those that never saw an update."""
+        """Return worker -> its current activity, for workers without a report. Workers that have never seen an update are missing."""
         found = {path.stem.removeprefix("worker"): Bookmark.read(path) for path in sorted(self._replies(server).glob("worker*.at"))}
         return {worker: place for worker, place in found.items() if not (self._replies(server) / f"worker{worker}.json").exists()}
 
@@ -158,14 +165,14 @@ class FileUpdate:
         return self.slots.write(self.given, self.manifest.version)
 
     def give_up(self, why: str) -> None:
-        """No rank waits for anything."""
+        """Does nothing: no rank waits for a server here."""
 
     def done(self) -> None:
-        """Let go of the parameters; files are used again."""
+        """Release the parameters. The files are reused."""
         self.given.clear()
 
     def verify(self, reports: Sequence[dict[str, Any]]) -> None:
-        """By the slices that the workers report, with their checksums."""
+        """Compare the slices in the workers' reports with the manifest and the ledgers' checksums. Raises WeightSyncError."""
         ledgers = Ledgers(self.folder, self.manifest.version)
         try:
             verify(self.manifest, ledgers.checksums(self.manifest), reports)
@@ -173,16 +180,17 @@ class FileUpdate:
             ledgers.close()
 
     def verify_bytes(self, given: int, taken: int) -> None:
-        """How much is read follows from what the workers keep; `verify` holds that they read everything."""
+        """Does nothing: the number of bytes read depends on the slices that the workers keep. `verify` checks that they read everything."""
 
     def _replies(self, server: str) -> Path:
         return self.folder / "replies" / server.replace("/", "_")
 
 
 class Slots:
-    """This rank's files in shared memory, and which blocks it publishes. Making one is collective.
+    """This rank's files in shared memory, and the blocks that this rank publishes. Construction is collective.
 
-    Blocks lie in their files in the order in which they are written, parameter by parameter as the engine asks for them."""
+    Blocks lie in the files in the order in which they are written: parameter by parameter, as the engine asks for them.
+    """
 
     def __init__(self, found: Weights, ranks: Ranks, dtype: str, folder: Path):
         self.rank, self.dtype, self.folder = ranks.world_rank, DTYPES[dtype], folder
@@ -191,24 +199,27 @@ class Slots:
         mine = [{key_of(block): None for block in blocks if owner[key_of(block)] == self.rank} for _, _, blocks in found]
         keys = [sorted(keys, key=_place_of) for keys in mine if keys]
         self.blocks: list[Placed] = []
-        self.numbers: dict[tuple, int] = {}  # key of a block -> its place in `blocks`
+        self.numbers: dict[tuple, int] = {}  # key of a block -> its index in `blocks`
         self.size = 0
         for key in (key for keys in sorted(keys, key=lambda keys: _place_of(keys[0])) for key in keys):
             if key not in self.numbers:
                 self.numbers[key] = len(self.blocks)
                 self.blocks.append((*key, self.size))
                 self.size += _aligned(held[key] * self.dtype.itemsize)
-        self.buffers: dict[str, Tensor] = {}  # what blocks call their memory -> its bytes
+        self.buffers: dict[str, Tensor] = {}  # name of a slot's memory in blocks -> its bytes [size] uint8
         self.ledgers: dict[Path, Ledger] = {}
         self.bookmark: Bookmark | None = None
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the ledgers."""
         while self.ledgers:
             self.ledgers.popitem()[1].close()
 
     def checked(self, found: Weights) -> list[Share]:
-        """What of `found` this rank gives, in the order of its file. WeightSyncError when something is not finite or not there."""
+        """Return the blocks of `found` that this rank publishes, in the order of its file.
+
+        Raises WeightSyncError when a value is NaN or infinity in the engine's dtype, or when a block is missing.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.bookmark = self.bookmark or Bookmark(self.folder / f"rank{self.rank}.at")
         shares: dict[int, Share] = {}
@@ -216,7 +227,7 @@ class Slots:
             self.bookmark.note(f"parameter {name}")
             mine = {self.numbers[key]: block for block in blocks if (key := key_of(block)) in self.numbers}
             mine = {number: block for number, block in mine.items() if number not in shares}
-            values = param.detach() if mine else None  # which may have to be computed
+            values = param.detach() if mine else None  # may be computed on each call, as for merged adapters
             for number, block in mine.items():
                 try:
                     check_finite(block.view(values), self.dtype)
@@ -228,7 +239,7 @@ class Slots:
         return [shares[number] for number in range(len(self.blocks))]
 
     def open(self, weight_version: int) -> str:
-        """Make room for a version, of which nothing is written yet; what blocks call their memory."""
+        """Reserve memory for a version, reset its ledger, and return the name that blocks use for the memory ("" without blocks)."""
         if not self.blocks:
             return ""
         path = ledger_path(self.folder, self.rank, weight_version)
@@ -239,14 +250,14 @@ class Slots:
         return self.buffer(weight_version % NUM_SLOTS)[0]
 
     def buffer(self, slot: int) -> tuple[str, Tensor]:
-        """What blocks call this slot's memory, and its bytes."""
+        """Return this slot's name in blocks, and its bytes [size] uint8."""
         path = self.folder / f"rank{self.rank}.slot{slot}"
         if str(path) not in self.buffers or not path.exists():
             self.buffers[str(path)] = _allocate(path, self.size)
         return str(path), self.buffers[str(path)]
 
     def write(self, shares: list[Share], weight_version: int) -> Given:
-        """Cast and copy every block; workers may read each at once. When that fails they learn it."""
+        """Cast and copy every block; workers may read a block as soon as it is written. On an error the ledger withdraws the version."""
         if not shares:
             return Given(0)
         ledger = self.ledgers[ledger_path(self.folder, self.rank, weight_version)]
@@ -270,7 +281,10 @@ class Slots:
 
 
 def _allocate(path: Path, count: int) -> Tensor:
-    """A file of `count` bytes in shared memory, mapped. Space is reserved now: a write to full shared memory would kill the process."""
+    """Create and map a file of `count` bytes in shared memory, [count] uint8.
+
+    Space is reserved now, because a write to full shared memory would kill the process. Raises WeightSyncError when shared memory is full.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
@@ -295,10 +309,10 @@ def _aligned(count: int) -> int:
 
 
 def _place_of(key: tuple) -> tuple:
-    """The order of blocks: that of their tensors, and of their places there."""
+    """Sort key of a block: its tensor, then its position in the tensor."""
     return *_by_layer(key[0]), key[2]
 
 
 def _by_layer(tensor: str) -> tuple[int, str]:
-    """Tensors of one layer together: vLLM buffers every layer that has begun to load until it is complete."""
+    """Sort key that keeps the tensors of a layer together: vLLM buffers every layer that has begun to load until it is complete."""
     return layer_of(tensor), tensor

@@ -1,10 +1,11 @@
-"""Moves the policy's weights to the engine, shard to shard, and proves that they arrived.
+"""Moves the policy's weights to the engine, shard to shard, and verifies that they arrived.
 
-Every trainer rank offers the blocks it holds; every worker of the engine takes just the slices its loaders copy. No tensor is gathered.
-How the slices travel is a transport's business: `shared_memory.py`, `point_to_point.py`, `cuda_ipc.py`. What is the same for all of them
-is here: an update counts only after its reports have been verified: each element of each tensor arrived, the checksums of what arrived
-equal those of what was given, and the version is the one that was sent. Until then the engine stays paused. A trainer that gives its memory
-to the engine has done so before it serves.
+Every trainer rank offers the blocks it holds, and every worker of the engine takes only the slices that its loaders copy. No tensor is
+gathered. A transport moves the slices: `shared_memory.py`, `point_to_point.py` or `cuda_ipc.py`. This file holds the common part.
+
+An update counts only after its reports are verified. Each element of each tensor arrived, the checksums of received and sent slices are
+equal, and the version is the one sent. Until then the engine stays paused. A trainer that shares its GPU offloads its state before the
+engine resumes.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ from megagrpo.weight_sync.transport import Weights as Weights
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync took. Bytes are counted over all ranks and all workers. Inside of `load_seconds`, beside each other: `send_seconds`, of
-    the slowest rank, and `read_seconds`, which copying took the slowest worker, waiting for what is not sent yet included."""
+    """Duration and size of one sync. Bytes are summed over all ranks and all workers.
+
+    `send_seconds` and `read_seconds` overlap, and both lie within `load_seconds`. `send_seconds` is for the slowest rank. `read_seconds` is
+    the copy time of the slowest worker, including the wait for slices that are not sent yet.
+    """
 
     weight_version: int
     publish_seconds: float
     load_seconds: float
     total_seconds: float
-    checksum_seconds: float  # of the slowest rank and the slowest worker, added; part of load
+    checksum_seconds: float  # slowest rank plus slowest worker; part of load_seconds
     bytes_published: int
     bytes_read: int
     send_seconds: float = 0.0
@@ -46,7 +50,7 @@ class SyncReport:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """As `metrics.jsonl` has them."""
+        """The report's rows in `metrics.jsonl`."""
         return {
             "weight_sync/publish_seconds": self.publish_seconds,
             "weight_sync/load_seconds": self.load_seconds,
@@ -56,10 +60,11 @@ class SyncReport:
 
 
 class WeightSync:
-    """Pushes weights from all ranks to the engine. Every rank makes one and calls `push`; only rank 0's `engine` is used.
+    """Pushes weights from all ranks to the engine. Every rank constructs one and calls `push`; only rank 0 uses `engine`.
 
-    `dtype` is the engine's, "float32" or "bfloat16": weights are cast on their way. `say` gets a line when a push begins anew. `offload`
-    keeps on the device what a push, and then the engine, leave room for. A context manager; `close` frees what the transport holds.
+    `dtype` is the engine's, "float32" or "bfloat16": weights are cast on their way; another dtype is a ValueError. `say` receives a warning
+    when a push restarts. `offload` moves trainer state off the GPU when the push or the engine needs the memory. A context manager; `close`
+    frees the transport.
     """
 
     def __init__(
@@ -77,7 +82,7 @@ class WeightSync:
         self.engine, self.ranks, self.dtype, self.say = engine, ranks, dtype, say
         self.transport, self.offload = transport or SharedMemory(ranks, dtype), offload or Stays()
         self._delivered: Update | None = None
-        self._driving = threading.Lock()  # the engine, which `push` and `refill` do from two threads
+        self._driving = threading.Lock()  # `push` and `refill` call the engine from two threads
 
     def __enter__(self) -> WeightSync:
         return self
@@ -86,16 +91,16 @@ class WeightSync:
         self.close()
 
     def close(self) -> None:
-        """Free what the transport holds."""
+        """Free the transport's resources."""
         self.transport.close()
 
     @torch.no_grad()
     def push(self, found: Weights, weight_version: int) -> SyncReport:
-        """Give the engine the parameters as they are now, as `weight_version`. Collective.
+        """Send the current parameters to the engine as `weight_version`. Collective.
 
-        `found` is what `megagrpo.bridge.families.blocks` yields: (parameter name, parameter, its blocks); the same parameters on every
-        call. Raises WeightSyncError on every rank when any part fails: the engine is paused then, and `push` may be called again. Where a
-        server dies that had to take part, this begins anew with those that are left, or with the same one when it is back.
+        `found` comes from `megagrpo.bridge.families.blocks`: (parameter name, parameter, its blocks), with the same parameters on every
+        call. Raises WeightSyncError on every rank when any part fails. Then the engine is paused, and `push` may be called again. When a
+        required server dies, the push restarts with the remaining servers, or with the same server once it is back.
         """
         started = time.perf_counter()
         self.offload.keep_weights()
@@ -116,18 +121,22 @@ class WeightSync:
             if not isinstance(outcome, ServerDied):
                 raise outcome
             self.say(f"warning: a vLLM server died in a weight sync, which begins anew: {outcome}")
-            self.offload.keep_weights()  # they have left where it died just before it served them
+            self.offload.keep_weights()  # the weights are already offloaded if the server died during resume
 
     def _as_sent(self, name: str, param: Tensor, blocks: Sequence[Block]) -> tuple[str, Tensor, Sequence[Block]]:
-        """What a parameter and its blocks are on their way; another one than here where an engine in bfloat16 keeps it in float32."""
+        """Return the parameter and blocks in the form that is sent. For a bfloat16 engine, a tensor that vLLM keeps in float32 is split
+        into `addends`."""
         if not any(in_addends(block.name, self.dtype) for block in blocks):
             return name, param, blocks
         sent = addends(param.detach().float())
         return name, sent, [with_last_dim(block, sent.shape[-1]) for block in blocks]
 
     def refill(self, url: str) -> bool:
-        """Give the server at `url`, which was started again, the weights of the last `push`; False when it takes all ranks to give them and
-        it must wait for the next. On rank 0 alone, from any thread. WeightSyncError when that fails; the server stays paused."""
+        """Load the weights of the last `push` into the restarted server at `url`. Call it on rank 0 only, from any thread.
+
+        Returns False when the transport needs all ranks, so the server must wait for the next `push`. Raises WeightSyncError when the load
+        fails; the server stays paused.
+        """
         with self._driving:
             if self._delivered is None:
                 return True
@@ -138,8 +147,10 @@ class WeightSync:
         return True
 
     def _deliver(self, update: Update) -> tuple[float, int, int, float, float] | WeightSyncError | None:
-        """Have every rank send, and the engine take it in: on rank 0 the last fields of a `SyncReport`, or what went wrong. It does not
-        raise, for the other ranks wait."""
+        """Send from every rank while the engine loads and verifies; return the last five fields of a `SyncReport`, or the error, on rank 0.
+
+        This method does not raise, because the other ranks wait for its result. It returns None on other ranks.
+        """
         with ThreadPoolExecutor(1) as side:
             loading = side.submit(self._load, update) if self.engine is not None else None
             problem, given, began = None, Given(0), time.perf_counter()
@@ -155,7 +166,7 @@ class WeightSync:
             if problems:
                 problems += [_text(failure)] * (failure is not None)
                 raise _kind(failure)("; ".join(problems))
-            self._delivered = update  # also for servers that died just now
+            self._delivered = update  # set before the result is known: a server that died during this update is refilled with it
             reports = loading.result()
             update.verify(reports)
             num_bytes = sum(given.num_bytes for _, given, _ in told), sum(report["bytes"] for report in reports)
@@ -167,7 +178,7 @@ class WeightSync:
         return max(given.checksum_seconds for _, given, _ in told) + checksums, *num_bytes, sent, read
 
     def _resume(self, update: Update) -> WeightSyncError | None:
-        """Have the engine serve what it has taken in: what went wrong, on rank 0."""
+        """Make the engine serve the loaded weights. Returns an error on rank 0, or None."""
         try:
             if self.engine is not None:
                 self.engine.resume(update)
@@ -176,7 +187,7 @@ class WeightSync:
         return None
 
     def _load(self, update: Update) -> list[dict]:
-        """Have the engine take the update in, beside the ranks that send it."""
+        """Load the update into the engine, while the ranks send it. Then stop ranks that still wait for a server."""
         why = "the servers have finished without it"
         try:
             return self.engine.load_weights(update)
@@ -188,7 +199,8 @@ class WeightSync:
 
 
 def make_transport(name: str, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float, megabytes: float) -> Transport:
-    """The transport of that name: shared_memory, p2p or cuda_ipc. Collective. `seconds` and `megabytes` as in `PointToPoint`."""
+    """Construct the transport `name`: shared_memory, p2p or cuda_ipc. Collective. `seconds` and `megabytes` are described in
+    `PointToPoint`."""
     if name == "p2p":
         return PointToPoint(ranks, dtype, device, seconds=seconds, megabytes=megabytes)
     return CudaIpc(ranks, dtype, device, seconds=seconds) if name == "cuda_ipc" else SharedMemory(ranks, dtype, seconds=seconds)

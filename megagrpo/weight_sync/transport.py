@@ -1,4 +1,4 @@
-"""What a way of moving weights must offer, on the trainer's side."""
+"""The interface of a weight transport, on the trainer's side."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from megagrpo.engine.protocol import Engine, WeightUpdate
 from megagrpo.families.blocks import Block
 
-Weights = Iterable[tuple[str, Tensor, Sequence[Block]]]  # parameters with their names, and the blocks that they hold
+Weights = Iterable[tuple[str, Tensor, Sequence[Block]]]  # (parameter name, parameter, blocks in it)
 
 
 class Ranks(Protocol):
-    """The trainer's ranks, as `megagrpo.parallel.layout.Layout`."""
+    """The trainer's ranks; `megagrpo.parallel.layout.Layout` implements it."""
 
     world_rank: int
 
@@ -23,61 +23,64 @@ class Ranks(Protocol):
 
 
 class Stays:
-    """A trainer that leaves everything on its device, whatever comes next; `megagrpo.trainer.offload.Offload` is one that does not."""
+    """A trainer that keeps all state on its device (the default). `megagrpo.trainer.offload.Offload` moves state off the GPU."""
 
-    away = False  # whether anything is not there
+    away = False  # whether any state is off the device
 
     def keep_everything(self) -> None:
-        """For log-probs, training and checkpoints."""
+        """Prepare for log-probs, training and checkpoints: everything on the device."""
 
     def keep_weights(self) -> None:
-        """For a weight sync: the policy's weights."""
+        """Prepare for a weight sync: only the policy's weights on the device."""
 
     def keep_nothing(self) -> None:
-        """For servers that generate."""
+        """Prepare for generation by the servers: nothing on the device."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What one rank gave away in one update."""
+    """Bytes that one rank sent in one update, and the seconds it spent on checksums."""
 
     num_bytes: int
     checksum_seconds: float = 0.0
 
 
 class Update(WeightUpdate, Protocol):
-    """One update on its way."""
+    """One update in progress."""
 
     def send(self) -> Given:
-        """Give this rank's part, while the engine takes it in. Raises when that fails; every rank calls it."""
+        """Send this rank's part, while the engine loads it. Every rank calls it. Raises when sending fails."""
 
     def verify(self, reports: Sequence[dict[str, Any]]) -> None:
-        """Rank 0: prove by what the workers report that every server got all of it, unchanged; WeightSyncError names the rank, or the
-        worker, and the tensor otherwise."""
+        """Check the workers' reports, on rank 0: every server received everything unchanged.
+
+        Raises WeightSyncError, naming the rank or the worker, and the tensor, otherwise.
+        """
 
     def verify_bytes(self, given: int, taken: int) -> None:
-        """WeightSyncError unless these bytes, of all ranks and of all workers, are those that had to move."""
+        """Raises WeightSyncError unless `given` bytes from all ranks and `taken` bytes by all workers are the bytes that had to move."""
 
     def give_up(self, why: str) -> None:
-        """Rank 0: the engine is done with it, well or not. Ranks that still wait for a server, as for one that died, come to an end."""
+        """Rank 0: stop the ranks that still wait for a server, such as a dead one. The engine has finished, with or without success."""
 
     def done(self) -> None:
-        """Every rank: no worker looks at this update any more, however it ended."""
+        """Every rank: release the update. No worker reads it any longer, with or without success."""
 
 
 class Transport(Protocol):
-    """Makes updates. One per rank."""
+    """Creates updates. Each rank has one transport."""
 
     def prepare(self, found: list[tuple[str, Tensor, Sequence[Block]]], version: int, engine: Engine | None) -> Update:
-        """An update to the parameters as they are now. Collective. WeightSyncError on every rank, before the engine hears of it."""
+        """Create an update with the current parameters. Collective. Raises WeightSyncError on every rank, before the engine receives any
+        request."""
 
     def all_gather(self, told: Any) -> list[Any]:
-        """What every rank has to tell of an update, in rank order. WeightSyncError where ranks are late, and the transport can tell."""
+        """Gather `told` from every rank, in rank order. Raises WeightSyncError for late ranks, if the transport detects them."""
 
     def close(self) -> None:
-        """Free what it holds. Does nothing a second time."""
+        """Free the transport's resources. Does nothing on a second call."""
 
 
 def key_of(block: Block) -> tuple:
-    """What tells one block from others; the same for copies on other ranks."""
+    """Return the identity of a block: (tensor, shape, box). Replicas on other ranks have the same key."""
     return block.name, tuple(block.shape), block.box

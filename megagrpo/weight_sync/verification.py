@@ -1,4 +1,4 @@
-"""Proves that every server read what was written: all of it, unchanged, of the right version."""
+"""Verifies that every server read the written weights: completely, unchanged, and of the right version."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from megagrpo.families.boxes import Box, brackets, missing, size, whole
 from megagrpo.transfer.manifest import Manifest, SharedBlock, WeightSyncError, wrong_checksum
 
-Reads = dict[tuple[str, int], dict[Box, int]]  # (tensor, index of a block of it) -> checksum of each part of that block
+Reads = dict[tuple[str, int], dict[Box, int]]  # (tensor, index of its block) -> part of the block -> checksum
 
 
 def verify(manifest: Manifest, written: Mapping[tuple[str, int], int], reports: Sequence[dict[str, Any]]) -> None:
-    """Prove that each server read all of `manifest` as it was written; WeightSyncError names the rank and the tensor otherwise.
+    """Check that each server read all of `manifest` as it was written. Raises WeightSyncError, naming the rank and the tensor, otherwise.
 
-    `written` has the checksum of each block: (tensor, index of a block of it) -> checksum. Per server, the slices its workers read must
-    cover every tensor. A block that was read whole must have its checksum; where slices tile it, their checksums must add up to it.
-    Overlapping slices that are not equal are held to coverage alone.
+    `written` maps (tensor, index of a block of it) to the block's checksum. Per server, the slices that its workers read must cover every
+    tensor. A block that was read whole must have its checksum. Where slices tile a block, their checksums must add up to the block's
+    checksum. For overlapping slices that are not equal, only coverage is checked.
     """
     verify_versions(manifest, reports)
     for server in sorted({report["server"] for report in reports}):
@@ -30,7 +30,7 @@ def verify(manifest: Manifest, written: Mapping[tuple[str, int], int], reports: 
 
 
 def verify_versions(manifest: Manifest, reports: Sequence[dict[str, Any]]) -> None:
-    """WeightSyncError names a worker whose report is about another version."""
+    """Raises WeightSyncError, naming the worker, when a report is about another version."""
     for report in reports:
         if report["version"] != manifest.version:
             who = f"{report['server']}, worker {report['worker']}"
@@ -38,7 +38,7 @@ def verify_versions(manifest: Manifest, reports: Sequence[dict[str, Any]]) -> No
 
 
 def _reads(reports: Sequence[dict[str, Any]]) -> Reads:
-    """What the workers of one server read."""
+    """Return the slices that the workers of one server read. Raises WeightSyncError when two reads of a slice have different checksums."""
     reads: Reads = {}
     for report in reports:
         for name, index, part, total in report["reads"]:
