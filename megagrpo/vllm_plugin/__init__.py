@@ -1,1 +1,1 @@
-"""What runs inside vLLM's processes. The only room that imports vLLM."""
+"""Code that runs inside vLLM's processes. This is the only package that imports vLLM."""

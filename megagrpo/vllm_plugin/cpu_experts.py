@@ -1,4 +1,4 @@
-"""Expert parallelism in vLLM for CPU: its kernel is told which of a worker's own experts are meant."""
+"""Expert parallelism in vLLM for CPU: a patch that gives the kernel a worker's local expert indices."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 
 
 def heed_expert_map() -> None:
-    """Have the experts of other workers count for nothing on this one; the sum over workers is then that of all experts.
+    """Give experts of other workers weight 0 on this worker, so that the sum over workers covers all experts.
 
-    vLLM for CPU (seen in 0.32) gives the kernel the experts' numbers in the whole model, and the kernel reads past the end of the weights
-    that the worker holds: the server dies in its first forward pass. It can go when a server with `--enable-expert-parallel` answers
-    without it, which the tests tell.
+    vLLM for CPU (seen in 0.32) passes global expert indices to the kernel. The kernel then reads past the end of the worker's weights, and
+    the server dies in its first forward pass. The patched method raises NotImplementedError for models that weigh the inputs of their
+    experts. Remove this patch when a server with `--enable-expert-parallel` responds without it; the tests check that.
     """
     if hasattr(CPUUnquantizedExperts.apply, "__wrapped__"):
         return
@@ -24,7 +24,7 @@ def heed_expert_map() -> None:
         if (expert_map := given["expert_map"]) is not None:
             if given["apply_router_weight_on_input"]:
                 raise NotImplementedError("vLLM for CPU: expert parallelism of a model that weighs the inputs of its experts")
-            own = expert_map[given["topk_ids"].long()]  # -1 where another worker has it
+            own = expert_map[given["topk_ids"].long()]  # local index; -1 for an expert of another worker
             given["topk_weights"] = given["topk_weights"].masked_fill(own < 0, 0.0)
             given["topk_ids"] = own.clamp(min=0).to(given["topk_ids"].dtype)
         original(self, **given)

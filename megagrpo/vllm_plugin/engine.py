@@ -1,8 +1,8 @@
-"""The worker side of weight sync: a vLLM weight-transfer engine that takes in just the slices its loaders copy.
+"""The worker side of weight sync: a vLLM weight-transfer engine that reads only the slices its loaders copy.
 
-vLLM finds `register` through the entry point group `vllm.general_plugins`. Select it with `--weight-transfer-config
-'{"backend": "megagrpo"}'`. vLLM answers 200 to half an update and to one whose data changed on the way, so every worker checks
-completeness before the update is finished, and leaves a report for the trainer, which verifies it before the engine may serve.
+vLLM finds `register` through the entry point group `vllm.general_plugins`. Select it with `--weight-transfer-config '{"backend":
+"megagrpo"}'`. vLLM answers 200 to a partial update and to corrupted data. So every worker checks completeness before the update is
+finished, and leaves a report. The trainer verifies the reports before the engine may serve.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make the backend known to this process, and tie EngineCore and workers to the life of their parent. vLLM calls this in every process,
-    sometimes more than once."""
+    """Register the backend in this process, and tie EngineCore and workers to the life of their parent. vLLM calls this function in
+    every process, sometimes more than once."""
     tie_process_tree()
     name_segments_by_owner()
     if current_platform.is_cpu():
@@ -51,13 +51,17 @@ def register() -> None:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """Empty: nothing is agreed beforehand."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Which version it must be, and where the weights are: in memory that `manifest` describes, on GPUs when there are `handles` (memory ->
-    one for each worker), written within `seconds`, with a folder for this server's reports; or `direct` from the trainer's ranks."""
+    """The version and the location of the weights of one update.
+
+    With `manifest`, the weights are in memory that the manifest describes, written within `seconds`; `replies` is the folder for this
+    server's reports. With `handles` (memory -> one handle per worker) this memory is on GPUs. With `direct`, the weights come from the
+    trainer's ranks.
+    """
 
     version: int = -1
     manifest: str = ""
@@ -68,9 +72,11 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One per worker. After an update that fails every layer has either all of its old weights or all of its new ones, so that the next
-    one starts clean; the trainer keeps the engine paused until one succeeds. What fails is reported, never raised: of several workers that
-    raise, vLLM (seen in 0.32) reads the first one's answer and takes the others' for those of its next call.
+    """The weight-transfer engine of one worker.
+
+    After a failed update every layer has either all of its old weights or all of its new ones, so the next update starts clean. The trainer
+    keeps the engine paused until an update succeeds. Failures are reported, never raised. When several workers raise, vLLM (seen in 0.32)
+    reads only the first answer and takes the other answers for those of its next call.
     """
 
     init_info_cls = InitInfo
@@ -81,33 +87,33 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.loading = Loading(self.model, self.model_config)
         self.files = SharedFiles()
         self.receiver = Receiver(self.device)
-        self.open = self.reloading = False  # in vLLM's eyes; parameters are aside
+        self.open = self.reloading = False  # open: vLLM's update is open; reloading: parameters are moved aside
         self.reader: ShardReader | None = None
         self.info = UpdateInfo()
         self.bookmark: Bookmark | None = None
-        self.error = ""  # of the update under way
+        self.error = ""  # error of the current update
 
     @property
     def worker(self) -> int:
-        """Number of this worker within its server."""
+        """Index of this worker within its server."""
         parallel = self.parallel_config
         return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to set up."""
+        """Does nothing: no setup is needed."""
 
     def shutdown(self) -> None:
-        """Unmap the trainer's files and leave its group."""
+        """Unmap the trainer's files and leave its process group."""
         self.files.clear()
         self.receiver.close()
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
-        """Abstract up to vLLM 0.27; our trainer does not use vLLM's trainer side."""
+        """Abstract up to vLLM 0.27. Raises NotImplementedError, because our trainer does not use vLLM's trainer side."""
         raise NotImplementedError
 
     def start_weight_update(self) -> None:
-        """Move the model's parameters aside, layer by layer, until new ones are complete."""
+        """Move the model's parameters aside, layer by layer, until the new ones are complete."""
         self._abort()
         self.reader = None
         self.started = time.perf_counter()
@@ -117,7 +123,8 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load everything the manifest lists. The base class would synchronize an accelerator, which fails where there is none."""
+        """Load everything that the manifest lists. The base class would synchronize an accelerator, which fails on a machine without
+        one."""
         self.info = self.parse_update_info(update_info)
         self._begin("update")
         try:
@@ -126,7 +133,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._fail(error)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Fill the model's parameters; WeightSyncError unless every one is."""
+        """Fill the model's parameters. Raises WeightSyncError unless every parameter is filled."""
         manifest, source = self._open(update_info)
         self.reader = ShardReader(manifest, source, *([self.bookmark.note] if self.bookmark else []))
         self.loading.load(self.reader)
@@ -145,7 +152,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return manifest, MappedBlocks(manifest, self.worker, maps, ledgers)
 
     def finish_weight_update(self) -> None:
-        """Put the new parameters in place and report; end an update that has failed, or that no weights came for."""
+        """Put the new parameters in place and report. An update that failed, or that received no weights, is aborted."""
         if self.reader is None or not self.reloading:
             self._abort()
             self.open = False
@@ -173,7 +180,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _fail(self, error: Exception) -> None:
         let_go(error)
-        self.receiver.close_group()  # first: ranks that send learn it at once
+        self.receiver.close_group()  # first, so that sending ranks get an error at once
         if self.reader is not None:
             self.reader.source.release()
         self.error = f"{type(error).__name__}: {error}"
@@ -181,27 +188,28 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._abort()
 
     def _abort(self) -> None:
-        """Leave the reload that is under way, if any. Layers that are not complete get back what they had."""
+        """Leave the current reload, if any. Incomplete layers get their old weights back."""
         if not self.reloading:
             return
-        # Otherwise vLLM would process a layer with a part of its weights, and leave one that failed half made.
+        # Otherwise vLLM would process a layer with part of its weights, and leave a layer that failed half processed.
         for module in self.model.modules():
             get_layerwise_info(module).load_numel = 0
         finalize_layerwise_reload(self.model, self.model_config)
         self.reloading = False
 
     def _begin(self, phase: str) -> None:
-        """Note the phase where the trainer looks when this worker comes no further. Before the first update that place is not known."""
+        """Write the phase to this worker's bookmark, which the trainer reads when the worker hangs. The path is unknown before the first
+        update."""
         if not self.info.replies:
             return
         path = Path(self.info.replies) / f"worker{self.worker}.at"
-        with contextlib.suppress(OSError):  # the trainer is gone with its folder
-            if not path.exists():  # it is cleared before each update
+        with contextlib.suppress(OSError):  # the trainer is gone, and its folder too
+            if not path.exists():  # the trainer empties the folder before each update
                 self.bookmark = Bookmark(path)
             self.bookmark.note(phase)
 
     def _reply(self, **report: Any) -> None:
-        """Tell the trainer; if it is gone, nobody has to know."""
+        """Send a report to the trainer. If the trainer is gone, only log a warning."""
         told = {"worker": self.worker, **report}
         try:
             if self.info.direct is not None:
@@ -216,11 +224,11 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def refresh_packed_copies(model: nn.Module) -> None:
-    """Renew what vLLM for CPU packs beside the parameters and a reload leaves stale (seen in 0.32 and 0.33).
+    """Rebuild the packed copies that vLLM for CPU keeps beside the parameters; a reload leaves them stale (seen in 0.32 and 0.33).
 
-    Experts: `UnquantizedFusedMoEMethod` skips its packing step on every reload. Tied heads: the head is never loaded itself, so the
-    packed copy of the shared weight stays old. Each part can go when a reload in vLLM for CPU gives the log-probs of a fresh engine
-    without it, which the tests of weight sync tell.
+    Experts: `UnquantizedFusedMoEMethod` skips its packing step on every reload. Tied heads: the head itself is never loaded, so the packed
+    copy of the shared weight stays stale. Remove either part when a reload without it gives the log-probs of a fresh engine; the tests of
+    weight sync check that.
     """
     seen: dict[int, nn.Module] = {}
     for module in model.modules():

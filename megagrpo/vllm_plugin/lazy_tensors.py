@@ -1,4 +1,4 @@
-"""Tensors that are not there yet: a model's own weight loaders run over them and thereby say which slices they copy."""
+"""Lazy tensors: a model's own weight loaders run over tensors without data, which record the slices that the loaders copy."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ aten = torch.ops.aten
 
 
 class Source(Protocol):
-    """Where the elements come from, and who hears of each copy."""
+    """The provider of a lazy tensor's elements; it is notified of each copy."""
 
     def announce(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """A loader copies `view`, a meta tensor inside tensor `name`, to `destination`, which may be a meta tensor too."""
+        """Notify that a loader copies `view`, a meta tensor inside tensor `name`, to `destination`, which may be a meta tensor too."""
 
     def arrive(self, destination: Tensor) -> None:
-        """A loader fills `destination` with something else in place of what is there."""
+        """Notify that a loader fills `destination` with values that come from no lazy tensor."""
 
     def fetch(self, name: str, view: Tensor) -> Tensor:
-        """The elements of the meta tensor `view`, in its shape."""
+        """Return the elements of the meta tensor `view`, in its shape and dtype."""
 
     def fill(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """Copy the elements of `view` to `destination`, as `destination.copy_` would."""
+        """Copy the elements of `view` to `destination`, like `destination.copy_`."""
 
 
 class LazyTensor(Tensor):
-    """A Hugging Face tensor without data. Views move a meta tensor, `copy_` takes just that view, anything else fetches and computes.
-    NotImplementedError for what would change the tensor: nobody would hear of it."""
+    """A Hugging Face tensor without data, of any shape and dtype.
+
+    View operations act on a meta tensor, `copy_` fetches only its view, and any other operation fetches the elements and computes. Raises
+    NotImplementedError for an operation that would change the tensor, because the change would be lost.
+    """
 
     @staticmethod
     def __new__(cls, view: Tensor, name: str, source: Source) -> LazyTensor:
@@ -45,7 +48,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int], dtype: torch.dtype, source: Source) -> LazyTensor:
-        """The whole tensor `name`."""
+        """Return a lazy tensor for the whole tensor `name`, of the given shape and dtype."""
         return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), name, source)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -63,7 +66,7 @@ class LazyTensor(Tensor):
             return first
         if isinstance(first, LazyTensor) and func._schema.is_mutable:
             raise NotImplementedError(f"{first.name_}: a weight loader changes the tensor that it is given ({func})")
-        if isinstance(first, LazyTensor) and func is aten.clone.default:  # also what makes it contiguous
+        if isinstance(first, LazyTensor) and func is aten.clone.default:  # `contiguous` calls clone too
             return LazyTensor(first.view_, first.name_, first.source)
         if isinstance(first, LazyTensor) and func is aten.zeros_like.default:
             return LazyTensor(first.view_, first.name_, _Zeros(first.source))
@@ -75,13 +78,13 @@ class LazyTensor(Tensor):
         return func(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
 
     def fetch(self) -> Tensor:
-        """The elements themselves."""
+        """Return the elements, in the shape and dtype of this view."""
         return self.source.fetch(self.name_, self.view_)
 
 
 @dataclass(frozen=True)
 class _Zeros:
-    """The source of a tensor that a loader fills with zeros: what goes to another worker in its place."""
+    """The source of a tensor that a loader fills with zeros, in place of slices that go to another worker."""
 
     source: Source
 
@@ -96,9 +99,10 @@ class _Zeros:
 
 
 def box_of(view: Tensor, shape: Sequence[int]) -> tuple[Box, list[int] | None]:
-    """The smallest box of a contiguous tensor of `shape` that holds `view`, and the strides of the view inside that box.
+    """Return the smallest box of a contiguous tensor of `shape` that holds `view`, and the strides of the view inside that box.
 
-    A view whose dimensions do not follow the tensor's own (a flattened one, say) gets the whole tensor and None: use its own strides.
+    `view` is a meta tensor of any shape and dtype. When its dimensions do not follow the tensor's own, as for a flattened view, this
+    function returns the whole tensor and None: use the view's own strides.
     """
     base = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     lo, rest = [], view.storage_offset()
@@ -122,7 +126,8 @@ def box_of(view: Tensor, shape: Sequence[int]) -> tuple[Box, list[int] | None]:
 
 
 def restride(values: Tensor, view: Tensor, strides: list[int] | None) -> Tensor:
-    """The contiguous elements of the box that `box_of` gave, seen in the shape and order of `view`."""
+    """Return the elements in the shape and order of `view`. `values` holds the elements of the box from `box_of`, contiguous, in any
+    dtype; `strides` comes from `box_of` too."""
     if strides is None:
         return values.as_strided(view.shape, view.stride(), view.storage_offset())
     return values.as_strided(view.shape, strides)

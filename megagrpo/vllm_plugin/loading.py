@@ -1,4 +1,5 @@
-"""Loading an update during vLLM's reload: the model's own `load_weights` over lazy tensors the first time, a replay of its copies later."""
+"""Loads an update during vLLM's reload: through the model's own `load_weights` over lazy tensors the first time, by replay of its copies
+later."""
 
 from __future__ import annotations
 
@@ -22,24 +23,24 @@ logger = logging.getLogger(__name__)
 
 
 class Loading:
-    """Fills the parameters of one worker's model, which are aside for a reload."""
+    """Fills the parameters of one worker's model, which are moved aside for a reload."""
 
     def __init__(self, model: nn.Module, config: ModelConfig):
         self.model, self.config = model, config
         # A tied head shares its parameter with the embedding and appears once here; during a reload it would appear twice.
         self.expected = {name for name, _ in model.named_parameters()}
         self.recipe: Recipe | None = None
-        self.told = ""  # why there is none
+        self.told = ""  # the last logged reason why there is no recipe
 
     def load(self, reader: ShardReader) -> None:
-        """Load everything that the manifest lists; WeightSyncError unless every parameter will be filled."""
+        """Load everything that the manifest lists. Raises WeightSyncError unless every parameter will be filled."""
         if self.recipe is not None and self.recipe.fits(reader.manifest):
             self.recipe.run(reader)
         else:
             self._load_and_record(reader)
 
     def rehearse(self, manifest: Manifest) -> Counter[tuple[str, Box]]:
-        """Which boxes `load` will fetch, and how often: the loaders load zeros, and the reload starts over."""
+        """Return the boxes that `load` will fetch, and how often. The loaders load zeros, and then the reload starts over."""
         reader = ShardReader(manifest, Announced(manifest))
         reader.blank = True
         self._load_and_record(reader)
@@ -49,7 +50,7 @@ class Loading:
 
     def _load_and_record(self, reader: ShardReader) -> None:
         self.recipe = None
-        # What vLLM computes from other parameters, as the products of latent attention, is gone during a reload and made anew after it.
+        # Parameters that vLLM computes from others (products of latent attention) are missing during a reload and recomputed after it.
         loadable = self.expected & {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         destinations = {name: _destination(self.model, name) for name in loadable}
         with Recorder(self.model) as recorder:
@@ -63,9 +64,9 @@ class Loading:
 
 
 def load_weights(model: nn.Module, reader: ShardReader) -> set[str]:
-    """Run the model's loaders over all tensors of `reader`; names of the parameters that they loaded."""
+    """Run the model's loaders over all tensors of `reader`; return the names of the loaded parameters."""
     tensors = reader.tensors()
-    # vLLM's GPT-OSS copies a tensor of all experts into its parameters itself, and one expert's through weight loaders.
+    # vLLM's GPT-OSS copies a tensor of all experts directly into its parameters, but a tensor of one expert through weight loaders.
     if hasattr(getattr(model, "model", None), "_try_load_streamed_expert"):
         tensors = one_by_one(tensors)
     loaded = set(model.load_weights(tensors))
@@ -74,7 +75,10 @@ def load_weights(model: nn.Module, reader: ShardReader) -> set[str]:
 
 
 def one_by_one(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """A tensor of all experts of a block as one of each: x.mlp.experts.down_proj becomes x.mlp.experts.0.down_proj and so on."""
+    """Split each tensor of all experts into one tensor per expert; other tensors pass unchanged.
+
+    x.mlp.experts.down_proj [experts, ...] becomes x.mlp.experts.0.down_proj [...] and so on, in the same dtype.
+    """
     for name, tensor in tensors:
         block, experts, projection = name.partition(EXPERTS)
         if experts:
@@ -84,13 +88,13 @@ def one_by_one(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
 
 
 def _repeat_lost_copies(model: nn.Module, reader: ShardReader) -> None:
-    """A loader that copies into a parameter itself (the sinks of GPT-OSS) does so into one without data. Once more, through the weight
-    loader."""
+    """Repeat copies that were lost because a loader copied directly into a parameter without data (the sinks of GPT-OSS). The repeated
+    copies go through the weight loader."""
     for module in model.modules():
         info = get_layerwise_info(module)
         if not info.can_load() or info.load_numel > 0:
-            continue  # loaded, or about to be when the update is finished
-        for parameter in list(module.parameters(recurse=False)):  # loading puts others in their place
+            continue  # already loaded, or loaded when the update is finished
+        for parameter in list(module.parameters(recurse=False)):  # a list, because loading replaces the parameters
             if (lost := reader.copies.get(parameter.untyped_storage()._cdata)) is not None:
                 parameter.weight_loader(parameter, lost)
 
@@ -108,12 +112,13 @@ def _check_complete(loaded: set[str], destinations: dict[str, tuple[int, int, bo
 
 
 def _destination(model: nn.Module, name: str) -> tuple[int, int, bool]:
-    """(storage, elements, whether rows may be left as padding) of the parameter that loaders fill during a reload."""
+    """Return (storage, number of elements, whether rows may stay unfilled as padding) of the parameter that loaders fill during a
+    reload."""
     module = model.get_submodule(name.rpartition(".")[0])
     param = model.get_parameter(name)
     return param.untyped_storage()._cdata, param.numel(), isinstance(module, VocabParallelEmbedding)
 
 
 def some(names: list[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first four names as text, and the number of the remaining ones."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

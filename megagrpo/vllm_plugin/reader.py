@@ -1,4 +1,5 @@
-"""A worker's view of the trainer's weights: hands out exactly the slices that are copied, and keeps the books."""
+"""A worker's view of the trainer's weights: reads exactly the slices that loaders copy, and records what was announced, fetched and
+read."""
 
 from __future__ import annotations
 
@@ -19,44 +20,48 @@ from megagrpo.vllm_plugin.lazy_tensors import LazyTensor, box_of, restride
 
 
 class BlockSource(Protocol):
-    """Where a worker gets parts of the trainer's blocks; `bytes` were read or received so far."""
+    """The provider of parts of the trainer's blocks. `bytes` is the number of bytes read or received so far."""
 
     bytes: int
 
     def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
-        """The disjoint parts that make up `box` of tensor `name`: (index of the block, part). LookupError when nobody holds one."""
+        """Return the disjoint parts that make up `box` of tensor `name`: (index of the block, part). Raises LookupError for a part that
+        no rank holds."""
 
     def values(self, name: str, index: int, part: Box) -> Tensor:
-        """The elements of one of these parts, in its shape; any strides."""
+        """Return the elements of one of these parts, in its shape and the manifest's dtype, with any strides."""
 
     def check(self, name: str, index: int, part: Box, total: int) -> None:
-        """WeightSyncError when the source knows the checksum of this part and it is not `total`."""
+        """Raises WeightSyncError when the source knows the checksum of this part and `total` differs."""
 
     def proof(self, reads: dict[tuple[str, int, Box], int]) -> dict[str, Any]:
-        """What the trainer is told of the parts that were read, (tensor, index of the block, part) -> checksum, to verify them by."""
+        """Return the fields of the report by which the trainer verifies the reads: (tensor, index of the block, part) -> checksum."""
 
     def drain(self) -> None:
-        """The loaders have seen every tensor: take in what is still on its way."""
+        """Receive everything that is still in flight, after the loaders have seen every tensor."""
 
     def release(self) -> None:
-        """Nothing will be asked for any more."""
+        """Release all memory: no more elements will be requested."""
 
 
 class Maps(Protocol):
     """Memory of the trainer's ranks that this process can read."""
 
     def bytes_of(self, name: str) -> Tensor:
-        """All bytes of the memory that blocks call `name`; OSError when it cannot be mapped."""
+        """Return all bytes of the memory that blocks call `name`, [n] uint8. Raises OSError or WeightSyncError when it cannot be mapped."""
 
 
 class MappedBlocks:
-    """Blocks in memory that this worker can map, each from when its rank has written it. `reader` is the worker's number: readers start
-    with different holders. WeightSyncError for a block that is not there or does not fit."""
+    """Blocks in memory that this worker maps; each block is readable once its rank has written it.
+
+    `reader` is the worker's index, so that readers start with different replicas. Raises WeightSyncError for a block that is missing or
+    exceeds its memory.
+    """
 
     def __init__(self, manifest: Manifest, reader: int, maps: Maps, ledgers: Ledgers):
         self.manifest, self.reader, self.ledgers = manifest, reader, ledgers
         self.dtype = DTYPES[manifest.dtype]
-        self.held: dict[str, Tensor] = {}  # what blocks call their memory -> its bytes
+        self.held: dict[str, Tensor] = {}  # name of the memory in blocks -> its bytes
         self.bytes = 0
         for name, tensor in manifest.tensors.items():
             for block in tensor.blocks:
@@ -70,11 +75,12 @@ class MappedBlocks:
                     raise WeightSyncError(f"{who} holds {self.held[block.file].numel()} bytes; {count} were expected at {block.offset}")
 
     def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
-        """Each element of `box` once; where several blocks hold it, readers with different numbers begin at different ones."""
+        """Return parts that cover each element of `box` once. Where several blocks hold an element, readers with different indices use
+        different ones."""
         return plan(box, [block.box for block in self.manifest.tensors[name].blocks], self.reader)
 
     def values(self, name: str, index: int, part: Box) -> Tensor:
-        """A view of the mapped memory, once the block is written."""
+        """Return a view of the mapped memory, after the block is written. Raises WeightSyncError when the rank is late or has died."""
         block = self.manifest.tensors[name].blocks[index]
         count = size(block.box) * self.dtype.itemsize
         self.ledgers.wait_for(block.rank, block.offset + count, name)
@@ -83,59 +89,61 @@ class MappedBlocks:
         return held[window(part, block.box)]
 
     def check(self, name: str, index: int, part: Box, total: int) -> None:
-        """The trainer does: parts of a block add up to it."""
+        """Does nothing: the trainer compares the checksums of all parts with the checksum of their block."""
 
     def proof(self, reads: dict[tuple[str, int, Box], int]) -> dict[str, Any]:
-        """All of them."""
+        """Return all reads with their checksums."""
         return {"reads": [[name, index, part, total] for (name, index, part), total in reads.items()]}
 
     def drain(self) -> None:
-        """Everything lies there already."""
+        """Does nothing: every block is already in memory."""
 
     def release(self) -> None:
-        """Let go of the memory; files stay mapped for the next update."""
+        """Release the memory; files stay mapped for the next update."""
         self.held.clear()
         self.ledgers.close()
 
 
 class Announced:
-    """Blocks that are known of and not here: what a rehearsal reads, which is given zeros."""
+    """Blocks without data, for a rehearsal, which reads zeros."""
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
 
     def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
-        """As if they were here."""
+        """Return the parts that make up `box`, as a real source does."""
         return plan(box, [block.box for block in self.manifest.tensors[name].blocks])
 
 
 class ShardReader:
-    """Source of lazy tensors for one weight update.
+    """The source of lazy tensors for one weight update.
 
-    `wanted` collects the boxes that loaders announced, `fetched` how often each was fetched, `reads` the slices of them with their
-    checksums, `arrivals` how many elements each destination was given, `copies` what it was given last. With `blank` set, zeros are handed
-    out instead, for a rehearsal. `note` hears of every fetch before it begins.
+    - `wanted`: the boxes that loaders announced; `fetched`: how often each box was fetched.
+    - `reads`: the slices that were read, with their checksums.
+    - `arrivals`: how many elements each destination received; `copies`: the last lazy tensor copied to each destination.
+    - `blank`: return zeros, for a rehearsal. `note` receives a description of each fetch before it starts.
     """
 
     def __init__(self, manifest: Manifest, source: BlockSource, note: Callable[[str], None] = lambda place: None):
         self.manifest, self.source, self.note = manifest, source, note
         self.dtype = DTYPES[manifest.dtype]
         self.blank = False
-        self.seconds = self.checksum_seconds = 0.0  # that copying took, and the checksums of it
+        self.seconds = self.checksum_seconds = 0.0  # spent on copies, and on their checksums
         self.wanted: set[tuple[str, Box]] = set()
         self.fetched: Counter[tuple[str, Box]] = Counter()
         self.reads: dict[tuple[str, int, Box], int] = {}  # (tensor, block index, part) -> checksum
-        self.arrivals: dict[int, dict[tuple, int]] = {}  # storage -> {place in it: elements}
-        self.copies: dict[int, LazyTensor] = {}  # storage -> the last part of a tensor that was copied to it
+        self.arrivals: dict[int, dict[tuple, int]] = {}  # storage -> (offset, size, stride) -> elements
+        self.copies: dict[int, LazyTensor] = {}  # storage -> the last lazy tensor that was copied to it
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, lazy tensor) of every tensor in the manifest, in its order."""
+        """Yield (name, lazy tensor) for every tensor of the manifest, in its order, with the Hugging Face shape. The dtype is the
+        manifest's, or float32 for a tensor that travels as addends."""
         for name, tensor in self.manifest.tensors.items():
             shape, dtype = (tensor.shape[:-1], torch.float32) if self._in_addends(name) else (tensor.shape, self.dtype)
             yield name, LazyTensor.of(name, shape, dtype, self)
 
     def announce(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """Note that a loader copies `view` to `destination`; WeightSyncError when nobody published part of it."""
+        """Record that a loader copies `view` to `destination`. Raises WeightSyncError when no rank published some part of `view`."""
         if not view.numel():
             return
         self.arrive(destination)
@@ -146,12 +154,12 @@ class ShardReader:
             self.wanted.add((name, box))
 
     def arrive(self, destination: Tensor) -> None:
-        """Note that a loader fills `destination`."""
+        """Record that a loader fills `destination`."""
         place = (destination.storage_offset(), destination.size(), destination.stride())
         self.arrivals.setdefault(destination.untyped_storage()._cdata, {})[place] = destination.numel()
 
     def fetch(self, name: str, view: Tensor) -> Tensor:
-        """The elements of `view`, straight from the source when one part holds them all."""
+        """Return the elements of `view`, in its shape and dtype; without a copy when one part holds them all."""
         if not view.numel():
             return torch.zeros(view.shape, dtype=view.dtype)
         self.note(f"the load of {name}")
@@ -177,7 +185,7 @@ class ShardReader:
         return in_addends(name, self.manifest.dtype)
 
     def box_of(self, name: str, view: Tensor) -> tuple[Box, list[int] | None]:
-        """As `box_of`, of what travels."""
+        """Like `lazy_tensors.box_of`, for the tensor in transit: with the extra dimension of addends, if any."""
         shape = self.manifest.tensors[name].shape
         if not self._in_addends(name):
             return box_of(view, shape)
@@ -185,7 +193,7 @@ class ShardReader:
         return ((*lo, 0), (*hi, shape[-1])), strides
 
     def fill(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """Copy the elements of `view` to `destination`; checked on the way when both have the order of the tensor."""
+        """Copy the elements of `view` to `destination`. The checksum is computed during the copy when both are in the tensor's order."""
         started = time.perf_counter()
         box, strides = self.box_of(name, view) if view.numel() else (None, None)
         plain = destination.is_contiguous() and destination.dtype == self.dtype and destination.device.type == "cpu"
@@ -201,11 +209,11 @@ class ShardReader:
 
     @property
     def bytes(self) -> int:
-        """What was read or received so far."""
+        """Bytes read or received so far."""
         return self.source.bytes
 
     def unread(self) -> list[str]:
-        """Announced boxes whose elements were never fetched, as text."""
+        """Return the announced boxes that were never fetched, as text."""
         return [f"{name}{brackets(box)}" for name, box in sorted(self.wanted - self.fetched.keys())]
 
     def _parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
@@ -242,7 +250,7 @@ class ShardReader:
 
 
 def window(part: Box, box: Box) -> tuple[slice, ...]:
-    """What cuts `part` out of a tensor that holds `box`."""
+    """Return the slices that cut `part` out of a tensor that holds `box`."""
     return tuple(slice(a - o, b - o) for a, b, o in zip(*part, box[0], strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The worker's end of weights that trainer ranks send to it directly."""
+"""The worker's end of the p2p transport: receives weights that trainer ranks send directly."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from megagrpo.transfer.messages import Message, Round, pieces, rounds
 from megagrpo.transfer.plan import layer_of, plan_transfers
 from megagrpo.transfer.slices import plan
 
-IN_FLIGHT = 2  # rounds under way at once
+IN_FLIGHT = 2  # rounds in flight at once
 Boxes = Counter[tuple[str, Box]]  # (tensor, box) -> how often the loaders fetch it
 
 
 class Roster:
-    """All tensors of a policy, and which ranks hold which boxes of them, as JSON on the board."""
+    """All tensors of a policy, and the ranks that hold each box of them; it is stored as JSON on the board."""
 
     def __init__(self, tensors: dict[str, tuple[tuple[int, ...], dict[Box, list[int]]]]):
         self.tensors = tensors
 
     @property
     def held(self) -> dict[str, dict[Box, list[int]]]:
-        """Tensor -> box -> the ranks that hold it."""
+        """Tensor -> box -> the ranks that hold the box."""
         return {name: boxes for name, (_, boxes) in self.tensors.items()}
 
     def manifest(self, version: int, dtype: str) -> Manifest:
-        """As every reader knows it: each block once, however many ranks hold it."""
+        """Return the manifest for readers: each block once, however many ranks hold it."""
         tensors = {
             name: SharedTensor(shape, tuple(SharedBlock(ranks[0], "", 0, box, 0) for box, ranks in boxes.items()))
             for name, (shape, boxes) in self.tensors.items()
@@ -42,23 +42,24 @@ class Roster:
         return Manifest(version, dtype, tensors)
 
     def as_json(self) -> dict[str, Any]:
-        """What `of_json` reads."""
+        """Return the JSON form that `of_json` reads."""
         return {name: [shape, list(boxes.items())] for name, (shape, boxes) in self.tensors.items()}
 
     @staticmethod
     def of_json(data: dict[str, Any]) -> Roster:
-        """From what `as_json` gave."""
+        """Return the roster from its JSON form."""
         return Roster({name: (tuple(shape), {box_of_json(box): ranks for box, ranks in boxes}) for name, (shape, boxes) in data.items()})
 
 
 def box_of_json(data: Any) -> Box:
-    """A box from what JSON makes of one."""
+    """Return the box from its JSON form."""
     lo, hi = data
     return tuple(lo), tuple(hi)
 
 
 def wanted_by(boxes_of: list[dict[str, list[Box]]], names: Any) -> dict[str, dict[Box, list[int]]]:
-    """Tensor -> box -> the workers that want it, in the order of `names`, from what each worker wants."""
+    """Return tensor -> box -> the workers that want the box, with tensors in the order of `names`. `boxes_of` holds the boxes of each
+    worker."""
     wanted: dict[str, dict[Box, list[int]]] = {}
     for name in names:
         for worker, boxes in enumerate(boxes_of):
@@ -68,12 +69,12 @@ def wanted_by(boxes_of: list[dict[str, list[Box]]], names: Any) -> dict[str, dic
 
 
 def boxes_of_json(data: dict[str, list[Any]]) -> dict[str, list[Box]]:
-    """What a worker wants, from its note on the board."""
+    """Return the boxes that a worker wants, from its note on the board: tensor -> boxes."""
     return {name: [box_of_json(box) for box in boxes] for name, boxes in data.items()}
 
 
 class Receiver:
-    """What a worker keeps from one update to the next: its place on the board, the group, and which boxes its loaders fetch."""
+    """The state that a worker keeps between updates: its connection to the board, the group, and the boxes that its loaders fetch."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -88,8 +89,10 @@ class Receiver:
         self.received: Received | None = None
 
     def join(self, info: dict[str, Any], version: int, deadline: Deadline) -> Manifest:
-        """Find the board, and on it what the trainer has. WeightSyncError when it is out of reach, or weights are on another kind of device
-        than this worker."""
+        """Connect to the board and return the manifest of the trainer's weights.
+
+        Raises WeightSyncError when the board cannot be reached, or when the weights and this worker are on different kinds of device.
+        """
         if info["device"] != self.device.type:
             raise WeightSyncError(
                 f"the trainer's weights are on {info['device']} and this worker is on {self.device.type}: p2p takes both on one kind"
@@ -104,8 +107,8 @@ class Receiver:
         return self.roster.manifest(version, info["dtype"])
 
     def connect(self, info: dict[str, Any], worker: int, find_boxes: Callable[[], Boxes], deadline: Deadline) -> Received:
-        """Agree with everybody on who sends what, and be ready to receive it. `find_boxes` is called when the loaders' boxes are not
-        known yet."""
+        """Agree with all ranks and workers on the plan and the group, and start to receive. `find_boxes` is called when the loaders'
+        boxes are not known yet."""
         update, number = info["update"], info["first_worker"] + worker
         if not self.boxes_key:
             self.boxes = find_boxes()
@@ -131,14 +134,14 @@ class Receiver:
         return self.received
 
     def report(self, info: dict[str, Any], worker: int, told: dict[str, Any]) -> None:
-        """Leave this worker's report on the board. Does nothing when the board is gone: then nobody reads it."""
+        """Leave this worker's report on the board. Does nothing when the board is gone, because then no process reads it."""
         try:
             self.board.put(f"{info['update']}/report{info['first_worker'] + worker}", told)
         except (WeightSyncError, AttributeError):
             pass
 
     def close_group(self) -> None:
-        """Leave the group; whoever sends to this worker learns it."""
+        """Leave the group; ranks that send to this worker get an error."""
         if self.received is not None:
             self.received.release()
             self.received = None
@@ -147,14 +150,13 @@ class Receiver:
             self.exchange = None
 
     def close(self) -> None:
-        """Leave group and board."""
+        """Leave the group and the board."""
         self.close_group()
         self.board = None
 
 
 class Received:
-    """Blocks whose parts arrive in messages, with their checksums, a few rounds ahead of the loaders that copy them; each is dropped after
-    its last copy."""
+    """Blocks whose parts arrive in messages with checksums, a few rounds ahead of the loaders. Each part is dropped after its last copy."""
 
     def __init__(
         self,
@@ -171,8 +173,8 @@ class Received:
         self.to_come = deque(planned.items())
         self.under_way: deque[tuple[Round, list[Message], list[Tensor], list[Pending]]] = deque()
         self.here: dict[tuple[str, Box], Tensor] = {}
-        self.sums: dict[tuple[str, Box], tuple[int, int]] = {}  # (tensor, part) -> who sent it, and the checksum there
-        self.left: Counter[tuple[str, Box]] = Counter()  # (tensor, part) -> copies still to come
+        self.sums: dict[tuple[str, Box], tuple[int, int]] = {}  # (tensor, part) -> sending rank, and its checksum
+        self.left: Counter[tuple[str, Box]] = Counter()  # (tensor, part) -> number of remaining copies
         for (name, box), times in boxes.items():
             for _, part in self.parts(name, box):
                 self.left[name, part] += times
@@ -180,11 +182,14 @@ class Received:
         self._post()
 
     def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
-        """How `box` is put together. LookupError when nobody holds a part."""
+        """Return the parts that make up `box`: (index of the block, part). Raises LookupError for a part that no rank holds."""
         return parts_of(box, self.blocks[name], self.limit)
 
     def values(self, name: str, index: int, part: Box) -> Tensor:
-        """What arrived, once it has; WeightSyncError when the sender is gone or late, or the loaders ask for more than they said."""
+        """Return the elements of a part, in its shape and the engine's dtype, after it has arrived.
+
+        Raises WeightSyncError when the sender is gone or late, or when the loaders request a part they did not announce.
+        """
         while (name, part) not in self.here and self.under_way and self.under_way[0][0][0] <= layer_of(name):
             self._take_round()
         if (name, part) not in self.here:
@@ -193,14 +198,16 @@ class Received:
         return self.here[name, part] if self.left[name, part] > 0 else self.here.pop((name, part))
 
     def check(self, name: str, index: int, part: Box, total: int) -> None:
-        """WeightSyncError, with rank and tensor, when this part is not what its rank sent."""
+        """Raises WeightSyncError, naming rank and tensor, when `total` differs from the checksum that the rank sent."""
         rank, written = self.sums[name, part]
         if total != written:
             raise WeightSyncError(wrong_checksum(rank, name, part, total, written))
 
     def proof(self, reads: dict[tuple[str, int, Box], int]) -> dict[str, Any]:
-        """That everything was checked, and the sum of the checksums of each layer, for comparison with workers that get the same.
-        WeightSyncError when a part came and was not read."""
+        """Return the sum of the checksums of each layer, which the trainer compares between workers that want the same slices.
+
+        Every part was already checked against the sender's checksum. Raises WeightSyncError when a part arrived and was not read.
+        """
         if unread := self.sums.keys() - {(name, part) for name, _, part in reads}:
             name, part = min(unread)
             raise WeightSyncError(f"{name}{brackets(part)} came from rank {self.sums[name, part][0]} and was not read")
@@ -210,17 +217,17 @@ class Received:
         return {"layers": {layer: total % 2**64 for layer, total in layers.items()}}
 
     def drain(self) -> None:
-        """Take in everything that is still to come."""
+        """Receive all rounds that are still to come."""
         while self.under_way:
             self._take_round()
 
     def release(self) -> None:
-        """Let go of everything that came or was to come."""
+        """Drop everything that has arrived or is in flight."""
         for held in (self.to_come, self.under_way, self.here, self.sums):
             held.clear()
 
     def _post(self) -> None:
-        """Start to receive the next rounds."""
+        """Start to receive the next rounds, up to IN_FLIGHT."""
         while self.to_come and len(self.under_way) < IN_FLIGHT:
             number, messages = self.to_come.popleft()
             buffers = [empty_parcel(message, self.dtype, self.exchange.device) for message in messages]
@@ -243,37 +250,37 @@ class Received:
 
 
 def empty_parcel(message: Message, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for the elements of a message and a checksum of each of its slices, as flat bytes."""
+    """Return a buffer for the elements of a message and one 64-bit checksum per slice, [bytes] uint8."""
     return torch.empty(_size_of_elements(message, dtype) + 8 * len(message.slices), dtype=torch.uint8, device=device)
 
 
 def opened(parcel: Tensor, message: Message, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Views of a parcel: the message's elements, flat, and the checksums of its slices, 64 bits each, in order."""
+    """Return two views of `parcel` [bytes] uint8: the message's elements [elements] of `dtype`, and the checksums [slices] int64."""
     count = _size_of_elements(message, dtype)
     return parcel[:count].view(dtype)[: message.elements], parcel[count:].view(torch.int64)
 
 
 def _size_of_elements(message: Message, dtype: torch.dtype) -> int:
-    """In whole words of 8 bytes."""
+    """Bytes of the elements, rounded up to whole words of 8 bytes."""
     return -(-message.elements * dtype.itemsize // 8) * 8
 
 
 def parts_of(box: Box, blocks: tuple[Box, ...], limit: int) -> list[tuple[int, Box]]:
-    """How `box` is put together from blocks, in parts of at most `limit` elements: as in `megagrpo.transfer.messages.rounds`."""
+    """Return the parts of blocks that make up `box`, each at most `limit` elements, cut as in `megagrpo.transfer.messages.rounds`."""
     return [(index, piece) for index, part in plan(box, blocks) for piece in pieces(part, limit)]
 
 
 def contents(message: Message) -> str:
-    """What a message holds, for people."""
+    """Return a description of a message's slices for errors."""
     layer, names = layer_of(message.slices[0].tensor), list(dict.fromkeys(item.tensor for item in message.slices))
     return f"{layer_text(layer)} ({names[0]}" + (f" and {len(names) - 1} more)" if len(names) > 1 else ")")
 
 
 def layer_text(layer: int) -> str:
-    """What `layer_of` tells, for people."""
+    """Return a description of an index from `layer_of` for errors."""
     return f"layer {layer}" if layer >= 0 else "tensors outside of layers"
 
 
 def digest(data: Any) -> str:
-    """A short name for what JSON makes of `data`."""
+    """Return a short hash of the JSON form of `data`."""
     return hashlib.blake2b(json.dumps(data).encode(), digest_size=12).hexdigest()

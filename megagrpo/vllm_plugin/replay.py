@@ -1,7 +1,7 @@
-"""Loading weights once more without the loaders: what they copied the first time is copied again, layer by layer.
+"""Loads weights again without the model's loaders: replays the copies of the first load, layer by layer.
 
-A model's own loaders take about a millisecond of Python for each tensor, of which a mixture of experts has tens of thousands, and hand out
-the same slices every time. So the first update records them, and later ones replay the record through the same steps of vLLM's reload.
+A model's own loaders take about a millisecond of Python per tensor, and copy the same slices every time. A mixture of experts has tens of
+thousands of tensors. So the first update records the copies. Later updates replay the record through the same steps of vLLM's reload.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from megagrpo.vllm_plugin.lazy_tensors import LazyTensor
 from megagrpo.vllm_plugin.reader import ShardReader
 
 aten = torch.ops.aten
-AHEAD = 2  # layers that were read and wait to be processed
+AHEAD = 2  # filled layers that may wait for processing
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What one copy of a loader put where: the view of tensor `name`, a meta tensor, or where there is none, a constant."""
+    """One copy of a loader: its destination, and its source.
+
+    The destination is `place` in `parameter`. The source is `view`, a meta tensor inside tensor `name`, or `constant` when `view` is None.
+    """
 
     parameter: str
     place: tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, storage offset
@@ -41,15 +44,16 @@ class Cut:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees what a model's loaders do to its parameters during a reload. `reason` says why it cannot be replayed, if it cannot."""
+    """Records how a model's loaders change its parameters during a reload. `reason` says why the record cannot be replayed; "" means it
+    can."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.homes: dict[int, tuple[nn.Module, str, Tensor]] = {}  # storage -> module, name, and the tensor, which keeps the storage alive
+        self.homes: dict[int, tuple[nn.Module, str, Tensor]] = {}  # storage -> module, name, tensor; the tensor keeps the storage alive
         for module in model.modules():
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 self.homes[tensor.untyped_storage()._cdata] = module, name, tensor
-        self.layers: dict[nn.Module, list[Cut]] = {}  # in the order in which they began to load
+        self.layers: dict[nn.Module, list[Cut]] = {}  # in the order in which their loads began
         self.known: set[tuple] = set()
         self.reason = ""
 
@@ -65,7 +69,7 @@ class Recorder(TorchDispatchMode):
         module, name, whole = home
         place, value = _place(target), rest[0] if rest else None
         if isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.data_ptr() == target.data_ptr() != 0:
-            return  # what the reload never moves aside is copied to itself
+            return  # a tensor that the reload never moves aside is copied to itself
         if func is aten.copy_.default and isinstance(value, LazyTensor) and isinstance(value.source, ShardReader):
             cut = Cut(name, place, value.name_, value.view_)
         elif func is aten.zero_.default or (func is aten.copy_.default and isinstance(value, LazyTensor)):
@@ -78,7 +82,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(module, (Attention, MLAAttention)) or not isinstance(whole, nn.Parameter):
             self._cannot(f"{type(module).__name__}.{name} is loaded, which is no parameter of a plain layer")
         key = module, cut.parameter, cut.place, cut.name, cut.constant, cut.view is not None and _place(cut.view)
-        if key not in self.known:  # what was never on the meta device is copied twice
+        if key not in self.known:  # a tensor that was never on the meta device is copied twice
             self.known.add(key)
             self.layers.setdefault(module, []).append(cut)
 
@@ -87,25 +91,25 @@ class Recorder(TorchDispatchMode):
 
 
 class Recipe:
-    """What the loaders copied in an update, to be copied in others whose manifest lists the same tensors."""
+    """The recorded copies of one update, for replay in updates whose manifest lists the same tensors."""
 
     def __init__(self, manifest: Manifest, layers: dict[nn.Module, list[Cut]]):
         self.manifest, self.layers = manifest, layers
 
     def fits(self, manifest: Manifest) -> bool:
-        """Whether an update has the tensors that this was recorded from."""
+        """Whether `manifest` has the dtype, tensors and shapes of the recorded update."""
         mine, its = self.manifest, manifest
         return mine is its or (
             mine.dtype == its.dtype and {n: t.shape for n, t in mine.tensors.items()} == {n: t.shape for n, t in its.tensors.items()}
         )
 
     def boxes(self, box_of: Callable[[str, Tensor], tuple[Box, Any]]) -> Iterator[tuple[str, Box]]:
-        """(tensor, box) of every fetch that `run` makes."""
+        """Yield (tensor, box) for every fetch that `run` makes."""
         for cuts in self.layers.values():
             yield from ((cut.name, box_of(cut.name, cut.view)[0]) for cut in cuts if cut.view is not None and cut.view.numel())
 
     def run(self, reader: ShardReader) -> None:
-        """Fill every layer and have vLLM process it. Without a GPU the next layer is read while one is packed."""
+        """Fill every layer and let vLLM process it. Without a GPU the next layer is read while one is packed."""
         with _processing() as process:
             for layer, cuts in self.layers.items():
                 materialize_layer(layer, get_layerwise_info(layer))
@@ -120,7 +124,8 @@ class Recipe:
 
 @contextmanager
 def _processing() -> Iterator[Callable[[nn.Module], None]]:
-    """What runs vLLM's processing of a layer that was filled; in a thread of its own where that is memory's work and not a stream's."""
+    """Yield the function that runs vLLM's processing of a filled layer. On a CPU it runs in a worker thread, beside the next copies; on
+    a GPU it runs on this thread, in stream order."""
     if not current_platform.is_cpu():
         yield _process
         return

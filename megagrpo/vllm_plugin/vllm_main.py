@@ -1,8 +1,8 @@
-"""Runs vLLM's OpenAI API server on a machine without a GPU, importing vLLM once instead of once per process.
+"""Runs vLLM's OpenAI API server on a machine without a GPU, and imports vLLM once instead of once per process.
 
-vLLM for CPU starts its engine and its workers with the start method "spawn", only so that each can get its own OpenMP settings. Our
-servers share one set (`VLLM_CPU_OMP_THREADS_BIND=nobind`), so the processes fork, as they do by default on a GPU: this takes two
-imports of vLLM, 10 to 25 s each, off the start. It can go when vLLM for CPU lets `VLLM_WORKER_MULTIPROC_METHOD` decide.
+vLLM for CPU starts its engine and workers with the start method "spawn", only so that each can get its own OpenMP settings. Our servers
+share one set (`VLLM_CPU_OMP_THREADS_BIND=nobind`), so the processes fork, as they do by default on a GPU. Forking saves two imports of
+vLLM, 10 to 25 s each, per start. Remove this file when vLLM for CPU follows `VLLM_WORKER_MULTIPROC_METHOD`.
 """
 
 import functools
@@ -20,16 +20,16 @@ def _fork_instead_of_spawn() -> None:
 
 
 def _nap_instead_of_spin() -> None:
-    """Let processes nap while they wait for each other's messages. vLLM polls in a busy loop, so the engine takes a core away from the
-    worker that it waits for. Can go when vLLM has a setting for it."""
+    """Make processes sleep 0.5 ms between polls for messages. vLLM polls in a busy loop, so the engine takes a core from the worker it
+    waits for. Remove this patch when vLLM has a setting for it."""
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = functools.partial(time.sleep, 0.0005)
 
 
 if __name__ == "__main__":
-    tie_process_tree()  # EngineCore and workers end with this process, even by SIGKILL
-    gc.disable()  # none of what imports make becomes garbage, and looking through it again and again takes a tenth of their time
+    tie_process_tree()  # EngineCore and workers end when this process ends, even after SIGKILL
+    gc.disable()  # imports create no garbage, and repeated collections take a tenth of the import time
     _fork_instead_of_spawn()
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
@@ -37,6 +37,6 @@ if __name__ == "__main__":
 
     _nap_instead_of_spin()
 
-    gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page
+    gc.freeze()  # otherwise the collector would touch every inherited page, which copies it
     gc.enable()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

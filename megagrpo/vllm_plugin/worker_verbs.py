@@ -1,4 +1,5 @@
-"""What the trainer asks of every vLLM worker over `/collective_rpc`: mixed into vLLM's worker class by `--worker-extension-cls`."""
+"""Methods that the trainer calls on every vLLM worker over `/collective_rpc`. `--worker-extension-cls` mixes them into vLLM's worker
+class."""
 
 from __future__ import annotations
 
@@ -8,24 +9,26 @@ from megagrpo.transfer.checksums import checksum
 
 
 class WorkerVerbs:
-    """None of them raises, see `engine.ShardEngine`."""
+    """The methods for `/collective_rpc`. They never raise; `engine.ShardEngine` explains why."""
 
     def end_weight_update(self) -> None:
-        """Leave a weight update that a trainer has begun and not finished, if there is one."""
+        """End a weight update that the trainer has started and not finished, if any."""
         if self.weight_transfer_engine.open:
             self.finish_weight_update()
 
     def weight_update_error(self) -> str:
-        """What went wrong here in the last weight update, for a trainer that has got no report; "" when nothing did."""
+        """Return the error of the last weight update on this worker, or ""; for a trainer that received no report."""
         return self.weight_transfer_engine.error
 
     def quantization(self) -> str:
-        """What is made of weights as they are loaded, as `rollout.quantization` calls it."""
+        """Return the quantization that is applied to loaded weights, as a value of `rollout.quantization`."""
         return self.vllm_config.model_config.quantization or "none"
 
     def adapter_checksums(self) -> dict[str, list[str]]:
-        """Of the adapter that came last: projection, as in layers.0.self_attn.q_proj -> checksums of A and of B times the scale, whole, in
-        the dtype that vLLM computes adapters in. As text: JSON's other readers have no 64-bit integers."""
+        """Return the checksums of the latest adapter: projection (layers.0.self_attn.q_proj) -> [checksum of A, checksum of B * scale].
+
+        A and B are whole, in vLLM's dtype for adapters. The checksums are text, because other JSON readers have no 64-bit integers.
+        """
         manager = self.model_runner.lora_manager._adapter_manager
         found = manager.list_adapters()
         if not found:
