@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format, a folder with adapter_config.json and adapter_model.safetensors, to and from any layout."""
+"""Loads and saves adapters in PEFT's format, for any layout: a folder with adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from megagrpo.families.config import HfConfig
 from megagrpo.parallel.layout import Layout
 
 ADAPTER_FILES = "adapter"  # subfolder of a checkpoint
-RUN_KEY = "lora.adapter_path"  # names the adapter in errors of a run; a tool names its own argument
+RUN_KEY = "lora.adapter_path"  # the config key in a run's error messages; a tool passes its own argument
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# What PEFT can do beyond A and B of one rank, and the value that says it does not.
+# PEFT's options beyond A and B of one rank, with the value that disables each option.
 PLAIN = dict(bias="none", use_dora=False, rank_pattern={}, alpha_pattern={}, modules_to_save=None, layers_to_transform=None)
 
 
 @torch.no_grad()
 def fill_adapters(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, lora: LoraSection, seed: int) -> None:
-    """The adapter of `lora.adapter_path`, or a fresh one. Collective."""
+    """Load the adapter of `lora.adapter_path`, or initialize a fresh adapter. Collective."""
     if lora.adapter_path is not None:
         load_adapter(chunks, hf_config, layout, Path(os.path.expanduser(lora.adapter_path)), lora)
         return
@@ -39,8 +39,10 @@ def fill_adapters(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, 
 
 
 def fresh_matrix(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """The whole A or B called `name`, as PEFT starts them: A uniform within 1 / sqrt(in), B zero, so that a fresh adapter adds nothing. A
-    function of the arguments alone: every layout starts from the same."""
+    """Return the whole A or B called `name` in PEFT's initialization: A is uniform within 1 / sqrt(in), B is zero, float32 `shape`.
+
+    So a fresh adapter adds 0. The values depend only on the arguments: every layout starts with the same adapter.
+    """
     if "lora_B" in name:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
@@ -51,10 +53,10 @@ def fresh_matrix(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def load_adapter(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, folder: Path, lora: LoraSection, key: str = RUN_KEY
 ) -> None:
-    """Fill the adapters from a folder that PEFT, or `save_adapter`, has written. Collective.
+    """Fill the adapters from a folder that PEFT or `save_adapter` has written. Collective.
 
-    ValueError, with what to change, when its rank, scale or projections are not those of `lora`. `key` is the config key or the argument
-    that named the folder.
+    Raises ValueError, with the fix, when rank, scale, projections or shapes differ from `lora` and the model, or a value is NaN or
+    infinite. `key` is the config key or the argument that named the folder.
     """
     saved = read_lora(folder, key)
     for name in ("rank", "alpha", "use_rslora"):
@@ -81,9 +83,9 @@ def load_adapter(
 
 
 def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
-    """The section of a config that describes the adapter in `folder`, which `key` of the config or of a command line has named.
+    """Return the config section that describes the adapter in `folder`. `key` is the config key or the argument that named the folder.
 
-    ValueError when the folder holds no adapter, is damaged, or holds another kind than ours.
+    Raises ValueError when the folder holds no adapter, is damaged, or holds an unsupported kind of adapter.
     """
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
@@ -100,7 +102,7 @@ def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
 
 
 def base_of(folder: Path) -> str:
-    """The model that the adapter in `folder` was trained on. ValueError when it does not say."""
+    """Return the base model of the adapter in `folder`. Raises ValueError when adapter_config.json does not name it."""
     name = json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
     if not name:
         raise ValueError(f"{folder / CONFIG} names no base model; say which one it is with --model")
@@ -108,7 +110,7 @@ def base_of(folder: Path) -> str:
 
 
 def _projections(target_modules: Any) -> Any:
-    """PEFT's `target_modules`, of which full module names are cut to the projection."""
+    """Return PEFT's `target_modules`, with full module names cut to the projection."""
     return target_modules if isinstance(target_modules, str) else sorted({name.rpartition(".")[2] for name in target_modules})
 
 
@@ -121,10 +123,11 @@ def save_adapter(
     dtype: torch.dtype,
     look: Callable[[str, Tensor], None] = lambda name, tensor: None,
 ) -> None:
-    """Write adapters, `held` as `adapter_blocks` yields them, as a folder that PEFT, vLLM and `load_adapter` read; `base` is the model that
-    they belong to, as the user named it. `look` is shown every whole tensor on rank 0. Collective.
+    """Write adapters as a folder that PEFT, vLLM and `load_adapter` read. Collective.
 
-    The folder appears complete or not at all. OSError on every rank when it cannot be written.
+    `held` comes from `adapter_blocks`, and `base` is the base model as the user named it. `dtype` is the dtype in the file. `look` receives
+    every whole tensor on rank 0, before the cast to the file. The folder appears complete or not at all. Raises OSError on every rank when
+    it cannot be written.
     """
 
     def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
@@ -143,7 +146,7 @@ def _named(sources: dict[str, Any]) -> list[str]:
 
 
 def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict[str, Any]:
-    """What PEFT keeps in adapter_config.json."""
+    """Return the contents of adapter_config.json."""
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     own = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora, target_modules=projections)
     about = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True, fan_in_fan_out=False)

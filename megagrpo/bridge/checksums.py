@@ -1,5 +1,7 @@
-"""CRC-32 of the files of a folder: what was written is what is read, or the damaged file is named. They find what disks, networks and
-memory do to files, not what a person does on purpose."""
+"""CRC-32 checksums of a checkpoint's files: a damaged file is detected and named.
+
+They detect damage by disks, networks and memory, not deliberate changes.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +13,31 @@ from pathlib import Path
 
 from megagrpo.bridge.file_names import check_inside
 
-CHECKSUMS = "checksums.json"  # file -> CRC-32, of all other files of the folder
+CHECKSUMS = "checksums.json"  # file -> CRC-32, for all other files of the folder
 _CHUNK = 2**24
 
 
 def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
-    """CRC-32 of each of the `files` as they are now, by their path in `folder`."""
+    """Return path within `folder` -> CRC-32 as 8 hex digits, for each of the `files`."""
     return {str(file.relative_to(folder)): f"{_crc(file):08x}" for file in files}
 
 
 def verify_tensors(folder: Path, part: int = 0, parts: int = 1) -> None:
-    """ValueError names the first file of tensors that is not what was written. They are shared out over `parts` by the rank that wrote
-    them: in the same layout, each rank verifies what it is about to read."""
+    """Raises ValueError naming the first tensor file that is missing or has a wrong CRC-32.
+
+    The files are divided over `parts` by the rank that wrote them. So in the same layout each rank verifies the files that it then reads.
+    """
     written = _listed(folder).items()
     _verify(folder, {name: crc for name, crc in written if _writer(name) is not None and _writer(name) % parts == part})
 
 
 def verify_others(folder: Path) -> None:
-    """As `verify_tensors`, for the small files beside them."""
+    """Like `verify_tensors`, for all files that hold no tensors."""
     _verify(folder, {name: crc for name, crc in _listed(folder).items() if _writer(name) is None})
 
 
 def verify_inside(folder: Path) -> None:
-    """As `verify_others`, for the files of a folder that lies in a checkpoint, as an adapter does. Any other folder passes."""
+    """Like `verify_others`, for a folder inside a checkpoint, such as an adapter. Any other folder passes."""
     if (folder.parent / CHECKSUMS).is_file():
         listed = _listed(folder.parent).items()
         _verify(folder.parent, {name: crc for name, crc in listed if name.startswith(f"{folder.name}/")})
@@ -60,7 +64,7 @@ def _listed(folder: Path) -> dict[str, str]:
 
 
 def _writer(name: str) -> int | None:
-    """The rank that wrote a file of tensors; None for other files."""
+    """Return the rank that wrote a tensor file, or None for other files."""
     match = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
     return int(match[1]) if match else None
 

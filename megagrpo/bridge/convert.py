@@ -1,6 +1,7 @@
-"""Hugging Face folder <-> Megatron's distributed checkpoint, one parameter at a time: memory does not grow with the model.
+"""Converts between a Hugging Face folder and Megatron's distributed checkpoint, one parameter at a time: memory does not grow with the
+model.
 
-Both ways take up what a killed attempt has left, and give a folder that is complete or absent.
+Both directions resume after a killed attempt. The resulting folder is complete or absent.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from megagrpo.parallel.layout import Layout, init_layout
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip  (after megagrpo.device, which prepares the platform)
 
-_COMMIT = 2**28  # bytes that a kill may cost
+_COMMIT = 2**28  # bytes between two commits: a kill loses at most this much work
 
 
 def import_hf(model: str, out: Path, layout: Layout) -> None:
-    """Write `out`: Megatron's files, and in `out`/hf what the way back needs beside the numbers. Collective.
+    """Write `out`: Megatron's files, and in `out`/hf the files that an export needs beside the weights. Collective.
 
-    Every parameter is stored in a dtype that holds its tensors without loss. ValueError, naming file and tensor, when the model is
-    damaged, does not fit its config.json or holds a NaN, and when `out` holds anything; OSError when the disk is too small or cannot be
-    written. On ranks that have not failed themselves RankError.
+    Every parameter is stored in a dtype that holds its tensors without loss. Raises ValueError, naming file and tensor, when the model is
+    damaged, does not fit its config.json or holds a NaN. Raises ValueError when `out` is not empty. Raises OSError when the disk is too
+    small or cannot be written. Ranks without an error of their own raise RankError.
     """
     source = own_part(layout, lambda: resolve_model(model, "MODEL"))
     hf_config = load_hf_config(source)
@@ -70,7 +71,7 @@ def import_hf(model: str, out: Path, layout: Layout) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Make the folder, without what an attempt that was killed at the very end has left in it."""
+    """Create the folder empty: a killed attempt may have left files in it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
 
@@ -97,17 +98,17 @@ def _import_tensors(held: Structure, checkpoint: Checkpoint, folder: Unfinished,
 
 
 def _dtype_of(part: Part, checkpoint: Checkpoint, held: Structure) -> torch.dtype:
-    """The narrowest dtype that holds all tensors of a parameter without loss."""
+    """Return the narrowest dtype that holds all tensors of a parameter without loss."""
     return reduce(torch.promote_types, [checkpoint.entry(block.name).dtype for block in part.blocks]) if part.blocks else held.dtype
 
 
 def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout) -> None:
-    """Write `out`: the weights of a distributed checkpoint in the files and dtypes of the model that they started from, with config and
-    tokenizer. Collective.
+    """Write `out`: the weights of a distributed checkpoint, with config and tokenizer, in the files and dtypes of the original model.
+    Collective.
 
-    `model` names that Hugging Face model; None takes what the checkpoint carries. ValueError when it carries nothing, when it holds an
-    adapter only, when it is damaged, does not fit the model or holds a NaN, and when `out` holds anything; OSError when the disk is too
-    small or cannot be written. On ranks that have not failed themselves RankError.
+    `model` names the original Hugging Face model; None takes the files in the checkpoint. Raises ValueError when the checkpoint has no such
+    files, holds only an adapter, is damaged, does not fit the model or holds a NaN. Raises ValueError when `out` is not empty. Raises
+    OSError when the disk is too small or cannot be written. Ranks without an error of their own raise RankError.
     """
     if (checkpoint / ADAPTER_FILES).is_dir():
         raise ValueError(f"{checkpoint} holds an adapter and no weights; merge it: merge_adapter.py {checkpoint / ADAPTER_FILES} {out}")
@@ -121,7 +122,7 @@ def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout) ->
     stored = own_part(layout, lambda: StoredTensors(checkpoint))
     held = own_part(layout, lambda: structure(hf_config, layout))
     own_part(layout, lambda: [_check_stored(part, stored) for part in held.parts])
-    read = lru_cache(maxsize=1)(lambda part: _read_stored(part, stored))  # a gate and the up projection beside it come one after the other
+    read = lru_cache(maxsize=1)(lambda part: _read_stored(part, stored))  # one entry: gate and up of a parameter are adjacent
     parameters: Held = [(part.name, StoredParameter(part, _stored_dtype(part, stored), read), part.blocks) for part in held.parts]
     sources = find_sources(parameters, layout)
     found = together(layout, lambda: files_for(shapes(sources), source, hf_config), here=layout.world_rank == 0)
@@ -155,7 +156,7 @@ def _write_tensors(tensors: Stream, folder: Unfinished, files: Files, copies: di
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter of this rank in a distributed checkpoint, read whenever `data` is."""
+    """A parameter of this rank in a distributed checkpoint. Each access to `data` reads it."""
 
     part: Part
     dtype: torch.dtype
@@ -186,7 +187,8 @@ def _check_stored(part: Part, stored: StoredTensors) -> None:
 
 @contextlib.contextmanager
 def _unfinished(out: Path, layout: Layout, *sources: Path) -> Iterator[Unfinished]:
-    """The folder that becomes `out`. An error removes it, a kill or an interrupt leaves it to the next attempt from the same sources."""
+    """Yield the folder that becomes `out`. An error removes it. After a kill or an interrupt, the next attempt from the same sources
+    resumes it."""
     sizes = (layout.world_size, layout.tp_size, layout.pp_size, layout.vpp, layout.pipeline_layers, layout.ep_size, layout.etp_size)
     folder = Unfinished(out, layout, dict(sources=[[str(source), fingerprint(source)] for source in sources], layout=str(sizes)))
     try:
@@ -198,13 +200,13 @@ def _unfinished(out: Path, layout: Layout, *sources: Path) -> Iterator[Unfinishe
 
 
 def fingerprint(folder: Path) -> str:
-    """Changes with the files of a folder: their names, sizes and times, not their bytes."""
+    """Return a hash of the names, sizes and times of a folder's files, not of their bytes."""
     files = [(str(file.relative_to(folder)), file.stat()) for file in sorted(folder.rglob("*")) if file.is_file()]
     return sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()).hexdigest()
 
 
 def export_alone(checkpoint: Path, out: Path) -> None:
-    """The same in a world of this process alone."""
+    """Run `export_hf` in a world of this process only, with the model files of the checkpoint."""
     layout = init_layout(ParallelSection())
     try:
         export_hf(checkpoint, out, None, layout)

@@ -1,4 +1,4 @@
-"""This rank's parameters -> whole Hugging Face tensors, as a stream with one tensor alive on the writer."""
+"""Streams whole Hugging Face tensors from the ranks' parameters; the writer holds one tensor at a time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megagrpo.families.sources import new_folder
 from megagrpo.parallel.agree import together
 from megagrpo.parallel.layout import Layout
 
-Held = list[tuple[str, Tensor | Merged, list[Block]]]  # this rank's parameters with their blocks
+Held = list[tuple[str, Tensor | Merged, list[Block]]]  # (name, parameter, its blocks), for this rank
 Stream = Iterator[tuple[str, Tensor]]  # (name, whole tensor)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one Hugging Face tensor comes from: `senders` maps each block's box to the rank that sends it."""
+    """The senders of one Hugging Face tensor: `senders` maps each block's box to the rank that sends it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,12 +39,11 @@ class Source:
 def iter_full(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, *, dtype: torch.dtype | None = None, writer: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) for every tensor of the model on rank `writer`, on the CPU, layer by layer; nothing on the others.
+    """Yield (name, whole tensor) for every tensor of the model on rank `writer`, on the CPU, layer by layer. Other ranks yield nothing.
 
     Collective: every rank of the world must exhaust the iterator. Each block is sent once, by one of the ranks that hold it. A tensor may
-    be the parameter's own memory.
-    `dtype` None keeps the parameters' own; weights with adapters come with these added, in float32. Reads `param.data`, so an optimizer
-    that gathers parameters late must have done so.
+    share the parameter's memory. Tensors have Hugging Face shapes. `dtype` None keeps the dtypes of the parameters; weights with adapters
+    are merged, in float32. Reads `param.data`, so an optimizer that gathers parameters late must have gathered them.
     """
     held = list(merged_blocks(chunks, hf_config, layout))
     sources = find_sources(held, layout)
@@ -52,8 +51,7 @@ def iter_full(
 
 
 def find_sources(parameters: Held, layout: Layout) -> dict[str, Source]:
-    """Every tensor that the ranks' parameters make up, in layer order, each block with the lowest rank that holds it. Collective, small
-    messages only."""
+    """Return every tensor of the model, in layer order; the lowest rank that holds a block sends it. Collective, small messages only."""
     held = [(b.name, b.shape, param.dtype, b.box) for _, param, found in parameters for b in found]
     sources: dict[str, Source] = {}
     for rank, of_rank in enumerate(layout.all_gather_objects(held)):
@@ -71,9 +69,10 @@ def find_sources(parameters: Held, layout: Layout) -> dict[str, Source]:
 def stream(
     held: Held, layout: Layout, sources: dict[str, Source], names: Collection[str], dtype: torch.dtype | None = None, writer: int = 0
 ) -> Stream:
-    """The tensors `names` of `sources`, in their order, on rank `writer`; nothing on the others. Collective: every rank must exhaust it.
+    """Yield (name, whole tensor) for `names` in their order, on the CPU of rank `writer`; other ranks yield nothing. Collective.
 
-    When reading a parameter fails on any rank, nothing comes after it, and at the end every rank raises.
+    Every rank must exhaust the stream. `dtype` None keeps the dtypes of the parameters. When a rank cannot read a parameter, no further
+    tensor is yielded, and at the end every rank raises.
     """
     mine = {(b.name, b.box): (param, b) for _, param, found in held for b in found}
     failure: Exception | None = None
@@ -111,8 +110,10 @@ def _raise(failure: Exception | None) -> None:
 
 
 def _pass_on(part: Tensor | None, source: Source, box: Box, sender: int, writer: int, layout: Layout) -> Tensor | None:
-    """Move one block from `sender` to `writer` over the CPU group, as bytes, after a word whether there is one; the block on the writer,
-    None elsewhere."""
+    """Send one block from `sender` to `writer` over the CPU group, as bytes, after a flag that says whether the block exists.
+
+    Returns the block [extent(box)] on the writer, or None when it does not exist. Returns None on other ranks.
+    """
     there = torch.tensor([part is not None])
     if layout.world_rank == sender:
         dist.send(there, dst=writer, group=layout.cpu_group)
@@ -128,7 +129,7 @@ def _pass_on(part: Tensor | None, source: Source, box: Box, sender: int, writer:
 
 
 def _natural(name: str) -> list[str | int]:
-    """Sort key under which layer 2 comes before layer 10."""
+    """Sort key that orders layer 2 before layer 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
@@ -142,14 +143,14 @@ def save_hf(
     max_shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the model, adapters added to its weights, as a Hugging Face folder: config and tokenizer copied from `source_folder`, and
-    safetensors in the same files and dtypes as there.
+    """Write the model with merged adapters as a Hugging Face folder. Collective; rank 0 writes.
 
-    With `max_shard_bytes` or `dtype`, or when that folder does not say, the tensors are in `dtype` (None: the one that config.json names),
-    in files of at most `max_shard_bytes` (5 GiB), with an index when there are several.
+    Config and tokenizer are copied from `source_folder`. The safetensors files have the names and dtypes found there. With
+    `max_shard_bytes` or `dtype`, or when that folder has no weights, files are new. Then `dtype` None means the dtype in config.json. Files
+    hold at most `max_shard_bytes` (default 5 GiB), with an index when there are several.
 
-    Collective; rank 0 writes. The folder appears complete or not at all, also when a rank dies or the disk fills. Raises ValueError when
-    `out_folder` exists and is not empty, or a weight is NaN or infinite, OSError when it cannot be written; on other ranks RankError.
+    The folder appears complete or not at all, even when a rank dies or the disk fills. Raises ValueError when `out_folder` is not empty, or
+    a weight is NaN or infinite. Raises OSError when the folder cannot be written. Other ranks raise RankError.
     """
     out_folder, source_folder = Path(out_folder), Path(source_folder)
     refuse_non_empty(out_folder, layout)
@@ -169,7 +170,7 @@ def save_hf(
 
 
 def shapes(sources: dict[str, Source]) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor."""
+    """Return the shape of every tensor."""
     return {name: source.shape for name, source in sources.items()}
 
 
@@ -180,8 +181,11 @@ def save_folder(
     write: Callable[[Stream, dict[str, Source], Path], None],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Have rank 0 `write` the stream of whole tensors, cast to `dtype` if it is given, into a folder that appears complete or not at all.
-    Collective; when anything fails every rank raises, the failing one its own error."""
+    """Call `write` on rank 0 with the stream of whole tensors, to create `folder`. Collective.
+
+    Tensors are cast to `dtype` unless it is None. The folder appears complete or not at all. When anything fails every rank raises; the
+    failing rank raises its own error.
+    """
     sources = find_sources(held, layout)
     tensors = stream(held, layout, sources, sources, dtype)
 
@@ -194,8 +198,10 @@ def save_folder(
 
 
 def exhaust(action: Callable[[], None], tensors: Stream, layout: Layout) -> None:
-    """Run `action`, which takes from the stream on the rank that gets it; then the other ranks' part of it, and after a failure what is
-    left, or they would wait for ever. Collective; when anything fails every rank raises."""
+    """Run `action`, which consumes the stream on the writer, and then exhaust the stream on every rank. Collective.
+
+    After a failure the rest of the stream is exhausted too, because the other ranks would hang. When anything fails every rank raises.
+    """
     failures = []
     for attempt in (action, lambda: sum(0 for _ in tensors)):
         try:
@@ -206,5 +212,5 @@ def exhaust(action: Callable[[], None], tensors: Stream, layout: Layout) -> None
 
 
 def refuse_non_empty(folder: Path, layout: Layout) -> None:
-    """ValueError on every rank when `folder` holds anything on rank 0's machine. Collective."""
+    """Raises ValueError on every rank when `folder` is not empty on the machine of rank 0. Collective."""
     together(layout, lambda: refuse_taken(folder), here=layout.world_rank == 0)

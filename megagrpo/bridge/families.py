@@ -1,4 +1,4 @@
-"""This rank's parameters as parts of Hugging Face tensors. Load, export and live sync all read this and nothing else."""
+"""Maps this rank's parameters to blocks of Hugging Face tensors. Load, export and weight sync all use this mapping."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ from megagrpo.policy.stored import StoredWeight
 
 from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.device, which prepares the platform)
 
-# Adapters as PEFT names them, below the name of the model that they are wrapped around.
+# The prefix of PEFT's names for adapters; the name in the base model follows.
 PEFT = "base_model.model."
 
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# Each expert a module of its own, or Transformer Engine's grouped linear with one weight and bias per expert.
+# Either one module per expert, or Transformer Engine's grouped linear with one weight and bias per expert.
 _EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)")
 _ADAPTER = re.compile(r"(.+)\.adapter\.(\w+)\.(lora_[AB])")
 
 
 def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor, list[Block]]]:
-    """(name, parameter, its blocks) for every weight of the model on this rank, adapters left out, in model order; local and without
-    communication.
+    """Yield (name, parameter, its blocks) for every weight of the model on this rank, without adapters, in model order. No communication.
 
-    Names are unique within the rank: those of later virtual stages start with "chunkN.". The blocks cover the parameter, rows of
-    the padded vocabulary excepted. Tied embeddings on two pipeline stages come twice, with equal blocks. KeyError when the family
-    has no rule for a parameter. In place of a weight that is kept in fewer bits comes its `StoredWeight` or `DenseWeight`.
+    Names are unique within the rank: names of later virtual stages start with "chunkN.". The blocks cover the parameter, except rows of the
+    padded vocabulary. Tied embeddings on two pipeline stages occur twice, with equal blocks. A weight stored in fewer bits is yielded as
+    its `StoredWeight` or `DenseWeight`. Raises KeyError when the family has no rule for a parameter.
     """
     table = FAMILIES[hf_config.family].table(hf_config)
     for i, chunk in enumerate(chunks):
@@ -62,7 +61,7 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
 
 @torch.no_grad()
 def fill(param: Tensor, found: list[Block], value_of: Callable[[Block], Tensor]) -> None:
-    """Write `value_of(block)`, in `block_shape`, into a parameter that `blocks` has yielded; what no block covers, padding, becomes 0."""
+    """Write `value_of(block)` [block_shape], in any dtype, into a parameter from `blocks`. Elements without a block (padding) become 0."""
     dense = param.data
     dense.zero_()
     for block in found:
@@ -73,7 +72,7 @@ def fill(param: Tensor, found: list[Block], value_of: Callable[[Block], Tensor])
 
 
 def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor, list[Block]]]:
-    """As `blocks`, of the adapters alone, in tensors with the names that PEFT gives them in a file."""
+    """Like `blocks`, for the adapters only; tensors have the names of PEFT's files."""
     table = FAMILIES[hf_config.family].table(hf_config)
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
@@ -84,7 +83,7 @@ def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout)
             linear, projection, matrix = _ADAPTER.fullmatch(place[2]).groups()
             rule = table[f"{linear}.weight"]
             weight = next(name for name in rule.names if name.split(".")[-2] == projection)
-            if matrix == "lora_A" or len(rule.names) > 1:  # B of a fused projection lies as its weight does
+            if matrix == "lora_A" or len(rule.names) > 1:  # B of a fused projection is laid out like its weight
                 rule = same(weight)
             found = rule.blocks(Local(param, layout.tp_size, layout.tp_rank, hf_config))
             found = [in_layer(block, _block_number(model, int(place[1]))) for block in found]
@@ -93,23 +92,23 @@ def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout)
 
 
 def trained_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> list[tuple[str, Tensor, list[Block]]]:
-    """What has a gradient: the adapters where there are any, else all weights that are parameters."""
+    """Return the blocks of everything with a gradient: the adapters, if any, or else all weights that are parameters."""
     adapters = list(adapter_blocks(chunks, hf_config, layout))
     return adapters or [held for held in blocks(chunks, hf_config, layout) if isinstance(held[1], (nn.Parameter, DenseWeight))]
 
 
 def _weights_without_gradient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The biases that routers choose experts by: Megatron keeps them as buffers, in float32 in a bfloat16 model too."""
+    """Yield the routers' expert biases. Megatron keeps them as buffers, in float32 even in a bfloat16 model."""
     return ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.expert_bias"))
 
 
 def _block_number(model: nn.Module, index: int) -> int:
-    """Number of the decoder block, from 0 over all pipeline stages, that the hybrid layer at `index` belongs to."""
+    """Return the index of the decoder block, from 0 over all pipeline stages, that contains the hybrid layer at `index`."""
     return (model.decoder.layers[index].layer_number - 1) // BLOCK
 
 
 def tensor_names(hf_config: HfConfig) -> set[str]:
-    """Every tensor name of the whole model; a tied model may carry the head as well."""
+    """Return every tensor name of the whole model; for a tied model this includes the head."""
     names = set()
     for key, rule in FAMILIES[hf_config.family].table(hf_config).items():
         for block in _blocks_with(key, hf_config):
@@ -119,7 +118,7 @@ def tensor_names(hf_config: HfConfig) -> set[str]:
 
 
 def _blocks_with(key: str, hf_config: HfConfig) -> Iterable[int | None]:
-    """The decoder blocks that have the parameter `key`; one None for what is outside of them."""
+    """Return the decoder blocks that have the parameter `key`; [None] for a parameter outside of all blocks."""
     if key in (EMBEDDING, HEAD) or key.startswith("decoder."):
         return [None]
     blocks = range(hf_config.num_layers)

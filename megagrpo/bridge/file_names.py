@@ -1,4 +1,4 @@
-"""File names that a downloaded folder gives for its own files: one that leaves the folder is refused before anything is opened."""
+"""Checks file names that a downloaded folder lists: a name outside of the folder is rejected before any file is opened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 def check_inside(names: Iterable[Any], source: Path) -> None:
-    """Raise ValueError when a file name in `source` leaves the folder of `source`. Symbolic links pass: the hub's cache has them."""
+    """Raises ValueError when a file name in `source` leaves the folder of `source`. Symbolic links pass, because the hub's cache uses
+    them."""
     for name in names:
         inside = isinstance(name, str) and name and "\0" not in name
         if not inside or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:

@@ -1,5 +1,4 @@
-"""Which tensors stand in which safetensors file, in which order and dtype: taken from the model that weights started from, so that they
-go back as they came, or made anew."""
+"""The layout of safetensors files: file, order and dtype of each tensor. It is taken from the original model, or created for a new one."""
 
 from __future__ import annotations
 
@@ -22,53 +21,53 @@ from megagrpo.bridge.unfinished import check_space
 from megagrpo.families.config import HfConfig
 from megagrpo.families.sources import INDEX, SINGLE
 
-HEADERS = "safetensors_headers.json"  # beside the side files that a checkpoint carries: the headers of the model's files
+HEADERS = "safetensors_headers.json"  # beside a checkpoint's side files: the headers of the original model's files
 SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".py")
 REMOTE_CODE = "auto_map"  # of config.json: class of transformers -> "module.Class", or "repository--module.Class"
 SHARD_BYTES = 5 * 2**30
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-_ROWS = 2**26  # bytes that are cast and written at a time
+_ROWS = 2**26  # bytes cast and written at once
 
 Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
 class File:
-    """A safetensors file to be: its name in the folder and its header."""
+    """A safetensors file to write: its name in the folder, and its header."""
 
     name: str
     header: bytes
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """Its tensors in the order of their bytes."""
+        """The file's tensors in the order of their bytes."""
         return parse_header(self.header, Path(self.name))
 
     @property
     def start(self) -> int:
-        """Where the bytes of tensors begin."""
+        """Offset of the first tensor byte."""
         return 8 + len(self.header)
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole file."""
+        """Size of the whole file in bytes."""
         return self.start + max((entry.stop for entry in self.entries.values()), default=0)
 
 
 @dataclass(frozen=True)
 class Files:
-    """All files of a model, and the text of their index when there is one."""
+    """All files of a model, and the text of their index, if any."""
 
     files: tuple[File, ...]
     index: bytes | None
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """Every tensor, in the order in which files and tensors in them stand."""
+        """Every tensor, in the order of the files and of the tensors in them."""
         return {name: entry for file in self.files for name, entry in file.entries.items()}
 
     def only(self, names: Iterable[str]) -> Files:
-        """Without the tensors that are not among `names`; the same when all are."""
+        """Return the files with only the tensors in `names`, or this object when all tensors are in `names`."""
         names = set(names)
         if names >= self.entries.keys():
             return self
@@ -90,7 +89,7 @@ def _without(file: File, names: set[str]) -> File:
 
 
 def files_of(folder: Path) -> Files | None:
-    """The files of the model in `folder`, or of that whose side files a checkpoint carries there; None when it says nothing about them."""
+    """Return the files of the model in `folder`, from its weights or from the headers in a checkpoint; None when the folder has neither."""
     index = (folder / INDEX).read_bytes() if (folder / INDEX).is_file() else None
     if (folder / HEADERS).is_file():
         headers = json.loads((folder / HEADERS).read_text())
@@ -103,11 +102,10 @@ def files_of(folder: Path) -> Files | None:
 
 
 def files_for(shapes: Mapping[str, tuple[int, ...]], folder: Path, hf_config: HfConfig) -> tuple[Files, dict[str, str]]:
-    """The files in which tensors of these `shapes` are to be written: those of the model in `folder`, where they are known. Also which of
-    their tensors are copies of which others.
+    """Return the files for tensors of these `shapes`, and tensor -> original for tensors that are copies.
 
-    What the model has no place for, as layers for speculative decoding, is left out; a tied head that has a tensor of its own there is a
-    copy. ValueError when the files lack a tensor or hold one of another shape.
+    The files are those of the model in `folder`, if known. Tensors that the model lacks, such as layers for speculative decoding, are
+    dropped. A tied head with a tensor of its own is a copy. Raises ValueError when the files lack a tensor or have another shape.
     """
     source = files_of(folder)
     if source is None:
@@ -125,7 +123,7 @@ def files_for(shapes: Mapping[str, tuple[int, ...]], folder: Path, hf_config: Hf
 
 
 def new_files(tensors: Tensors, limit: int = SHARD_BYTES) -> Files:
-    """As few files as `limit`, bytes of tensors in a file, allows, with an index when there are several."""
+    """Return the fewest files with at most `limit` tensor bytes each, with an index when there are several."""
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = total = 0
     for name, (dtype, shape) in tensors.items():
@@ -143,10 +141,10 @@ def new_files(tensors: Tensors, limit: int = SHARD_BYTES) -> Files:
 
 
 class Writer:
-    """Writes `files` into `folder`: headers and index at once, then each tensor to its place, in any order. A context manager.
+    """Writes `files` into `folder`: headers and index on construction, then each tensor at its offset, in any order. A context manager.
 
-    All the space is taken when it opens, so that too little disk is an OSError before the first byte. Files of an earlier attempt keep what
-    they hold.
+    All space is reserved on construction, so too little disk space is an OSError before the first byte. Files of an earlier attempt keep
+    their bytes.
     """
 
     def __init__(self, folder: Path, files: Files, copies: Mapping[str, str] | None = None):
@@ -170,8 +168,11 @@ class Writer:
             os.close(fd)
 
     def write(self, name: str, tensor: Tensor) -> int:
-        """Cast to the dtype that the file has for it and write, also in place of its copies; the number of bytes. ValueError when a number
-        is NaN or infinite then."""
+        """Cast `tensor`, of the shape in the header and any dtype, to the file's dtype. Write it and its copies; return the number of
+        bytes.
+
+        Raises ValueError when a value is NaN or infinite after the cast.
+        """
         return sum(self._write(place, tensor) for place in (name, *(copy for copy, of in self._copies.items() if of == name)))
 
     def _write(self, name: str, tensor: Tensor) -> int:
@@ -189,13 +190,13 @@ class Writer:
         return entry.nbytes
 
     def sync(self) -> None:
-        """Return when the disk holds all that was written."""
+        """Return when all written bytes are on the disk."""
         for fd in self._open:
             os.fdatasync(fd)
 
 
 def _allocated(path: Path) -> int:
-    return path.stat().st_blocks * 512 if path.exists() else 0  # of POSIX's st_blocks, whatever the disk's blocks are
+    return path.stat().st_blocks * 512 if path.exists() else 0  # POSIX counts st_blocks in 512 bytes, whatever the disk's block size
 
 
 def _write_at(fd: int, data: bytes | memoryview, at: int) -> None:
@@ -206,10 +207,10 @@ def _write_at(fd: int, data: bytes | memoryview, at: int) -> None:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copy what is no weight: config, tokenizer, chat template, generation config, code of the model's own.
+    """Copy all files that hold no weights: config, tokenizer, chat template, generation config, custom code.
 
-    Where a .py file that config.json's `auto_map` names is missing, the copy of config.json has no `auto_map`: the class is one of
-    transformers' own (`families.keys`), and loading needs no code beside it.
+    When a .py file named in config.json's `auto_map` is missing, the copy of config.json has no `auto_map`. The class is then a class of
+    transformers (`families.keys`), so no code is needed.
     """
     for file in source.iterdir():
         if file.suffix in SIDE_FILES and file.name not in (INDEX, HEADERS):
@@ -228,7 +229,8 @@ def _has_its_code(raw: dict, folder: Path) -> bool:
 
 
 def carry(source: Path, files: Files | None, target: Path) -> None:
-    """Put into the folder `target` what the way back to the `files` of `source` needs beside the numbers: side files, index and headers."""
+    """Write side files, index and headers of `source` into `target`: everything but the weights that an export to the same `files`
+    needs."""
     copy_side_files(source, target)
     if files is not None:
         (target / HEADERS).write_text(json.dumps({file.name: file.header.decode() for file in files.files}, indent=1))

@@ -1,4 +1,4 @@
-"""Hugging Face folder -> this rank's parameters. Every rank reads only its own slices; no communication."""
+"""Loads a Hugging Face folder into this rank's parameters. Every rank reads only its own slices; no communication."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _OTHER = "config.json and the weights are of different models, or not whole: dow
 def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, layout: Layout) -> None:
     """Fill every parameter of `chunks` from the safetensors in `folder`, cast to the parameter's dtype.
 
-    Raises ValueError, naming file and tensor, when a file is damaged, when the folder lacks a tensor, holds one of another shape, one that
-    the model has no place for on any rank, or a NaN or infinity among those that this rank reads.
+    Raises ValueError, naming file and tensor, when a file is damaged, or a tensor is missing or has another shape. The same error is raised
+    for a tensor without a place in the model on any rank, and for NaN or infinity in the slices of this rank.
     """
     wanted = list(blocks(chunks, hf_config, layout))
     checkpoint = Checkpoint(folder)
@@ -45,14 +45,14 @@ HEAD_TENSOR = "lm_head.weight"
 
 
 class Checkpoint:
-    """The safetensors of a Hugging Face folder, single or sharded. All headers are read and checked at once, tensors when they are used.
+    """The safetensors of a Hugging Face folder, single or sharded. Construction reads and checks all headers; tensors are read on use.
 
-    Raises ValueError when the index or a file is damaged, or they do not agree.
+    Raises ValueError when the index or a file is damaged, or when they do not agree.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.index: bytes | None = None  # as it stands in its file; None when there is a single file of tensors
+        self.index: bytes | None = None  # bytes of the index file; None for a single file of tensors
         if (self.folder / INDEX).exists():
             self.index = (self.folder / INDEX).read_bytes()
             self.where = _weight_map(self.folder, self.index)  # tensor name -> file name
@@ -74,14 +74,16 @@ class Checkpoint:
                 raise ValueError(f"model: {self.folder / file} holds {_list(extra)}, which {INDEX} does not name there; {fix}")
 
     def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
-        """ValueError when the tensor of a `wanted` block is missing, of another shape or quantized, or when one on disk has no place in the
-        model on any rank and is not among those that its family leaves out."""
+        """Raises ValueError when the tensor of a `wanted` block is missing, quantized or of another shape.
+
+        Also raises ValueError when a tensor on disk has no place in the model on any rank, unless the family drops that tensor.
+        """
         self._check_names({block.name for block in wanted}, hf_config)
         for block in wanted:
             self._check_tensor(block)
 
     def check_all(self, hf_config: HfConfig) -> None:
-        """ValueError when any tensor of the model is missing, as of layers that only config.json has, or one on disk has no place in it."""
+        """Raises ValueError when any tensor of the model is missing, or a tensor on disk has no place in the model."""
         self._check_names(tensor_names(hf_config) - ({HEAD_TENSOR} if hf_config.tied_embeddings else set()), hf_config)
 
     def _check_names(self, needed: set[str], hf_config: HfConfig) -> None:
@@ -99,26 +101,27 @@ class Checkpoint:
             raise ValueError(f"model: {self.folder} holds {_list(unused)}, which this architecture has no place for; {_OTHER}")
 
     def left_out(self, hf_config: HfConfig) -> list[str]:
-        """Tensors that files of this family may hold and that are not trained, and rotary frequencies, which follow from config.json."""
+        """Return the tensors that are dropped: those that this family does not train, and rotary frequencies, which config.json
+        determines."""
         patterns = (*FAMILIES[hf_config.family].dropped(hf_config), rf".*{re.escape(INV_FREQ)}")
         others = sorted(set(self.where) - tensor_names(hf_config))
         return [name for name in others if any(re.fullmatch(pattern, name) for pattern in patterns)]
 
     def say_left_out(self, hf_config: HfConfig) -> None:
-        """Name on stderr what is not trained."""
+        """Warn on stderr about the tensors that are not trained."""
         if names := [name for name in self.left_out(hf_config) if not name.endswith(INV_FREQ)]:
             warn(f"model: not trained and left out, of {self.folder}: {counted(names)}")
 
     def entry(self, name: str) -> Entry:
-        """Dtype and shape of a tensor."""
+        """Return dtype and shape of a tensor."""
         return self.files[self.where[name]].entries[name]
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor as stored: a read-only view of its file."""
+        """Return a whole tensor in its stored shape and dtype: a read-only view of its file."""
         return self.files[self.where[name]].tensor(name)
 
     def bytes_of(self, name: str) -> memoryview:
-        """The bytes of a tensor as stored."""
+        """Return the bytes of a tensor as stored."""
         return self.tensor(name).reshape(-1).view(torch.uint8).numpy().data
 
     def _check_tensor(self, block: Block) -> None:
@@ -131,8 +134,8 @@ class Checkpoint:
             raise ValueError(f"model: {block.name} in {file} is {entry.dtype}, quantized; use the original weights")
 
     def read(self, block: Block) -> Tensor:
-        """The block, which has been checked, as stored, [block_shape]: a read-only view of the file. ValueError when it holds a NaN or
-        infinity."""
+        """Return a checked block [block_shape] in its stored dtype: a read-only view of the file. Raises ValueError for NaN or infinity
+        in it."""
         part = self.tensor(block.name)[block.slices]
         if bad := first_bad(part):
             where = f"{block.name} in {self.folder / self.where[block.name]}"
@@ -156,7 +159,7 @@ def _weight_map(folder: Path, index: bytes) -> dict[str, str]:
 
 
 def counted(names: list[str]) -> str:
-    """How many tensors these are, of which layers, and the first few by name."""
+    """Return text with the number of tensors, their layers, and the first five names."""
     layers = sorted({layer_of(name) for name in names} - {-1})
     of_layers = f" of layer{'s' * (len(layers) > 1)} {_list([*map(str, layers)])}" if layers else ""
     return f"{len(names)} tensor{'s' * (len(names) > 1)}{of_layers}: {_list(names)}"

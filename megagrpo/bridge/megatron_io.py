@@ -1,4 +1,4 @@
-"""Model weights as Megatron's distributed checkpoint sees them: sharded state, and where each parameter's parts lie in it."""
+"""Model weights in Megatron's distributed checkpoint: the sharded state, and the position of each parameter's parts in it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.device, which prepares the platform)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica  # isort: skip
 
-HF_FILES = "hf"  # subfolder with config.json and the tokenizer, which the way back needs
-# The one sharding of the distributed optimizer's state that moves between tensor- and pipeline-parallel sizes; weights alone do not care,
-# but a checkpoint of weights and one of training then say the same about themselves. Of the ranks that share parameters one gathers their
-# state, over gloo, and writes it; else each would gather all of it.
+HF_FILES = "hf"  # subfolder with config.json and the tokenizer, which an export needs
+# The only sharding of the distributed optimizer's state that can be loaded with other tensor- and pipeline-parallel sizes. Weights do not
+# need it, but with it checkpoints of weights and of training have the same metadata. With `mem_efficient`, one of the ranks that share
+# parameters gathers their state over gloo and writes it; otherwise each rank would gather all of it.
 METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -37,15 +37,17 @@ METADATA = {
 
 
 def model_state(chunks: list[nn.Module], layout: Layout) -> dict[str, Any]:
-    """Sharded state of the chunks: under "model" when there is one, "model0", "model1", ... for virtual pipeline stages."""
+    """Return the sharded state of the chunks: under "model" for one chunk, under "model0", "model1", ... for virtual pipeline stages."""
     metadata = METADATA | {"dp_cp_group": layout.dp_cp_group}
     return {name: dense_state(sharded_state(chunk, metadata)) for name, chunk in _named(chunks)}
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A parameter of this rank without its numbers: the blocks of Hugging Face tensors in it, and what Megatron stores of it, in one piece
-    or in several with a place each in a whole tensor."""
+    """A parameter of this rank without data: its blocks of Hugging Face tensors, and its stored form in Megatron's checkpoint.
+
+    The stored form has one or several pieces; `places` locates each piece in a whole tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -54,27 +56,27 @@ class Part:
     places: list[ShardedTensor]
 
     def pieces(self, value: Tensor) -> list[ShardedTensor]:
-        """What is stored of the parameter when it is `value` [shape]: views of it."""
+        """Return the stored pieces of the parameter with the value `value` [shape], any dtype, as views of it."""
         if isinstance(self.stored, ShardedTensor):
             return [dataclasses.replace(self.stored, data=value, dtype=value.dtype)]
         return dataclasses.replace(self.stored, data=value).build()
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank, of all that hold the parameter, is the one to write it."""
+        """Whether this rank writes the parameter, out of all ranks that hold it."""
         return is_main_replica(self.stored.replica_id)
 
 
 @dataclass(frozen=True)
 class Structure:
-    """A model of any size that takes no memory."""
+    """This rank's parameters of a model of any size, without data."""
 
     parts: list[Part]
-    dtype: torch.dtype  # of the parameters in training
+    dtype: torch.dtype  # dtype of the parameters during training
 
 
 def structure(hf_config: HfConfig, layout: Layout) -> Structure:
-    """This rank's part of the model. ValueError when it cannot be cut into the layout. No communication."""
+    """Return this rank's part of the model, without communication. Raises ValueError when the model cannot be cut into the layout."""
     dtype = weights_dtype(hf_config)
     with without_data():
         chunks = build_model(hf_config, layout, dtype=dtype, init_weights=False)
@@ -90,19 +92,21 @@ def _part(name: str, param: Tensor, found: list[Block], stored: ShardedTensor | 
 
 
 def save_frame(folder: Path) -> None:
-    """Write the files that make `folder` a distributed checkpoint, as yet of no tensors. Collective."""
-    # The default strategy needs a package that does not install everywhere.
+    """Write the files that make `folder` a distributed checkpoint without tensors. Collective."""
+    # The default strategy needs a package that cannot be installed everywhere.
     dist_checkpointing.save({}, str(folder), content_metadata=METADATA, async_strategy="mcore")
 
 
 def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> None:
-    """Read the weights that any layout has written, cast to the parameters' dtype; whatever else the checkpoint holds is left alone.
-    Collective. Raises ValueError when `folder` is no such checkpoint or does not fit the model."""
+    """Load weights that any layout has written, cast to the parameters' dtype; all other contents are ignored. Collective.
+
+    Raises ValueError when `folder` is not a distributed checkpoint or does not fit the model.
+    """
     folder = Path(folder)
     check_is_checkpoint(folder)
-    StoredTensors(folder)  # which finds what is damaged or harmful in the index before Megatron reads it
+    StoredTensors(folder)  # rejects a damaged or malicious index before Megatron unpickles it
     try:
-        with warnings.catch_warnings():  # about how Megatron calls torch
+        with warnings.catch_warnings():  # warnings about Megatron's calls of torch
             warnings.simplefilter("ignore", UserWarning)
             state = dist_checkpointing.load(model_state(chunks, layout), str(folder))
     except Exception as e:  # torch and Megatron raise a dozen types for a missing key or another shape
@@ -112,7 +116,7 @@ def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> N
 
 
 def check_is_checkpoint(folder: Path) -> None:
-    """ValueError when `folder` is no distributed checkpoint."""
+    """Raises ValueError when `folder` is not a distributed checkpoint."""
     try:
         found = dist_checkpointing.check_is_distributed_checkpoint(str(folder))
     except (ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The model's weights as they act: those of adapted linears with their adapters added."""
+"""The model's effective weights: adapters are added to the weights of their linears."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.dev
 
 @dataclass(frozen=True)
 class Merged:
-    """W + scale B A of one parameter on this rank, float32, computed anew whenever `data` or `detach()` reads it: nothing is kept. Each
-    projection comes with its block of the parameter. A rank has all of B A that its part of W needs, so nothing is communicated."""
+    """The merged weight W + scale B A of one parameter on this rank, float32.
+
+    Every read of `data` or `detach()` computes it again; nothing is cached. `parts` has the block and adapter of each projection. A rank
+    holds all of B A that its part of W needs, so there is no communication.
+    """
 
     weight: Tensor
     parts: tuple[tuple[Block, LowRank], ...]
@@ -43,14 +46,15 @@ class Merged:
 
 
 def _rows(b: Tensor, block: Block) -> Tensor:
-    """The rows of B [out, rank] that belong to the block's rows of the weight: of a fused projection's, which lie as the weight, a part."""
+    """Return the rows of B [out, rank] for the block's rows of the weight. The rows of a fused projection are a part of B, ordered like
+    the weight."""
     if len(b) == block.block_shape[0]:
         return b
     return dataclasses.replace(block, grid=(*block.grid[:-1], b.shape[1])).view(b).reshape(-1, b.shape[1])
 
 
 def merged_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor | Merged, list[Block]]]:
-    """As `blocks`, with a `Merged` in place of every weight that has adapters: what exports and the engine get."""
+    """Like `blocks`, with a `Merged` in place of every weight with adapters. Exports and the engine use these blocks."""
     modules = {}
     for i, chunk in enumerate(chunks):
         modules |= {f"chunk{i}.{name}" if i else name: module for name, module in unwrap_model(chunk).named_modules()}
@@ -63,5 +67,5 @@ def merged_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) 
 
 
 def projection(block: Block) -> str:
-    """The projection that a block of a linear's weight belongs to, as in q_proj."""
+    """Return the projection of a block of a linear's weight, such as q_proj."""
     return block.name.split(".")[-2]

@@ -1,4 +1,4 @@
-"""A sample of what the optimizer holds, by Hugging Face tensor: enough to recompute an update, in 64 elements per tensor."""
+"""Samples the optimizer's state by Hugging Face tensor, up to 64 elements per tensor: enough to recompute an update."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megagrpo.parallel.agree import together
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.optimizer import MegatronOptimizer, held_by
 
-SAMPLES = 64  # elements of each tensor
+SAMPLES = 64  # elements per tensor, before duplicates are removed
 Read = Callable[[torch.optim.Optimizer, Tensor], Sequence[Tensor]]
 
 
 def places_of(name: str, shape: Sequence[int]) -> Tensor:
-    """[n] int64: the sampled places of a flattened Hugging Face tensor, ascending, a function of name and shape alone."""
+    """Return the sampled indices of a flattened Hugging Face tensor, [n] int64, ascending. They depend only on name and shape."""
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     return torch.randint(math.prod(shape), (SAMPLES,), generator=generator).unique()
 
@@ -30,9 +30,10 @@ def places_of(name: str, shape: Sequence[int]) -> Tensor:
 def sample(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, built: MegatronOptimizer, read: Read
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """(places [n], values [n, columns] float32) of every trained tensor, on every rank. Collective.
+    """Return tensor -> (indices [n] int64, values [n, columns] float32) for every trained tensor, on every rank. Collective.
 
-    `read(optimizer, main)` gives the columns for one main parameter, each of the size of `main`. Raises what `read` raises, on every rank.
+    `read(optimizer, main)` returns the columns for one main parameter, each of the size of `main`. An error of `read` is raised on every
+    rank.
     """
 
     def mine() -> list[tuple[str, Tensor, Tensor, Tensor]]:
@@ -58,7 +59,7 @@ def sample(
 
 
 def _in_parameter(block: Block, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(sampled places of the Hugging Face tensor that lie in this block, their places in the flattened local parameter)."""
+    """Return the sampled indices inside this block, [n] int64, and their indices in the flattened local parameter, [n] int64."""
     places = places_of(block.name, block.shape)
     coordinates = torch.stack(torch.unravel_index(places, block.shape))
     low, high = (torch.tensor(end)[:, None] for end in block.box)

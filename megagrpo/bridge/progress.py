@@ -1,4 +1,4 @@
-"""How far a long copy is: a line that is rewritten on a terminal, now and then a new line elsewhere."""
+"""Progress of a long copy: one line that is rewritten on a terminal, or a new line every 10 s elsewhere."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TextIO
 
 from megagrpo.process.terminal import show
 
-_EVERY = {True: 0.2, False: 10.0}  # seconds between two lines: on a terminal, elsewhere
+_EVERY = {True: 0.2, False: 10.0}  # seconds between two lines: on a terminal (True), elsewhere (False)
 
 
 class Progress:
-    """Counts bytes up to `total`; `here` says whether this process shows them. A context manager: at the end it says how it went."""
+    """Counts bytes up to `total`; only a process with `here` shows them. A context manager: on exit it shows the final state."""
 
     def __init__(self, title: str, total: int, here: bool = True, done: int = 0, stream: TextIO | None = None):
         self._title, self._total, self._here, self._done, self._before = title, total, here, done, done
@@ -29,7 +29,7 @@ class Progress:
         self._show("\n" if kind is None or self._terminal else None)
 
     def add(self, nbytes: int) -> None:
-        """So many more are done."""
+        """Count `nbytes` more as done."""
         self._done += nbytes
         if self._done < self._total and time.monotonic() - self._shown >= _EVERY[self._terminal]:
             self._show("" if self._terminal else "\n")

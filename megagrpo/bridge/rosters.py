@@ -1,7 +1,7 @@
-"""Which rank of a trainer holds which blocks, for every rank of a layout of any size, known in one process.
+"""Computes which rank of a trainer holds which blocks, for a layout of any size, in one process.
 
-The model is built by the code that builds it for training, of tensors that have a shape and no data, once for each pipeline stage; the
-families' rules then say what each coordinate of that stage holds.
+The training code builds the model once per pipeline stage, from tensors without data. The families' rules then give the blocks of each rank
+of that stage.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Held = dict[str, dict[Box, list[int]]]
 
 
 def held_boxes(model: HfConfig, parallel: ParallelSection, world_size: int, alone: Layout) -> tuple[Shapes, Held]:
-    """(tensor -> full shape, tensor -> box -> the ranks that hold it) of a trainer of `world_size` ranks.
+    """Return (tensor -> full shape, tensor -> box -> the ranks that hold the box) for a trainer of `world_size` ranks.
 
-    `alone` is this process's own layout, of one rank. ValueError when the model cannot be cut so.
+    `alone` is this process's own layout, with one rank. Raises ValueError when the model cannot be cut that way.
     """
     shapes: Shapes = {}
     held: Held = {}
-    chunks: dict[int, list[nn.Module]] = {}  # of each pipeline stage; shapes are the same on all of its ranks
+    chunks: dict[int, list[nn.Module]] = {}  # for the current pipeline stage; all of its ranks have the same shapes
     for ranks, layout in imagined_layouts(alone, parallel, world_size):
         if layout.pp_rank not in chunks:
             with without_data():
@@ -38,6 +38,6 @@ def held_boxes(model: HfConfig, parallel: ParallelSection, world_size: int, alon
             for block in found:
                 shapes[block.name] = block.shape
                 holders = held.setdefault(block.name, {}).setdefault(block.box, [])
-                if holders[-1:] != ranks[-1:]:  # a tied head lies beside the embedding that it equals
+                if holders[-1:] != ranks[-1:]:  # a tied head next to its embedding repeats the block
                     holders.extend(ranks)
     return shapes, held

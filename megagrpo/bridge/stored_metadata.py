@@ -1,7 +1,7 @@
-"""The index of a distributed checkpoint, which torch writes as a pickle, read without running what a pickle can hold.
+"""Reads the index of a distributed checkpoint, a pickle written by torch, without running code from it.
 
-Reading a pickle calls whatever it names. Here it may name torch's own records of tensors and pieces, which hold numbers and names, and no
-more. Whoever has Megatron or torch load a checkpoint reads its index by `read_metadata` first.
+Unpickling calls any function that the pickle names. This reader allows only torch's records of tensors and pieces, which hold numbers and
+names. Code that loads a checkpoint with Megatron or torch must first read its index with `read_metadata`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ RECORDS = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},  # where the checkpoint was written
-    "pathlib._local": {"PosixPath"},  # the same, as Python 3.13 says it
+    "pathlib": {"PosixPath"},  # the folder that the checkpoint was written to
+    "pathlib._local": {"PosixPath"},  # the same class in Python 3.13
 }
 
 
@@ -47,7 +47,7 @@ class _Records(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What the checkpoint in `folder` says about its tensors. Any error of a file that is missing, damaged or no such index."""
+    """Return the metadata of the checkpoint in `folder`. Raises various errors when the file is missing, damaged or not such an index."""
     with open(folder / FILE, "rb") as file:
         metadata = _Records(file).load()
     if not isinstance(metadata, Metadata):

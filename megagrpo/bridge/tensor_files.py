@@ -1,7 +1,7 @@
-"""The safetensors format: headers checked as a whole, tensors as views of the mapped file. Nothing is read before it is used.
+"""The safetensors format: headers are checked as a whole, tensors are views of the mapped file. Tensor bytes are read only on use.
 
-Format: 8 bytes with the length of the header, the header in JSON, the bytes of the tensors
-(https://huggingface.co/docs/safetensors). Its own library names neither file nor tensor when one is damaged.
+Format: 8 bytes with the length of the header, the header in JSON, the bytes of the tensors (https://huggingface.co/docs/safetensors). This
+module replaces the safetensors library, whose errors name neither file nor tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = "__metadata__"
 _PREFIX = 8
-_RELEASE = 2**28  # bytes read from mapped files until their pages are given back
+_RELEASE = 2**28  # bytes read from mapped files before their pages are released
 AGAIN = "download or copy the file again"
 
 
@@ -54,7 +54,8 @@ class Entry:
 
 
 def parse_header(text: bytes | str, path: Path) -> dict[str, Entry]:
-    """The tensors that a header describes, in the order of their bytes. ValueError, naming `path` and the tensor, when it is damaged."""
+    """Return the tensors of a header in the order of their bytes. Raises ValueError, naming `path` and the tensor, when the header is
+    damaged."""
     try:
         raw = json.loads(text)
         found = {name: _entry(name, value, path) for name, value in raw.items() if name != METADATA}
@@ -83,7 +84,7 @@ def _entry(name: str, value: Any, path: Path) -> Entry:
 
 
 def make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None) -> bytes:
-    """The header of a file with these tensors, in this order."""
+    """Return the header of a file with these tensors, in this order."""
     header: dict[str, Any] = {METADATA: metadata or {"format": "pt"}}
     at = 0
     for name, (dtype, shape) in tensors.items():
@@ -91,11 +92,11 @@ def make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], meta
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
         at = stop
     text = json.dumps(header).encode()
-    return text + b" " * (-len(text) % 8)  # readers map the tensors that follow, so they start aligned
+    return text + b" " * (-len(text) % 8)  # aligns the tensors, because readers map them
 
 
 def read_header(path: Path) -> bytes:
-    """The header as it stands in the file. ValueError when the file ends before it, OSError when it cannot be read."""
+    """Return the header of the file. Raises ValueError when the file ends before the header's end, OSError when it cannot be read."""
     with open(path, "rb") as file:
         size = path.stat().st_size
         length = int.from_bytes(file.read(_PREFIX), "little")
@@ -105,7 +106,10 @@ def read_header(path: Path) -> bytes:
 
 
 class TensorFile:
-    """One safetensors file. Its size is checked against its header; its tensors are read when something is done with them."""
+    """One safetensors file. Construction checks its size against its header; tensors are read on use.
+
+    Raises ValueError when the file is damaged, OSError when it cannot be read.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -122,14 +126,14 @@ class TensorFile:
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 
     def tensor(self, name: str) -> Tensor:
-        """A read-only view of the file."""
+        """Return a read-only view of the tensor in the file, in its stored shape and dtype."""
         entry = self.entries[name]
         return mapped_tensor(self._map, self._data + entry.start, entry.dtype, entry.shape)
 
 
 class _Pages:
-    """What was read from mapped files since their pages were given back. They count as this process's memory until then; the system keeps
-    them in its cache."""
+    """The mapped files read since their pages were last released. Until then the pages count as this process's memory; the page cache
+    keeps them."""
 
     def __init__(self):
         self._files: list[mmap.mmap] = []
@@ -149,12 +153,13 @@ _PAGES = _Pages()
 
 
 def mapped_tensor(buffer: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The tensor at `offset` of a mapped file: a view, or a copy where it does not start at a multiple of its elements' size."""
+    """Return the tensor [shape] of `dtype` at `offset` of a mapped file: a view, or a copy when the offset is not aligned to the element
+    size."""
     count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     _PAGES.will_read(buffer, count * dtype.itemsize)
-    with warnings.catch_warnings():  # that the buffer is not writable
+    with warnings.catch_warnings():  # "buffer is not writable"
         warnings.simplefilter("ignore", UserWarning)
         flat = torch.frombuffer(buffer, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
     flat = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()
@@ -162,7 +167,7 @@ def mapped_tensor(buffer: mmap.mmap, offset: int, dtype: torch.dtype, shape: tup
 
 
 def first_bad(tensor: Tensor) -> str | None:
-    """Where the first NaN or infinity stands and what it is, None when every number is finite."""
+    """Return the first NaN or infinity and its index as text, or None when all values are finite. `tensor` is [...] of a floating dtype."""
     if tensor.numel() == 0 or all(map(math.isfinite, torch.aminmax(tensor))):
         return None
     place = (~torch.isfinite(tensor)).nonzero()[0].tolist()

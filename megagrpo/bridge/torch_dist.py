@@ -1,7 +1,7 @@
-"""Megatron's distributed checkpoints, format torch_dist, tensor by tensor: the format of torch.distributed.checkpoint, whose own writer and
-reader, and Megatron's, hold all tensors of a rank at once. What is no tensor goes through Megatron's own code.
+"""Reads and writes Megatron's distributed checkpoints (format torch_dist) tensor by tensor.
 
-A file holds archives of torch.save one after another, one for each piece of a tensor; `.metadata` says which piece lies where.
+The format is torch.distributed.checkpoint's. Its own writer and reader, and Megatron's, hold all tensors of a rank at once. Megatron's code
+handles everything except tensors. A file is a sequence of torch.save archives, one per piece of a tensor; `.metadata` locates each piece.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from megagrpo.families.boxes import Box, intersect, size
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip  (after megagrpo.device, which prepares the platform)
 
-FILE_BYTES = 4 * 2**30  # a file is closed above that
-ARCHIVE_BYTES = 2048  # at most that much of an archive is not the tensor
-_COMMIT = 2**28  # bytes that a kill may cost
+FILE_BYTES = 4 * 2**30  # a file above this size is closed
+ARCHIVE_BYTES = 2048  # upper bound of an archive's bytes beside the tensor
+_COMMIT = 2**28  # bytes between two commits: a kill loses at most this much work
 _ALIGN = 64
-_MARKS, _END = (b"PK\x03\x04", b"PK\x05\x06"), 22  # of a zip archive's first record and its last, and how long that one is
+_MARKS, _END = (b"PK\x03\x04", b"PK\x05\x06"), 22  # first bytes of a zip archive's first and last records; bytes of the last one
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a stored tensor: which part of which tensor, and where it lies."""
+    """A piece of a stored tensor: its part of the tensor, and its position in a file."""
 
     key: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -54,7 +54,8 @@ class Piece:
 
 
 class PieceWriter:
-    """Appends tensors to files of this rank in `folder`. What an earlier attempt has finished, by the journal, is kept: `done` names it."""
+    """Appends tensors to this rank's files in `folder`. Parameters that the journal lists are kept from an earlier attempt: `done` has
+    their names."""
 
     def __init__(self, folder: Path, rank: int, journal: Journal):
         self._folder, self._rank, self._journal = folder, rank, journal
@@ -62,17 +63,17 @@ class PieceWriter:
         ends: dict[str, int] = {}
         for piece in self.pieces:
             ends[piece.file] = max(ends.get(piece.file, 0), piece.offset + piece.length)
-        self._number = max((_number(file) for file in ends), default=1)  # Megatron's own files of a rank start at 0
+        self._number = max((_number(file) for file in ends), default=1)  # Megatron numbers its own files of a rank from 0
         path = folder / self._name
         self._file = open(path, "r+b" if path.exists() else "wb")
         self._file.truncate(ends.get(self._name, 0))
         self._file.seek(0, os.SEEK_END)
         self._pending: list[dict[str, Any]] = []
-        self._size = 0  # of what is pending
+        self._size = 0  # bytes of the pending pieces
 
     @property
     def pieces(self) -> list[Piece]:
-        """All that was written, in this attempt and in earlier ones."""
+        """All pieces written, in this attempt and in earlier ones."""
         return [piece for pieces in self.done.values() for piece in pieces]
 
     @property
@@ -80,7 +81,7 @@ class PieceWriter:
         return f"__{self._rank}_{self._number}.distcp"
 
     def write(self, name: str, tensors: Iterable[ShardedTensor]) -> None:
-        """Append the pieces of the parameter `name`."""
+        """Append the pieces of the parameter `name`; each has the data [local_shape] of one shard, in any dtype."""
         if self._file.tell() > FILE_BYTES:
             self._commit()
             self._file.close()
@@ -99,7 +100,7 @@ class PieceWriter:
         own = data.untyped_storage().nbytes() == data.nbytes  # torch.save writes a tensor's whole storage
         try:
             torch.save(data if own else _alone(data), self._file)
-        except RuntimeError as error:  # torch ends its archive after a failed write, and that this fails too hides why
+        except RuntimeError as error:  # torch closes its archive after a failed write; the second failure hides the cause
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         place = (tuple(tensor.global_shape), str(data.dtype).removeprefix("torch."), tuple(tensor.global_offset), extent)
         return Piece(tensor.key, *place, self._name, offset, self._file.tell() - offset)
@@ -111,7 +112,7 @@ class PieceWriter:
         self._pending, self._size = [], 0
 
     def close(self) -> None:
-        """Everything is on the disk."""
+        """Sync everything to the disk and close the file."""
         self._commit()
         self._file.close()
 
@@ -121,13 +122,13 @@ def _number(file: str) -> int:
 
 
 def _alone(data: Tensor) -> Tensor:
-    """A contiguous part of a larger storage as a tensor with a storage of its own, over the same memory."""
+    """Return a contiguous part of a larger storage as a tensor with its own storage, over the same memory."""
     buffer = data.view(-1).view(torch.uint8).numpy()
     return torch.frombuffer(buffer, dtype=data.dtype).view(data.shape) if data.numel() else data.clone()
 
 
 def add_pieces(folder: Path, pieces: Iterable[Piece]) -> None:
-    """Enter tensors into the metadata that Megatron has written for the rest."""
+    """Add tensors to the metadata that Megatron has written for everything else."""
     metadata = read_metadata(folder)
     results = [WriteResult(index, 0, info) for index, info in metadata.storage_data.items()]
     for piece in pieces:
@@ -141,20 +142,23 @@ def add_pieces(folder: Path, pieces: Iterable[Piece]) -> None:
 
 
 class StoredTensors:
-    """The tensors of a distributed checkpoint, each read when it is asked for, and compared with its CRC-32 then. ValueError when `folder`
-    is none, or cannot be read, or a tensor is not what was written."""
+    """The tensors of a distributed checkpoint. Each is read on request and compared with its CRC-32.
+
+    Raises ValueError when `folder` is not a checkpoint, cannot be read, or a tensor is corrupt.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
         try:
             self.metadata: Metadata = read_metadata(folder)
-        except Exception as error:  # unpickling raises whatever it likes
+        except Exception as error:  # unpickling can raise any exception
             raise ValueError(f"{folder} is no Megatron checkpoint, or its .metadata is corrupt: {error!r}") from None
         self._map = cache(self._map)
-        self._compared: set[tuple[str, int]] = set()  # file and place of pieces
+        self._compared: set[tuple[str, int]] = set()  # (file, offset) of checked pieces
 
     def check_files(self) -> None:
-        """ValueError unless every piece lies whole in its file, an archive from its first bytes to its last. The numbers are not read."""
+        """Raises ValueError unless every piece lies completely in its file, from its archive's first bytes to its last. The values are
+        not read."""
         for index, info in self.metadata.storage_data.items():
             file = self._whole(index.fqn, info)
             ends = file[info.offset : info.offset + 4], file[info.offset + info.length - _END : info.offset + info.length - _END + 4]
@@ -165,7 +169,8 @@ class StoredTensors:
         return self.metadata.state_dict_metadata[key].properties.dtype
 
     def check(self, tensor: ShardedTensor, rows: int = 0) -> None:
-        """ValueError unless the checkpoint holds a tensor of this key and shape; of a padded one, as embeddings are, at least `rows`."""
+        """Raises ValueError unless the checkpoint holds a tensor with this key and shape. A padded tensor (embeddings) needs at least
+        `rows` rows."""
         found = self.metadata.state_dict_metadata.get(tensor.key)
         if not isinstance(found, TensorStorageMetadata):
             raise ValueError(f"{self.folder} does not fit this model: it lacks {tensor.key}")
@@ -175,14 +180,17 @@ class StoredTensors:
             raise ValueError(f"{self.folder} does not fit this model: {tensor.key} has shape {stored}; config.json implies {wanted}")
 
     def mapped(self, tensor: ShardedTensor) -> Tensor | None:
-        """A read-only view [local_shape] of the file, when the tensor lies in one piece there; None otherwise."""
+        """Return a read-only view [local_shape] of the file in the stored dtype when the tensor is one piece there; None otherwise."""
         for chunk in self.metadata.state_dict_metadata[tensor.key].chunks:
             if _box(chunk) == _box_of(tensor):
                 return self._piece(tensor.key, chunk).view(tensor.local_shape)
         return None
 
     def read_into(self, tensor: ShardedTensor) -> None:
-        """Fill `tensor.data` from all pieces that hold a part of it. ValueError when they do not hold all of it, unless it is padded."""
+        """Fill `tensor.data` [local_shape] from all pieces that overlap it, cast to its dtype.
+
+        Raises ValueError when the pieces do not cover it, unless the tensor is padded.
+        """
         wanted, found = _box_of(tensor), 0
         target = tensor.data.view((1,) * tensor.prepend_axis_num + tuple(tensor.local_shape))
         for chunk in self.metadata.state_dict_metadata[tensor.key].chunks:
@@ -199,7 +207,7 @@ class StoredTensors:
         try:
             with open(path, "rb") as file:
                 self._compare(_Window(file.fileno(), info.offset, info.length), info)
-                with FakeTensorMode():  # in which torch.load reads no data and says where they lie
+                with FakeTensorMode():  # torch.load then reads no data and returns its offset
                     fake = torch.load(_create_file_view(file, info.offset, info.length), map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(self._corrupt(key, info, f" ({error})")) from None
@@ -207,8 +215,10 @@ class StoredTensors:
         return mapped_tensor(buffer, info.offset + fake.untyped_storage()._checkpoint_offset, fake.dtype, tuple(fake.shape))
 
     def _compare(self, archive: BinaryIO, info: _StorageInfo) -> None:
-        """ValueError unless each record of an archive of torch.save has its CRC-32, which torch.load does not look at. The numbers come
-        from the disk here, and from the system's cache when they are used."""
+        """Raises ValueError unless each record of a torch.save archive matches its CRC-32, which torch.load ignores.
+
+        This reads the bytes from the disk; their later use reads them from the page cache.
+        """
         if (info.relative_path, info.offset) in self._compared:
             return
         with zipfile.ZipFile(archive) as records:
@@ -217,7 +227,7 @@ class StoredTensors:
         self._compared.add((info.relative_path, info.offset))
 
     def _whole(self, key: str, info: _StorageInfo) -> mmap.mmap:
-        """The file of a piece, when it does not end before the piece does."""
+        """Return the mapped file of a piece. Raises ValueError when the file ends before the piece does."""
         buffer, end = self._map(info.relative_path), info.offset + info.length
         if len(buffer) < end:
             path = self.folder / info.relative_path
@@ -237,7 +247,7 @@ class StoredTensors:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file; torch's own view of one seeks to the wrong side of its end."""
+    """A part of a file as a file object. torch's own view seeks to the wrong side of its end."""
 
     def __init__(self, descriptor: int, offset: int, length: int):
         self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
@@ -269,5 +279,5 @@ def _box_of(tensor: ShardedTensor) -> Box:
 
 
 def _relative(box: Box, to: Box) -> tuple[slice, ...]:
-    """What cuts `box` out of a tensor that is the box `to`."""
+    """Return the slices that cut `box` out of a tensor that holds the box `to`."""
     return tuple(slice(lo - origin, hi - origin) for lo, hi, origin in zip(*box, to[0], strict=True))

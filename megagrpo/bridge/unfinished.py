@@ -1,4 +1,4 @@
-"""A folder on its way: written under another name, taken up again after a kill, and given its name when it is complete."""
+"""An unfinished folder: written under another name, resumed after a kill, and renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PURPOSE = "purpose.json"
 
 
 class Unfinished:
-    """`path`, beside `folder`, whose name it takes with `publish`. Collective.
+    """The folder `path` beside `folder`; `publish` renames it to `folder`. Collective.
 
-    What a killed process has left of it stays when it was made for the same `purpose`, and is cleared when not. ValueError when `folder`
-    holds anything already, or another process is writing it.
+    Files of a killed process are kept if they were written for the same `purpose`, and deleted otherwise. Raises ValueError when `folder`
+    is not empty, or another process writes it.
     """
 
     def __init__(self, folder: Path, layout: Layout, purpose: dict[str, Any]):
@@ -31,7 +31,7 @@ class Unfinished:
     def _claim(self, purpose: dict[str, Any]) -> None:
         refuse_taken(self.folder)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path, os.O_RDONLY)  # the system releases it with the process
+        self._lock = os.open(self.path, os.O_RDONLY)  # the kernel releases the lock when the process ends
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -46,13 +46,13 @@ class Unfinished:
             fresh.rename(stamp)
 
     def check_space(self, needed: int) -> None:
-        """OSError on every rank when the disk has less than the `needed` bytes of all ranks together, what is written already left out.
-        Collective."""
+        """Raises OSError on every rank when the disk has less than the sum of all ranks' `needed` bytes. `needed` excludes bytes already
+        written. Collective."""
         needed = sum(self._layout.all_gather_objects(needed))
         together(self._layout, lambda: check_space(self.path, needed), here=self._layout.world_rank == 0)
 
     def publish(self) -> None:
-        """Give the folder its name. Collective: no rank may write any more."""
+        """Rename the folder to its final name. Collective: no rank may write any longer."""
         self.journal.close()
         together(self._layout, self._publish, here=self._layout.world_rank == 0)
 
@@ -63,7 +63,7 @@ class Unfinished:
         os.close(self._lock)
 
     def discard(self) -> None:
-        """Remove what was written: going on would fail again. Called by every rank, without waiting for the others."""
+        """Remove everything written, because a retry would fail again. Every rank calls it; no rank waits for another."""
         self.journal.close()
         if self._layout.world_rank == 0:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -71,18 +71,18 @@ class Unfinished:
 
 
 class Journal:
-    """One line of JSON for everything that is on the disk for good. `lines` are those of an earlier attempt."""
+    """A log with one line of JSON per unit that is safely on the disk. `lines` holds the lines of an earlier attempt."""
 
     def __init__(self, path: Path):
         text = path.read_bytes() if path.exists() else b""
-        text = text[: text.rfind(b"\n") + 1]  # a kill may cut the last line short
+        text = text[: text.rfind(b"\n") + 1]  # a kill may truncate the last line
         self.lines: list[Any] = [json.loads(line) for line in text.splitlines()]
         self._file = open(path, "r+b" if path.exists() else "wb")
         self._file.truncate(len(text))
         self._file.seek(len(text))
 
     def write(self, lines: list[Any]) -> None:
-        """Add lines about what has been synced to the disk."""
+        """Append lines about units that are already synced to the disk, and sync them."""
         self._file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -92,13 +92,13 @@ class Journal:
 
 
 def refuse_taken(folder: Path) -> None:
-    """ValueError when `folder` is a file or holds anything."""
+    """Raises ValueError when `folder` is a file or is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not empty; name a new folder or remove it")
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """OSError when the disk that holds `folder` has less than `needed` bytes."""
+    """Raises OSError when the disk of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(f"too little disk: {needed / 1e9:.2f} GB more are needed for {folder}, {free / 1e9:.2f} GB are free")

@@ -1,4 +1,4 @@
-"""Models that are built to look at their structure: of any size, in no memory and without other ranks."""
+"""Builds models without data, to inspect their structure: of any size, without memory and without other ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 @contextlib.contextmanager
 def without_data() -> Iterator[None]:
-    """Tensors that are made inside have a shape and no data, on whatever device they were asked for."""
+    """Tensors created inside this context have a shape and no data, on any requested device."""
     with _Alone(), FakeTensorMode():
         yield
 
 
 class _Alone(TorchFunctionMode):
-    """Pipeline stages that share tied embeddings do not make them equal."""
+    """Skips all-reduces: pipeline stages that share tied embeddings do not make them equal."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return None if func is dist.all_reduce else func(*args, **(kwargs or {}))
