@@ -44,7 +44,7 @@ def pack(count: int, values: tuple) -> dict[str, Any]:
 def unpack(handle: dict[str, Any]) -> tuple[int, tuple]:
     """Return the arguments that `pack` received: (count, values). Raises WeightSyncError when `handle` is malformed."""
     if handle.keys() != {"count", *FIELDS}:
-        raise WeightSyncError(f"a handle of GPU memory has the fields {', '.join(sorted(handle))}; {', '.join(FIELDS)} and count are due")
+        raise WeightSyncError(f"a CUDA IPC handle has the fields {', '.join(sorted(handle))}; expected {', '.join(FIELDS)}, count")
     values = []
     for name, kind in {"count": int, **FIELDS}.items():
         value = handle[name]
@@ -53,7 +53,7 @@ def unpack(handle: dict[str, Any]) -> tuple[int, tuple]:
         except (TypeError, ValueError):
             value = None
         if type(value) is not kind:
-            raise WeightSyncError(f"a handle of GPU memory has {handle[name]!r} for {name}")
+            raise WeightSyncError(f"a CUDA IPC handle has the invalid value {handle[name]!r} for {name}")
         values.append(value)
     return values[0], tuple(values[1:])
 
@@ -68,7 +68,7 @@ class DeviceMaps:
         """Return all bytes of the memory `name`, [n] uint8 on the GPU. Raises WeightSyncError when the handle is missing, or CUDA cannot
         open it."""
         if name not in self.handles:
-            raise WeightSyncError(f"no handle came for the GPU memory {name}")
+            raise WeightSyncError(f"no CUDA IPC handle received for the GPU memory {name}")
         count, fields = unpack(self.handles[name])
         flat = (Tensor, (count,), (1,), 0, torch.storage.TypedStorage, torch.uint8, self.device.index or 0)
         try:

@@ -82,7 +82,7 @@ class Board:
             text = json.dumps(value)
             self.store.set(key, self._code(key, text) + text)
         except RuntimeError as error:
-            raise WeightSyncError(f"the trainer's board is gone: {_first_line(error)}") from None
+            raise WeightSyncError(f"connection to the trainer's board lost: {_first_line(error)}") from None
         self.has(key)  # `set` does not wait; the reply to this request comes after the note is stored
 
     def has(self, key: str) -> bool:
@@ -90,7 +90,7 @@ class Board:
         try:
             return self.store.check([key])
         except RuntimeError as error:
-            raise WeightSyncError(f"the trainer's board is gone: {_first_line(error)}") from None
+            raise WeightSyncError(f"connection to the trainer's board lost: {_first_line(error)}") from None
 
     def find(self, key: str) -> Any:
         """Return a note, or None when it does not exist. Raises WeightSyncError when the board is gone or the note's HMAC is wrong."""
@@ -99,7 +99,7 @@ class Board:
         note = self.store.get(key)
         code, text = note[:CODE_LENGTH], note[CODE_LENGTH:].decode(errors="replace")
         if not hmac.compare_digest(code, self._code(key, text).encode()):
-            raise WeightSyncError(f"the trainer's board: the note {key} was left by somebody who does not know this run's secret")
+            raise WeightSyncError(f"the trainer's board: note {key} has an invalid HMAC; a process without this run's secret wrote it")
         return json.loads(text)
 
     def take(self, key: str, what: str, deadline: Deadline, stop: str = "") -> Any:
@@ -113,7 +113,7 @@ class Board:
             if stop and (reason := self.find(stop)) is not None:
                 raise WeightSyncError(f"waiting for {what}: {reason}")
             if deadline.passed:
-                raise WeightSyncError(f"waiting for {what}: nothing came within {deadline.seconds:g} s")
+                raise WeightSyncError(f"waiting for {what}: timed out after {deadline.seconds:g} s")
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE)
         return value
@@ -163,7 +163,7 @@ class Exchange:
             else:
                 self.group = dist.ProcessGroupGloo(store, rank, size, _gloo_options(board.host, deadline))
         except RuntimeError as error:
-            raise WeightSyncError(f"forming the group of {size} ranks and workers: {_first_line(error)}") from None
+            raise WeightSyncError(f"cannot form the process group of {size} ranks and workers: {_first_line(error)}") from None
 
     def send(self, parcels: Sequence[Parcel]) -> list[Pending]:
         """Start to send all parcels at once. Raises WeightSyncError when a send cannot start."""
@@ -211,7 +211,7 @@ def wait(pending: Sequence[Pending], deadline: Deadline) -> None:
         try:
             work.wait(deadline.left())
         except RuntimeError as error:
-            late = f"not done within {deadline.seconds:g} s" if deadline.passed else _first_line(error)
+            late = f"timed out after {deadline.seconds:g} s" if deadline.passed else _first_line(error)
             raise WeightSyncError(f"{what}: {late}") from None
 
 

@@ -105,7 +105,7 @@ class Ledgers:
                 self.note(f"the load of {name}, which rank {rank} has not written")
             if now - looked > LOOK_SECONDS:
                 if not self._lives(rank) and self._written(rank, name) < end:
-                    raise WeightSyncError(f"rank {rank} is gone and has not written {name}")
+                    raise WeightSyncError(f"rank {rank} died and has not written {name}")
                 looked = now
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -129,7 +129,7 @@ class Ledgers:
     def _written(self, rank: int, name: str) -> int:
         word = int(self._of(rank)[1][0])
         if word >> VERSION_SHIFT != self.version:
-            raise WeightSyncError(f"rank {rank} has given up writing weight version {self.version}, {name} in it")
+            raise WeightSyncError(f"rank {rank} aborted weight version {self.version}, which contains {name}")
         return (word & (1 << VERSION_SHIFT) - 1) * ALIGNMENT
 
     def _lives(self, rank: int) -> bool:

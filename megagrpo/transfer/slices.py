@@ -32,7 +32,7 @@ def plan(box: Box, holders: Sequence[Box], reader: int = 0) -> list[tuple[int, B
             return parts
     if size(box) == 0:
         return []
-    raise LookupError(f"nobody holds {brackets(rest[0])}")
+    raise LookupError(f"no rank holds {brackets(rest[0])}")
 
 
 def owners(roster: Sequence[Iterable[tuple[Hashable, int]]]) -> dict[Hashable, int]:

@@ -23,7 +23,7 @@ def heed_expert_map() -> None:
     def apply(self: CPUUnquantizedExperts, **given: Any) -> None:
         if (expert_map := given["expert_map"]) is not None:
             if given["apply_router_weight_on_input"]:
-                raise NotImplementedError("vLLM for CPU: expert parallelism of a model that weighs the inputs of its experts")
+                raise NotImplementedError("vLLM for CPU: expert parallelism does not support apply_router_weight_on_input")
             own = expert_map[given["topk_ids"].long()]  # local index; -1 for an expert of another worker
             given["topk_weights"] = given["topk_weights"].masked_fill(own < 0, 0.0)
             given["topk_ids"] = own.clamp(min=0).to(given["topk_ids"].dtype)

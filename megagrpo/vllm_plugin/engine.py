@@ -162,7 +162,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             finalize_layerwise_reload(self.model, self.model_config)
             if unread := self.reader.unread():
-                raise WeightSyncError(f"{some(unread)} announced by the loaders but never copied")
+                raise WeightSyncError(f"{some(unread)} announced by the loaders, but never copied")
             if current_platform.is_cpu():
                 refresh_packed_copies(self.model)
         except Exception as error:
@@ -220,7 +220,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 draft.write_text(json.dumps(told))
                 os.replace(draft, path)
         except (OSError, RuntimeError) as error:
-            logger.warning("no report on weight version %s reaches the trainer: %s", self.info.version, error)
+            logger.warning("weight version %s: cannot send the report to the trainer: %s", self.info.version, error)
 
 
 def refresh_packed_copies(model: nn.Module) -> None:

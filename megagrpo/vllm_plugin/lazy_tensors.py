@@ -65,7 +65,7 @@ class LazyTensor(Tensor):
             lazy.source.fill(lazy.name_, lazy.view_, first)
             return first
         if isinstance(first, LazyTensor) and func._schema.is_mutable:
-            raise NotImplementedError(f"{first.name_}: a weight loader changes the tensor that it is given ({func})")
+            raise NotImplementedError(f"{first.name_}: a weight loader modifies its input tensor ({func})")
         if isinstance(first, LazyTensor) and func is aten.clone.default:  # `contiguous` calls clone too
             return LazyTensor(first.view_, first.name_, first.source)
         if isinstance(first, LazyTensor) and func is aten.zeros_like.default:

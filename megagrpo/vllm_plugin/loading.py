@@ -60,7 +60,7 @@ class Loading:
             self.recipe = Recipe(reader.manifest, recorder.layers)
         elif recorder.reason != self.told:
             self.told = recorder.reason
-            logger.info("every update goes through the model's own loaders, which takes longer: %s", recorder.reason)
+            logger.info("weight sync: no replay; every update runs the model's own loaders (slower): %s", recorder.reason)
 
 
 def load_weights(model: nn.Module, reader: ShardReader) -> set[str]:
@@ -101,14 +101,14 @@ def _repeat_lost_copies(model: nn.Module, reader: ShardReader) -> None:
 
 def _check_complete(loaded: set[str], destinations: dict[str, tuple[int, int, bool]], reader: ShardReader) -> None:
     if absent := sorted(destinations.keys() - loaded):
-        raise WeightSyncError(f"no weights came for {some(absent)}")
+        raise WeightSyncError(f"no weights received for {some(absent)}")
     partial = []
     for name, (storage, numel, padded) in destinations.items():
         arrived = sum(reader.arrivals.get(storage, {}).values())
         if arrived < numel and not (padded and arrived):
             partial.append(f"{name} ({arrived} of {numel} elements)")
     if partial:
-        raise WeightSyncError(f"only part of the weights came for {some(sorted(partial))}")
+        raise WeightSyncError(f"only part of the weights received for {some(sorted(partial))}")
 
 
 def _destination(model: nn.Module, name: str) -> tuple[int, int, bool]:

@@ -95,7 +95,7 @@ class Receiver:
         """
         if info["device"] != self.device.type:
             raise WeightSyncError(
-                f"the trainer's weights are on {info['device']} and this worker is on {self.device.type}: p2p takes both on one kind"
+                f"the trainer's weights are on {info['device']} and this worker is on {self.device.type}; p2p requires the same device type"
             )
         address = info["host"], info["port"], info["secret"]
         if self.board is None or address != self.address or not self.board.answers():
@@ -193,7 +193,7 @@ class Received:
         while (name, part) not in self.here and self.under_way and self.under_way[0][0][0] <= layer_of(name):
             self._take_round()
         if (name, part) not in self.here:
-            raise WeightSyncError(f"the loader of {name} asks for {part}, which it did not ask for before")
+            raise WeightSyncError(f"the loader of {name} requests {part}, which it did not announce")
         self.left[name, part] -= 1
         return self.here[name, part] if self.left[name, part] > 0 else self.here.pop((name, part))
 
@@ -210,7 +210,7 @@ class Received:
         """
         if unread := self.sums.keys() - {(name, part) for name, _, part in reads}:
             name, part = min(unread)
-            raise WeightSyncError(f"{name}{brackets(part)} came from rank {self.sums[name, part][0]} and was not read")
+            raise WeightSyncError(f"{name}{brackets(part)} arrived from rank {self.sums[name, part][0]} and was not read")
         layers: Counter[int] = Counter()
         for (name, _, _), total in reads.items():
             layers[layer_of(name)] += total

@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):
             self._cannot(f"{type(module).__name__}.{name} is changed by {func}")
             return
         if isinstance(module, (Attention, MLAAttention)) or not isinstance(whole, nn.Parameter):
-            self._cannot(f"{type(module).__name__}.{name} is loaded, which is no parameter of a plain layer")
+            self._cannot(f"{type(module).__name__}.{name} is loaded, but is not a parameter of a plain layer")
         key = module, cut.parameter, cut.place, cut.name, cut.constant, cut.view is not None and _place(cut.view)
         if key not in self.known:  # a tensor that was never on the meta device is copied twice
             self.known.add(key)

@@ -105,4 +105,6 @@ def verify_adapter(sums: Sums, reports: list[dict[str, Any]]) -> None:
     """
     for report in reports:
         if odd := sorted(name for name in sums.keys() | report["sums"].keys() if sums.get(name) != report["sums"].get(name)):
-            raise WeightSyncError(f"{report['server']}, worker {report['worker']}: the adapter of {odd[0]} is not the one that was written")
+            raise WeightSyncError(
+                f"{report['server']}, worker {report['worker']}: adapter of {odd[0]}: the checksums differ from the written ones"
+            )

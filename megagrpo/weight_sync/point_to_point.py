@@ -151,7 +151,7 @@ class PointToPoint:
         of_layer = np.array([layer_of(name) == layer for name in transfers.names])[transfers.tensor]
         senders = [set(transfers.source[of_layer & (transfers.destination == worker)].tolist()) for worker in (one, other)]
         ranks = ", ".join(map(str, sorted(senders[0] ^ senders[1] or senders[0])))
-        return f"ranks {ranks} hold copies of {layer_text(layer)} that differ"
+        return f"replicas of {layer_text(layer)} on ranks {ranks} differ"
 
     def _notes(self, boxes: list[str], deadline: Deadline) -> dict[str, dict[str, list[Box]]]:
         return {key: boxes_of_json(self.board.take(key, "a worker's boxes", deadline)) for key in set(boxes)}
@@ -164,7 +164,7 @@ class PointToPoint:
             first += count
             for name, (shape, _) in () if keys in known else self.roster.tensors.items():
                 if left := missing(whole(shape), [box for key in set(keys) for box in notes[key].get(name, ())]):
-                    raise WeightSyncError(f"{server}: nobody read {name}{brackets(left[0])}")
+                    raise WeightSyncError(f"{server}: no worker read {name}{brackets(left[0])}")
             known.add(keys)
 
 
@@ -253,13 +253,13 @@ class DirectUpdate:
             first, sums = alike.setdefault(self.transport.planned[0][worker], (worker, report["layers"]))
             if differ := [int(layer) for layer, total in report["layers"].items() if sums[layer] != total]:
                 told = self.transport.drifted(differ[0], first, worker, self.deadline)
-                raise WeightSyncError(f"{told}: {self._name(first)} and {self._name(worker)} got others")
+                raise WeightSyncError(f"{told}: {self._name(first)} and {self._name(worker)} received different values")
 
     def verify_bytes(self, given: int, taken: int) -> None:
         """Raises WeightSyncError unless all ranks together sent, and all workers together received, exactly the bytes that the workers
         need."""
         if not given == taken == self.needed_bytes:
-            raise WeightSyncError(f"{given} bytes were sent and {taken} received; the workers need {self.needed_bytes}")
+            raise WeightSyncError(f"the ranks sent {given} bytes and the workers received {taken}; expected {self.needed_bytes}")
 
     def _send(self) -> Given:
         t, rank = self.transport, self.transport.ranks.world_rank
@@ -351,13 +351,13 @@ class _Held:
         """Raises WeightSyncError when a weight is NaN or infinite, or a block of the roster is missing."""
         for name, param, blocks in self.found:
             if blocks and not all(map(torch.isfinite, param.detach().aminmax())):  # aminmax returns NaN if any value is NaN
-                raise WeightSyncError(f"parameter {name} holds NaN or infinity, a part of {blocks[0].name}")
+                raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {blocks[0].name}")
         if roster is None:
             return
         for name, (_, boxes) in roster.tensors.items():
             for box, ranks in boxes.items():
                 if rank in ranks and all(block.box != box for block, *_ in self.blocks.get(name, ())):
-                    raise WeightSyncError(f"{name} was there at the first sync and is gone now")
+                    raise WeightSyncError(f"{name} was present in the first sync and is missing now")
 
     def go_to(self, layer: int) -> None:
         """Drop the cache when `layer` differs from the current layer."""

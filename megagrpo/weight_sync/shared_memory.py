@@ -57,7 +57,9 @@ class SharedMemory:
         own = str(folder / f"{WEIGHTS}{owner(os.getpid())}-{secrets.token_hex(4)}")
         told = ranks.all_gather_objects((socket.gethostname(), own))
         if len(hosts := sorted({host for host, _ in told})) > 1:
-            raise ValueError(f"weight sync through shared memory needs all ranks on one host; they are on {', '.join(hosts)}")
+            raise ValueError(
+                f"rollout.weight_sync_transport: shared_memory needs all ranks on one host; they are on {', '.join(hosts)}; use p2p"
+            )
         self.folder = Path(told[0][1])
         self._pid = os.getpid()
         self._remover = remove_when_orphaned(self.folder) if ranks.world_rank == 0 else None
@@ -104,7 +106,7 @@ class SharedMemory:
             return self.ranks.all_gather_objects(told, self.seconds)
         except TimeoutError as error:
             late = {rank: self.folder / f"rank{rank}.at" for rank in getattr(error, "ranks", [])}
-            places = "".join(f"; rank {rank} stands at {Bookmark.read(path)}" for rank, path in late.items() if path.exists())
+            places = "".join(f"; rank {rank} is stuck in: {Bookmark.read(path)}" for rank, path in late.items() if path.exists())
             raise WeightSyncError(f"phase publish: {error} (rollout.weight_sync_timeout){places}") from error
 
     def _manifest(self, files: list[str], version: int) -> Manifest:
@@ -235,7 +237,7 @@ class Slots:
                     raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {block.name}") from None
                 shares[number] = name, param, block
         if absent := self.numbers.values() - shares.keys():
-            raise WeightSyncError(f"{self.blocks[min(absent)][0]} was there at the first sync and is gone now")
+            raise WeightSyncError(f"{self.blocks[min(absent)][0]} was present in the first sync and is missing now")
         return [shares[number] for number in range(len(self.blocks))]
 
     def open(self, weight_version: int) -> str:

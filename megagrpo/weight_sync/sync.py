@@ -120,7 +120,7 @@ class WeightSync:
                 return SyncReport(weight_version, prepared - began, ended - prepared, ended - started, *outcome)
             if not isinstance(outcome, ServerDied):
                 raise outcome
-            self.say(f"warning: a vLLM server died in a weight sync, which begins anew: {outcome}")
+            self.say(f"warning: a vLLM server died during a weight sync; restarting the sync: {outcome}")
             self.offload.keep_weights()  # the weights are already offloaded if the server died during resume
 
     def _as_sent(self, name: str, param: Tensor, blocks: Sequence[Block]) -> tuple[str, Tensor, Sequence[Block]]:

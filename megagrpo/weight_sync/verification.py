@@ -24,7 +24,7 @@ def verify(manifest: Manifest, written: Mapping[tuple[str, int], int], reports: 
         for name, tensor in manifest.tensors.items():
             parts = [part for index in range(len(tensor.blocks)) for part in reads.get((name, index), {})]
             if left := missing(whole(tensor.shape), parts):
-                raise WeightSyncError(f"{server}: nobody read {name}{brackets(left[0])}")
+                raise WeightSyncError(f"{server}: no worker read {name}{brackets(left[0])}")
             for index, block in enumerate(tensor.blocks):
                 _verify_block(name, block, written[name, index], reads.get((name, index), {}))
 

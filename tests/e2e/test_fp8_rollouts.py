@@ -55,7 +55,7 @@ def test_an_update_that_fails_leaves_quantized_weights_that_the_next_one_replace
     synced, fresh = pair
     new, version = sampled(fresh.engine), synced.engine.weight_version + 1
     with WeightSync(Tampered(synced.engine, without("model.layers.1.mlp.up_proj.weight")), OneRank(), "bfloat16") as sync:
-        with pytest.raises(WeightSyncError, match=r"only part of the weights came for model\.layers\.1\.mlp\.gate_up_proj"):
+        with pytest.raises(WeightSyncError, match=r"only part of the weights received for model\.layers\.1\.mlp\.gate_up_proj"):
             sync.push(shards(fresh.folder), version)
         assert is_paused(synced.engine)
         sync.push(shards(fresh.folder), version)

@@ -125,7 +125,7 @@ def test_what_a_worker_holds_must_be_what_was_written():
     report = {"server": "here", "worker": 1, "sums": sums}
     verify_adapter(sums, [report])
     for wrong in ({"layers.0.mlp.up_proj": ["1", "2"]}, sums | {"layers.0.mlp.down_proj": ["3", "5"]}):
-        with pytest.raises(WeightSyncError, match=r"here, worker 1: the adapter of .*down_proj is not the one that was written"):
+        with pytest.raises(WeightSyncError, match=r"here, worker 1: adapter of .*down_proj: the checksums differ from the written ones"):
             verify_adapter(sums, [report | {"sums": wrong}])
 
 

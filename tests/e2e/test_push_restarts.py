@@ -78,7 +78,9 @@ def test_a_push_whose_server_dies_is_done_over_when_it_is_back(read):
         kept.push(fresh.folder)
         assert sampled(synced.engine) == sampled_fresh()
     (told,) = kept.synced
-    assert re.search(r"^warning: a vLLM server died in a weight sync, which begins anew: .*phase (update|finish): vLLM server http", told)
+    assert re.search(
+        r"^warning: a vLLM server died during a weight sync; restarting the sync: .*phase (update|finish): vLLM server http", told
+    )
     assert "starting it again, 1 of 3 times" in kept.said[0] and "is back and waits for the next weight sync" in kept.said[1]
 
 

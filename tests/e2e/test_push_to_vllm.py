@@ -103,7 +103,7 @@ def test_a_server_that_hangs_in_the_middle_is_named_and_the_next_push_succeeds()
     processes = below(synced.launcher.servers[0].supervisor.pid)
     results = run_ranks(push_from_megatron, 4, dict(tp=2, pp=2), synced.engine, [fresh.folder], version, processes)
     sending = (
-        rf"rank \d: sending (layer \d|tensors outside of layers) \(model\..*\) to worker 0 of {synced.engine.urls[0]}: not done within 4 s"
+        rf"rank \d: sending (layer \d|tensors outside of layers) \(model\..*\) to worker 0 of {synced.engine.urls[0]}: timed out after 4 s"
     )
     for _, _, (told, seconds) in results:
         assert told.startswith(f"weight version {version} did not reach the engine, which stays paused: ")

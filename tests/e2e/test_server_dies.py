@@ -107,7 +107,7 @@ def test_a_run_over_p2p_whose_server_is_killed_in_a_sync_takes_the_same_steps(tm
     plain = world.train(tmp_path / "plain", *options)
     run = world.train(tmp_path / "killed", *options, prepare=die_in_the_fourth_sync, launched=True)
     assert run.code == 0, run.err
-    assert "a vLLM server died in a weight sync, which begins anew" in run.out and "waits for the next weight sync" in run.out
+    assert "a vLLM server died during a weight sync; restarting the sync" in run.out and "waits for the next weight sync" in run.out
     assert_same_steps(run, plain)
 
 

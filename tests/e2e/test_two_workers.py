@@ -145,7 +145,9 @@ def test_an_update_that_both_workers_refuse_leaves_no_answer_behind(two_workers)
         sync.push(halves(two_workers.folder), version)
     expected = greedy(two_workers.engine)
     with WeightSync(Tampered(two_workers.engine, without(f"{LAYER}.k_proj.weight")), OneRank(), "float32") as sync:
-        with pytest.raises(WeightSyncError, match=r"phase update: worker 0 of http.*: .*only part of the weights came .*; worker 1 of "):
+        with pytest.raises(
+            WeightSyncError, match=r"phase update: worker 0 of http.*: .*only part of the weights received .*; worker 1 of "
+        ):
             sync.push(halves(model_folder("qwen2", 1)), version + 1)
         sync.push(halves(two_workers.folder), version + 2)  # vLLM would take the second worker's refusal for its answer to this
     assert greedy(two_workers.engine) == expected

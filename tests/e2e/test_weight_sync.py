@@ -228,17 +228,17 @@ def halves(folder):
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (half_of_the_tensors, r"no weights came for model\.|only part of the weights came for model\."),
+        (half_of_the_tensors, r"no weights received for model\.|only part of the weights received for model\."),
         (
             without(f"{LAYER}.k_proj.weight"),
-            r"only part of the weights came for model\.layers\.1\.self_attn\.qkv_proj\.weight \(\d+ of \d+",
+            r"only part of the weights received for model\.layers\.1\.self_attn\.qkv_proj\.weight \(\d+ of \d+",
         ),
-        (without("model.embed_tokens.weight"), r"no weights came for model\.embed_tokens\.weight"),
-        (without_a_block, r"model\.layers\.1\.self_attn\.o_proj\.weight: nobody holds \[0:128, 64:128\]"),
+        (without("model.embed_tokens.weight"), r"no weights received for model\.embed_tokens\.weight"),
+        (without_a_block, r"model\.layers\.1\.self_attn\.o_proj\.weight: no rank holds \[0:128, 64:128\]"),
         (with_a_flipped_bit, r"rank 0, model\.layers\.1\.self_attn\.o_proj\.weight\[0:128, 64:128\]: checksum"),
         (without_a_file, r"worker 0 of http\S+: .*rank 0, model\..* cannot be read: No such file"),
         (with_a_short_file, r"rank 0, model\.layers\.1\.self_attn\.o_proj\.weight: .* holds \d+ bytes"),
-        (of_another_version, r"worker 0 of http\S+: .*rank 0 has given up writing weight version \d+, "),
+        (of_another_version, r"worker 0 of http\S+: .*rank 0 aborted weight version \d+, "),
         (with_another_shape, r"worker 0 of http\S+: "),
     ],
     ids=lambda x: getattr(x, "__name__", " "),

@@ -136,14 +136,14 @@ def test_notes_of_strangers_and_notes_that_were_moved_are_refused():
     board = Board("127.0.0.1", 0, Deadline(5), "the secret", serve=True)
     stranger = Board("127.0.0.1", board.port, Deadline(5), "a guess")
     stranger.put("key", {"seconds": 1})
-    with pytest.raises(WeightSyncError, match="the note key was left by somebody who does not know this run's secret"):
+    with pytest.raises(WeightSyncError, match="note key has an invalid HMAC; a process without this run's secret wrote it"):
         board.find("key")
     board.put("mine", [1])
     stranger.store.set("other", stranger.store.get("mine"))  # a true note under another key
     for forged in ("other", "junk", "empty"):
         stranger.store.set("junk", b"\x80\x04not a note")
         stranger.store.set("empty", b"")
-        with pytest.raises(WeightSyncError, match=f"the note {forged} was left by somebody"):
+        with pytest.raises(WeightSyncError, match=f"note {forged} has an invalid HMAC"):
             board.find(forged)
     board.meeting_point("group1").set("a", "b")
     assert not dist.PrefixStore("group1", stranger.store).check(["a"]) and not stranger.meeting_point("group1").check(["a"])

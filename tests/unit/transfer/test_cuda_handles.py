@@ -41,7 +41,7 @@ def test_a_handle_that_is_none_is_refused_before_it_is_opened(change, message):
 
 
 def test_memory_without_a_handle_is_named(tmp_path):
-    with pytest.raises(WeightSyncError, match="no handle came for the GPU memory gpu of rank 0"):
+    with pytest.raises(WeightSyncError, match="no CUDA IPC handle received for the GPU memory gpu of rank 0"):
         MappedBlocks(MANIFEST, 0, DeviceMaps({}, torch.device("cuda", 0)), Ledgers(tmp_path, 4))
 
 

@@ -80,9 +80,9 @@ def test_small_tensors_join_a_message_that_goes_anyway():
 
 def test_what_nobody_holds_is_named():
     held = {"model.layers.0.w": {cut((8, 3), 0, 0, 4): [0]}}
-    with pytest.raises(LookupError, match=r"model\.layers\.0\.w: nobody holds \[4:8, 0:3\]"):
+    with pytest.raises(LookupError, match=r"model\.layers\.0\.w: no rank holds \[4:8, 0:3\]"):
         plan_transfers(held, {"model.layers.0.w": {whole((8, 3)): [0]}})
-    with pytest.raises(LookupError, match=r"lm_head\.weight: nobody holds"):
+    with pytest.raises(LookupError, match=r"lm_head\.weight: no rank holds"):
         plan_transfers(held, {"lm_head.weight": {whole((8, 3)): [0]}})
 
 

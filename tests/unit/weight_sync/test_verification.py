@@ -42,7 +42,7 @@ def test_workers_that_read_the_same_slices_pass():
 @pytest.mark.parametrize(
     ("reports", "message"),
     [
-        ([report([["w", 0, cut((8, 6), 0, 0, 4), 10]])], r"http://a: nobody read w\[4:8, 0:6\]"),
+        ([report([["w", 0, cut((8, 6), 0, 0, 4), 10]])], r"http://a: no worker read w\[4:8, 0:6\]"),
         ([report([["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 12]])], r"rank 1, w\[4:8, 0:6\]: checksum"),
         ([report([["w", 0, ((0, 0), (4, 3)), 4], ["w", 0, ((0, 3), (4, 6)), 7], ["w", 1, cut((8, 6), 0, 4, 8), 11]])], r"rank 0, w\[0:4"),
         ([report([], version=4)], "worker 0 reports weight version 4; 5 was sent"),
@@ -74,7 +74,7 @@ def test_other_slices_of_a_block_pass_with_the_same_sum_or_where_they_overlap(re
 
 def test_a_second_server_must_have_read_everything_too():
     reads = [["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 11]]
-    with pytest.raises(WeightSyncError, match="http://b: nobody read w"):
+    with pytest.raises(WeightSyncError, match="http://b: no worker read w"):
         verify(MANIFEST, WRITTEN, [report(reads), report(reads[:1]) | {"server": "http://b"}])
 
 
