@@ -50,9 +50,7 @@ def fresh_matrix(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def load_adapter(
-    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, folder: Path, lora: LoraSection, key: str = RUN_KEY
-) -> None:
+def load_adapter(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, folder: Path, lora: LoraSection, key: str = RUN_KEY) -> None:
     """Fill the adapters from a folder that PEFT or `save_adapter` has written. Collective.
 
     Raises ValueError, with the fix, when rank, scale, projections or shapes differ from `lora` and the model, or a value is NaN or
@@ -62,7 +60,7 @@ def load_adapter(
     for name in ("rank", "alpha", "use_rslora"):
         wanted, made = getattr(lora, name), getattr(saved, name)
         if wanted != made:
-            raise ValueError(f"lora.{name}: {wanted}, and the adapter in {folder} was made with {made}; use that")
+            raise ValueError(f"lora.{name}: {wanted}, but the adapter in {folder} has {made}; set it to {made}")
     wanted = [(param, found) for _, param, found in adapter_blocks(chunks, hf_config, layout)]
     names = {name for names in layout.all_gather_objects([found[0].name for _, found in wanted]) for name in names}
     file = TensorFile(folder / WEIGHTS)
@@ -105,7 +103,7 @@ def base_of(folder: Path) -> str:
     """Return the base model of the adapter in `folder`. Raises ValueError when adapter_config.json does not name it."""
     name = json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
     if not name:
-        raise ValueError(f"{folder / CONFIG} names no base model; say which one it is with --model")
+        raise ValueError(f"{folder / CONFIG} names no base model; set it with --model")
     return name
 
 

@@ -49,7 +49,7 @@ def _verify(folder: Path, written: dict[str, str]) -> None:
         if not file.is_file():
             raise ValueError(f"{folder} is damaged: it lacks {name}, which {CHECKSUMS} names; copy the checkpoint again")
         if (found := f"{_crc(file):08x}") != crc:
-            raise ValueError(f"{file} is corrupt: its CRC-32 is {found}, and was {crc} when it was written; copy the checkpoint again")
+            raise ValueError(f"{file} is corrupt: its CRC-32 is {found}; {crc} was written; copy the checkpoint again")
 
 
 def _listed(folder: Path) -> dict[str, str]:

@@ -116,9 +116,9 @@ def files_for(shapes: Mapping[str, tuple[int, ...]], folder: Path, hf_config: Hf
     files = source.only(shapes.keys() | copies.keys())
     for name, shape in shapes.items():
         if name not in files.entries:
-            raise ValueError(f"model: the files of {folder} lack {name}; it is of another model")
+            raise ValueError(f"model: the files of {folder} lack {name}; they belong to another model")
         if files.entries[name].shape != shape:
-            raise ValueError(f"model: {name} has shape {shape}, and {files.entries[name].shape} in {folder}; it is of another model")
+            raise ValueError(f"model: {name} has shape {shape}, but {files.entries[name].shape} in {folder}, which holds another model")
     return files, copies
 
 

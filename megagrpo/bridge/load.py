@@ -110,7 +110,7 @@ class Checkpoint:
     def say_left_out(self, hf_config: HfConfig) -> None:
         """Warn on stderr about the tensors that are not trained."""
         if names := [name for name in self.left_out(hf_config) if not name.endswith(INV_FREQ)]:
-            warn(f"model: not trained and left out, of {self.folder}: {counted(names)}")
+            warn(f"model: not trained, dropped from {self.folder}: {counted(names)}")
 
     def entry(self, name: str) -> Entry:
         """Return dtype and shape of a tensor."""

@@ -122,7 +122,7 @@ def check_is_checkpoint(folder: Path) -> None:
     except (ValueError, TypeError) as error:
         raise ValueError(f"{folder / 'metadata.json'} is corrupt: {error}; copy the checkpoint again") from None
     if not found:
-        raise ValueError(f"{folder} is no Megatron checkpoint: it lacks the metadata.json of dist_checkpointing")
+        raise ValueError(f"{folder} is not a Megatron checkpoint: it lacks the metadata.json of dist_checkpointing")
 
 
 def _named(chunks: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

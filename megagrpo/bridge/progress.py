@@ -22,7 +22,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._here and self._before:
-            show(f"{self._title}: going on after {_size(self._before)} of {_size(self._total)}", self._stream)
+            show(f"{self._title}: resuming after {_size(self._before)} of {_size(self._total)}", self._stream)
         return self
 
     def __exit__(self, kind, *exc) -> None:

@@ -42,7 +42,7 @@ class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in RECORDS.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks to run {module}.{name}, which no checkpoint needs; nothing of it was run")
+            raise pickle.UnpicklingError(f"the pickle calls {module}.{name}, which no checkpoint needs; the call was blocked")
         return super().find_class(module, name)
 
 

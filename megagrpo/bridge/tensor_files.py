@@ -60,7 +60,7 @@ def parse_header(text: bytes | str, path: Path) -> dict[str, Entry]:
         raw = json.loads(text)
         found = {name: _entry(name, value, path) for name, value in raw.items() if name != METADATA}
     except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f"model: {path} is corrupt: its header is no JSON object ({error}); {AGAIN}") from None
+        raise ValueError(f"model: {path} is corrupt: its header is not a JSON object ({error}); {AGAIN}") from None
     at, entries = 0, dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)))
     for name, entry in entries.items():
         if entry.start != at:
@@ -101,7 +101,7 @@ def read_header(path: Path) -> bytes:
         size = path.stat().st_size
         length = int.from_bytes(file.read(_PREFIX), "little")
         if size < _PREFIX or length > size - _PREFIX:
-            raise ValueError(f"model: {path} is truncated, or no safetensors file: its {size} bytes end inside the header; {AGAIN}")
+            raise ValueError(f"model: {path} is truncated or not a safetensors file: its {size} bytes end inside the header; {AGAIN}")
         return file.read(length)
 
 

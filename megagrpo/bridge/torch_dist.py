@@ -152,7 +152,7 @@ class StoredTensors:
         try:
             self.metadata: Metadata = read_metadata(folder)
         except Exception as error:  # unpickling can raise any exception
-            raise ValueError(f"{folder} is no Megatron checkpoint, or its .metadata is corrupt: {error!r}") from None
+            raise ValueError(f"{folder} is not a Megatron checkpoint, or its .metadata is corrupt: {error!r}") from None
         self._map = cache(self._map)
         self._compared: set[tuple[str, int]] = set()  # (file, offset) of checked pieces
 
@@ -223,7 +223,7 @@ class StoredTensors:
             return
         with zipfile.ZipFile(archive) as records:
             if (bad := records.testzip()) is not None:
-                raise ValueError(f"{bad.partition('/')[2]} has another CRC-32 than when it was written")
+                raise ValueError(f"{bad.partition('/')[2]} has a wrong CRC-32")
         self._compared.add((info.relative_path, info.offset))
 
     def _whole(self, key: str, info: _StorageInfo) -> mmap.mmap:

@@ -287,7 +287,7 @@ DAMAGES = {
     ".metadata": (lambda path: [(path / ".metadata").write_bytes(b"{"), believe(path)], "or its .metadata is corrupt"),
     "a bit of the first": (
         flip("__0_0.distcp"),
-        r"__0_0.distcp is corrupt: its CRC-32 is \w{8}, and was \w{8} when it was written",
+        r"__0_0.distcp is corrupt: its CRC-32 is \w{8}; \w{8} was written",
     ),
     "a bit of the second": (flip("__1_0.distcp"), "__1_0.distcp is corrupt: its CRC-32"),
     "a bit of .metadata": (flip(".metadata"), ".metadata is corrupt: its CRC-32"),

@@ -191,7 +191,7 @@ def test_what_the_model_has_no_place_for_is_left_out_and_counted_and_the_rest_co
     manifest = json.loads((tmp_path / "m.json").read_text())
     assert not manifest["identical"] and not manifest["differences"] and set(manifest["left_out"]) == extra.keys()
     said, all_of_it = capfd.readouterr(), len(load_file(source / "model.safetensors"))
-    assert f"model: not trained and left out, of {source}: 2 tensors of layer 4: model.layers.4.eh_proj.weight, " in said.err
+    assert f"model: not trained, dropped from {source}: 2 tensors of layer 4: model.layers.4.eh_proj.weight, " in said.err
     assert "left out, because the model has no place for it: 3 tensors of layers 0, 4: " in said.out
     assert f"{all_of_it} tensors, 0.001 GB, 1 files: {all_of_it - 3} of them back without a changed byte" in said.out
     run_ranks(there, 1, source, tmp_path / "megatron", {})
@@ -379,16 +379,16 @@ def change_header(folder: Path) -> None:
         (truncate, r"__0_1.distcp is truncated: \S+ ends at byte \d+ of \d+"),
         (
             flip_a_bit,
-            r"__0_1.distcp is corrupt at byte \d+, where \S+ lies \(data/0 has another CRC-32 than when it was written\); copy the",
+            r"__0_1.distcp is corrupt at byte \d+, where \S+ lies \(data/0 has a wrong CRC-32\); copy the",
         ),
         (flip_a_bit_of_the_config, r"hf/config.json is corrupt: its CRC-32 is \w{8}, and was \w{8}"),
         (overwrite, r"__0_1.distcp is corrupt at byte \d+, where \S+ lies"),
         (lambda folder: (folder / ".metadata").write_bytes(b"no pickle"), ".metadata is corrupt"),
-        (lambda folder: (folder / "metadata.json").unlink(), "is no Megatron checkpoint"),
+        (lambda folder: (folder / "metadata.json").unlink(), "is not a Megatron checkpoint"),
         (change_config(hidden_size=192), r"has shape \(\d+, 96\); config.json implies \(\d+, 192\)"),
         (change_config(num_hidden_layers=5, layer_types=None), r"does not fit this model: it lacks decoder.layers.8"),
         (change_config(vocab_size=300), r"has shape \(127, 96\); config.json implies \(300, 96\)"),
-        (change_header, r"the files of \S+ lack model.layers.0.self_attn.k_proj.bias; it is of another model"),
+        (change_header, r"the files of \S+ lack model.layers.0.self_attn.k_proj.bias; they belong to another model"),
     ],
     ids=[
         "no file",

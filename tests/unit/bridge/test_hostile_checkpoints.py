@@ -65,7 +65,7 @@ def test_an_index_that_would_run_something_is_refused_and_runs_nothing(tmp_path)
     proof = tmp_path / "it ran"
     for held in (Evil(proof), Metadata({}, planner_data={"deep": [Evil(proof)]})):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(held))
-        with pytest.raises(ValueError, match=r"its \.metadata is corrupt: .*it asks to run posix\.mkdir, which no checkpoint needs"):
+        with pytest.raises(ValueError, match=r"its \.metadata is corrupt: .*the pickle calls posix\.mkdir, which no checkpoint needs"):
             StoredTensors(tmp_path)
         assert not proof.exists()
     pickle.loads((tmp_path / ".metadata").read_bytes())  # the same file to a reader that trusts it

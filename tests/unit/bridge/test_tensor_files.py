@@ -86,7 +86,7 @@ def test_a_header_that_ends_beyond_the_file_or_is_no_json_is_named(folder):
     path.write_bytes((2**40).to_bytes(8, "little") + good[8:])
     refused(folder, str(path), "end inside the header")
     path.write_bytes(good[:8] + b"x" + good[9:])
-    refused(folder, str(path), "its header is no JSON object")
+    refused(folder, str(path), "its header is not a JSON object")
 
 
 def test_bytes_after_the_last_tensor_are_damage(folder):
