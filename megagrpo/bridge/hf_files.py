@@ -104,8 +104,8 @@ def files_of(folder: Path) -> Files | None:
 def files_for(shapes: Mapping[str, tuple[int, ...]], folder: Path, hf_config: HfConfig) -> tuple[Files, dict[str, str]]:
     """Return the files for tensors of these `shapes`, and tensor -> original for tensors that are copies.
 
-    The files are those of the model in `folder`, if known. Tensors that the model lacks, such as layers for speculative decoding, are
-    dropped. A tied head with a tensor of its own is a copy. Raises ValueError when the files lack a tensor or have another shape.
+    The model in `folder` determines the files, if known. Its tensors without an entry in `shapes`, such as layers for speculative decoding,
+    are dropped. A tied head with a tensor of its own is a copy. Raises ValueError when the files lack a tensor or have another shape.
     """
     source = files_of(folder)
     if source is None:

@@ -76,7 +76,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     After a failed update every layer has either all of its old weights or all of its new ones, so the next update starts clean. The trainer
     keeps the engine paused until an update succeeds. Failures are reported, never raised. When several workers raise, vLLM (seen in 0.32)
-    reads only the first answer and takes the other answers for those of its next call.
+    reads only the first answer. It then takes the other answers for answers to its next call.
     """
 
     init_info_cls = InitInfo

@@ -37,7 +37,7 @@ Found = list[tuple[str, Tensor, Sequence[Block]]]
 
 @dataclass(frozen=True)
 class Invitation:
-    """What every rank must know about an update: the address and secret of rank 0's board, the index of the attempt, and the servers."""
+    """The data that every rank needs for an update: address and secret of rank 0's board, the index of the attempt, and the servers."""
 
     host: str
     port: int
