@@ -1,1 +1,1 @@
-"""The client of vLLM's servers: how they are asked, how they take new weights, how they fail."""
+"""The client of vLLM servers: requests, weight updates, health checks and failure handling."""

@@ -1,7 +1,7 @@
-"""Who may ask a vLLM server: those who know its token. vLLM's own `--api-key` leaves its routes for weights and for developers open.
+"""Token authentication for vLLM servers. vLLM's own `--api-key` does not protect its weight update and developer routes.
 
-A token reaches a process by a file that only its owner reads, or by the environment; a command line and a resolved config are for all to
-read.
+A process gets its token from a file that only its owner can read, or from the environment. Command lines and the resolved config never hold
+a token, because other users can read them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ REFUSAL = (
 
 
 def read_token(file: str | Path | None, key: str = "rollout.token_file") -> str | None:
-    """The token in `file`, else in the file that the environment names, else in the environment, out of which it is taken so that children
-    do not inherit it; None where there is none. ValueError that begins with `key` for a file that others may read, and for no token."""
+    """Read the server token, and remove it from the environment so that child processes do not inherit it.
+
+    The first source that exists counts: `file`, the file named by MEGAGRPO_TOKEN_FILE, the variable MEGAGRPO_TOKEN. Returns None without
+    any of them. Raises ValueError, beginning with `key`, when the file is unreadable, readable by others, or holds no valid token.
+    """
     given = os.environ.pop(TOKEN_VARIABLE, None)
     if file is None and FILE_VARIABLE in os.environ:
         file, key = os.environ[FILE_VARIABLE], FILE_VARIABLE
@@ -52,12 +55,12 @@ def _checked(token: str, what: str) -> str:
 
 
 def headers(token: str | None) -> dict[str, str]:
-    """What a request says to be let in."""
+    """The HTTP headers that authenticate a request; empty without a token."""
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface. ValueError names those there are when it has none."""
+    """Return the IPv4 address of a network interface. Raises ValueError, with the names of all interfaces, when it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             told = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
@@ -72,8 +75,11 @@ Receive, Send = Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[
 
 
 class TokenGuard:
-    """ASGI middleware around all of vLLM's routes, those of other middleware too: 401 for whoever does not send the token that the server
-    found in its environment or in the file named there. `/health` stays open. A server without a token does not start."""
+    """ASGI middleware that answers 401 to every request without the server's token. It wraps all vLLM routes and all other middleware.
+
+    It reads the token as `read_token` does, from the environment or the file named there. `/health` needs no token. Raises ValueError, so
+    that the server does not start, when there is no token.
+    """
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]):
         token = read_token(None)
@@ -82,11 +88,11 @@ class TokenGuard:
         self._app, self._expected = app, headers(token)["Authorization"].encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """One request, connection or event of the server."""
+        """Handle one request, WebSocket connection or lifespan event."""
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] == OPEN_ROUTE) or self._knows(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": "no token"})  # before it is accepted: answered with 403
+            await send({"type": "websocket.close", "code": 1008, "reason": "no token"})  # closed before it is accepted: the client gets 403
         else:
             body = json.dumps({"error": {"message": REFUSAL, "code": 401}}).encode()
             kind = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]

@@ -1,4 +1,4 @@
-"""What a server answered to a prompt, taken for an answer only when it is one; how it goes on; and how long it may take."""
+"""Validation of vLLM's responses to prompts, continuation of aborted ones, and request deadlines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from megagrpo.engine.protocol import derive_seed
 
 
 class Garbage(ValueError):
-    """An answer that is none: another program's, half of one, or one that contradicts itself."""
+    """The response is invalid: from another program, truncated, or inconsistent."""
 
 
 def read_choices(answer: httpx.Response, n: int, max_tokens: int) -> list[dict[str, Any]]:
-    """The `n` choices of an answer, by index. Garbage unless each has an index of its own, no more than `max_tokens` tokens, a log-prob of
-    each of them, and a reason why it ended."""
+    """Return the `n` choices of a response, sorted by index.
+
+    Raises Garbage unless the indices are 0 to n - 1 and each choice has a finish reason, at most `max_tokens` token ids, and a log-prob for
+    each of them.
+    """
     try:
         choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n)):
@@ -45,12 +48,13 @@ def _check(choice: dict[str, Any], max_tokens: int) -> None:
 
 
 def is_broken_off(choice: dict[str, Any]) -> bool:
-    """Whether an update of the weights has ended the choice before its time."""
+    """Whether the choice was aborted, by a weight update or by `cut`, before it was complete."""
     return choice["finish_reason"] == "abort"
 
 
 def rest_of(body: dict[str, Any], choice: dict[str, Any], limit: int | None = None) -> dict[str, Any]:
-    """The request that continues a choice which was broken off, by `limit` tokens: those that it has belong to the prompt then."""
+    """Build the request that continues an aborted choice, by at most `limit` tokens. The tokens generated so far become part of the
+    prompt."""
     params, written = body["sampling_params"], choice["token_ids"]
     seed = derive_seed(params["seed"], choice["index"], len(written))
     left = {"n": 1, "max_tokens": limit or params["max_tokens"] - len(written), "seed": seed}
@@ -58,7 +62,7 @@ def rest_of(body: dict[str, Any], choice: dict[str, Any], limit: int | None = No
 
 
 def joined(choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """A choice that was broken off with the one that continues it."""
+    """Join an aborted choice with its continuation; spans of weight versions are shifted to positions in the joined response."""
     written = len(choice["token_ids"])
     content = [entry for part in (choice, more) for entry in (part["logprobs"] or {}).get("content") or ()]
     later = [span | {key: span[key] + written for key in ("start", "end")} for span in more.get("weight_versions") or ()]
@@ -71,15 +75,16 @@ def joined(choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 class Deadlines:
-    """Ends requests that take longer than `seconds` in all, however slowly their answers drip, and all of a server when it is told to."""
+    """Request timeouts: ends a request after `seconds` in total, however slowly its response drips, and all requests of a server on
+    demand."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
-        self._under_way: dict[tuple[Any, str], set[asyncio.Timeout]] = defaultdict(set)  # of each event loop and server
+        self._under_way: dict[tuple[Any, str], set[asyncio.Timeout]] = defaultdict(set)  # (event loop, server) -> its requests
 
     @contextlib.asynccontextmanager
     async def of(self, url: str) -> AsyncIterator[None]:
-        """A request to the server at `url`; TimeoutError when it is ended."""
+        """Run one request to the server at `url` under the deadline. Raises TimeoutError when the request is ended."""
         async with asyncio.timeout(self.seconds) as limit:
             mine = self._under_way[asyncio.get_running_loop(), url]
             mine.add(limit)
@@ -89,13 +94,13 @@ class Deadlines:
                 mine.discard(limit)
 
     def end(self, url: str) -> None:
-        """End those of this event loop that are under way at the server."""
+        """End this event loop's requests that are in flight at the server."""
         loop = asyncio.get_running_loop()
         for limit in [*self._under_way[loop, url]]:
             limit.reschedule(loop.time())
 
     def forget(self) -> None:
-        """Let go of the event loop that runs, at its end."""
+        """Drop the state of the running event loop; call this before the loop ends."""
         loop = asyncio.get_running_loop()
         for key in [key for key in self._under_way if key[0] is loop]:
             del self._under_way[key]

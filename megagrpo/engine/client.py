@@ -22,14 +22,14 @@ from megagrpo.engine.updates import LOOK_SECONDS, Updates, adapter_name
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
-ATTEMPTS = 3  # of one request on servers that answer their health check
+ATTEMPTS = 3  # attempts per request while the servers pass their health check
 PULSE_SECONDS = 2.0  # between two health checks of a server that works on prompts
-SILENT_SECONDS = 30.0  # a server that answers none for so long has its prompts taken away
+SILENT_SECONDS = 30.0  # without a passed health check, after which a server's prompts go to other servers
 
 
 @dataclass
 class _Job:
-    """One prompt on its way: the request body, the weight version when it was made, and how often it has failed."""
+    """A request for one prompt: its body, the weight version at its creation, and the number of failed attempts."""
 
     place: int
     prompt: Prompt
@@ -39,14 +39,14 @@ class _Job:
 
 
 class VllmEngine(Updates):
-    """Rollouts from vLLM servers that hold the same weights.
+    """Generates rollouts on vLLM servers that all hold the same weights.
 
-    `decode` turns response ids into text. Each server works on up to `max_num_seqs` sequences; a free one takes the next prompt. When a
-    server stops answering, its prompts go to the others, and it is asked again once it holds the current weights. `model` asks for what
-    the servers call so, such as an adapter that they started with; with `any_version` they may have been given weights by others. The
-    other options are those of `Updates`.
+    `decode` turns response ids into text. Each server works on up to `max_num_seqs` sequences; a free server takes the next prompt. When a
+    server stops responding, its prompts go to other servers. It gets requests again once it has the current weights. `model` is the model
+    name to request, such as an adapter that the servers started with. With `any_version` the weight versions of responses are not checked,
+    because other clients may have updated the weights. All other options are those of `Updates`.
 
-    `generate` may be called from several threads, also while weights are updated where `in_flight` says that responses go on then.
+    `generate` is thread-safe. With `in_flight` it may also run during a weight update.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class VllmEngine(Updates):
         self.decode, self.max_num_seqs, self.model, self.any_version = decode, max_num_seqs, model, any_version
         self._deadlines = Deadlines(self.timeout)
         self._interrupted = False
-        self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = set()  # what `interrupt` ends
-        self._asking: dict[str, int | None] = {}  # name of each request under way -> place of its prompt
+        # (event loop, task) of each `generate`, for `interrupt`
+        self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = set()
+        self._asking: dict[str, int | None] = {}  # request id of each request in flight -> place of its prompt
         self._cut: set[int] = set()
 
     # -- generation
@@ -78,13 +79,14 @@ class VllmEngine(Updates):
         on_group: OnGroup | None = None,
         on_begun: Callable[[], None] = lambda: None,
     ) -> list[list[Rollout]]:
-        """`n` rollouts of each prompt, in order. Each prompt's seed follows from `seed`, its prompt_id and its occurrence.
+        """Generate `n` rollouts of each prompt, in the order of `prompts`. A prompt's seed depends on `seed`, its prompt_id and its
+        occurrence.
 
-        `on_group` gets the place and the rollouts of each prompt as they come; `on_begun` is called, once or more often, when all are on
-        servers that have room for more.
+        `on_group` is called with each prompt's index and rollouts as they finish. `on_begun` is called, possibly more than once, when all
+        prompts are on servers and a server has room for more.
 
-        Raises EngineDeadError when no server is left, EngineStarved when all that are left wait for weights, EngineInterrupted after
-        `interrupt`, EngineError when a server refuses a request or its answer does not add up.
+        Raises EngineDeadError when no server is left, EngineStarved when all remaining servers need weights, EngineInterrupted after
+        `interrupt`, EngineError when a server rejects a request or its response is inconsistent.
         """
         jobs: deque[_Job] = deque()
         for place, prompt in enumerate(prompts):
@@ -93,13 +95,14 @@ class VllmEngine(Updates):
         return self._run(jobs, n, on_group, on_begun)
 
     def extend(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Rollout]:
-        """One rollout of each prompt, with limits and a seed of its own, in order. Fails as `generate` does."""
+        """Generate one rollout of each prompt, in order, each with its own limits and seed. Raises the errors of `generate`."""
         given = enumerate(zip(prompts, sampling, seeds, strict=True))
         jobs = deque(self._job(place, prompt, 1, params, seed) for place, (prompt, params, seed) in given)
         return [rollout for (rollout,) in self._run(jobs, 1)]
 
     def read_tool_calls(self, turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]) -> list[ToolCalls]:
-        """What stands outside of the tool calls in each turn, and the calls, by the parser that the servers were started with."""
+        """Return, for each turn, the text outside of the tool calls and the calls. The servers parse the turns with the tool parser they
+        started with."""
 
         async def read() -> list[ToolCalls]:
             async with self._client() as client:
@@ -125,18 +128,18 @@ class VllmEngine(Updates):
         return groups
 
     def interrupt(self) -> None:
-        """Have every `generate` that is under way close its connections, on which vLLM drops the requests, and raise EngineInterrupted;
-        every later one raises it at once. May be called from a signal handler."""
+        """Make every running and every later `generate` raise EngineInterrupted. Running ones close their connections, on which vLLM drops
+        the requests. May be called from a signal handler."""
         self._interrupted = True
         for loop, task in list(self._under_way):
-            with contextlib.suppress(RuntimeError):  # it has just come to its end in another thread
+            with contextlib.suppress(RuntimeError):  # the event loop has just ended in another thread
                 loop.call_soon_threadsafe(task.cancel)
 
     async def _work_off(self, jobs: deque[_Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
         mine = asyncio.get_running_loop(), asyncio.current_task()
         self._under_way.add(mine)
         try:
-            if self._interrupted:  # looked at after the line above, so that no interrupt falls between the two
+            if self._interrupted:  # check after registering in _under_way: the other order races with `interrupt`
                 raise asyncio.CancelledError
             await self._serve_all(jobs, n, take_in, on_begun)
         finally:
@@ -153,7 +156,7 @@ class VllmEngine(Updates):
         async def serve(client: httpx.AsyncClient, url: str) -> None:
             nonlocal left, busy
             while left and (self.patience or url not in self.dead):
-                if not jobs or url in self.dead:  # another server may still give its prompts back, and this one come back
+                if not jobs or url in self.dead:  # another server may still return its prompts, and this server may recover
                     await more.wait()
                     continue
                 job, busy = jobs.popleft(), busy + 1
@@ -171,7 +174,7 @@ class VllmEngine(Updates):
         async def wake() -> None:
             while left and (self.patience or self._living()):
                 if jobs and self._living():
-                    more.set()  # once for each that waits
+                    more.set()  # wakes every waiting `serve` once
                     more.clear()
                 await asyncio.sleep(0.02)
             more.set()
@@ -187,7 +190,7 @@ class VllmEngine(Updates):
                 elif not self.refills and any([await answers(client, url) for url in self.urls]):
                     raise EngineStarved(f"{', '.join(map(self._name, self.urls))}: none has weight version {self.weight_version}")
                 elif time.monotonic() - silent_since >= self.patience:
-                    self._alive()  # raises
+                    self._alive()  # raises EngineDeadError
                 await _pause(LOOK_SECONDS, lambda: not left)
 
         async def watch(client: httpx.AsyncClient) -> None:
@@ -195,7 +198,7 @@ class VllmEngine(Updates):
             while left:
                 living, began = self._living(), time.monotonic()
                 wells = await _all([answers(client, url) for url in living])
-                busy = time.monotonic() - began > HEALTH_SECONDS + 1  # this process had no time to listen
+                busy = time.monotonic() - began > HEALTH_SECONDS + 1  # this process was starved of CPU, so silence proves nothing
                 for url, well in zip(living, wells, strict=True):
                     if well or busy or url in self.dead:
                         heard[url] = time.monotonic()
@@ -206,17 +209,18 @@ class VllmEngine(Updates):
 
         async with self._client() as client:
             urls = self.urls if self.patience else self._alive()
-            work = [serve(client, url) for _ in range(min(slots, len(jobs))) for url in urls]  # servers take turns
+            # prompts are distributed over the servers in turn
+            work = [serve(client, url) for _ in range(min(slots, len(jobs))) for url in urls]
             try:
                 await _all([*work, wake(), *([await_servers(client), watch(client)] if self.patience else [])])
             finally:
                 self._deadlines.forget()
         if left:
-            self._alive()  # raises
+            self._alive()  # raises EngineDeadError
 
     async def _finished(self, client: httpx.AsyncClient, url: str, job: _Job) -> list[dict[str, Any]] | None:
-        """The choices for one prompt; None when it must be tried again, here or elsewhere. What an update of the weights has broken off
-        goes on from the tokens that are there."""
+        """Return the complete choices for one prompt, or None when it must be retried, on this server or another. Choices that a weight
+        update aborted are continued from their tokens."""
         choices = await self._ask(client, url, job)
         while choices and any(map(is_broken_off, choices)) and (self.in_flight == "resume" or job.prompt.place in self._cut):
             rests = await _all([self._rest(client, url, job, choice) for choice in choices])
@@ -224,7 +228,8 @@ class VllmEngine(Updates):
         return choices
 
     async def _rest(self, client: httpx.AsyncClient, url: str, job: _Job, choice: dict[str, Any]) -> dict[str, Any] | None:
-        """A choice with what follows it, when it was broken off; of one that was cut no more than its first token."""
+        """Return a choice together with its continuation if it was aborted, None when the continuation failed. A choice that was cut ends
+        with the tokens it has, but gets at least one."""
         if not is_broken_off(choice):
             return choice
         if not (cut := job.prompt.place in self._cut):
@@ -236,19 +241,20 @@ class VllmEngine(Updates):
         return choice | {"finish_reason": "length", "cut": cut}
 
     def cut(self, places: Collection[int]) -> None:
-        """Have the responses to prompts at these places that are under way end with the tokens that they have."""
+        """Truncate the in-flight responses to prompts at these places: they end with the tokens generated so far."""
         self._cut |= set(places)
-        asked = [f"generate-tokens-{name}" for name, place in dict(self._asking).items() if place in places]  # as vLLM calls them
+        asked = [f"generate-tokens-{name}" for name, place in dict(self._asking).items() if place in places]  # the request ids inside vLLM
 
         async def verbs(client: httpx.AsyncClient, url: str) -> None:
-            with contextlib.suppress(WeightSyncError):  # whoever waits for the responses of a server that fails will say so
+            with contextlib.suppress(WeightSyncError):  # a failing server's error surfaces where its responses are awaited
                 await self._post(client, url, "/inference/v1/abort_requests", {"request_ids": asked}, HEALTH_SECONDS)
 
         if asked:
             asyncio.run(self._each(verbs, only=self._living()))
 
     async def _ask(self, client: httpx.AsyncClient, url: str, job: _Job) -> list[dict[str, Any]] | None:
-        """The choices for one prompt, as they come; None when it must be tried again, here or elsewhere."""
+        """Send the request for one prompt and return its choices, which may be aborted; None when the prompt must be retried, here or
+        elsewhere."""
         name = uuid.uuid4().hex
         self._asking[name] = job.prompt.place
         try:
@@ -274,21 +280,25 @@ class VllmEngine(Updates):
         except Garbage as error:
             return await self._failed(client, url, job, str(error), trusted=False)
         others = {version for choice in choices for version in self._other_versions(choice)}
-        if self.patience and others:  # it was started again and waits for its weights
+        if self.patience and others:  # the server was restarted and does not have the current weights yet
             return await self._failed(client, url, job, f"it sampled with weight version {sorted(others)}", trusted=False)
         return choices
 
     async def _was_paused(self, client: httpx.AsyncClient, url: str) -> bool:
-        """Whether the server refused a request only because its weights are updated; then it serves again when this returns."""
+        """Whether the server rejected a request only because of a weight update. In that case wait until the server is no longer paused."""
         paused = False
-        with contextlib.suppress(WeightSyncError):  # the request tells what is the matter
+        with contextlib.suppress(WeightSyncError):  # the next request will fail and report the cause
             while (await self._get(client, url, "/is_paused", HEALTH_SECONDS))["is_paused"]:
                 paused = True
                 await asyncio.sleep(LOOK_SECONDS)
         return paused
 
     async def _failed(self, client: httpx.AsyncClient, url: str, job: _Job, reason: str, trusted: bool = True) -> None:
-        """Have a prompt tried again, after a pause that doubles, or elsewhere; a server that is not `trusted` any more is left out."""
+        """Count a failed attempt of a prompt, so that it is retried after an exponential backoff or on another server.
+
+        A server that fails its health check counts as dead. A server that is not `trusted`, or that fails a prompt repeatedly, is excluded
+        for a while. Raises EngineError when no attempts are left.
+        """
         job.failures += 1
         if not await answers(client, url):
             self.dead.add(url)
@@ -300,7 +310,8 @@ class VllmEngine(Updates):
             await asyncio.sleep(LOOK_SECONDS * 2 ** (job.failures - 1))
 
     def _hung(self, url: str, job: _Job, error: Exception) -> None:
-        """The same for a prompt that got no answer in time, on a server that may hang."""
+        """Count a request that got no response in time, and exclude its server, which may hang. Raises EngineError when no attempts are
+        left."""
         if self.patience and url in self.dead:  # `watch` has ended the request
             return
         job.failures += 1
@@ -327,9 +338,11 @@ class VllmEngine(Updates):
         return Rollout(prompt, ids, logprobs, choice["finish_reason"], version[1], self.decode(ids), later_versions=tuple(later))
 
     def _versions(self, url: str, job: _Job, choice: dict[str, Any]) -> list[tuple[int, int]]:
-        """(first token, weight version) of each part of `choice`; EngineError unless they are those of the last sync, e.g. after somebody
-        restarted a server, or earlier ones where generation runs ahead. A server that does not say is taken to have kept the weights that
-        it had when it was asked."""
+        """Return (first token, weight version) of each part of `choice`.
+
+        Raises EngineError for another version than the last sync's, for example after a user restarted a server; with `in_flight` earlier
+        versions are valid too. A server that reports no version is assumed to have kept the weights it had when the request was made.
+        """
         if (others := self._other_versions(choice)) and not self.any_version:
             expected = self._served_version()
             raise EngineError(f"{self._name(url)} sampled with weight version {sorted(others)}; the last sync was {expected}")
@@ -340,8 +353,8 @@ class VllmEngine(Updates):
         return [part for i, part in enumerate(found) if i == 0 or part[1] != found[i - 1][1]]
 
     def _other_versions(self, choice: dict[str, Any]) -> set[str]:
-        """Weight versions that had a part in `choice` and must not. Of those that run ahead, the next version may be known to the server
-        and not yet here."""
+        """Return the weight versions that sampled part of `choice` and are invalid. With `in_flight`, the server may know the next version
+        before this client does, so that one is valid."""
         found = {span["version"] for span in choice.get("weight_versions") or ()} - {self._served_version()}
         if self.in_flight is None:
             return found
@@ -351,7 +364,7 @@ class VllmEngine(Updates):
         return _Job(place, prompt, _request(prompt, n, sampling, seed) | self._model(), self.weight_version)
 
     def _model(self) -> dict[str, str]:
-        """What a request says about whose weights it wants: nothing before the first adapter came."""
+        """The request field that names the model; empty for full weights, and before the first adapter is loaded."""
         if self.model is not None:
             return {"model": self.model}
         return {"model": adapter_name(self.weight_version)} if self.lora and self.weight_version else {}
@@ -367,21 +380,21 @@ def _request(prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> dic
         "max_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
         "seed": seed,
-        "logprobs": 0,  # the sampled token's own and no others
+        "logprobs": 0,  # only the log-prob of the sampled token
         "detokenize": False,
     }
     return {"token_ids": list(prompt.token_ids), "sampling_params": params}
 
 
 async def _pause(seconds: float, over: Callable[[], bool]) -> None:
-    """Sleep, no longer than until it is `over`."""
+    """Sleep for `seconds`, or until `over` returns True."""
     ends = time.monotonic() + seconds
     while not over() and time.monotonic() < ends:
         await asyncio.sleep(0.02)
 
 
 async def _all(coroutines: Sequence[Coroutine]) -> list[Any]:
-    """Results of all; when one fails, the others are cancelled and its error is raised."""
+    """Run the coroutines concurrently and return their results in order. When one fails, cancel the others and raise its error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

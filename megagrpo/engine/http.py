@@ -1,4 +1,4 @@
-"""vLLM servers seen from outside: their addresses, which of them answer, and requests that steer them."""
+"""HTTP access to vLLM servers: their addresses, health checks, exclusion of unreliable servers, and control requests."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ from megagrpo.engine.access import headers
 from megagrpo.engine.protocol import EngineDeadError
 from megagrpo.transfer.manifest import WeightSyncError
 
-CERTIFICATES = httpx.create_ssl_context(trust_env=False)  # every client would read them anew, which takes longer than a request
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds that a server which cannot be trusted is left out for
-CONNECT_SECONDS = 30.0  # more than thousands of requests that begin at once keep this process from looking
-POOLS = 64  # of connections, for one client
-GOOD_SECONDS = 120.0  # that it must do well for before that begins with the first one again
-OF_PROXIES = (502, 503, 504)  # status codes that say that the server behind did not answer
-HEALTH_SECONDS = 5.0  # within which a server answers that it is well
+# shared: each client would otherwise load the certificates again, which takes longer than a request
+CERTIFICATES = httpx.create_ssl_context(trust_env=False)
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # first and longest time for which an unreliable server is excluded
+CONNECT_SECONDS = 30.0  # longer than thousands of simultaneous requests can keep this process from checking for connections
+POOLS = 64  # connection pools per client
+GOOD_SECONDS = 120.0  # healthy this long after an exclusion, the exclusion backoff starts over
+OF_PROXIES = (502, 503, 504)  # status codes by which a proxy reports that the server behind it did not respond
+HEALTH_SECONDS = 5.0  # timeout of a health check
 
 
 class Servers:
-    """`urls` are the servers, `logs` their log files for messages, `token` what they ask for. `dead` are those that no request goes to,
-    `waiting` those of them that only need new weights, `joining` those that were never asked. While there is a file `urls_file`, it names
-    the servers: see `follow`. `moved` says at which addresses servers listen that were restarted at another port."""
+    """The addresses and the states of the vLLM servers.
+
+    `urls` are the server addresses, `logs` their log files (for messages), `token` authenticates requests. No request goes to servers in
+    `dead`. `waiting`, a subset of it, holds servers that only need new weights; `joining` holds servers that have never served this run.
+    While the file `urls_file` exists, it names the servers: see `follow`. `moved` maps servers that were restarted on another port to their
+    new address. Raises ValueError without any URL.
+    """
 
     def __init__(
         self,
@@ -52,8 +57,9 @@ class Servers:
         self.joining: set[str] = set()
 
     def follow(self) -> None:
-        """Take in servers that `urls_file` names newly, as dead ones until they hold the current weights, and forget those that it names no
-        more. What is not there, or names no server, changes nothing. Not while requests are under way."""
+        """Update the servers from `urls_file`. New servers count as dead until they have the current weights; servers that the file no
+        longer names are forgotten. A file that is missing or names no server changes nothing. Do not call this while requests are in
+        flight."""
         named = [] if self.urls_file is None else read_urls(self.urls_file)
         if named and named != self.urls:
             new = set(named) - set(self.urls)
@@ -62,7 +68,7 @@ class Servers:
             self.urls = named
 
     def leave_out(self, url: str) -> None:
-        """No request goes to a server that answers and cannot be trusted, for a time that doubles with each turn."""
+        """Exclude a server that responds but is unreliable. The exclusion time doubles with each call."""
         self.dead.add(url)
         if self.barred(url):
             return
@@ -72,17 +78,20 @@ class Servers:
         self._faults[url] += 1
 
     def barred(self, url: str) -> bool:
-        """Whether that time is not over."""
+        """Whether the server's exclusion time has not passed yet."""
         return time.monotonic() < self._barred_until.get(url, 0.0)
 
     def close(self) -> None:
-        """Connections live no longer than one call: nothing to let go of."""
+        """Do nothing: each connection lives no longer than one call."""
 
     async def _post(
         self, client: httpx.AsyncClient, url: str, path: str, body: Any = None, seconds: float | None = None, optional: bool = False
     ) -> Any:
-        """What the server answers; None from one that lacks an `optional` route. WeightSyncError when it answers with an error; its kinds
-        ServerTimeout and NoAnswer when it does not."""
+        """Send a POST request and return the JSON of the response; None when the server lacks an `optional` route or sends no JSON.
+
+        Raises WeightSyncError for an error status, or its subclasses: ServerTimeout on a timeout, NoAnswer when the server itself did not
+        respond.
+        """
         timeout = httpx.USE_CLIENT_DEFAULT if seconds is None else seconds
         return await self._control(client.post(f"{url}{path}", json=body, timeout=timeout), url, path, seconds, optional)
 
@@ -113,7 +122,8 @@ class Servers:
             raise NoAnswer(f"{self._name(url)} answered no JSON to {path}: {answer.text[:80]!r}") from error
 
     async def _each(self, verb: Callable[..., Coroutine], *args: Any, only: Collection[str] | None = None) -> list[Any]:
-        """`verb` on every living server, or on those in `only`, at once. All of them come to an end before the first error is raised."""
+        """Run `verb` on every live server, or on those in `only`, concurrently. The first error is raised after all of them have
+        finished."""
         async with self._client() as client:
             urls = self._alive() if only is None else only
             results = await asyncio.gather(*(verb(client, url, *args) for url in urls), return_exceptions=True)
@@ -123,7 +133,7 @@ class Servers:
         return results
 
     def _client(self) -> httpx.AsyncClient:
-        # vLLM closes a connection after an error: a request that reuses it at that moment would be lost.
+        # vLLM closes a connection after an error. A request that reuses the connection at that moment would be lost, so none is kept alive.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         spread = Spread(self._moved, limits=limits, trust_env=False, verify=CERTIFICATES)
         return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=CONNECT_SECONDS), transport=spread, headers=self._headers)
@@ -141,15 +151,18 @@ class Servers:
 
 
 class Spread(httpx.AsyncBaseTransport):
-    """Requests in turn over several pools of connections. For each request, and at its end, a pool looks through all connections that it
-    has, which would be the client's main work with thousands of them."""
+    """An HTTP transport that distributes requests over several connection pools in turn.
+
+    For each request, and at its end, a pool scans all of its connections. With thousands of connections in one pool that scan dominates the
+    client's CPU time.
+    """
 
     def __init__(self, moved: MovedServers | None = None, **options: Any):
         self._moved, self._options, self._turn = moved, options, 0
         self._pools: list[httpx.AsyncHTTPTransport] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """The answer, by the pool whose turn it is, of the server at its present address."""
+        """Send the request to the server's current address, through the next pool."""
         if self._moved is not None:
             self._moved.redirect(request)
         place = self._turn % POOLS
@@ -165,9 +178,9 @@ class Spread(httpx.AsyncBaseTransport):
 
 
 class MovedServers:
-    """Addresses of servers that were restarted at another port because another process had taken theirs.
+    """Current addresses of servers that were restarted on another port because another process had taken their port.
 
-    The launcher writes `file`, a JSON object URL -> present address; every rank reads it. A server keeps its first URL as its name, so
+    The launcher writes `file`, a JSON object URL -> current address; every rank reads it. A server keeps its first URL as its name, so
     nothing else changes when it moves.
     """
 
@@ -176,17 +189,17 @@ class MovedServers:
         self._addresses: dict[str, httpx.URL] = {}
 
     def write(self, addresses: dict[str, str]) -> None:
-        """Replace the file at once, so that no reader sees a part of it."""
+        """Replace the file atomically, so that no reader sees a partial file."""
         draft = self._file.with_suffix(".part")
         draft.write_text(json.dumps(addresses))
         draft.replace(self._file)
 
     def forget(self) -> None:
-        """Remove what an earlier start wrote."""
+        """Remove the file of an earlier start."""
         self._file.unlink(missing_ok=True)
 
     def redirect(self, request: httpx.Request) -> None:
-        """Send `request` to the present address of its server."""
+        """Rewrite `request` to the current address of its server, if the server has moved."""
         try:
             found = self._file.stat()
             if (found.st_ino, found.st_mtime_ns) != self._seen:
@@ -200,15 +213,16 @@ class MovedServers:
 
 
 class ServerTimeout(WeightSyncError):
-    """A server that took a request did not answer it in time."""
+    """A server accepted a request but did not respond in time."""
 
 
 class NoAnswer(WeightSyncError):
-    """A request was broken off, or something else than the server has answered it."""
+    """The connection failed, or something other than the server responded."""
 
 
 def read_urls(file: Path) -> list[str]:
-    """The addresses in a file, one a line, without repetitions; none when it cannot be read. Lines that begin with # do not count."""
+    """Read addresses from a file, one per line, without duplicates. Lines that do not begin with http:// or https:// are skipped. Returns
+    an empty list when the file cannot be read."""
     try:
         lines = [line.strip().rstrip("/") for line in file.read_text().splitlines()]
     except (OSError, ValueError):
@@ -217,12 +231,12 @@ def read_urls(file: Path) -> list[str]:
 
 
 def named_urls(urls: Sequence[str], file: str | None) -> list[str]:
-    """The servers that the file names now; `urls` where it names none."""
+    """Return the servers that the file currently names, or `urls` when it names no server."""
     return (read_urls(Path(file)) if file else []) or list(urls)
 
 
 def check_urls(urls: Sequence[str]) -> None:
-    """ValueError that names the servers of `rollout.urls` that do not answer their health check."""
+    """Check the health of all servers of `rollout.urls`. Raises ValueError that names those that do not respond."""
 
     async def check() -> list[bool]:
         async with httpx.AsyncClient(trust_env=False, verify=CERTIFICATES) as client:
@@ -233,16 +247,16 @@ def check_urls(urls: Sequence[str]) -> None:
 
 
 async def answers(client: httpx.AsyncClient, url: str) -> bool:
-    """Whether the server at `url` says that it is well."""
+    """Whether the server at `url` passes its health check."""
     try:
-        async with asyncio.timeout(HEALTH_SECONDS):  # in all; httpx counts from one byte to the next
+        async with asyncio.timeout(HEALTH_SECONDS):  # limits the total time; httpx's timeout only limits the time between two bytes
             return (await client.get(f"{url}/health", timeout=HEALTH_SECONDS)).status_code == 200
     except (TimeoutError, httpx.HTTPError, httpx.InvalidURL):
         return False
 
 
 def error_text(answer: httpx.Response) -> str:
-    """The server's own words in an answer that is an error."""
+    """Return the server's own error message from an error response."""
     try:
         return str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""What servers that somebody else started must be able to do, asked before anything else begins."""
+"""Start-up checks of vLLM servers that the user started (`rollout.urls`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ NEEDED = f"{BACKEND} {VERBS}, with megagrpo installed where it runs and VLLM_SER
 
 
 def check_plugin(urls: Sequence[str], token: str | None = None, quantization: str = "none") -> None:
-    """ValueError that names the first server of `rollout.urls` that refuses `token`, whose workers cannot take weights from here, or which
-    makes something else of them than `quantization` says. Changes nothing there."""
+    """Check that all servers of `rollout.urls` can take this run's weights. Changes nothing on the servers.
+
+    Raises ValueError that names the first server that rejects `token`, whose workers lack the weight transfer plugin, or whose quantization
+    is not `quantization`.
+    """
     for url in urls:
         answer = _post(url, "init_weight_transfer_engine", {"init_info": {}}, token)
         if answer.status_code == 401:
@@ -38,7 +41,7 @@ def check_plugin(urls: Sequence[str], token: str | None = None, quantization: st
 
 
 def _post(url: str, route: str, body: dict[str, object], token: str | None) -> httpx.Response:
-    """The response of a server. ValueError when there is none."""
+    """Send a POST request and return the response. Raises ValueError when the server does not respond."""
     try:
         return httpx.post(
             f"{url.rstrip('/')}/{route}", json=body, headers=headers(token), timeout=60, trust_env=False, verify=CERTIFICATES
@@ -48,7 +51,7 @@ def _post(url: str, route: str, body: dict[str, object], token: str | None) -> h
 
 
 def _first_result(url: str, answer: httpx.Response) -> object:
-    """What the first worker of a server answers. ValueError for an answer that no vLLM gives, as of a web page."""
+    """Return the first worker's result in a response. Raises ValueError for a response that is not vLLM's, such as a web page."""
     try:
         return answer.json()["results"][0]
     except (ValueError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""Tool calls read by vLLM's own parsers: a server that was started with one reads them out of token ids."""
+"""Tool calls parsed by vLLM: a server that was started with a tool parser extracts them from token ids."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import httpx
 from megagrpo.engine.protocol import EngineError
 
 PATH = "/v1/chat/completions/derender"
-AT_ONCE = 64  # requests under way
+AT_ONCE = 64  # requests in flight
 
-# What stands outside of the calls, and the calls: {"name": ..., "arguments": JSON text}.
+# The text outside of the calls, and the calls: {"name": ..., "arguments": JSON text}.
 ToolCalls = tuple[str, list[dict[str, str]]]
 
 
 async def read_tool_calls(
     client: httpx.AsyncClient, urls: Sequence[str], turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]
 ) -> list[ToolCalls]:
-    """Content and calls of each turn, in order; servers take turns. EngineError when one cannot."""
+    """Return the content and the tool calls of each turn, in order. Turns are distributed over the servers. Raises EngineError when a
+    server cannot parse tool calls or does not respond."""
     at_once = asyncio.Semaphore(AT_ONCE)
 
     async def read(place: int) -> ToolCalls:

@@ -1,7 +1,7 @@
-"""New weights and adapters for vLLM servers: the verbs of an update, each with a deadline, and what the workers say about it.
+"""Updates of weights and adapters on vLLM servers: pause, load, verify, resume, each with a timeout.
 
-A server that dies on the way, or cannot be spoken to, is left out: it is none that could answer with other weights. One that lives and
-cannot go on is an error that names server, phase, worker and tensor; it stays paused.
+A server that dies or becomes unreachable during an update is excluded, so it cannot serve stale weights. A live server that fails the
+update is an error that names server, phase, worker and tensor; that server stays paused.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from megagrpo.engine.http import HEALTH_SECONDS, MovedServers, NoAnswer, Servers
 from megagrpo.engine.protocol import ServerDied, WeightUpdate
 from megagrpo.transfer.manifest import WeightSyncError
 
-INITIAL_VERSION = "default"  # what vLLM calls the weights it started with
-LOOK_SECONDS = 0.5  # between two looks at servers that do not answer
-PAUSE_MODES = {None: "wait", "wait": "wait", "keep": "keep", "resume": "abort"}  # vLLM's names for what `in_flight` says
+INITIAL_VERSION = "default"  # vLLM's name for the weights it started with
+LOOK_SECONDS = 0.5  # between two polls of servers that do not respond
+PAUSE_MODES = {None: "wait", "wait": "wait", "keep": "keep", "resume": "abort"}  # `in_flight` -> vLLM's pause mode
 
 
 class Updates(Servers):
-    """Servers that hold the same weights, `weight_version` of them.
+    """Servers that hold the same weights, version `weight_version`.
 
-    Each phase of an update ends within `sync_timeout` seconds. With `lora` a weight version is an adapter, and the weights under it stay
-    those that the servers started with. `patience` is how many seconds a server that died may take to come back; 0: none does. Servers
-    that can (`sleeps`) give their GPU memory back when they are told to. Without `refills` one that comes back waits for all ranks to give
-    it weights. Where responses are generated while weights change, `in_flight` says what becomes of those under way: the update waits for
-    them (wait), they stand still and go on (keep), or they are broken off and continued from their tokens (resume).
+    Each phase of an update times out after `sync_timeout` seconds. With `lora` a weight version is an adapter, and the base weights never
+    change. `patience` is the number of seconds that a dead server may take to return; 0 means that none returns. With `sleeps` the servers
+    can release their GPU memory. Without `refills` a server that returns must wait until all ranks push weights.
+
+    `in_flight` is the treatment of in-flight responses during an update. "wait": the update waits for them. "keep": they are paused and
+    continue afterwards. "resume": they are aborted and continued from their tokens. None: no response is in flight.
     """
 
     def __init__(
@@ -53,15 +54,17 @@ class Updates(Servers):
         super().__init__(urls, logs=logs, request_timeout=request_timeout, token=token, urls_file=urls_file, moved=moved)
         self.sync_timeout, self.lora, self.patience = sync_timeout, lora, patience
         self.sleeps, self.asleep, self.refills, self.in_flight = sleeps, False, refills, in_flight
-        self.unsettled: set[str] = set()  # servers that start or are silent: they may hold memory, and cannot be told to sleep
-        self.leaving = False  # whether nobody waits for them any more
+        self.unsettled: set[str] = set()  # servers that start or do not respond: they may hold GPU memory and cannot be put to sleep
+        self.leaving = False  # True: kill servers in `unsettled` instead of waiting for them
         self.weight_version = 0
 
     # -- weights
 
     def workers(self) -> dict[str, int]:
-        """The address of each server that answers, and how many workers it has. Where none does, this waits for one to come back.
-        WeightSyncError when one does not say, EngineDeadError when none is left."""
+        """Return the address of each live server and its number of workers. Without a live server, wait up to `patience` seconds for one.
+
+        Raises WeightSyncError when a server does not report its workers, EngineDeadError when no server is left.
+        """
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[tuple[str, int]]:
             with _phase("publish"):
@@ -73,33 +76,36 @@ class Updates(Servers):
             self._admit_waiting()
             if found := dict(self._update(verbs)):
                 return found
-            self.asleep = False  # one that is started again is awake, and has to find its memory free
+            self.asleep = False  # a restarted server is awake, and needs the GPU memory to be free
             if time.monotonic() - silent_since >= self.patience:
-                self._alive()  # raises
+                self._alive()  # raises EngineDeadError
             time.sleep(LOOK_SECONDS)
 
     async def _world_size(self, client: httpx.AsyncClient, url: str) -> int:
         return (await self._get(client, url, "/get_world_size", self.sync_timeout))["world_size"]
 
     def sleep(self, keeps_weights: bool = False, last: bool = False) -> None:
-        """Have servers that can give their GPU memory back, until weights come again, or until `wake` where they keep theirs in the host's
-        memory. Those that adapters act on are always kept. One that starts, or is silent, is waited for, until it answers or has ended; if
-        this is the `last` thing that servers do it is ended."""
+        """Make the servers release their GPU memory, if they can (`sleeps`).
+
+        They sleep until the next weights arrive. With `keeps_weights` they move their weights to host memory and sleep until `wake`; base
+        weights under adapters are always kept. A server that is starting or silent is waited for until it responds or exits. If this is the
+        `last` call, such a server is killed.
+        """
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
             await self._post(client, url, f"/sleep?level={1 if self.lora or keeps_weights else 2}", seconds=self.sync_timeout)
             return []
 
         if self.sleeps and not self.asleep:
-            self.asleep, self.leaving = True, last  # none is started from here on
+            self.asleep, self.leaving = True, last  # no server is started from here on
             while self.unsettled:
                 time.sleep(LOOK_SECONDS)
-            self.dead -= self.waiting  # they have no weights, but hold memory
+            self.dead -= self.waiting  # these servers have stale weights, but hold GPU memory
             self._update(verbs)
             self.dead |= self.waiting
 
     def wake(self) -> None:
-        """Have servers that sleep and have kept their weights go on with them."""
+        """Wake servers that sleep and kept their weights; they continue with these weights."""
         for what in ("weights", "kv_cache"):
             self._wake(what, None)
         self.asleep = False
@@ -109,14 +115,14 @@ class Updates(Servers):
             await self._post(client, url, f"/wake_up?tags={what}", seconds=self.sync_timeout)
             return []
 
-        if self.asleep and only is None:  # a server that has just started is awake
+        if self.asleep and only is None:  # a server that was just started is awake
             self._update(verbs)
 
     def load_weights(self, update: WeightUpdate, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Have every worker of every server, or of those in `only`, take in the weights of `update`; they are paused afterwards.
+        """Load the weights of `update` on every worker of every server, or of the servers in `only`. The servers stay paused.
 
-        Returns one report per worker, with `server` and `worker` added; none of servers that died, and will come back. WeightSyncError
-        when a worker fails, hangs or does not report; ServerDied when one died that `update` is for.
+        Returns one report per worker, with `server` and `worker` added; servers that died and may return give no report. Raises
+        WeightSyncError when a worker fails, hangs or does not report; ServerDied when a server died that must get `update`.
         """
         if only is None and update.servers is None:
             self._admit_waiting()
@@ -124,13 +130,13 @@ class Updates(Servers):
         return self._update(self._load_weights, update, only=only, together=update.servers)
 
     def resume(self, update: WeightUpdate, only: Sequence[str] | None = None) -> None:
-        """Forget cached prefixes, which belong to older weights, and serve again; responses that were kept have theirs computed anew. Fails
-        as `load_weights` does."""
+        """Drop cached prefixes, which were computed with older weights, and serve again. With `in_flight: keep` the KV cache of running
+        responses is recomputed. Raises the errors of `load_weights`."""
         version, running = update.manifest.version, "?reset_running_requests=true" if self.in_flight == "keep" else ""
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
             with _phase("resume"):
-                # They have been verified. vLLM has the route from 0.27 on.
+                # The trainer has verified the weights. vLLM has this route since 0.27.
                 name = {"new_version": str(version)}
                 await self._post(client, url, "/update_weight_version", name, self.sync_timeout, optional=True)
                 await self._post(client, url, f"/reset_prefix_cache{running}", seconds=self.sync_timeout)
@@ -146,10 +152,10 @@ class Updates(Servers):
         info = update.request(url)
         phase, seconds = "pause", self.sync_timeout
         try:
-            # vLLM must not run while parameters are aside.
+            # vLLM must not run while its parameters are moved aside.
             await self._post(client, url, f"/pause?mode={PAUSE_MODES[self.in_flight]}", seconds=seconds)
             phase = "start"
-            await self._end_update(client, url)  # one whose end this client never saw may still be open
+            await self._end_update(client, url)  # an update whose end this client never saw may still be open
             await self._post(client, url, "/start_weight_update", seconds=seconds)
             phase = "update"
             await self._post(client, url, "/update_weights", {"update_info": info}, seconds)
@@ -172,20 +178,23 @@ class Updates(Servers):
         return [report | {"server": url} for report in reports]
 
     async def _end_update(self, client: httpx.AsyncClient, url: str) -> None:
-        """Bring every worker out of an update that is open, if one is. vLLM's own verbs would raise where none is, and with several workers
-        a verb that raises leaves answers behind that are taken for those of the next one."""
+        """End an update that is still open on any worker.
+
+        vLLM's own routes raise when no update is open. With several workers, a call that raises leaves responses behind that the next call
+        takes for its own.
+        """
         await self._post(client, url, "/collective_rpc", {"method": "end_weight_update"}, self.sync_timeout)
 
     # -- adapters
 
     def load_adapter(self, folder: Path, version: int, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Have every server, or those in `only`, load the adapter in `folder` under the name of its version; what each of its workers then
-        holds. WeightSyncError when a server refuses it."""
+        """Load the adapter in `folder` on every server, or on those in `only`, under the name of its version. Returns the checksums of what
+        each worker then holds. Raises WeightSyncError when a server rejects the adapter."""
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[dict[str, Any]]:
             with _phase("update"):
-                await self._forget_adapter(client, url, version)  # what an earlier attempt, or another run, has left
-                # Not with load_inplace: vLLM would read the folder again for every request.
+                await self._forget_adapter(client, url, version)  # left over from an earlier attempt or another run
+                # Without load_inplace: with it, vLLM would read the folder again for every request.
                 body = {"lora_name": adapter_name(version), "lora_path": str(folder)}
                 await self._post(client, url, "/v1/load_lora_adapter", body, self.sync_timeout)
                 told = await self._post(client, url, "/collective_rpc", {"method": "adapter_checksums"}, self.sync_timeout)
@@ -197,7 +206,7 @@ class Updates(Servers):
         return self._update(verbs, only=only)
 
     def use_adapter(self, version: int) -> None:
-        """Name the adapter of `version` in requests from here on; the servers forget the one before."""
+        """Request the adapter of `version` from here on, and unload the previous adapter."""
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
             await self._forget_adapter(client, url, self.weight_version)
@@ -212,15 +221,18 @@ class Updates(Servers):
             await self._post(client, url, "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)}, self.sync_timeout)
         except ServerTimeout:
             raise
-        except WeightSyncError:  # it has none of that name
+        except WeightSyncError:  # the server has no adapter of that name
             pass
 
     # -- servers that die and come back
 
     def _update(self, verbs: Any, *args: Any, only: Sequence[str] | None = None, together: Collection[str] | None = None) -> list[Any]:
-        """What `verbs` gives on each server, in one list. A server that is gone afterwards counts as dead, and gives nothing, as does one
-        that cannot be spoken to; it is an error where it is one of `only`, or was the last one and none comes back, and ServerDied where it
-        is one of `together`."""
+        """Run `verbs` on each server and return all results in one list.
+
+        A server that fails its health check afterwards counts as dead, and an unreachable one is excluded; neither gives a result. Raises
+        the server's error when it is one of `only`, or when no server is left and none may return. Raises ServerDied when it is one of
+        `together`.
+        """
         failures: list[WeightSyncError] = []
 
         async def attempt(client: httpx.AsyncClient, url: str) -> list[Any]:
@@ -246,7 +258,7 @@ class Updates(Servers):
         except WeightSyncError as error:
             if together is None or not failures:
                 raise
-            failures.append(error)  # of one that the dead one has let down
+            failures.append(error)  # a server that waited for the dead one
         if failures and not self._living() and not self.patience:
             raise failures[0]
         if failures and together is not None:
@@ -254,12 +266,12 @@ class Updates(Servers):
         return results
 
     def _admit_waiting(self) -> None:
-        """Servers that came back and could not be given the weights of the last sync take part in this one."""
+        """Include servers that returned but could not get the last sync's weights: this update gives them weights."""
         self.dead -= self.waiting
         self.waiting.clear()
 
     async def _ready(self, client: httpx.AsyncClient, url: str) -> bool:
-        """Whether the server serves, with the current weights."""
+        """Whether the server is healthy and serves the current weights."""
         if not await answers(client, url):
             return False
         try:
@@ -268,18 +280,18 @@ class Updates(Servers):
                 return not self.weight_version or adapter_name(self.weight_version) in (model["id"] for model in models["data"])
             if (await self._get(client, url, "/is_paused", HEALTH_SECONDS))["is_paused"]:
                 return False
-            told = await client.get(f"{url}/weight_info", timeout=HEALTH_SECONDS)  # vLLM has it from 0.27 on
+            told = await client.get(f"{url}/weight_info", timeout=HEALTH_SECONDS)  # vLLM has this route since 0.27
             return told.status_code == 404 or told.json()["weight_version"] == self._served_version()
-        except (WeightSyncError, httpx.HTTPError, ValueError, LookupError, TypeError):  # other programs answer, too
+        except (WeightSyncError, httpx.HTTPError, ValueError, LookupError, TypeError):  # another program may respond at this address
             return False
 
     def _served_version(self) -> str:
-        """What a server with the current weights calls them."""
+        """The name that a server with the current weights reports for them."""
         return str(self.weight_version) if self.weight_version and not self.lora else INITIAL_VERSION
 
 
 class _phase:
-    """Names the phase in a WeightSyncError from inside."""
+    """Prefixes a WeightSyncError raised inside with the name of the phase."""
 
     def __init__(self, name: str):
         self.name = name
@@ -292,12 +304,12 @@ class _phase:
 
 
 def adapter_name(version: int) -> str:
-    """What servers call the adapter of a weight version. vLLM keeps cached prefixes apart by this name."""
+    """The servers' name for the adapter of a weight version. vLLM keeps cached prefixes of different names apart."""
     return f"policy-{version}"
 
 
 def _raise_worker_errors(reports: list[dict[str, Any]], server: str) -> None:
-    """WeightSyncError with what workers have reported, if any could not go on. They never raise, see `_end_update`."""
+    """Raise WeightSyncError if any worker reported an error. Workers report errors instead of raising them: see `_end_update`."""
     if errors := [f"worker {report['worker']} of {server}: {report['error']}" for report in reports if "error" in report]:
         raise WeightSyncError("; ".join(errors))
 
