@@ -1,3 +1,3 @@
-"""The name that users give to the servers they start themselves: `--middleware megagrpo.rollout.access.TokenGuard`."""
+"""Public name of TokenGuard for servers that users start themselves: `--middleware megagrpo.rollout.access.TokenGuard`."""
 
 from megagrpo.engine.access import TokenGuard as TokenGuard

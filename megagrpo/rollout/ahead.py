@@ -1,10 +1,10 @@
-"""Generation that runs ahead of training: groups of responses that are asked for early, scored, and picked up when their step comes.
+"""Asynchronous generation: groups of responses are requested ahead of training, scored, and collected when their step comes.
 
-A group is asked for at most `max_staleness` steps before the step that trains on it, and every step is followed by one weight sync: so
-no token is older than that many weight versions, unless something held its group up. Such a group is not handed out, but generated again.
+A group is requested at most `max_staleness` steps before the step that trains on it, and each step ends with one weight sync. So no token
+is older than `max_staleness` weight versions, unless its group was delayed. A group that is too old is dropped and generated again.
 
-Groups are begun and handed out in the order in which their prompts are drawn, whichever finishes first. So a run trains on the same prompts
-in the same order whatever the timing; `max_staleness` steps of other groups hide a slow one.
+Groups are started and handed out in the order in which their prompts are drawn, whichever finishes first. So a run trains on the same
+prompts in the same order, whatever the timing. `max_staleness` steps of other groups hide the latency of a slow group.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megagrpo.types import Prompt, Rollout, SamplingParams
 
 
 class Finished(NamedTuple):
-    """A group, and its rewards, which are under way or there."""
+    """A generated group and its scoring, which may still run."""
 
     rollouts: list[Rollout]
     scoring: Scoring
 
 
 class AsyncPool:
-    """`ask` begins to generate in threads of its own, `take` hands out. Each group is scored from when it is finished. Prompts are known by
-    their `place`. A context manager: leaving it interrupts the engine.
+    """Generates groups in background threads: `ask` requests them, `take` hands them out. Prompts are identified by their `place`.
 
-    What it waits for without a group for `straggler_seconds` is cut.
+    Each group is scored as soon as it is finished. If no group finishes for `straggler_seconds`, the groups that `take` waits for are
+    truncated. A context manager: leaving it interrupts the engine.
     """
 
     def __init__(self, engine: Engine, rewards: RewardScorer, max_staleness: int, straggler_seconds: float | None = None):
@@ -44,11 +44,11 @@ class AsyncPool:
         self._changed = threading.Condition()
         self._under_way: set[int] = set()
         self._finished: dict[int, Finished] = {}
-        self._restored: dict[int, dict[str, Any]] = {}  # groups of `load_state_dict` that were not asked for yet
-        self._passed = -1  # the greatest place that was handed out
+        self._restored: dict[int, dict[str, Any]] = {}  # groups of `load_state_dict` that were not requested yet
+        self._passed = -1  # the highest place that was handed out
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
-        self._begun: threading.Event | None = None  # set when the engine works on all that was asked for
+        self._begun: threading.Event | None = None  # set when the engine works on all requested prompts
         self._idle, self._since = 0.0, time.monotonic()
         self._measured = self._since
 
@@ -62,13 +62,16 @@ class AsyncPool:
 
     @property
     def asked(self) -> set[int]:
-        """Places of the prompts that were asked for and not yet handed out."""
+        """Places of the prompts that were requested and not handed out yet."""
         with self._changed:
             return self._under_way | self._finished.keys()
 
     def ask(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, step: int, at_once: bool = False) -> None:
-        """Begin with `n` rollouts of each prompt, when the engine works on all that was asked for before, or `at_once`; returns
-        immediately. Those that a checkpoint has kept are there already. `step` as in `RewardScorer.begin`."""
+        """Request `n` rollouts of each prompt; returns immediately.
+
+        Generation starts when the engine works on all prompts requested before, or immediately with `at_once`. Groups kept in a checkpoint
+        are used instead of new ones. `step` has the meaning of `RewardScorer.begin`.
+        """
         prompts = [prompt for prompt in prompts if not self._restore(prompt, n, step)]
         if not prompts:
             return
@@ -83,8 +86,11 @@ class AsyncPool:
         thread.start()
 
     def take(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, step: int) -> list[Scoring]:
-        """The scoring of `n` rollouts of each prompt, in the order of `prompts`, to be finished; at once where they were asked for early
-        enough. `sampling`, `seed` and `step` are for those that were not. What failed in the background is raised here."""
+        """Return the scoring of `n` rollouts of each prompt, in the order of `prompts`; the caller finishes it. Blocks until all are
+        generated.
+
+        `sampling`, `seed` and `step` apply to prompts that were not requested before. An error of a background thread is raised here.
+        """
         asked = self.asked
         self.ask([prompt for prompt in prompts if prompt.place not in asked], n, sampling, seed, step, at_once=True)
         missing = {prompt.place: prompt for prompt in prompts}
@@ -103,24 +109,25 @@ class AsyncPool:
         return scorings
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The groups that are finished and not handed out, as values for JSON, without rewards, which are computed again. What is under way
-        is not kept: it is asked for again."""
+        """Return the groups that are finished and not handed out, as JSON values. Rewards are left out, because they are computed again.
+        In-flight groups are left out too: they are requested again."""
         with self._changed:
             return [packed(place, group.rollouts) for place, group in sorted(self._finished.items())]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Hand out the groups of `state` when their prompts are asked for. To be called before the sync that begins a resumed run: it
-        gives the weights of the checkpoint the next version."""
+        """Restore the groups of `state`; each is used when its prompt is requested. Call this before the first sync of a resumed run,
+        because that sync gives the checkpoint's weights the next version."""
         self._restored = {group["place"]: group for group in state}
 
     def counters(self) -> dict[str, float]:
-        """What was counted since the last call."""
+        """Return and reset the counts of dropped and truncated groups."""
         with self._changed:
             counted, self._counted = self._counted, Counter()
         return {f"async/{name}": float(counted[name]) for name in ("dropped", "cut")}
 
     def measured(self) -> dict[str, float]:
-        """Since the last call: the share of time in which nothing was under way (`idle/servers`); now: groups that are, and that wait."""
+        """Return the share of time since the last call without any in-flight group (`idle/servers`), and the current numbers of in-flight
+        and of waiting groups."""
         with self._changed:
             self._count_idle()
             now = time.monotonic()
@@ -132,7 +139,7 @@ class AsyncPool:
             }
 
     def _restore(self, prompt: Prompt, n: int, step: int) -> bool:
-        """Whether a checkpoint has kept `n` rollouts of the prompt; they are finished then."""
+        """Whether a checkpoint kept `n` rollouts of the prompt. If so, the group counts as finished."""
         kept = self._restored.pop(prompt.place, None)
         if kept is None or (kept["prompt_id"], len(kept["rollouts"])) != (prompt.prompt_id, n):
             return False
@@ -141,13 +148,13 @@ class AsyncPool:
         return True
 
     def _await_any(self, places: Container[int]) -> dict[int, Finished]:
-        """Those of `places` that are finished, as soon as there is one; none after `straggler_seconds`."""
+        """Wait until at least one of `places` is finished and return all that are; an empty dict after `straggler_seconds`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._failure is not None or any(place in places for place in self._finished), self.straggler_seconds
             )
             if self._failure is not None:
-                failure, self._failure = self._failure, None  # of what can be mended, the caller may try again
+                failure, self._failure = self._failure, None  # cleared, because the caller may retry after some errors
                 raise failure
             return {place: group for place, group in self._finished.items() if place in places}
 
@@ -155,13 +162,13 @@ class AsyncPool:
         return min(rollout.weight_version for rollout in group) < self.engine.weight_version - self.max_staleness
 
     def _hand_out(self, prompts: Sequence[Prompt]) -> tuple[list[Scoring], list[int]]:
-        """The groups of `prompts`, which are the caller's from here on, and the places of those that are left."""
+        """Remove and return the scorings of `prompts`, together with the places of the remaining finished groups."""
         with self._changed:
             self._passed = max([self._passed, *(prompt.place for prompt in prompts)])
             return [self._finished.pop(prompt.place).scoring for prompt in prompts], list(self._finished)
 
     def _drop(self, places: Sequence[int]) -> None:
-        """Forget groups that are too old, or of prompts that will never be drawn, for the curriculum has passed them over."""
+        """Drop groups that are too old, or whose prompts the curriculum has skipped so that they are never drawn."""
         with self._changed:
             for place in places:
                 self._finished.pop(place).scoring.drop()
@@ -201,13 +208,13 @@ class AsyncPool:
             self._changed.notify_all()
 
     def _finish(self, place: int, group: list[Rollout], step: int) -> None:
-        """Begin to score a group. To be called with the lock held."""
+        """Start to score a finished group. The caller holds the lock."""
         scoring = self.rewards.begin(step)
         scoring.add(0, group)
         self._finished[place] = Finished(group, scoring)
 
     def _count_idle(self) -> None:
-        """To be called, with the lock held, before what is under way changes."""
+        """Add up the time without in-flight groups. Called with the lock held, before the set of in-flight groups changes."""
         now = time.monotonic()
         if not self._under_way:
             self._idle += now - self._since
@@ -215,7 +222,7 @@ class AsyncPool:
 
 
 def packed(place: int, group: Sequence[Rollout]) -> dict[str, Any]:
-    """A group as values for JSON, the rows of numbers in base64: tokens as int32, log-probs as float64."""
+    """Convert a group to JSON values; arrays are in base64, token ids as int32, log-probs as float64."""
     rollouts = [
         vars(rollout)
         | {"response_ids": _encoded(rollout.response_ids, np.int32), "rollout_logprobs": _encoded(rollout.rollout_logprobs, np.float64)}
@@ -227,7 +234,8 @@ def packed(place: int, group: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def unpacked(kept: dict[str, Any], prompt: Prompt) -> list[Rollout]:
-    """The group again, with weight versions as a resumed run counts them: those of the checkpoint were synced once more."""
+    """Restore a group from its JSON values. Weight versions grow by one, because a resumed run syncs the checkpoint's weights as the next
+    version."""
     return [
         Rollout(
             prompt,

@@ -1,4 +1,4 @@
-"""The rollouts of a step: each replica generates and scores its share of the prompts, and every rank gets all of it."""
+"""The rollouts of a step: each replica generates and scores its share of the prompts, and every rank gets all rollouts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.ahead import AsyncPool
 from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout, Truncation
 
-STARVED = "starved"  # in place of rollouts, when the engine has lost its weights
+STARVED = "starved"  # marks a rank whose engine needs weights before it can generate
 COUNTERS = ("/timeouts", "/exceptions", "/unscorable", "/seconds", "/dropped", "/cut")
 
 
 class StopRequested(Exception):
-    """Ctrl-C or SIGTERM: save and stop. Raised before anything of the step was trained."""
+    """Ctrl-C or SIGTERM: save and stop. Raised before the step has trained anything."""
 
     def __init__(self, number: int):
         super().__init__(f"signal {number}")
@@ -31,31 +31,31 @@ class StopRequested(Exception):
 
 
 class NoRollouts(EngineError):
-    """A rank's engine gave none; the text names the rank and why. On every rank, and before anything of the step was trained."""
+    """The engine of a rank failed; the message names the rank and the cause. Raised on every rank, before the step has trained anything."""
 
 
 @dataclass
 class Collector:
-    """`engine` and `rewards` exist on the rank of each replica that speaks for it, None elsewhere; so does `pool` where generation runs
-    ahead of training."""
+    """Generates and scores rollouts on all replicas. `engine` and `rewards` exist on the leader rank of each replica and are None on other
+    ranks. So does `pool`, with asynchronous generation only."""
 
     layout: Layout
     engine: Engine | None
     rewards: RewardScorer | None
     timer: PhaseTimer
     pool: AsyncPool | None = None
-    step: int = 0  # outer iterations finished, for rewards that follow the run
-    stop_signal: int = 0  # the number of the signal that asked this rank to stop
+    step: int = 0  # finished training steps, for reward functions that depend on the progress
+    stop_signal: int = 0  # signal that asked this rank to stop; 0: none
     refill: Callable[[], None] = lambda: None  # gives the engine its weights again; collective
 
     def collect(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """`num_generations` scored rollouts of each prompt, in prompt order, and what was counted on the way. Collective.
+        """Generate and score `num_generations` rollouts of each prompt. Returns them in prompt order, with the summed counters. Collective.
 
-        Raises StopRequested on every rank when any of them was told to stop, NoRollouts when the engine of one fails.
+        Raises StopRequested on every rank when any rank was asked to stop, NoRollouts when a rank's engine fails.
         """
-        prompts = numbered(prompts)  # before they are shared out: replicas must not sample the same group twice
+        prompts = numbered(prompts)  # before prompts are split over the replicas, so that no two replicas sample the same group
         ahead = self.pool is not None and all(prompt.place is not None for prompt in prompts)
 
         def part() -> tuple[list[tuple[int, list[ScoredRollout]]], dict[str, float]] | str | EngineError | None:
@@ -72,13 +72,13 @@ class Collector:
             return [*zip(mine, map(list, batched(scored, num_generations)), strict=True)], counted
 
         while STARVED in (parts := self._of_all(part)):
-            self.refill()  # the same seeds give the same rollouts
+            self.refill()  # retry: the same seeds give the same rollouts
         parts = [part for part in parts if part is not None]
         groups = sorted((pair for groups, _ in parts for pair in groups), key=lambda pair: pair[0])
         return [s for _, scored in groups for s in scored], summed_counters([counted for _, counted in parts])
 
     def _of_all(self, part: Callable[[], Any]) -> list[Any]:
-        """What `part` gives on each rank that speaks for a replica."""
+        """Run `part` on the leader rank of each replica and return the results of all ranks (None for the others). Collective."""
         parts = together(self.layout, part, here=self.layout.is_dp_leader)
         self.stop_if_requested()
         for rank, failure in enumerate(parts):
@@ -87,53 +87,54 @@ class Collector:
         return parts
 
     def ask(self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int, step: int) -> None:
-        """Begin with this replica's share of prompts that are collected after `step` steps, less those that were asked for before."""
+        """Request this replica's share of the prompts of the step after `step` steps, without those that were requested before."""
         mine, asked = [numbered(prompts)[i] for i in self._own_places(prompts)], self.pool.asked
         self.pool.ask([prompt for prompt in mine if prompt.place not in asked], num_generations, sampling, seed, step)
 
     def finished_ahead(self) -> list[dict[str, Any]]:
-        """What has been generated and not collected, of all replicas, for `AsyncPool.load_state_dict`. Collective."""
+        """Return the groups of all replicas that are generated and not collected, for `AsyncPool.load_state_dict`. Collective."""
         everyone = self.layout.all_gather_objects([] if self.pool is None else self.pool.state_dict())
         return [group for groups in everyone for group in groups]
 
     def _own_slice(self, prompts: Sequence[Prompt]) -> range:
-        """Which of `prompts` this replica generates: as many as the others, in a row."""
+        """The range of `prompts` that this replica generates: contiguous, and of equal size on all replicas up to one prompt."""
         return range(*(len(prompts) * r // self.layout.dp_size for r in (self.layout.dp_rank, self.layout.dp_rank + 1)))
 
     def _own_places(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Which of `prompts` this replica generates where they are asked for ahead: the same ones whichever others they come with."""
+        """The indices of `prompts` that this replica generates when prompts are requested ahead. A prompt's replica depends on its place
+        alone."""
         return [i for i, prompt in enumerate(prompts) if prompt.place % self.layout.dp_size == self.layout.dp_rank]
 
     def reward_tracebacks(self, names: Sequence[str]) -> str:
-        """The first traceback of each of these reward functions, of whichever rank has one. Collective."""
+        """Return the first traceback of each of these reward functions, from the lowest rank that has one. Collective."""
         everyone = self.layout.all_gather_objects({} if self.rewards is None else self.rewards.tracebacks)
         known = {name: text for tracebacks in reversed(everyone) for name, text in tracebacks.items()}
         return "\n".join(known[name] for name in names if name in known)
 
     def stop(self, number: int) -> None:
-        """Ask for an end because of signal `number`: the step under way is finished, or given up while it still generates."""
+        """Request a stop because of signal `number`. The current step is finished, or abandoned if it still generates."""
         self.stop_signal = number
         if self.engine is not None:
             self.engine.interrupt()
 
     def stop_if_requested(self) -> None:
-        """Raise StopRequested on every rank when any of them was told to stop."""
+        """Raise StopRequested on every rank when any rank was asked to stop. Collective."""
         if number := self.stop_requested():
             raise StopRequested(number)
 
     def stop_requested(self) -> int:
-        """The number of the signal that any rank was told to stop by, 0 when none was. Collective."""
+        """Return the number of the signal that asked any rank to stop, or 0. Collective."""
         return max(self.layout.all_gather_objects(self.stop_signal))
 
 
 def sampling_params(rollout: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """How training samples."""
+    """Build the sampling parameters of training rollouts."""
     truncation = Truncation(rollout.top_p, rollout.top_k, rollout.min_p)
     return SamplingParams(rollout.temperature, rollout.max_completion_length, stop_token_ids, truncation)
 
 
 def numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts, those that come more than once with their `occurrence`, counted from 0."""
+    """Return copies of the prompts with `occurrence` set: how often the same prompt came before in this list."""
     seen: Counter[int] = Counter()
     found = []
     for prompt in prompts:
@@ -152,9 +153,9 @@ def generate_and_score(
     timer: PhaseTimer,
     step: int = 0,
 ) -> tuple[list[ScoredRollout], dict[str, float]]:
-    """`num_generations` scored rollouts of each prompt, in prompt order, and what was counted. `step` as in `RewardScorer.begin`. Raises
-    EngineInterrupted when the engine was interrupted."""
-    with rewards.begin(step) as scoring:  # a group is scored while others are still generated
+    """Return `num_generations` scored rollouts of each prompt, in prompt order, and the summed counters. `step` has the meaning of
+    `RewardScorer.begin`. Raises EngineInterrupted when the engine was interrupted."""
+    with rewards.begin(step) as scoring:  # a group is scored while other groups are generated
         with timer("generate"):
             engine.generate(prompts, num_generations, sampling, seed, on_group=scoring.add)
         with timer("reward"):
@@ -170,7 +171,7 @@ def take_scored(
     timer: PhaseTimer,
     step: int,
 ) -> tuple[list[ScoredRollout], dict[str, float]]:
-    """The same of prompts that may have been asked for ahead."""
+    """Like generate_and_score, but takes groups from the async pool, which may have generated them ahead."""
     with timer("generate"):
         scorings = pool.take(prompts, num_generations, sampling, seed, step)
     with timer("reward"):
@@ -179,7 +180,7 @@ def take_scored(
 
 
 def summed_counters(counted: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The counters among several metrics, added up."""
+    """Add up the counters in several dicts of metrics; other metrics are left out."""
     total: Counter[str] = Counter()
     for metrics in counted:
         total.update({name: value for name, value in metrics.items() if name.endswith(COUNTERS)})
@@ -187,7 +188,7 @@ def summed_counters(counted: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Lengths and endings of the responses, and mean and std of each reward function over what it could score."""
+    """Return lengths and finish reasons of the responses, and mean and std of each reward function over the rollouts it could score."""
     lengths = [s.rollout.length for s in scored]
     ended = [length for s, length in zip(scored, lengths, strict=True) if s.rollout.finish_reason != "length"]
     metrics = {
@@ -208,13 +209,14 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def staleness(scored: Sequence[ScoredRollout], weight_version: int) -> dict[str, float]:
-    """How many weight versions lie between the sampling of a response's tokens and the policy that trains on them: mean and maximum."""
+    """Return the mean and maximum number of weight versions between the sampling of a token and the policy that trains on it."""
     ages = [weight_version - version for s in scored for version in s.rollout.token_versions]
     return {"staleness/mean": statistics.fmean(ages), "staleness/max": float(max(ages))}
 
 
 def dialogue_metrics(dialogues: Sequence[Dialogue]) -> dict[str, float]:
-    """Turns and tool calls per response, share of calls that failed (TRL's definitions), and how many responses broke off."""
+    """Return turns and tool calls per response, the share of tool calls that failed (TRL's definitions), and the number of failed
+    dialogues."""
     if not dialogues:
         return {}
     calls, failures = (sum(getattr(d, name) for d in dialogues) for name in ("tool_calls", "tool_failures"))

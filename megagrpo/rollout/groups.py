@@ -1,4 +1,4 @@
-"""What a step trains on: the rollouts of freshly drawn prompts, with those of groups that teach nothing replaced when that is asked for."""
+"""The rollouts that a step trains on: drawn prompts, with dynamic sampling that replaces groups without a learning signal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from megagrpo.types import SamplingParams, ScoredRollout
 def draw_rollouts(
     collector: Collector, prompts: PromptSource, config: RunConfig, sampling: SamplingParams, step: int, say: Callable[[str], None]
 ) -> tuple[list[ScoredRollout], dict[str, float]]:
-    """Scored rollouts for the step after `step` steps, in whole groups, and what was counted on the way. Collective.
+    """Return scored rollouts for the step after `step` steps, in whole groups, and the counters. Collective.
 
-    With `algorithm.dynamic_sample` groups whose rewards are all equal are replaced (DAPO, Yu et al. 2025, section 3.2; ms-swift's rounds):
-    fresh prompts are drawn until `prompts_per_step` groups differ in reward, `max_resample_times` rounds at most. What is still missing
-    then is filled as `dynamic_sample_fallback` says. Every rank sees all rollouts, so all decide alike.
+    With `algorithm.dynamic_sample`, groups whose rewards are all equal are replaced (DAPO, Yu et al. 2025, section 3.2; ms-swift's rounds).
+    Fresh prompts are drawn until `prompts_per_step` groups differ in reward, for at most `max_resample_times` rounds.
+    `dynamic_sample_fallback` decides about groups that are still missing. Every rank has all rollouts, so all ranks make the same
+    decisions.
     """
     wanted, group = config.rollout.prompts_per_step, config.rollout.num_generations
     ask_ahead(collector, prompts, config, sampling, step, 1 + config.rollout.max_staleness)
@@ -64,9 +65,9 @@ def draw_rollouts(
 
 
 def ask_ahead(collector: Collector, prompts: PromptSource, config: RunConfig, sampling: SamplingParams, step: int, steps: int) -> None:
-    """Have generation begin for the `steps` steps after `step` steps, as far as the run goes; nothing where it does not run ahead.
+    """Request generation for the `steps` steps after `step` steps, up to the end of the run. Does nothing without asynchronous generation.
 
-    Seeds are those of a run that does not, where every step draws the same number of prompts.
+    Seeds equal those of a synchronous run when every step draws the same number of prompts (no `algorithm.dynamic_sample`).
     """
     if not config.rollout.max_staleness or collector.pool is None:
         return
@@ -77,23 +78,23 @@ def ask_ahead(collector: Collector, prompts: PromptSource, config: RunConfig, sa
 
 
 def groups_of(scored: Sequence[ScoredRollout], group: int) -> list[tuple[ScoredRollout, ...]]:
-    """The rollouts of each prompt, in the order of drawing."""
+    """Split rollouts into the groups of each prompt, in the order of drawing."""
     return list(batched(scored, group))
 
 
 def useful_groups(scored: Sequence[ScoredRollout], config: RunConfig) -> list[tuple[ScoredRollout, ...]]:
-    """The groups whose rewards differ, in the order of drawing."""
+    """Return the groups whose rewards differ, in the order of drawing."""
     groups = groups_of(scored, config.rollout.num_generations)
     return [members for members, flat in zip(groups, flat_groups(scored, config), strict=True) if not flat]
 
 
 def redraw_size(wanted: int, useful: int, drawn: int) -> int:
-    """Prompts for the next round: as many as fill the step if groups stay as often useful as so far; a whole step's at most."""
+    """Number of prompts for the next round: enough to fill the step at the current share of useful groups, and at most a whole step's."""
     return min(wanted, math.ceil((wanted - useful) * drawn / useful)) if useful else wanted
 
 
 def pass_rates(scored: Sequence[ScoredRollout], pass_reward: float) -> dict[int, float]:
-    """Share of each prompt's responses whose reward is at least `pass_reward`, by prompt_id. A prompt that was drawn twice counts once."""
+    """Return prompt_id -> share of its responses whose reward is at least `pass_reward`. Repeated draws of a prompt are pooled."""
     passed: dict[int, list[bool]] = defaultdict(list)
     for rollout in scored:
         passed[rollout.rollout.prompt.prompt_id].append(rollout.reward >= pass_reward)

@@ -1,3 +1,3 @@
-"""The name under which installed packages tell vLLM of its plug-in; a server whose package was installed earlier loads it by this name."""
+"""Public name of the vLLM plug-in: the entry point of installed packages, including those installed before the module moved."""
 
 from megagrpo.vllm_plugin.engine import register as register

@@ -1,3 +1,3 @@
-"""The name that users give to the servers they start themselves: `--worker-extension-cls megagrpo.rollout.vllm_worker.WorkerVerbs`."""
+"""Public name of WorkerVerbs for servers that users start themselves: `--worker-extension-cls megagrpo.rollout.vllm_worker.WorkerVerbs`."""
 
 from megagrpo.vllm_plugin.worker_verbs import WorkerVerbs as WorkerVerbs

@@ -1,4 +1,4 @@
-"""Servers that hang: processes that are there and say nothing."""
+"""Detection of servers that hang: the process is alive but does not respond."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from megagrpo.engine.access import headers
 from megagrpo.engine.http import CERTIFICATES, HEALTH_SECONDS, answers
 from megagrpo.servers.launcher import Launcher, Server
 
-PULSE_SECONDS = 2.0  # between two looks
-SILENT_SECONDS = 60.0  # without an answer to a health check, after which a server hangs; its engine never before
-LONGEST = 10.0  # of the time between two looks, what counts at most
+PULSE_SECONDS = 2.0  # between two checks
+SILENT_SECONDS = 60.0  # without a passed health check, after which a server counts as hung; at least as long is allowed for its engine
+LONGEST = 10.0  # limit on the silence counted per check, so that a pause of this process does not count as silence of the server
 
 
 class Silence:
-    """For how long somebody has said nothing, by those who listen: where they were halted or busy themselves, that time is no silence."""
+    """Measures how long a server has not responded. Time in which this process was stopped or busy does not count as silence."""
 
     def __init__(self):
         self._seconds: dict[Hashable, float] = {}
         self._looked: dict[Hashable, float] = {}
 
     def heard(self, who: Hashable) -> None:
-        """An answer has come."""
+        """Reset the silence of `who`: it has responded."""
         self._seconds.pop(who, None)
         self._looked.pop(who, None)
 
     def goes_on(self, who: Hashable) -> float:
-        """No answer has come now either; the seconds without one."""
+        """Record one more check of `who` without a response. Returns the seconds of silence so far."""
         now = time.monotonic()
         self._seconds[who] = self._seconds.get(who, 0.0) + min(now - self._looked.get(who, now), LONGEST)
         self._looked[who] = now
@@ -38,12 +38,14 @@ class Silence:
 
 
 class Pulse:
-    """Asks the servers of a launcher, all of which have answered once, how they are, every PULSE_SECONDS at most.
+    """Checks a launcher's servers at most every PULSE_SECONDS and kills those that hang. All servers have responded once before.
 
-    A server hangs when it has answered no health check for SILENT_SECONDS, or, started again, none at all for the launcher's
-    `startup_timeout`. The process that answers them only stands in front of the engine, which is therefore asked as well: it answers
-    between two steps of generation, asleep or awake, but not while it takes in weights. So it may be silent for `engine_seconds`: as long
-    as that may take.
+    A server hangs when it has passed no health check for SILENT_SECONDS. A restarted server that has not responded yet gets the launcher's
+    `startup_timeout` instead.
+
+    vLLM's HTTP process answers health checks even when its engine process hangs, so the engine is checked too. The engine responds between
+    two generation steps, asleep or awake, but not while it loads weights. It therefore hangs only after `engine_seconds`, the timeout of a
+    weight load, and never before SILENT_SECONDS.
     """
 
     def __init__(self, launcher: Launcher, engine_seconds: float):
@@ -53,32 +55,32 @@ class Pulse:
         self._looked = 0.0
 
     def end_hung(self, say: Callable[[str], None]) -> None:
-        """End servers that hang, after a line for each to `say`."""
+        """Kill servers that hang. Each is first reported to `say`, one line per server."""
         for server, words in self._hung():
             say(f"vLLM server {server.url} {words}; ending it")
             server.end()
 
     def _hung(self) -> list[tuple[Server, str]]:
-        """Servers that hang, and the words for it."""
+        """Return the servers that hang, each with a description of why."""
         if time.monotonic() - self._looked < PULSE_SECONDS:
             return []
         alive = [server for server in self._launcher.servers if server.alive]
         began = time.monotonic()
         said = asyncio.run(self._ask([server.address for server in alive]))
         self._looked = time.monotonic()
-        if self._looked - began > HEALTH_SECONDS + 1:  # this process had no time to listen
+        if self._looked - began > HEALTH_SECONDS + 1:  # this process was starved of CPU, so silence proves nothing
             return []
         judged = [(server, self._judge(server, *answered)) for server, answered in zip(alive, said, strict=True)]
         return [(server, words) for server, words in judged if words]
 
     async def _ask(self, urls: list[str]) -> list[list[bool]]:
-        """Whether each server, and its engine, answers."""
+        """Check each server and its engine: a pair of booleans per URL."""
         async with httpx.AsyncClient(trust_env=False, verify=CERTIFICATES, headers=headers(self._launcher.token)) as client:
             both = [asyncio.gather(answers(client, url), _engine_answers(client, url)) for url in urls]
             return await asyncio.gather(*both)
 
     def _judge(self, server: Server, well: bool, engine_well: bool) -> str:
-        this = server.supervisor.pid  # another one when it was started again
+        this = server.supervisor.pid  # process id of the supervisor: a restarted server has another one
         if not well:
             limit = SILENT_SECONDS if this in self._have_answered else self._launcher.startup_timeout
             return f"has answered no health check for {limit:g} s" if self._servers.goes_on(this) > limit else ""
@@ -92,7 +94,7 @@ class Pulse:
 
 
 async def _engine_answers(client: httpx.AsyncClient, url: str) -> bool:
-    """Whether the engine behind the server answers; vLLM has it say whether it is paused."""
+    """Whether the engine behind the server responds: vLLM asks its engine whether it is paused."""
     try:
         async with asyncio.timeout(HEALTH_SECONDS):
             await client.get(f"{url}/is_paused", timeout=HEALTH_SECONDS)

@@ -1,7 +1,7 @@
 """Starts, watches and stops vLLM's OpenAI API servers, each in its own process group under a supervisor.
 
-The trainer never imports vLLM: a server is a command line, a log file and an address. A supervisor (`supervisor.py`) ends the server with
-all its processes when the trainer is gone, however it went.
+The trainer never imports vLLM: a server is a command line, a log file and an address. A supervisor (`supervisor.py`) ends the server and
+all its processes when the trainer exits, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -33,72 +33,72 @@ from megagrpo.engine.protocol import EngineStartError
 from megagrpo.transfer.shm_names import remove_stale
 
 HOST = "127.0.0.1"
-PORTS = range(15_000, 30_000)  # of servers whose port `rollout.port` leaves open
+PORTS = range(15_000, 30_000)  # ports of servers when rollout.port is 0
 HERE = Path(__file__).parent
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
-MAX_BATCHED_TOKENS = 4096  # of one prefill without a GPU
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
-LOG_LINES = 30  # shown when a server does not start and none of its processes says why
-ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")  # before each line of what one of vLLM's processes logs
+MAX_BATCHED_TOKENS = 4096  # tokens of one prefill batch on a CPU
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM allocates adapter slots for
+LOG_LINES = 30  # log lines shown when a server does not start and no process logged an exception
+ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")  # prefix of each line that one of vLLM's processes logs as an error
 KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number)}  # exit code -> signal
 TRACEBACK = "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What every server of a run has in common. `dtype` is what vLLM computes in, float32 or bfloat16."""
+    """Options that all servers of a run share. `dtype` is vLLM's compute dtype, float32 or bfloat16."""
 
     model: str
     dtype: str
     max_model_len: int
     tp: int = 1
     max_num_seqs: int = 256
-    kv_cache_gb: float = 2.0  # on a machine without a GPU
-    expert_parallel: bool = False  # share out whole experts over the tp workers
+    kv_cache_gb: float = 2.0  # KV cache size, on a machine without a GPU
+    expert_parallel: bool = False  # distribute whole experts over the tp workers
     gpu_memory_utilization: float = 0.4
-    quantization: str | None = None  # into which vLLM turns the weights as it loads them
+    quantization: str | None = None  # vLLM quantizes the weights to this when it loads them
     enforce_eager: bool = False
-    deterministic: bool = False  # a request's numbers must not depend on those that it is decoded with; needs a GPU
-    sleep_mode: bool = False  # be able to give GPU memory back between rollouts
-    lora_rank: int = 0  # of adapters that will come; 0 when weights come instead
-    omp_threads: int | None = None  # threads of each worker without a GPU; all cores shared among the workers when None
-    tool_parser: str | None = None  # of vLLM, for `VllmEngine.read_tool_calls`
-    tokenizer: str | None = None  # that it reads token ids with; the model's own when None
+    deterministic: bool = False  # batch-invariant: results do not depend on which requests are batched together; needs a GPU
+    sleep_mode: bool = False  # allow the server to release its GPU memory between rollouts
+    lora_rank: int = 0  # largest rank of the adapters to load; 0 when weight syncs send full weights
+    omp_threads: int | None = None  # threads per worker without a GPU; None divides all cores among the workers
+    tool_parser: str | None = None  # vLLM's tool parser, for `VllmEngine.read_tool_calls`
+    tokenizer: str | None = None  # tokenizer of the tool parser; None means the model's own
     extra_args: tuple[str, ...] = ()
 
 
 @dataclass
 class Server:
-    """One running server: its name, log file, and the supervisor above it. The name is the URL that clients know; `address` is the one that
-    it listens on, another one after a restart at a fresh port."""
+    """One running server: its name, log file and supervisor process. The name is the URL that clients know. `address` is the URL that the
+    server listens on; it differs after a restart on another port."""
 
     url: str
     log: Path
     supervisor: subprocess.Popen = field(repr=False)
-    started: float = 0.0  # by the monotonic clock
-    address: str = ""  # the URL itself when empty
+    started: float = 0.0  # monotonic clock
+    address: str = ""  # empty means `url`
 
     def __post_init__(self):
         self.address = self.address or self.url
 
     @property
     def alive(self) -> bool:
-        """Whether its process has not ended."""
+        """Whether the server's process is running."""
         return self.supervisor.poll() is None
 
     @property
     def killed(self) -> bool:
-        """Whether somebody else has ended it, not it itself: the kernel, for want of memory, or a person."""
+        """Whether the server ended by SIGKILL or SIGTERM: the out-of-memory killer, or a user."""
         return self.supervisor.returncode in KILLED
 
     @property
     def fate(self) -> str:
-        """How it has ended, in words."""
+        """How the server ended, as text for a message."""
         code = self.supervisor.returncode
         return f"was killed by {KILLED[code].name}" if self.killed else f"ended with exit code {code}"
 
     def end(self) -> None:
-        """End it with all its processes: SIGTERM, then SIGKILL. Does nothing to one that has ended."""
+        """Stop the server and all its processes: SIGTERM, then SIGKILL. Does nothing if it has already ended."""
         if self.alive:
             self.supervisor.send_signal(signal.SIGTERM)
         try:
@@ -108,16 +108,16 @@ class Server:
             self.supervisor.wait()
 
     def log_tail(self, lines: int = LOG_LINES) -> str:
-        """The last lines of its log, all of it with 0."""
+        """Return the last lines of the log; the whole log for `lines=0`."""
         try:
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
         except OSError as error:
             return f"({self.log}: {error.strerror})"
 
     def cause(self) -> str:
-        """The first exception that one of its processes has logged, without its stack; empty when there is none.
+        """Return the first exception that one of the server's processes logged, without its stack; empty when none did.
 
-        The end of the log has only that of the process above, which says that another one failed.
+        The end of the log only shows the parent process's exception, which says that a child process failed.
         """
         found = [match for line in self.log_tail(0).splitlines() if (match := ERROR.match(line))]
         for _, record in groupby(found, key=lambda match: match[0]):
@@ -129,13 +129,14 @@ class Server:
 
 
 class Launcher:
-    """`num_servers` servers on this host: `start`, then `wait`, then `stop`. A context manager that stops on the way out.
+    """`num_servers` servers on this host: call `start`, then `wait`, then `stop`. A context manager that stops them on exit.
 
-    `start` returns at once, so the trainer can build its model while vLLM starts. `port` is that of the first server, the next ones
-    follow; 0 picks free ones. `devices` are the ids of the GPUs to share out, `options.tp` to each server; None runs vLLM for CPU. Servers
-    listen on the address `host` of this machine alone, and with a `token` answer those alone who send it. Each server logs to
-    `log_dir/vllm_N.log`. One that has ended may be started again up to `max_restarts` times (`may_start_again`). Where clients learn from
-    `moved` that a server has moved, it restarts at a fresh port when another process has taken its own.
+    `start` returns at once, so the trainer can build its model while vLLM starts. `port` is the first server's port, the others take the
+    next ones; 0 picks free ports. `devices` are GPU ids, `options.tp` for each server; None runs vLLM for CPU.
+
+    Servers listen only on the address `host`, and require `token` if given. Each server logs to `log_dir/vllm_N.log`. A server that has
+    ended may be restarted up to `max_restarts` times (`may_start_again`). With `moved`, a server whose port was taken by another process
+    restarts on another port, and clients learn the new address from `moved`. Raises ValueError when there are too few devices.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Launcher:
         self.devices, self.startup_timeout = devices, startup_timeout
         self.host, self.token = host, token
         self.max_restarts, self._moved = max_restarts, moved
-        self.restarts: Counter[str] = Counter()  # address -> how often
+        self.restarts: Counter[str] = Counter()  # URL -> number of restarts
         self.servers: list[Server] = []
 
     def __enter__(self) -> Launcher:
@@ -172,7 +173,7 @@ class Launcher:
 
     @property
     def urls(self) -> list[str]:
-        """Addresses of the servers, in order."""
+        """URLs of the servers, in order."""
         return [server.url for server in self.servers]
 
     @property
@@ -181,7 +182,8 @@ class Launcher:
         return [server.log for server in self.servers]
 
     def start(self) -> None:
-        """Start all servers without waiting for them. EngineStartError when a port is taken; no server is left then."""
+        """Start all servers without waiting for them. Raises EngineStartError, before any server starts, when the model folder has no
+        config.json or a port is taken."""
         if Path(self.options.model).is_absolute() and not Path(self.options.model, "config.json").exists():
             raise EngineStartError(f"model.path: {self.options.model} holds no config.json; vLLM needs a Hugging Face folder")
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -197,10 +199,10 @@ class Launcher:
             self.servers.append(self._launch(index, port))
 
     def wait(self, progress: Callable[[str], None] = lambda text: None) -> list[str]:
-        """Addresses of the servers once all of them answer. `progress` gets a line every few seconds.
+        """Wait until all servers respond and return their URLs. `progress` gets a line every few seconds.
 
-        One that is killed is started again. Raises EngineStartError, with the reason or else the end of the log, when one ends by itself,
-        is killed too often or does not answer within `startup_timeout` seconds; all servers are stopped then.
+        A server that was killed is restarted. Raises EngineStartError when a server exits by itself, is killed too often, or does not
+        respond within `startup_timeout` seconds. The message has the cause, or else the end of the log. All servers are stopped then.
         """
         begun, told = time.monotonic(), 0.0
         waiting = list(range(self.num_servers))
@@ -212,7 +214,7 @@ class Launcher:
                     if not (server.killed and self.may_start_again(server)):
                         self._give_up(server, f"{server.fate} after {now - server.started:.0f} s")
                     progress(f"warning: {self.start_again(place)}")
-                    self._rename(place)  # no client knows it yet
+                    self._rename(place)  # safe to rename: no client knows the server yet
                 elif now - server.started > self.startup_timeout:
                     self._give_up(server, f"did not answer within {self.startup_timeout:.0f} s (rollout.startup_timeout)")
             waiting = [place for place in waiting if not healthy(self.servers[place].address)]
@@ -224,7 +226,7 @@ class Launcher:
         return self.urls
 
     def stop(self) -> None:
-        """End every server and all its processes: SIGTERM, then SIGKILL. Does nothing a second time, and nothing in a forked child."""
+        """Stop every server and all its processes: SIGTERM, then SIGKILL. Does nothing when called again or in a forked child."""
         if self.servers and os.getpid() != self._pid:
             return
         for server in self.servers:
@@ -238,12 +240,12 @@ class Launcher:
         atexit.unregister(self.stop)
 
     def may_start_again(self, server: Server) -> bool:
-        """Whether it has been started again fewer than `max_restarts` times."""
+        """Whether the server has been restarted fewer than `max_restarts` times."""
         return self.restarts[server.url] < self.max_restarts
 
     def start_again(self, index: int) -> str:
-        """Start a server that has ended, with its log going on, without waiting for it; the line to log. It gets the port of its URL, or a
-        fresh one when another process listens there."""
+        """Restart a server that has ended, without waiting for it, and return the line to log. The log file is appended to. The server
+        keeps the port of its URL. With `moved`, it gets a free port when another process listens on the old one."""
         server = self.servers[index]
         assert not server.alive and self.may_start_again(server)
         self.restarts[server.url] += 1
@@ -260,7 +262,7 @@ class Launcher:
         )
 
     def _rename(self, index: int) -> None:
-        """Have the server's name be its present address."""
+        """Change the server's name to its current address."""
         server = self.servers[index]
         self.restarts[server.address] = self.restarts.pop(server.url)
         server.url = server.address
@@ -277,7 +279,7 @@ class Launcher:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        with contextlib.suppress(BrokenPipeError), supervisor.stdin as pipe:  # it may have ended already, which `wait` reports
+        with contextlib.suppress(BrokenPipeError), supervisor.stdin as pipe:  # the supervisor may have ended already; `wait` reports that
             pipe.write((self.token or "").encode())
         address = f"http://{self.host}:{port}"
         return Server(url or address, log, supervisor, time.monotonic(), address)
@@ -294,7 +296,7 @@ class Launcher:
             "--max-model-len": o.max_model_len,
             "--max-num-seqs": o.max_num_seqs,
             "--tensor-parallel-size": o.tp,
-            "--logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
+            "--logprobs-mode": "processed_logprobs",  # log-probs of the distribution that is sampled from, temperature included
             "--uvicorn-log-level": "warning",
             "--worker-extension-cls": "megagrpo.vllm_plugin.worker_verbs.WorkerVerbs",
         }
@@ -315,18 +317,18 @@ class Launcher:
         if self.devices is not None:
             flags["--gpu-memory-utilization"] = o.gpu_memory_utilization
         else:
-            # A prompt that is split over two batches rewinds its seeded generator, which torch cannot do on a CPU: the engine dies.
+            # A prompt that is split over two batches rewinds its seeded generator. torch cannot do that on a CPU, so the engine would die.
             switches.append("--no-enable-chunked-prefill")
-            flags["--block-size"] = 32  # the responses to a prompt share its full blocks; vLLM's 128 here exceeds most short prompts
+            flags["--block-size"] = 32  # responses to one prompt share only full blocks; vLLM's default of 128 exceeds most short prompts
             flags["--max-num-batched-tokens"] = max(o.max_model_len, MAX_BATCHED_TOKENS)
         if self.token is not None:
             flags["--middleware"] = GUARD
-        if o.enforce_eager or self.devices is None:  # compiling on CPU takes longer than it saves
+        if o.enforce_eager or self.devices is None:  # compiling on a CPU takes longer than it saves
             switches.append("--enforce-eager")
         return [sys.executable, *program, *(str(word) for flag in flags.items() for word in flag), *switches, *o.extra_args]
 
     def _environment(self, index: int) -> dict[str, str]:
-        # What a launcher such as torchrun tells its ranks must not reach vLLM, which forms groups of its own.
+        # vLLM forms process groups of its own, so torchrun's variables for the trainer's ranks must not reach it.
         ours = (
             "RANK",
             "LOCAL_RANK",
@@ -342,14 +344,14 @@ class Launcher:
         env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
         env["VLLM_PLUGINS"] = "megagrpo"
         env["VLLM_PROCESS_NAME_PREFIX"] = "megagrpo-vllm"  # `ps | grep megagrpo` then shows EngineCore and workers too
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the workers of a server are on one host
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers of a server are on one host
         if self.host == HOST:
-            env["NCCL_SOCKET_IFNAME"] = "lo"  # so are all ranks that send them weights
+            env["NCCL_SOCKET_IFNAME"] = "lo"  # all ranks that send them weights are on this host too
         if self.token is not None:
-            env[FILE_VARIABLE] = "/dev/stdin"  # a pipe, empty once it is read; every process of this user may read an environment
+            env[FILE_VARIABLE] = "/dev/stdin"  # a pipe, empty after one read; an environment is readable by every process of this user
         if self.options.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        env.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling vLLM's sources doubles the time of every start
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # without compiled bytecode of vLLM every start takes twice as long
         if self.devices is not None:
             if self.options.deterministic:
                 env["VLLM_BATCH_INVARIANT"] = "1"
@@ -357,15 +359,15 @@ class Launcher:
             return env | {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[first : first + self.options.tp])}
         workers = self.num_servers * self.options.tp
         threads = self.options.omp_threads or max(1, len(os.sched_getaffinity(0)) // workers)
-        # A sync gives every weight new memory, which the kernel would hand out in pages of 4 KiB: that takes longer than the copy itself.
+        # A sync allocates new memory for every weight. In the kernel's default pages of 4 KiB that takes longer than the copy itself.
         env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
         return env | {
             "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(self.options.kv_cache_gb)),  # vLLM reads whole GiB
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding fails for tp > 1 on one NUMA node, and fights the trainer for cores
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding fails for tp > 1 on one NUMA node, and competes with the trainer for cores
             "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads cost the trainer beside them a factor of ten
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads slow the trainer beside them down by a factor of ten
             "GOMP_SPINCOUNT": "0",
-            "TORCH_COMPILE_DISABLE": "1",  # the sampler would run a C++ compiler in the first request
+            "TORCH_COMPILE_DISABLE": "1",  # without this the sampler runs a C++ compiler in the first request
         }
 
     def _give_up(self, server: Server, what: str) -> None:
@@ -376,7 +378,7 @@ class Launcher:
 
 
 def healthy(url: str) -> bool:
-    """Whether the server at `url` says that it is well."""
+    """Whether the server at `url` passes its health check."""
     try:
         return httpx.get(f"{url}/health", timeout=5, verify=CERTIFICATES).status_code == 200
     except httpx.HTTPError:
@@ -384,9 +386,9 @@ def healthy(url: str) -> bool:
 
 
 def _free_ports(host: str, count: int) -> list[int]:
-    """Ports that nothing listens on now. The kernel gives connections of other programs ports from 32768 on, so none of them takes one of
-    these before the server listens. EngineStartError where there are fewer than `count`, or where this machine does not have the address.
-    """
+    """Return ports that nothing listens on now. All are below 32768, from where the kernel assigns ports to outgoing connections of other
+    programs, so no such connection takes one before the server listens. Raises EngineStartError when fewer than `count` ports are free, or
+    when this machine does not have the address."""
     tried = random.SystemRandom().sample(PORTS, len(PORTS))
     ports = list(itertools.islice((port for port in tried if is_free(host, port)), count))
     if len(ports) < count:
@@ -395,7 +397,7 @@ def _free_ports(host: str, count: int) -> list[int]:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+    """Whether a server could listen on this port now."""
     return _bind_error(host, port) is None
 
 
@@ -407,7 +409,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _bind_error(host: str, port: int) -> OSError | None:
-    """Why nothing can listen at this address now; None when a server could."""
+    """Try to bind the address. Returns the error, or None when a server could listen there."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

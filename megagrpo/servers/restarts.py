@@ -1,5 +1,5 @@
-"""Servers that have died or joined: nobody asks them before they hold the current weights. Those of the run are started again, and ended
-when they hang."""
+"""Recovery of servers: servers that died or joined get the current weights before they get requests. Servers of the run are restarted when
+they end, and killed when they hang."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from megagrpo.servers.hang_detection import Pulse, Silence
 from megagrpo.servers.launcher import Launcher, Server, healthy
 
 LOOK_SECONDS = 0.3
-SILENT_SECONDS = 30.0  # a process that is there and says nothing for so long is ended
+SILENT_SECONDS = 30.0  # without a response, after which a live process is killed
 
 
 class Watcher:
-    """A thread beside the trainer's rank 0. A context manager; leave it before the servers are stopped.
+    """A thread on the trainer's rank 0 that brings servers back into use. A context manager; leave it before the servers are stopped.
 
-    A server that is out in `engine` and answers is given the current weights by `refill(address)` and is in again. Where `refill` says
-    False, it has to wait for the next sync. `say` gets a line for each turn. It starts and ends no server: they are somebody else's.
+    A server that `engine` counts as dead and that is healthy gets the current weights from `refill(address)`, and then requests again. When
+    `refill` returns False, the server waits for the next sync. `say` gets a line for each event. This class starts and stops no server: the
+    user started them.
     """
 
     def __init__(self, engine: Updates, refill: Callable[[str], bool], say: Callable[[str], None] = print):
@@ -33,7 +34,8 @@ class Watcher:
         return self
 
     def __exit__(self, *exc) -> None:
-        """No server is started or taken in from here on. One that is being filled is left to that: whoever stops it ends the wait."""
+        """Stop the thread: no server is restarted or brought back from here on. A refill that is in progress is not awaited; it ends when
+        its server is stopped."""
         with self._lock:
             self._end.set()
         self._thread.join(timeout=LOOK_SECONDS + 1)
@@ -74,7 +76,7 @@ class Watcher:
         self._settled(url)
 
     def _settled(self, url: str) -> None:
-        """It is in again, or waits, or has ended."""
+        """Called when a server is in use again, waits for the next sync, or has ended."""
 
     def _not_filled(self, url: str, error: Exception) -> None:
         self.engine.leave_out(url)
@@ -82,16 +84,19 @@ class Watcher:
 
 
 class Keeper(Watcher):
-    """The same for servers of a launcher, which it starts again when they have ended, at the same address, up to the launcher's
-    `max_restarts` times each. Those that hang, by `Pulse` or because a request has found no answer, it ends. When no more is to come,
-    `engine` gives up waiting. While others sleep, their GPUs are the trainer's, and so are those of one that has ended: it is started when
-    they wake up."""
+    """A Watcher for a launcher's servers. It restarts servers that ended, on the same URL, up to the launcher's `max_restarts` times each.
+
+    It kills servers that hang: by `Pulse`, or when a dead-marked server stays silent. When no restart is left for any server, `engine`
+    stops waiting for servers. While servers sleep, the trainer uses their GPUs, and also the GPU of a server that ended: such a server is
+    restarted only after the others wake up.
+    """
 
     def __init__(self, launcher: Launcher, engine: Updates, refill: Callable[[str], bool], say: Callable[[str], None] = print):
         super().__init__(engine, refill, say)
         self.launcher = launcher
         self._pulse = Pulse(launcher, engine.sync_timeout)
-        self._feeling = threading.Thread(target=self._feel, name="pulse", daemon=True)  # of its own: it waits for answers
+        # a thread of its own, because it blocks on responses
+        self._feeling = threading.Thread(target=self._feel, name="pulse", daemon=True)
         self._silence = Silence()
         self._starting: set[str] = set()
         self._given_up: set[str] = set()
@@ -149,7 +154,8 @@ class Keeper(Watcher):
             if self._end.is_set():
                 return
             self.engine.unsettled.add(url)
-            if self.engine.asleep:  # looked at last: who has servers sleep says so before it looks for those that cannot
+            # Check `asleep` after adding to `unsettled`; Updates.sleep does the reverse. This order closes the race.
+            if self.engine.asleep:
                 self.engine.unsettled.discard(url)
                 return
             self._starting.add(url)

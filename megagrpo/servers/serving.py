@@ -1,4 +1,4 @@
-"""vLLM servers on a model: those of a run, and those of commands that only ask it something."""
+"""vLLM servers for a model: those of a training run, and those of commands that only generate."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ from megagrpo.process.terminal import warn
 from megagrpo.records.checkpoint import BEST, STATE_FILE, newest_checkpoint
 from megagrpo.servers.launcher import LORA_RANKS, Launcher, ServerOptions
 
-ADAPTER = "adapter"  # what a server calls a LoRA adapter it was started with
+ADAPTER = "adapter"  # name of the LoRA adapter that a server was started with
 LATEST = "latest"
-ON_CPU = ("none", "fp8_per_channel")  # ways to keep weights that vLLM for CPU has
+ON_CPU = ("none", "fp8_per_channel")  # quantizations that vLLM for CPU supports
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As vLLM and Hugging Face call it: `float32`."""
+    """Return the name of a dtype in vLLM and Hugging Face: `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def engine_dtype(config: RunConfig) -> str:
-    """What servers compute in beside FP8, and weights travel in, as vLLM calls it. It quantizes models in 16 bits alone."""
+    """Return vLLM's name for the servers' compute dtype, which is also the dtype of synced weights. It is bfloat16 with quantization,
+    because vLLM quantizes 16-bit models only."""
     if config.rollout.quantization != "none":
         return name_of(torch.bfloat16)
     return name_of(device.engine_precision(device.resolve_precision(config.model.precision)))
@@ -60,12 +61,16 @@ def make_launcher(
     token: str | None = None,
     moved: MovedServers | None = None,
 ) -> Launcher:
-    """The servers that `rollout` describes, on `model_folder`, not yet started; they log into `log_folder`, and answer those who know
-    `token`, by default one that is made here. With the PEFT folder `adapter` they also serve the model ADAPTER. `max_model_len` None: what
-    the run and its evaluation need. `num_ranks` trainer ranks on this host have the first GPUs; dedicated servers get the others. `host` is
-    the address that they listen on, None that of `rollout.interface`; `moved` is
-    the Launcher's. ValueError when `adapter` is none, or there are too few GPUs, or
-    none for `rollout.quantization` of this model, or there is no such interface."""
+    """Build the launcher of the servers that `rollout` describes, on `model_folder`; nothing is started.
+
+    The servers log to `log_folder` and require `token`; None generates one. With the PEFT folder `adapter` they also serve it as the model
+    ADAPTER. `max_model_len` None means the longest sequence of the run and its evaluation. `num_ranks` trainer ranks on this host use the
+    first GPUs; dedicated servers get the other GPUs. `host` is the address to listen on; None means the address of `rollout.interface`.
+    `moved` is passed to the Launcher.
+
+    Raises ValueError when `adapter` is invalid, GPUs are missing, `rollout.quantization` of this model needs a GPU, or the interface does
+    not exist.
+    """
     r = config.rollout
     gpus = device.visible_gpus()
     if gpus is not None and r.placed == "dedicated":
@@ -105,7 +110,7 @@ def make_launcher(
 
 
 def _check_quantization(quantization: str, model_folder: Path) -> None:
-    """ValueError for what vLLM has no kernels for without a GPU."""
+    """Raise ValueError for a quantization that vLLM has no kernels for on a CPU."""
     key, usable = f"rollout.quantization: {quantization}", list(ON_CPU)
     if load_hf_config(model_folder).experts:
         key, usable = f"{key} of a model with experts", ["none"]
@@ -114,17 +119,18 @@ def _check_quantization(quantization: str, model_folder: Path) -> None:
 
 
 def servers_sleep(config: RunConfig) -> bool:
-    """Whether the servers of a training run give their GPU memory to the trainer while it trains."""
+    """Whether the servers of a training run release their GPU memory while the trainer trains."""
     return config.rollout.placed == "colocated" and device.has_gpu()
 
 
 def offloads(config: RunConfig) -> bool:
-    """Whether the trainer gives its memory to the servers of its run while they generate."""
+    """Whether the trainer moves its state off the GPU while the run's servers generate."""
     return servers_sleep(config) if config.train.offload is None else config.train.offload
 
 
 def adapter_arguments(adapter: Path | None) -> list[str]:
-    """What has vLLM serve a LoRA adapter that PEFT saved; nothing for None. ValueError for a folder that is none, or damaged."""
+    """Return vLLM's arguments for serving a PEFT adapter; empty for None. Raises ValueError when the folder is not a PEFT adapter or is
+    damaged."""
     if adapter is None:
         return []
     verify_inside(adapter)
@@ -137,9 +143,12 @@ def adapter_arguments(adapter: Path | None) -> list[str]:
 
 
 def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: Callable[[str], None]) -> tuple[Path, Path | None]:
-    """(Hugging Face folder, adapter or None) of what `checkpoint` names: nothing (the model of the config), `latest` or `best` of the run,
-    a checkpoint of a run, a Hugging Face folder, or a PEFT folder. A checkpoint of weights is exported into `scratch` first, by a process
-    of its own. ValueError when there is no such thing."""
+    """Return (Hugging Face folder, adapter or None) for the value `checkpoint`.
+
+    `checkpoint` is None (the model of the config), `latest` or `best` of the run, a checkpoint of a run, a Hugging Face folder, or a PEFT
+    folder. A checkpoint with full weights is first exported into `scratch` by a separate process. Raises ValueError when it does not exist
+    or cannot be exported.
+    """
     if checkpoint is None:
         return resolve_model(config.model.path), None
     runs = Path(config.run.output_dir) / config.run.name / "checkpoints"
@@ -156,7 +165,7 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
         raise ValueError(f"--checkpoint: {path} is no checkpoint of a run, no Hugging Face folder and no adapter")
     say(f"exporting {path.resolve()}")
     try:
-        # On the CPU: there every layer is one whose structure takes no memory.
+        # On the CPU: there the structure of every layer can be built without allocating its weights.
         run_ranks(export_alone, 1, path.resolve(), scratch / "hf", timeout=3600, env={"CUDA_VISIBLE_DEVICES": ""})
     except RankFailed as error:
         raise ValueError(f"--checkpoint: {path}: {error}") from error
@@ -164,8 +173,10 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
 
 
 class Serving:
-    """Servers for one command: `find` the weights, `start`, do something else while they load, then ask `engine`. A context manager; on
-    the way out servers end and scratch files go. With `rollout.urls` those servers answer and nothing is started."""
+    """Servers for one command: `find` the weights, `start`, do other work while they load, then use `engine`.
+
+    A context manager: on exit the servers stop and scratch files are removed. With `rollout.urls` it uses those servers and starts none.
+    """
 
     def __init__(self, config: RunConfig, say: Callable[[str], None]):
         self._config, self._say = config, say
@@ -174,8 +185,8 @@ class Serving:
         self.folder, self.adapter = Path(), None
 
     def find(self, checkpoint: str | None, adapter: str | None) -> Path:
-        """The Hugging Face folder whose tokenizer and weights are used. ValueError for what is not there, and for a choice of weights
-        where the servers have theirs already."""
+        """Return the Hugging Face folder whose tokenizer and weights are used. Raises ValueError when the weights are missing, or when
+        weights are chosen although `rollout.urls` names servers, which already have theirs."""
         urls = named_urls(self._config.rollout.urls, self._config.rollout.urls_file)
         if urls and (checkpoint or adapter):
             raise ValueError(f"rollout.urls: {', '.join(urls)} serve what they have; leave out --checkpoint and --adapter, or the urls")
@@ -188,7 +199,7 @@ class Serving:
         return self.folder
 
     def start(self, max_model_len: int | None = None) -> None:
-        """Start the servers, for sequences of up to `max_model_len` tokens."""
+        """Start the servers, for sequences of up to `max_model_len` tokens. Does nothing with `rollout.urls`."""
         if self._config.rollout.urls:
             return
         self._launcher = make_launcher(
@@ -198,7 +209,7 @@ class Serving:
         self._launcher.start()
 
     def engine(self, tokenizer: Tokenizer) -> VllmEngine:
-        """The client, once they answer. EngineStartError, with the end of the log, when they do not."""
+        """Wait until the servers respond and return the client. Raises EngineStartError, with the end of the log, when they do not."""
         r, launcher = self._config.rollout, self._launcher
         urls = launcher.wait(self._say) if launcher else named_urls(r.urls, r.urls_file)
         model = ADAPTER if self.adapter else None
@@ -222,8 +233,10 @@ class Serving:
 
 
 def exit_code(command: Callable[[], None], name: str) -> int:
-    """Run a command that asks servers: 0, 1 when a server failed on the way, 128 + its number after a signal. ConfigError when no server
-    starts. `name` is what stops then, for the message."""
+    """Run a command that uses servers and return its exit code: 0, 1 when a server failed, 128 + the signal's number after a signal.
+
+    Raises ConfigError when no server starts. `name` names the command in the error message.
+    """
     quiet()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

@@ -1,11 +1,11 @@
-"""Runs one server and ends it with everything it started, when asked to or when the process that launched it is gone.
+"""Runs one server, and ends it with all its child processes on a signal or when the trainer process is gone.
 
     python supervisor.py PARENT_PID GRACE_SECONDS COMMAND...
 
-Whatever kills the trainer, SIGKILL included, the kernel gives this process a new parent; it looks ten times a second. Descendants whose own
-parent died become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. What the server leaves in shared memory and among
-temporary files goes with it; so do the temporary files of a trainer that was killed. It imports nothing of this project but `scratch`: it
-must start at once and stay small.
+When the trainer ends, even by SIGKILL, the kernel gives this process a new parent; it checks its parent ten times a second. Orphaned
+descendants become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. It removes the files that the server leaves in shared
+memory and in the temporary directory, and the temporary files of a killed trainer. From this project it imports only `process.scratch`, so that it starts
+fast and stays small.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED = "/dev/shm/"
 VLLM_FILES = ("psm_", "vllm_")
-SCRATCH = "megagrpo_tmp_"  # begins the name of a trainer's own temporary folder (scratch.py)
-LONGEST = 107 - len("/vllm-12345678/") - 36  # of a temporary folder: vLLM makes sockets there, with names of 36 characters
-ENGINE = b"::EngineCore"  # in the title of vLLM's process that computes
-ENGINE_SECONDS = 15.0  # without an engine, after which a server that had one is ended; a sound API server exits before that
+SCRATCH = "megagrpo_tmp_"  # prefix of a trainer's temporary folder (process/scratch.py)
+LONGEST = 107 - len("/vllm-12345678/") - 36  # longest path for the temporary folder: vLLM makes sockets in it, with names of 36 characters
+ENGINE = b"::EngineCore"  # part of the title of vLLM's engine process
+ENGINE_SECONDS = 15.0  # without an engine process, after which a server that had one is killed; a healthy API server exits sooner
 
 
 def main() -> int:
-    """Exit status of the server, 128 + the signal's number when it was killed; 0 when it was stopped from here."""
-    sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file runs by its path
+    """Return the server's exit status: 128 + the signal's number when it was killed, 0 when this process was asked to stop it."""
+    sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file is run by its path, so the package is not importable
     from megagrpo.process.scratch import remove_tree
 
     parent, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
@@ -42,7 +42,7 @@ def main() -> int:
     own = os.getpid()
 
     def tie() -> None:
-        """In the server's process: the kernel kills it when this one is killed. Its children are tied to it by parent_death.py."""
+        """Run in the server's process: have the kernel kill it when this process ends. parent_death.py ties the server's children to it."""
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != own:
             os._exit(1)
@@ -53,11 +53,12 @@ def main() -> int:
     server = subprocess.Popen(command, env=environment, preexec_fn=tie)
     files: set[str] = set()
     begun = seen = time.monotonic()
-    engine_seen, stuck = 0.0, False  # when there was an engine last; 0: never yet
+    engine_seen, stuck = 0.0, False  # when an engine process was last seen; 0: never
     while server.poll() is None and not asked and os.getppid() == parent and not stuck:
         time.sleep(0.1)
         now = time.monotonic()
-        if now - seen > (1 if now - begun < 60 else 5):  # what a server that dies by itself has left, nobody maps any more
+        # record mapped files regularly: once a server has died, its files are no longer mapped by any process
+        if now - seen > (1 if now - begun < 60 else 5):
             below = descendants()
             files |= shared_files(below)
             seen = now
@@ -79,7 +80,7 @@ def main() -> int:
 
 
 def end(server: subprocess.Popen, grace: float) -> None:
-    """SIGTERM to the server, then, after `grace` seconds, SIGKILL to whatever is left below this process."""
+    """Send SIGTERM to the server, then, after `grace` seconds, SIGKILL to all remaining descendants of this process."""
     deadline = time.monotonic() + grace
     if server.poll() is None:
         server.terminate()
@@ -99,7 +100,7 @@ def end(server: subprocess.Popen, grace: float) -> None:
 
 
 def reap() -> None:
-    """Collect children that ended, adopted ones too."""
+    """Collect the exit status of children that ended, including adopted ones."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -108,7 +109,7 @@ def reap() -> None:
 
 
 def descendants() -> list[int]:
-    """Living processes below this one."""
+    """Return the process ids of all living descendants of this process."""
     parents = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -139,7 +140,7 @@ def has_engine(pids: list[int]) -> bool:
 
 
 def shared_files(pids: list[int]) -> set[str]:
-    """vLLM's files in shared memory that these processes have mapped; a process that is killed leaves them behind."""
+    """Return vLLM's shared memory files that these processes have mapped. A killed process leaves them behind."""
     files = set()
     for pid in pids:
         try:
