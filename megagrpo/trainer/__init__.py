@@ -1,1 +1,1 @@
-"""The training loop, how its parts are put together, and what watches it."""
+"""The training loop, the construction of its parts, and the checks that stop a run."""

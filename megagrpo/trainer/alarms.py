@@ -1,4 +1,4 @@
-"""Decides after each step whether a run's numbers call for a warning or an end: the engine's mismatch, and rewards that only raise."""
+"""Alarms on a step's metrics: train/rollout mismatch above normal, and reward functions that always raise."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Sequence
 
 from megagrpo.config import RolloutSection, RunConfig
 
-FIRST_STEPS = 5  # whose mismatch is the run's usual one
-JUMP = 3.0  # an alarm is this many times as far from 1 as the usual mismatch
-NORMAL = {"float32": 1.01, "bfloat16": 1.1}  # `token_mult_prob_error` of sound runs stays below; in bf16 it grows with the entropy
+FIRST_STEPS = 5  # the mismatch of the first steps is the run's baseline
+JUMP = 3.0  # alarm when the mismatch is this many times as far from 1 as the baseline
+NORMAL = {"float32": 1.01, "bfloat16": 1.1}  # upper limit of `token_mult_prob_error` in healthy runs; in bf16 it grows with the entropy
 
 
 def mismatch_limit(config: RunConfig, dtype: str, first: Sequence[float]) -> float | None:
-    """What `token_mult_prob_error` of a step may be; None: anything.
+    """Return the highest normal `token_mult_prob_error` of a step; None: no limit.
 
-    `dtype` is the least precise that trainer or engine computes in, `first` the errors of the run's first steps, `FIRST_STEPS` at most.
+    `dtype` is the least precise compute dtype of trainer and engine, `first` the errors of the run's first steps, at most `FIRST_STEPS`.
     """
     rollout = config.rollout
     if rollout.mismatch_threshold is not None:
         return rollout.mismatch_threshold
-    if rollout.max_staleness:  # training moves the number, too
+    if rollout.max_staleness:  # training between sampling and the log-probs changes the number, too
         return None
     usual = 1 + JUMP * (statistics.median(first) - 1) if len(first) == FIRST_STEPS else None
-    if _quantizes(config):  # what is normal depends on the model
+    if _quantizes(config):  # the normal value depends on the model
         return usual and max(usual, NORMAL["bfloat16"])
     return max(usual or 1.0, NORMAL[dtype])
 
 
 def mismatch_warning(rollout: RolloutSection, dtype: str, step: int, error: float, limit: float, first: Sequence[float]) -> str:
-    """The warning of a step whose error is above `limit`."""
+    """Return the warning text for a step whose error is above `limit`."""
     if rollout.mismatch_threshold is not None:
         rule = f"rollout.mismatch_threshold {limit:g}"
     else:
@@ -43,7 +43,7 @@ def mismatch_warning(rollout: RolloutSection, dtype: str, step: int, error: floa
 
 
 def always_raising(metrics: dict[str, float], config: RunConfig) -> list[str]:
-    """The reward functions that failed for every response that the step drew."""
+    """Return the reward functions that raised for every response of the step."""
     groups = metrics.get("dynamic_sample/groups_drawn", config.rollout.prompts_per_step)
     counts = {name: value for name, value in metrics.items() if name.startswith("rewards/") and name.endswith("/exceptions")}
     names = [name.removeprefix("rewards/").removesuffix("/exceptions") for name in counts]
@@ -51,5 +51,5 @@ def always_raising(metrics: dict[str, float], config: RunConfig) -> list[str]:
 
 
 def _quantizes(config: RunConfig) -> bool:
-    """Whether trainer or engine multiplies in fewer bits than `model.precision` has."""
+    """Whether trainer or engine computes in fewer bits than `model.precision`."""
     return config.rollout.quantization != "none" or config.model.fp8_recipe != "none" or config.model.base_storage != "none"

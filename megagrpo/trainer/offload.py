@@ -1,4 +1,5 @@
-"""What a trainer that shares its GPU with a server leaves on it, by what comes next: a step, a weight sync, or responses."""
+"""Offload of a trainer that shares its GPU with a server: which state stays on the GPU for a training step, a weight sync, or
+generation."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ from megagrpo.policy.stored import StoredWeight
 
 
 class Offload:
-    """A trainer that gives its memory to servers: gradients are freed, for a step begins with new ones; masters, moments, the reference and
-    then the weights wait in the host's memory. Tensors are the same ones before and after, bit by bit. Each verb may follow each other one,
-    and is collective: when it returns all ranks have done it. What is frozen, and a reference that has not moved meanwhile, is copied to
-    the host once.
+    """Moves trainer state between the GPU and host memory, so that a server can use the GPU's memory.
+
+    Gradients are freed, since a step begins with zero gradients. Master weights, optimizer moments, the reference and finally the weights
+    move to host memory. Tensors keep their identity and their exact bits. The methods may be called in any order. All are collective: a
+    method returns when all ranks are done. Frozen weights, and a reference that has not changed since, are copied to the host only once.
     """
 
     def __init__(self, policy: MegatronPolicy, reference: Reference | None = None):
@@ -32,24 +34,24 @@ class Offload:
 
     @property
     def away(self) -> bool:
-        """Whether anything is not on the device."""
+        """Whether any state is off the GPU."""
         return not all(part.is_empty for part in self._parts)
 
     @property
     def host_bytes(self) -> int:
-        """What of this rank waits in the host's memory now, and what it still has there of what is copied once."""
+        """Bytes of this rank's state in host memory, including the copies of frozen weights that are kept there."""
         return sum(part.used for part in self._parts)
 
     def keep_everything(self) -> None:
-        """Bring back what is away; gradients are zero."""
+        """Move all state back to the GPU; gradients are zero."""
         own_part(self._policy.layout, self._bring_back)
 
     def keep_weights(self) -> None:
-        """Move away everything but the policy's weights, and bring these back."""
+        """Move everything but the policy's weights to host memory, and the weights back to the GPU."""
         own_part(self._policy.layout, self._move_state)
 
     def keep_nothing(self) -> None:
-        """Move away everything."""
+        """Move all state to host memory."""
         own_part(self._policy.layout, self._move_all)
 
     def _bring_back(self) -> None:
@@ -80,7 +82,7 @@ class Offload:
                 yield buffer.grad_data
 
     def _of_frozen(self) -> Iterator[Tensor]:
-        """Of `_of_weights` what no step changes."""
+        """Frozen weights: the subset of `_of_weights` that no step changes."""
         for chunk in self._policy.chunks:
             yield from (p for p in chunk.parameters() if not p.requires_grad)
             for module in chunk.modules():
@@ -88,7 +90,7 @@ class Offload:
                     yield from module.buffers()
 
     def _of_weights(self) -> Iterator[Tensor]:
-        """Parameters, frozen ones too, the buffers that those which are sharded are gathered in, and what `model.base_storage` keeps."""
+        """All parameters including frozen ones, the all-gather buffers of sharded parameters, and the storage of `model.base_storage`."""
         for chunk in self._policy.model:
             yield from (part for weight in chunk.module.parameters() for part in parts(weight))
             yield from chunk.module.buffers()
@@ -97,7 +99,7 @@ class Offload:
                     yield buffer.param_data
 
     def _of_state(self) -> Iterator[Tensor]:
-        """Masters, which are the weights themselves where these are float32, and moments."""
+        """Master weights and moments. With float32 weights the masters are the weights themselves."""
         for part in parts_of(self._policy.optimizer):
             for group in part.optimizer.param_groups:
                 yield from group["params"]
@@ -105,7 +107,8 @@ class Offload:
                 yield from (value for value in state.values() if torch.is_tensor(value))
 
     def _forget_rounded_weights(self) -> None:
-        """What Transformer Engine keeps of weights in FP8 from one micro-batch to the next; a module that misses its own makes it anew."""
+        """Drop the FP8 weights that Transformer Engine caches between micro-batches; a module whose cache is missing quantizes its weights
+        again."""
         for chunk in self._policy.chunks:
             for module in chunk.modules():
                 getattr(module, "_fp8_workspaces", {}).clear()

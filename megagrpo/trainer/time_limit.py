@@ -1,4 +1,4 @@
-"""When a run has to stop so that its last checkpoint is complete before its time is over."""
+"""The time limit of a run: when it must stop so that its last checkpoint is complete in time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from collections.abc import Callable
 
 from megagrpo.config import ConfigError
 
-OUT_OF_TIME = signal.SIGXCPU  # what stands for the time limit among the signals that stop a run
-FIRST_SAVE_SECONDS = 60.0  # taken for a checkpoint until one was written
-SPARE_SECONDS = 15.0  # to leave after it
+OUT_OF_TIME = signal.SIGXCPU  # the signal number that stands for the time limit in StopRequested
+FIRST_SAVE_SECONDS = 60.0  # assumed duration of a checkpoint until one was written
+SPARE_SECONDS = 15.0  # reserve after the last checkpoint
 
 
 class TimeLimit:
-    """`ends` is in seconds since 1970, None without a limit. `stop` is called once, perhaps from another thread: at the beginning of a step
-    that would not be finished in time, judged by the longest so far, or in the middle of one that takes longer than that."""
+    """Stops a run before its time limit. `ends` is in seconds since 1970, None without a limit.
+
+    `stop` is called once, possibly from another thread: at the start of a step that would not finish in time, judged by the longest step so
+    far, or during a step that takes longer than that.
+    """
 
     def __init__(self, ends: float | None, stop: Callable[[int], None]):
         self.ends, self._stop = ends, stop
@@ -28,13 +31,13 @@ class TimeLimit:
 
     @property
     def lead_seconds(self) -> float:
-        """What must be left when a run stops: half as much again as the longest checkpoint took."""
+        """Time that must be left when a run stops: 1.5 times the longest checkpoint so far, plus SPARE_SECONDS."""
         return 1.5 * self._save_seconds + SPARE_SECONDS
 
     def step_begins(self) -> None:
-        """Call at the beginning of every step, in which all is counted until the next one begins: evaluation and saving too.
+        """Call this at the start of every step. The time until the next call counts for the step, including evaluation and saving.
 
-        ConfigError when there is no time for any step: the run would be started again and again.
+        Raises ConfigError when there is no time for any step, because the run would be restarted again and again.
         """
         if self.ends is None:
             return
@@ -57,19 +60,19 @@ class TimeLimit:
             self._timer.start()
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint took so long."""
+        """Record the duration of a checkpoint."""
         self._save_seconds = max(seconds, self._save_seconds if self._saved else 0.0)
         self._saved = True
 
     def close(self) -> None:
-        """Call no more."""
+        """Cancel the timer: `stop` is no longer called."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
 
 def check_time_limit(time_limit: str | None) -> None:
-    """ConfigError for a `run.time_limit` that leaves no time for a step."""
+    """Check `run.time_limit`. Raises ConfigError when it leaves no time for a step."""
     reserved = 1.5 * FIRST_SAVE_SECONDS + SPARE_SECONDS
     if time_limit is not None and (seconds := seconds_of(time_limit)) <= reserved:
         said = f"{time_limit} is {seconds} s, of which {reserved:.0f} s are for a checkpoint, so no step can begin"
@@ -77,7 +80,8 @@ def check_time_limit(time_limit: str | None) -> None:
 
 
 def end_of_run(time_limit: str | None, started: float) -> float | None:
-    """When a run that began at `started` has to be over, in seconds since 1970: as Slurm says, else by `run.time_limit`; None: never."""
+    """Return when a run that began at `started` must end, in seconds since 1970; None without a limit. Slurm's end time takes precedence
+    over `run.time_limit`."""
     slurm = os.environ.get("SLURM_JOB_END_TIME", "")
     if slurm.isdigit() and int(slurm) > 0:
         return float(slurm)
@@ -85,6 +89,6 @@ def end_of_run(time_limit: str | None, started: float) -> float | None:
 
 
 def seconds_of(time_limit: str) -> int:
-    """Seconds in `[days-]hours:minutes:seconds`."""
+    """Convert `[days-]hours:minutes:seconds` to seconds."""
     days, hours, minutes, seconds = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", time_limit).groups(default="0")
     return ((int(days) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(seconds)

@@ -1,4 +1,4 @@
-"""The GRPO loop. `Trainer.step` is the algorithm; everything it names lives in the room of that name."""
+"""The GRPO loop. `Trainer.step` is the algorithm; each part of it is in the package of that name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from megagrpo.weight_sync.sync import Stays, Weights, WeightSync
 
 @dataclass
 class Trainer:
-    """Everything a run is made of. `weights` yields this rank's parameters and which part of which Hugging Face tensor each holds."""
+    """All components of a run, and its training loop. `weights` yields this rank's parameters, each with the part of the Hugging Face
+    tensor it holds."""
 
     config: RunConfig
     layout: Layout
@@ -59,15 +60,15 @@ class Trainer:
     dumps: StepDumps
     state: TrainState = field(default_factory=TrainState)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
-    dtype: str = "bfloat16"  # the least precise that trainer or engine computes in
-    engine_sleeps: bool = False  # while the policy trains
-    engine_naps: bool = False  # since a checkpoint
-    offload: Stays = field(default_factory=Stays)  # what the policy leaves on its device for servers that do not sleep
-    saved: TrainState = field(default_factory=TrainState)  # in the newest checkpoint; a run that has not begun needs none
-    saving: TrainState | None = None  # in the one on its way to the disk
+    dtype: str = "bfloat16"  # the least precise compute dtype of trainer and engine
+    engine_sleeps: bool = False  # servers release their GPU memory while the policy trains
+    engine_naps: bool = False  # servers sleep because of a checkpoint between two steps
+    offload: Stays = field(default_factory=Stays)  # moves trainer state off the GPU while servers use it
+    saved: TrainState = field(default_factory=TrainState)  # state in the newest checkpoint; a run at step 0 needs no checkpoint
+    saving: TrainState | None = None  # state in the checkpoint that is being written
     failed_saves: int = 0
-    synced: dict[str, float] = field(default_factory=dict)  # what the last weight sync took
-    run_folder_check: Callable[[], None] = lambda: None  # raises when the run's folder is no longer there
+    synced: dict[str, float] = field(default_factory=dict)  # metrics of the last weight sync
+    run_folder_check: Callable[[], None] = lambda: None  # raises when the run's folder no longer exists
     time_limit: TimeLimit = field(init=False)
 
     def __post_init__(self):
@@ -75,7 +76,7 @@ class Trainer:
         self.time_limit = TimeLimit(None, self.collector.stop)
 
     def step(self) -> dict[str, float]:
-        """One outer iteration; its metrics, the same on every rank. Raises StopRequested before anything was trained."""
+        """Run one training step and return its metrics, the same on every rank. Raises StopRequested before anything was trained."""
         config = self.config
         scored, metrics = draw_rollouts(self.collector, self.prompts, config, self.sampling, self.state.step, self.writer.message)
         metrics |= self.staleness(scored)
@@ -88,7 +89,7 @@ class Trainer:
         self.dumps.begin(self.state.step + 1)
         metrics |= over_updates([self.train(batch) for batch in batches * config.algorithm.num_iterations])
         metrics |= over_updates([batch.packing for batch in batches])
-        del batches  # and hidden states of the reference, which nobody needs while servers generate
+        del batches  # also frees the reference's hidden states, which are not needed while servers generate
         self.dumps.finish(scored, advantages.flatten().tolist())
         self.move_reference()
         self.sync()
@@ -96,14 +97,14 @@ class Trainer:
         return metrics | reward_statistics(rewards) | rollout_metrics(scored)
 
     def run(self) -> int:
-        """Steps until `run.max_steps` or a request to stop, with evaluation and checkpoints between them.
+        """Run steps until `run.max_steps` or a request to stop, with evaluations and checkpoints in between.
 
-        0, or the number of the signal that asked to stop.
+        Returns 0, or the number of the signal that asked to stop.
         """
         run = self.config.run
         self.sync()
         try:
-            self.evaluate_if_due()  # before the first step, and what a stop has kept the run from
+            self.evaluate_if_due()  # before the first step, or an evaluation that a stop has prevented
             while self.state.step < run.max_steps:
                 self.let_engine_go_on()
                 self.start_clocks()
@@ -132,7 +133,7 @@ class Trainer:
             self.finish_save(wait=True)
             raise
         except (RankError, EngineError, BrokenTraining):
-            with suppress(RuntimeError):  # of a rank that has left already: the others wait for none that still runs
+            with suppress(RuntimeError):  # finish_save is collective: it fails when another rank has already exited
                 self.finish_save(wait=True)
             raise
         finally:
@@ -140,13 +141,14 @@ class Trainer:
         return 0
 
     def batches(self, samples: Sequence[TrainSample]) -> list[TrainBatch]:
-        """This rank's share of every optimizer step of an iteration."""
+        """Pack this rank's share of the samples, one TrainBatch per optimizer step."""
         rules, seed = packing_rules(self.config, self.policy.shares_prompts), derive_seed(self.config.run.seed, self.state.step, "slices")
         parts = slices(samples, self.config.algorithm.steps_per_generation, seed)
         return [pack(part, rules, self.layout.dp_rank, self.layout.dp_size) for part in parts]
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Old log-probs when the policy will have moved on from them, reference log-probs for the KL; both for a KL in the reward."""
+        """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference ones for the KL term. A
+        KL in the reward needs both."""
         algorithm = self.config.algorithm
         with self.timer("logprobs"):
             if algorithm.updates_per_step > 1 or algorithm.kl_in_reward:
@@ -154,13 +156,15 @@ class Trainer:
             return batch if self.reference is None else self.reference.annotate(batch)
 
     def with_kl_in_reward(self, scored: Sequence[ScoredRollout], batches: list[TrainBatch]) -> tuple[Tensor, list[TrainBatch], float]:
-        """Advantages [P, G] of the rewards less beta times the KL of each response, batches that carry them, and the mean KL."""
+        """Subtract beta times each response's KL from its reward. Returns the new advantages [P, G] float64, the batches with these
+        advantages, and the mean KL."""
         kl = kl_by_sample(batches, self.layout)
         advantages = advantages_of(less_kl(scored, kl, self.config.algorithm.beta), self.config)
         return advantages, [batch.with_advantages(advantages.flatten()) for batch in batches], kl.mean().item()
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """One optimizer step on the batch; none, and the metrics without those of the optimizer, when a number in it is not finite."""
+        """Run one optimizer step on the batch and return its metrics. The step is skipped when its loss or gradient is not finite; metrics
+        of the optimizer are missing then."""
         algorithm = self.config.algorithm
         divisor = denominator(batch, algorithm.loss_type, self.config.rollout.max_completion_length)
         entropy_coef = bonus_coefficient(self.state, algorithm)
@@ -181,7 +185,7 @@ class Trainer:
         return metrics
 
     def count_skip(self, error: NonFiniteError) -> None:
-        """Count and report an optimizer step that was left out, with the tensor's name as Hugging Face has it."""
+        """Count and report a skipped optimizer step, with the Hugging Face name of the tensor that was not finite."""
         self.state.skipped_steps += 1
         self.state.skipped_in_a_row += 1
         tensor, where = error.tensor, "of no gradient, but of the loss"
@@ -196,7 +200,7 @@ class Trainer:
         )
 
     def stop_if_rewards_raise(self, metrics: dict[str, float]) -> None:
-        """Save and raise BrokenTraining on every rank when a reward function has raised for every response of a step."""
+        """Save and raise BrokenTraining on every rank when a reward function raised for every response of a step."""
         failing = always_raising(metrics, self.config)
         if not failing:
             return
@@ -216,7 +220,7 @@ class Trainer:
             )
 
     def check_mismatch(self, metrics: dict[str, float]) -> None:
-        """Count and report a step whose engine and trainer disagree more than is normal."""
+        """Count and report a step whose train/rollout mismatch is above normal."""
         error, first = metrics.get("token_mult_prob_error"), self.state.first_mismatches
         if error is None:
             return
@@ -228,7 +232,7 @@ class Trainer:
             self.state.first_mismatches = [*first, error]
 
     def sync(self) -> None:
-        """Give the engine the policy's weights; they are verified there before this returns."""
+        """Push the policy's weights to the engine. They are verified there before this returns."""
         version = self.state.weight_version + 1
         with self.timer("sync"):
             try:
@@ -243,13 +247,13 @@ class Trainer:
             self.collector.engine.weight_version = version
 
     def refill(self) -> None:
-        """Give servers that lost the current weights, and were started again, the same ones."""
+        """Push the current weights again, to servers that were restarted and lost them."""
         self.let_engine_sleep()
         with self.timer("sync"):
             self.weight_sync.push(self.weights(), self.state.weight_version)
 
     def staleness(self, scored: Sequence[ScoredRollout]) -> dict[str, float]:
-        """How old the weights are that sampled what this step trains on; nothing where generation does not run ahead."""
+        """Return the age of the weights that sampled this step's rollouts; empty without asynchronous generation."""
         if not self.config.rollout.max_staleness:
             return {}
         ages = staleness(scored, self.state.weight_version)
@@ -257,17 +261,17 @@ class Trainer:
         return ages
 
     def let_engine_sleep(self) -> None:
-        """Have servers that share the trainer's GPUs give their memory back until the next sync, once no rank generates any more. What of
-        the policy had made room for them is there again then."""
+        """Put servers that share the trainer's GPUs to sleep until the next sync, once no rank generates any longer. Then load the policy's
+        offloaded state back to the GPU."""
         if self.engine_sleeps:
-            self.collector.stop_if_requested()  # this waits for all ranks, too
+            self.collector.stop_if_requested()  # this also waits for all ranks
             own_part(self.layout, lambda: self.weight_sync.engine.sleep(), here=self.layout.world_rank == 0)
         with self.timer("sync"):
             self.offload.keep_everything()
 
     def let_engine_nap(self, last: bool) -> None:
-        """The same for a checkpoint between two steps, or the `last` one: servers keep their weights, in the host's memory. One that cannot
-        be told is no reason to save nothing."""
+        """Put servers to sleep for a checkpoint between two steps, or after the `last` step. They keep their weights in host memory. A
+        server that does not respond must not block the checkpoint."""
         if not self.offload.away:
             return
         if self.engine_sleeps:
@@ -277,7 +281,7 @@ class Trainer:
         self.engine_naps = True
 
     def let_engine_go_on(self) -> None:
-        """Have servers that nap serve again, with the weights that they have kept."""
+        """Wake servers that sleep because of a checkpoint; they serve again with the weights they kept."""
         if not self.engine_naps:
             return
         self.offload.keep_nothing()
@@ -286,7 +290,7 @@ class Trainer:
         self.engine_naps = False
 
     def move_reference(self) -> None:
-        """Let the reference follow the policy at the end of every so many steps."""
+        """Update the reference towards the policy at the end of every `ref_model_sync_steps` steps."""
         algorithm = self.config.algorithm
         if algorithm.sync_ref_model and (self.state.step + 1) % algorithm.ref_model_sync_steps == 0:
             self.reference.mix_in(algorithm.ref_model_mixup_alpha)
@@ -299,7 +303,7 @@ class Trainer:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Score responses to the held-out prompts; a checkpoint when they are the best so far and that is asked for."""
+        """Score responses to the held-out prompts. With `evaluation.keep_best`, save a checkpoint when the result is the best so far."""
         if not self.held_out:
             return
         metrics = evaluate(self.held_out, self.collector.collect, self.config.run.seed)
@@ -309,11 +313,12 @@ class Trainer:
             self.keep_if_best(metrics)
 
     def keep_if_best(self, metrics: dict[str, float]) -> None:
-        """A checkpoint that stays, when `evaluation.keep_best` is higher than in every evaluation of a trained model before.
+        """Save a checkpoint that is kept, when the metric `evaluation.keep_best` is higher than in all earlier evaluations of a trained
+        model.
 
-        ConfigError when there is no metric of that name. An evaluation that lacks it later on, with nothing to score, is not the best.
+        Raises ConfigError before the first step when there is no metric of that name. A later evaluation without it is not the best.
         """
-        self.finish_save(wait=True)  # it may hold the best one
+        self.finish_save(wait=True)  # the checkpoint in progress may hold the best weights
         name, state = self.config.evaluation.keep_best, self.state
         if state.step == 0 and name not in metrics:
             raise ConfigError(f"evaluation.keep_best: no metric `{name}`; evaluations have {', '.join(sorted(metrics))}")
@@ -323,7 +328,7 @@ class Trainer:
         self.save(must_succeed=False)
 
     def save(self, must_succeed: bool) -> None:
-        """Write a checkpoint, unless this step has one. A failure in the middle of a run is reported and counted; the last must succeed,
+        """Write a checkpoint, unless this step has one. During a run a failure is reported and counted. The last checkpoint must succeed,
         and is waited for."""
         self.finish_save(wait=True)
         if self.state.step == self.saved.step:
@@ -336,18 +341,18 @@ class Trainer:
         self.finish_save(wait=not background, must_succeed=must_succeed)
 
     def finish_save(self, wait: bool, must_succeed: bool = False) -> None:
-        """Take note that the checkpoint on its way is complete, or has failed, if it is."""
+        """Record that the checkpoint in progress is complete or has failed, if so. With `wait`, wait for it."""
         with self.counting_failures(must_succeed):
             path = self.checkpointer.finish(wait)
             if path is not None:
                 self.saved, self.saving = self.saving, None
-                # A stop may have to wait for one that was just begun, and for the last one.
+                # With async_save, a stop may have to wait for a checkpoint that has just begun, and then for the last one.
                 self.time_limit.saved(self.checkpointer.seconds * (2 if self.config.run.async_save else 1))
                 self.writer.message(f"checkpoint {path}")
 
     @contextmanager
     def counting_failures(self, must_succeed: bool) -> Iterator[None]:
-        """Report and count a checkpoint that failed, and forget that it was the best; raise it when it must not fail."""
+        """Report and count a failed checkpoint, and forget that it was the best. Raises CheckpointError with `must_succeed`."""
         try:
             yield
         except CheckpointError as error:
@@ -358,7 +363,7 @@ class Trainer:
             self.writer.message(f"warning: {error}")
 
     def restore(self, path: Path) -> None:
-        """Continue where the checkpoint at `path` was written."""
+        """Continue from the checkpoint at `path`."""
         self.state = self.checkpointer.load(path)
         self.saved, self.prompts.cursor = replace(self.state), self.state.cursor
         self.prompts.curriculum.history = self.state.pass_rates
@@ -369,13 +374,14 @@ class Trainer:
         self.writer.message(f"resumed from {path} after step {self.state.step}")
 
     def start_clocks(self) -> None:
-        """Leave out of what is measured of the next step what came before it."""
+        """Reset the timers, so that the next step's times do not include what came before it."""
         self.timer.collect()
         if self.collector.pool is not None:
             self.collector.pool.measured()
 
     def with_speed(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds the seconds of each phase, tokens per second (prompts and responses), peak memory of this process, and run counters."""
+        """Add the seconds of each phase, tokens per second (prompts and responses), peak memory of this process, and run counters to the
+        metrics."""
         times, pool = self.timer.collect(), self.collector.pool
         speed = {"tokens_per_second": metrics["num_tokens"] / times["time/step"], "memory_gb": memory_gb()}
         speed |= idle_shares(times) | (pool.measured() if pool is not None else {})
@@ -385,4 +391,4 @@ class Trainer:
 
 
 class BrokenTraining(RuntimeError):
-    """More steps would learn nothing: no gradient is finite, or a reward function only raises."""
+    """More steps cannot learn anything: gradients are never finite, or a reward function always raises."""

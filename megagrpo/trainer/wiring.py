@@ -1,4 +1,4 @@
-"""Wiring: a config becomes process groups, a policy, vLLM servers and the rest, and these become a `Trainer` that runs."""
+"""Wiring: builds process groups, policy, vLLM servers and all other components from a config, and runs the `Trainer` made of them."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.weight_sync.adapters import AdapterSync
 from megagrpo.weight_sync.sync import Stays, WeightSync, make_transport
 
-TO_BE_CONTINUED = 85  # exit code that asks the scheduler to start the run again
+TO_BE_CONTINUED = 85  # exit code that asks the scheduler to restart the run
 
 
 def main(config: RunConfig, config_path: Path) -> int:
-    """The exit code of a run: 0 at its end, 85 when it has saved and is to be continued, 128 + the signal's number when it was asked to
-    stop for good, 1 for what fails on the way.
+    """Run a training and return the exit code: 0 at its end, 85 when it has saved and is to be restarted, 1 for an error.
 
-    ConfigError (exit code 2) for what the person who wrote the config can mend.
+    A run that a signal stopped for good returns 128 + the signal's number. Raises ConfigError (exit code 2) for errors that the user can
+    fix in the config.
     """
     check_time_limit(config.run.time_limit)
     ends = end_of_run(config.run.time_limit, time.time())
@@ -79,7 +79,7 @@ def main(config: RunConfig, config_path: Path) -> int:
             device.make_deterministic()
         _check_plan(config)
         if config.run.nodes == 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
-            os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK  # ranks and servers are all on this host
+            os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK  # all ranks and servers are on this host
         layout = _layout(config)
         with ExitStack() as resources:
             trainer = build(config, config_path.parent, layout, resources)
@@ -87,7 +87,7 @@ def main(config: RunConfig, config_path: Path) -> int:
             if layout.world_rank == 0:
                 trainer.time_limit.ends = ends
             stopped_by = trainer.run()
-        layout.barrier()  # servers are gone, logs complete: a launcher may end the other ranks when the first has ended
+        layout.barrier()  # Servers have stopped and logs are complete: a launcher may kill the other ranks when the first one exits.
         layout.close()
         return _exit_code(stopped_by)
     except ConfigError:
@@ -103,16 +103,18 @@ def main(config: RunConfig, config_path: Path) -> int:
 
 
 def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> Trainer:
-    """Every component of a run, in an order that lets vLLM start while Megatron loads, unless they share GPUs. What must be closed is
-    entered into `resources`."""
+    """Build every component of a run. Components to close are entered into `resources`.
+
+    vLLM starts while Megatron loads, unless they share GPUs. Raises ConfigError for errors that the user can fix.
+    """
     run_folder = Path(config.run.output_dir) / config.run.name
     first = layout.world_rank == 0
     with _problems_of_the_config():
         token, named = together(layout, lambda: _check_servers(config), here=first)[0]
-        os.environ.pop(TOKEN_VARIABLE, None)  # reward functions are none of those who must know it
+        os.environ.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
         model_folder = resolve_model(config.model.path)
         hf_config = load_hf_config(model_folder)
-        own_part(layout, lambda: check_device(config, hf_config))  # before anything is moved or started
+        own_part(layout, lambda: check_device(config, hf_config))  # before weights are loaded or servers started
         together(layout, lambda: Checkpoint(model_folder).check_all(hf_config), here=first)
         lock = RunLock(run_folder)
         resources.callback(lock.release)
@@ -146,7 +148,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         resources.callback(launcher.stop)
     with _problems_of_the_config():
         own_part(layout, launcher.start if launcher else lambda: None, here=first)
-        if servers_sleep(config):  # vLLM measures its GPU as it starts, and takes what the trainer allocates meanwhile for its own
+        if servers_sleep(config):  # vLLM measures free GPU memory as it starts, and would count the trainer's allocations as its own
             own_part(layout, lambda: _start_asleep(config, launcher, writer.message), here=first)
 
     torch.manual_seed(config.run.seed)
@@ -217,17 +219,17 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
 
 
 def _exit_code(stopped_by: int) -> int:
-    """SIGTERM to a job that its scheduler will start again is no end, and neither is a time limit."""
+    """Return the exit code for a stop. The time limit, or SIGTERM to a job that its scheduler restarts, gives TO_BE_CONTINUED."""
     if stopped_by == OUT_OF_TIME or (stopped_by == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ):
         return TO_BE_CONTINUED
     return 128 + stopped_by if stopped_by else 0
 
 
 def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None) -> Path | None:
-    """Create and lock the run's folder and write `resolved.yaml`; the checkpoint to resume from, None for a fresh start.
+    """Create and lock the run's folder and write `resolved.yaml`. Returns the checkpoint to resume from, None for a fresh start.
 
-    A run that the same `job` has begun is continued, from the beginning when it has saved nothing yet. ValueError when another process
-    trains into the folder, when there is nothing to resume, or it is damaged, or when a fresh start would mix with an earlier run.
+    A run that the same `job` began is continued, or started again when it has saved nothing yet. Raises ValueError when another process
+    uses the folder, when the checkpoint to resume from is missing or damaged, or when a fresh start would mix with an earlier run.
     """
     lock.take()
     folder = lock.folder
@@ -276,7 +278,7 @@ def _check_plan(config: RunConfig) -> None:
 
 
 class _problems_of_the_config:
-    """What goes wrong inside is a ConfigError outside: the person at the keyboard can mend it. RankErrors repeat another rank's."""
+    """Convert errors raised inside to ConfigError, because the user can fix their cause. A RankError repeats another rank's error."""
 
     def __enter__(self) -> None: ...
 
@@ -286,7 +288,7 @@ class _problems_of_the_config:
 
 
 def _reference_folder(config: RunConfig, model: HfConfig, tokenizer: Tokenizer) -> Path | None:
-    """The weights of `model.reference_path`; ValueError when they are not of the policy's architecture and vocabulary."""
+    """Return the folder of `model.reference_path`, or None. Raises ValueError when its architecture or vocabulary is not the policy's."""
     if config.model.reference_path is None:
         return None
     folder = resolve_model(config.model.reference_path, "model.reference_path")
@@ -310,13 +312,13 @@ def _rewards(config: RunConfig, base_folder: Path, columns: list[str], held_out:
 
 
 def _start_asleep(config: RunConfig, launcher: Launcher, say: Callable[[str], None]) -> None:
-    """Wait for servers and have them give their memory back until the first sync: a trainer that loads takes it."""
+    """Wait for the servers, then put them to sleep until the first sync: a trainer that loads needs the GPU memory."""
     options = dict(logs=launcher.logs, token=launcher.token, sleeps=True, lora=config.lora.syncs_adapters)
     Updates(launcher.wait(say), **options, sync_timeout=config.rollout.weight_sync_timeout).sleep()
 
 
 def _limits(rollout: RolloutSection) -> dict[str, Any]:
-    """How much the engine asks of servers at once, and how long it waits: for one that starts again as for one that starts."""
+    """Return the engine's limits: concurrent sequences and timeouts. A restarting server gets as much time as a starting one."""
     patience = rollout.startup_timeout if rollout.max_restarts else 0.0
     if rollout.urls:
         patience = rollout.reconnect_timeout
@@ -326,8 +328,8 @@ def _limits(rollout: RolloutSection) -> dict[str, Any]:
 
 
 def _check_servers(config: RunConfig) -> tuple[str | None, list[str]]:
-    """The token and the addresses of the servers of `rollout.urls`, or of the file that counts instead. They answer and take weights;
-    ValueError when they do not."""
+    """Check the servers of `rollout.urls`, or of the file that replaces it, and return their token and URLs. Raises ValueError when a
+    server does not respond or cannot take weights."""
     token = read_token(config.rollout.token_file)
     urls = named_urls(config.rollout.urls, config.rollout.urls_file)
     check_urls(urls)
@@ -337,7 +339,8 @@ def _check_servers(config: RunConfig) -> tuple[str | None, list[str]]:
 
 
 def _transport(config: RunConfig, layout: Layout, urls: Sequence[str]) -> tuple[str, str]:
-    """Which way weights take to all `urls`, and why."""
+    """Choose how weights get to all `urls`. Returns the transport and the reason for the choice. Raises ValueError when ranks on other
+    hosts cannot reach the run's servers. Collective."""
     hosts = layout.all_gather_objects((socket.gethostname(), all(map(is_here, urls))))
     names = sorted({name for name, _ in hosts})
     if len(names) > 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
@@ -357,7 +360,7 @@ def _weight_sync(
     say: Callable[[str], None],
     offload: Stays | None = None,
 ) -> WeightSync:
-    """The sync of the run, over that transport."""
+    """Build the run's weight sync over `transport`."""
     if config.lora.syncs_adapters:
         return AdapterSync(engine, layout, dtype, config.lora, config.model.path, offload)
     limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
