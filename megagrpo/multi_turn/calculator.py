@@ -1,4 +1,4 @@
-"""A tool that computes: arithmetic on numbers, walked over Python's syntax tree; nothing is evaluated as code."""
+"""The calculator tool: arithmetic evaluated on Python's syntax tree; nothing is executed as code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 
 MAX_LENGTH = 500  # characters of an expression
-MAX_BITS = 4096  # of an integer on the way
+MAX_BITS = 4096  # limit on the bits of integers, intermediate results included
 _BINARY: dict[type, Callable] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -43,7 +43,7 @@ def calculator(expression: str) -> str:
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"the expression has more than {MAX_LENGTH} characters")
     text = expression.replace("^", "**").replace("\N{MULTIPLICATION SIGN}", "*").replace("\N{DIVISION SIGN}", "/")
-    if not re.search("[a-z]", text):  # in max(1,200) the comma is none of thousands
+    if not re.search("[a-z]", text):  # the comma of max(1,200) is not a thousands separator
         text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     try:
         tree = ast.parse(text.strip(), mode="eval")

@@ -1,4 +1,4 @@
-"""One response of several turns while it comes about: its tokens, who wrote each of them, and its messages."""
+"""One multi-turn response in progress: its tokens, which of them the policy wrote, and its messages."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ Message = dict[str, Any]
 
 
 class Conversation:
-    """`place` is its prompt's place in the call, `index` its own among the responses to the prompt; `number` is no other's in the call.
+    """A multi-turn response in progress.
 
-    `opening` are the prompt's messages. Tokens are only ever appended, except that a scheduler may cut the end off the policy's last
-    message. `ended` says why nothing follows, "" while something may.
+    `place` is the index of its prompt in the call, `index` its index among the responses to that prompt, `number` a unique id within the
+    call. `opening` are the prompt's messages. Tokens are only appended, with one exception: a scheduler may cut the end of the policy's
+    last message. `ended` is the reason why the response is complete, "" while it continues.
     """
 
     def __init__(self, prompt: Prompt, place: int, index: int, number: int, opening: list[Message], max_length: int):
         self.prompt, self.place, self.index, self.number, self.opening = prompt, place, index, number, opening
-        self.max_length = max_length  # of the response in tokens, everything counted
+        self.max_length = max_length  # in tokens of the whole response, tool results and follow-up messages included
         self.ids: list[int] = []
         self.written: list[bool] = []
         self.logprobs: list[float] = []
         self.messages: list[Message] = []
-        self.message_start = 0  # where the tokens of the policy's last message begin
-        self.is_open = False  # whether the policy goes on within that message
+        self.message_start = 0  # index of the first token of the policy's last message
+        self.is_open = False  # whether the policy continues that message
         self.finish_reason, self.weight_version = "", 0
         self.turns = self.tool_rounds = self.tool_calls = self.tool_failures = 0
         self.turn_rewards: list[float | None] = []
@@ -35,21 +36,21 @@ class Conversation:
 
     @property
     def prefix(self) -> Prompt:
-        """What the engine continues."""
+        """The prompt for the engine to continue: the original prompt and the response so far."""
         return Prompt(self.prompt.prompt_id, (*self.prompt.token_ids, *self.ids), self.prompt.messages, self.prompt.columns)
 
     @property
     def room(self) -> int:
-        """Tokens that the response may still get."""
+        """Number of tokens by which the response may still grow."""
         return self.max_length - len(self.ids)
 
     @property
     def all_messages(self) -> list[Message]:
-        """The prompt's and the response's."""
+        """The prompt's and the response's messages."""
         return [*self.opening, *self.messages]
 
     def add_turn(self, rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> None:
-        """What the policy wrote next."""
+        """Append a turn that the policy generated."""
         assert not self.turns or rollout.weight_version == self.weight_version, "the weights changed in the middle of a response"
         if self.is_open:
             self.messages.pop()
@@ -61,7 +62,8 @@ class Conversation:
         self.turns, self.is_open = self.turns + 1, False
 
     def add_messages(self, messages: list[Message], follow_ups: FollowUps) -> None:
-        """Messages of others behind the policy's turn; the response ends for want of room when they leave none for another."""
+        """Append messages of others, such as tool results, after the policy's turn. When they leave no room for another turn, the response
+        ends ("budget") without them."""
         ids = follow_ups.suffix(messages)
         if len(ids) >= self.room:
             self.ended = "budget"
@@ -70,8 +72,8 @@ class Conversation:
         self.messages += messages
 
     def follow(self, messages: list[Message], follow_ups: FollowUps) -> None:
-        """Go on as a scheduler says, whose `messages` are those of the conversation with more behind them, or with another end of the
-        policy's last message. ValueError for what cannot be continued."""
+        """Continue with the scheduler's `messages`: the conversation's own with new ones appended, or with another end of the policy's last
+        message. Raises ValueError when the conversation cannot continue from these messages."""
         before = self.all_messages
         last = len(before) - 1
         if len(messages) < len(before) or messages[:last] != before[:last]:
@@ -89,7 +91,7 @@ class Conversation:
             self._reopen(content, follow_ups)
 
     def _reopen(self, content: str, follow_ups: FollowUps) -> None:
-        """Let the policy's last message go on with `content`: of its tokens those stay that lie in what is unchanged."""
+        """Let the policy continue its last message from `content`. Tokens of the unchanged beginning are kept; the rest is tokenized."""
         unchanged = common_beginning(content, self.messages[-1]["content"])
         count, text = follow_ups.kept(self.ids[self.message_start :], unchanged)
         ids, stop = follow_ups.text(content[len(text) :]), self.message_start + count
@@ -108,7 +110,7 @@ class Conversation:
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
-        """The finished response."""
+        """Return the finished response as a Rollout."""
         dialogue = Dialogue(
             written=tuple(self.written),
             messages=tuple(self.messages),
@@ -124,6 +126,6 @@ class Conversation:
 
 
 def common_beginning(one: str, other: str) -> str:
-    """The longest text that both begin with."""
+    """Return the longest common prefix of two texts."""
     length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[:length]

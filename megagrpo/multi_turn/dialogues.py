@@ -1,4 +1,5 @@
-"""An engine whose responses have several turns: the policy writes, somebody answers, the policy goes on from the very tokens it wrote."""
+"""An engine for multi-turn responses: the policy writes, a tool or scheduler answers, and the policy continues from the exact tokens it
+wrote."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from megagrpo.types import Prompt, Rollout, SamplingParams
 
 @dataclass(frozen=True)
 class Dialogues:
-    """What makes responses of several turns: those who answer, and how their words become tokens.
+    """The configuration of multi-turn responses: scheduler, tools and environment (`players`), and the conversion of messages to tokens.
 
-    `max_response_length` limits responses in tokens with all that others write into them; None: as the sampling's `max_tokens` does.
+    `max_response_length` limits responses in tokens, tool results and follow-up messages included. None means the sampling's `max_tokens`.
     """
 
     players: Players
@@ -41,16 +42,17 @@ class Dialogues:
 
     @property
     def columns(self) -> list[str]:
-        """Names of the rewards that they give."""
+        """Names of the rewards that scheduler and environment give."""
         return self.players.columns
 
     def over(self, engine: Engine) -> DialogueEngine:
-        """`engine` with these."""
+        """Wrap `engine` in a DialogueEngine with this configuration."""
         return DialogueEngine(engine, self)
 
 
 def make_dialogues(config: RunConfig, tokenizer: Tokenizer, base_folder: Path, resources: ExitStack) -> Dialogues | None:
-    """Those that `multi_turn` describes, to be closed with `resources`; None without. ValueError for what cannot be used."""
+    """Build the Dialogues of the section `multi_turn`, to be closed with `resources`; None when it is disabled. Raises ValueError for a
+    setting that cannot be used."""
     if not config.multi_turn.enabled:
         return None
     template = read_chat_template(config.data.chat_template)
@@ -66,10 +68,10 @@ def make_dialogues(config: RunConfig, tokenizer: Tokenizer, base_folder: Path, r
 
 
 class DialogueEngine:
-    """An engine whose rollouts have a `Dialogue`.
+    """An engine whose rollouts have several turns (`Rollout.dialogue`).
 
-    All conversations take their turns together. Each turn is one request with the whole prefix, of which vLLM's prefix cache holds all
-    but what was added. Seeds depend on prompt, response and turn alone, so that a run repeats itself whatever else is under way.
+    All conversations take their turns together. Each turn is one request with the whole prefix; vLLM's prefix cache holds all of it but the
+    messages added since. Seeds depend only on prompt, response and turn, so a run is reproducible whatever other requests are in flight.
     """
 
     def __init__(self, engine: Engine, dialogues: Dialogues):
@@ -78,7 +80,7 @@ class DialogueEngine:
 
     @property
     def weight_version(self) -> int:
-        """Of the engine."""
+        """The weight version of the wrapped engine."""
         return self.engine.weight_version
 
     @weight_version.setter
@@ -86,13 +88,14 @@ class DialogueEngine:
         self.engine.weight_version = version
 
     def interrupt(self) -> None:
-        """Have `generate` raise EngineInterrupted at the latest when the policy's next turn begins."""
+        """Make `generate` raise EngineInterrupted, at the latest when the policy's next turn begins."""
         self.engine.interrupt()
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """`n` rollouts of each prompt, in order; see `Engine.generate`. What `sampling.max_tokens` limits is the configuration's matter."""
+        """Generate `n` rollouts of each prompt, in order; see `Engine.generate`. `sampling.max_tokens` limits each turn of the policy, and
+        also the whole response without `max_response_length`."""
         limit = self._dialogues.max_response_length or sampling.max_tokens
         conversations = self._conversations(prompts, n, limit)
         self._open(conversations)
@@ -120,7 +123,7 @@ class DialogueEngine:
         return made
 
     def _open(self, conversations: Sequence[Conversation]) -> None:
-        """Put what their episodes say at the beginning to the end of their prompts."""
+        """Start the conversations' episodes, and append the text of each episode's `reset` to its prompt."""
         longest = self._dialogues.max_prompt_length
         for conversation, said in zip(conversations, self.players.begin(conversations), strict=True):
             if said is None:
@@ -137,7 +140,7 @@ class DialogueEngine:
             conversation.prompt, conversation.opening = replace(prompt, token_ids=token_ids, messages=shown), opening
 
     def _take_turns(self, conversations: Sequence[Conversation], sampling: SamplingParams, seed: int) -> None:
-        """One turn of the policy in each."""
+        """Generate one turn of the policy in each conversation."""
         params = [replace(sampling, max_tokens=min(sampling.max_tokens, c.room)) for c in conversations]
         seeds = [derive_seed(seed, c.prompt.prompt_id, c.index, c.turns) for c in conversations]
         turns = self.engine.extend([c.prefix for c in conversations], params, seeds)
@@ -145,11 +148,11 @@ class DialogueEngine:
             conversation.add_turn(turn, self._tokenizer.decode)
 
     def _answer(self, conversations: Sequence[Conversation]) -> None:
-        """Have somebody answer each one's turn, or end it."""
+        """Let tools or the scheduler answer each conversation's last turn, or end the conversation."""
         calling: list[tuple[Conversation, list[dict[str, Any]]]] = []
         waiting: list[Conversation] = []
         for conversation in conversations:
-            if not conversation.ended and conversation.finish_reason == "length":  # it may have broken off before its first turn
+            if not conversation.ended and conversation.finish_reason == "length":  # a conversation may have failed before its first turn
                 conversation.ended = "length"
         going = [c for c in conversations if not c.ended]
         for conversation, calls in zip(going, self._read_calls(going), strict=True):
@@ -163,7 +166,7 @@ class DialogueEngine:
         self._ask_scheduler(waiting)
 
     def _read_calls(self, conversations: Sequence[Conversation]) -> list[list[dict[str, Any]]]:
-        """The tool calls of each one's last turn, told from the rest of its message."""
+        """Return the tool calls of each conversation's last turn, and replace its message by one with parsed calls."""
         if not self.players.tools or not conversations:
             return [[] for _ in conversations]
         if self._limits.vllm_parser is None:

@@ -1,4 +1,4 @@
-"""reasoning-gym as an environment of several attempts."""
+"""reasoning-gym as a scheduler with several attempts per task."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ WRONG = "That is not correct. Try again."
 
 
 class ReasoningGym:
-    """Each turn is an attempt, scored by the row's family; a wrong one is told so, and the next may follow.
+    """A scheduler in which each turn is an attempt at the task. After a wrong attempt the user message `feedback` follows.
 
-    The last attempt, the one that is right or that none follows, gives its turn the reward score x discount^(attempts before it); the
-    others give 0. `extract` is that of the reward `reasoning_gym`."""
+    The data row's task family scores each attempt. The last attempt, because it is right or no attempt is left, gets the reward score x
+    discount^(attempts before it); the others get 0. `extract` has the meaning it has for the reward `reasoning_gym`. Raises ValueError for
+    invalid `attempts` or `discount`.
+    """
 
     def __init__(self, attempts: int = 3, discount: float = 1.0, extract: str = "tag", feedback: str = WRONG):
         if attempts < 1 or not 0 <= discount <= 1:
@@ -22,11 +24,11 @@ class ReasoningGym:
         self.entry: dict[str, Any] = {}
 
     def reset(self, question: str, answer: Any, metadata: dict[str, Any]) -> None:
-        """Take the row of a reasoning-gym data set; nothing is said that the prompt does not say."""
+        """Store the row of a reasoning-gym data set. Adds nothing to the prompt."""
         self.entry = {"question": [question], "answer": [answer], "metadata": [metadata]}
 
     def step(self, messages: list[dict[str, Any]], turn: int, turns_left: int | None) -> tuple[list[dict[str, Any]], bool, float]:
-        """Score the attempt in the last message."""
+        """Score the attempt in the last message. Returns the messages, whether the conversation ends, and the turn's reward."""
         (score,) = reasoning_gym([messages[-1]["content"]], extract=self.extract, **self.entry)
         if score < 1 and turn < self.attempts and turns_left != 0:
             return [*messages, {"role": "user", "content": self.feedback}], False, 0.0

@@ -1,7 +1,7 @@
-"""What runs in worker processes: tools, schedulers and environments, and an episode of its own for each response that needs one.
+"""The part of multi_turn that runs in worker processes: tools, schedulers and environments, with an episode per response that needs state.
 
-Functions keep nothing, so any worker may call them. Classes keep the state of one response: an instance lives in a process that is forked
-from a worker once that has imported the class, so that a call that hangs costs this one episode. Imports no torch.
+Functions are stateless, so any worker may call them. Classes hold the state of one response: an instance lives in a process forked from a
+worker that has already imported the class. A call that hangs therefore ends only this episode. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ NOT_TOOLS = ("reset", "get_reward")
 
 
 class Hosted:
-    """What a worker calls: a function of this file by name. Made once per worker, before any deadline runs, it imports `targets`."""
+    """The callable that a worker runs: it calls a function of this module by name. It is made once per worker, and imports `targets` before
+    any deadline starts."""
 
     def __init__(self, targets: list[Target]):
         for target in targets:
@@ -39,10 +40,10 @@ class Hosted:
 
 
 def describe(scheduler: Target | None, scheduler_args: Arguments, tools: list[Target], environment: Target | None) -> Arguments:
-    """What the trainer has to know before the first prompt: `tools`, the schemas of all; `methods`, the names of those that an environment
-    has; `columns`, of rewards; `scheduler_is_class`; `keeps_state`, whether each response needs an episode.
+    """Describe scheduler, tools and environment to the trainer, before the first prompt.
 
-    ValueError for what cannot be used.
+    Returns `tools` (all schemas), `methods` (names of the environment's tools), `columns` (names of rewards), `scheduler_is_class`, and
+    `keeps_state` (whether each response needs an episode). Raises ValueError for a target that cannot be used.
     """
     schemas = [tool_schema(find(target)) for target in tools]
     methods: list[str] = []
@@ -72,17 +73,17 @@ def describe(scheduler: Target | None, scheduler_args: Arguments, tools: list[Ta
 
 
 def _method_schema(found: type, name: str) -> Arguments:
-    bound = getattr(found, name).__get__(object())  # without `self`, and without making an instance
+    bound = getattr(found, name).__get__(object())  # binds `self`, without creating an instance
     return tool_schema(bound)
 
 
 def use_tool(target: Target, arguments: Arguments) -> Arguments:
-    """{"result": text}, or {"error": text} when the function raises, as its caller's message is to say."""
+    """Call a tool. Returns {"result": text}, or {"error": text} when it raises; the text becomes the tool message."""
     return _used(find(target), arguments)
 
 
 def schedule(target: Target, arguments: Arguments) -> tuple[list, bool, float | None]:
-    """What a scheduler that is a function says: the messages with what follows, whether that is the end, the turn's reward."""
+    """Call a scheduler function. Returns the messages with any follow-up, whether the conversation ends, and the turn's reward."""
     return _answer(find(target), arguments)
 
 
@@ -112,7 +113,7 @@ def _accepted(function: Callable, arguments: Arguments) -> Arguments:
 
 
 def _settled(value: Any) -> Any:
-    """The value, awaited when it is a coroutine's."""
+    """Return the value, awaited if it is awaitable."""
 
     async def wait() -> Any:
         return await value
@@ -135,7 +136,8 @@ _children: dict[int, _Child] = {}
 def begin(
     number: int, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None, columns: Arguments, timeout: float
 ) -> Arguments:
-    """Start episode `number` and reset it. `value` is what `reset` says: text for the end of the prompt, or None. See `act`."""
+    """Start episode `number` in a new process and reset it. Returns as `act`; `value` is the text of `reset` for the end of the prompt, or
+    None."""
     finish(number)
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -148,7 +150,7 @@ def begin(
 
 
 def act(number: int, verb: str, arguments: Arguments, timeout: float) -> Arguments:
-    """`verb` of an episode: "step", "reward", or the name of a tool: {"value": what it gives} or {"failure": what went wrong}.
+    """Run `verb` of an episode: "step", "reward", or the name of a tool. Returns {"value": result} or {"failure": reason}.
 
     An episode that misses a deadline or dies is over: every later call of it fails too.
     """
@@ -156,14 +158,14 @@ def act(number: int, verb: str, arguments: Arguments, timeout: float) -> Argumen
 
 
 def finish(number: int) -> None:
-    """End an episode, with all the processes it has started."""
+    """End an episode and kill all processes it started."""
     child = _children.pop(number, None)
     if child is None:
         return
     child.channel.close()
     try:
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has not made its group yet
+    except ProcessLookupError:  # it has not created its process group yet
         os.kill(child.pid, signal.SIGKILL)
     os.waitpid(child.pid, 0)
 
@@ -189,7 +191,7 @@ def _ask(number: int, timeout: float, verb: str, arguments: Arguments) -> Argume
 
 
 def is_sound(function: str, arguments: Arguments, answer: Any) -> bool:
-    """Whether the answer of `function` to these arguments has the shape that the trainer reads. User code may have written it."""
+    """Whether the result of `function` has the shape that the trainer expects. User code may have produced it."""
     match function:
         case "use_tool":
             return _is_used(answer)
@@ -225,7 +227,7 @@ def _is_used(answer: Any) -> bool:
 
 
 def _live(channel: Channel, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None):
-    """The life of a child: it never returns."""
+    """Serve the episode's calls in the forked process; never returns."""
     os.setpgid(0, 0)
     tie_to_parent()
     leave_trainer()
@@ -241,7 +243,7 @@ def _live(channel: Channel, scheduler: Target | None, scheduler_args: Arguments,
             answer = {"value": episode.do(verb, arguments)}
         except BaseException as error:
             answer = {"failure": explain(error, whole=False)}
-        if os.getpid() != own:  # it has forked, and the copy has returned as well
+        if os.getpid() != own:  # user code has forked, and the copy has returned too
             os._exit(0)
         try:
             channel.send(answer)
@@ -250,7 +252,7 @@ def _live(channel: Channel, scheduler: Target | None, scheduler_args: Arguments,
 
 
 class _Episode:
-    """The instances of one response."""
+    """The scheduler and environment instances of one response."""
 
     def __init__(self, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None):
         found = None if scheduler is None else find(scheduler)

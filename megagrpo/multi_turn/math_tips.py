@@ -1,4 +1,4 @@
-"""Schedulers of ms-swift's first GRPO release: tell the policy once that its answer is wrong. They run in workers' main threads."""
+"""Schedulers of ms-swift's first GRPO release: they tell the policy once that its answer is wrong. They run in workers' main threads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Message = dict[str, Any]
 
 
 def math_tip_trick(messages: list[Message], solution: Any = None, answer: Any = None) -> tuple[list[Message], bool]:
-    """Where the last message is wrong, lets the policy go on in it with a doubt of its own, once: the message is cut at the first <answer>
-    or </think>, and `DOUBT` put there. The gold is column `solution`, or else `answer`."""
+    """Let the policy continue a wrong answer once, with a doubt in its own voice: the message is cut at the first <answer> or </think>, and
+    `DOUBT` is appended. The gold answer is the column `solution`, or else `answer`."""
     content = messages[-1]["content"]
     if _is_right(content, solution, answer) or DOUBT in content:
         return messages, True
@@ -23,14 +23,15 @@ def math_tip_trick(messages: list[Message], solution: Any = None, answer: Any = 
 
 
 def math_tip_trick_multi_turn(messages: list[Message], solution: Any = None, answer: Any = None) -> tuple[list[Message], bool]:
-    """Where the last message is wrong, has a user say so, once. The gold is column `solution`, or else `answer`."""
+    """Answer a wrong solution once with a user message that says so. The gold answer is the column `solution`, or else `answer`."""
     if _is_right(messages[-1]["content"], solution, answer) or VERDICT in messages[-2]["content"]:
         return messages, True
     return [*messages, {"role": "user", "content": VERDICT}], False
 
 
 def _is_right(content: str, solution: Any, answer: Any) -> bool:
-    """Whether math-verify finds the gold in the text, or cannot read the gold."""
+    """Whether math-verify finds the gold answer in the text; also True when it cannot parse the gold answer. Raises ValueError without both
+    columns."""
     if solution is None and answer is None:
         raise ValueError("the data set has neither a column `solution` nor `answer`; rename one with data.columns")
     (found,) = accuracy([content], solution=[solution] if solution is not None else None, answer=[answer])

@@ -1,4 +1,5 @@
-"""Those who answer the policy, seen from the trainer: calls go to worker processes, each with a deadline; nothing they do stops a run."""
+"""The trainer's side of schedulers, tools and environments: calls go to worker processes with deadlines, and their failures never stop a
+run."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
 
 _HOSTED = Target("megagrpo.multi_turn.hosted", "Hosted")
-TURNS = "turns"  # the reward column of a scheduler
+TURNS = "turns"  # name of the scheduler's reward column
 log = logging.getLogger(__name__)
-_GRACE = 5.0  # seconds beyond the deadline within which a worker reports an episode that missed it
+_GRACE = 5.0  # seconds after the deadline within which a worker must report an episode that missed it
 
 
 class Players:
-    """The scheduler, tools and environment of a configuration. Every method takes many conversations and works on them at once.
+    """The scheduler, tools and environment of a configuration. Every method takes many conversations and runs them concurrently.
 
-    Loads them here: ValueError for what cannot be used. Call `close` at the end (or use `with`)."""
+    The constructor loads them, and raises ValueError when one cannot be used. Call `close` at the end (or use `with`).
+    """
 
     def __init__(self, section: MultiTurnSection, base_folder: str | Path | None = None):
         self.section = section
@@ -37,10 +39,11 @@ class Players:
         except BaseException:
             self.close()
             raise
-        self.tools: list[dict[str, Any]] = described["tools"]  # schemas of all
-        self.columns: list[str] = described["columns"]  # of rewards
-        self._methods: list[str] = described["methods"]  # tools that are the environment's
-        self._functions = dict(zip((s["function"]["name"] for s in self.tools), tools, strict=False))  # the others come first
+        self.tools: list[dict[str, Any]] = described["tools"]  # schemas of all tools
+        self.columns: list[str] = described["columns"]  # names of rewards
+        self._methods: list[str] = described["methods"]  # names of the environment's tools
+        # schemas of plain functions come first
+        self._functions = dict(zip((s["function"]["name"] for s in self.tools), tools, strict=False))
         self._keeps_state: bool = described["keeps_state"]
         self._scheduler_is_class: bool = described["scheduler_is_class"]
         self._failed = ""
@@ -50,11 +53,11 @@ class Players:
 
     @property
     def has_scheduler(self) -> bool:
-        """Whether somebody decides what follows a turn without tool calls."""
+        """Whether a scheduler decides what follows a turn without tool calls."""
         return self._scheduler is not None
 
     def begin(self, conversations: Sequence[Conversation]) -> list[str | None]:
-        """Start the episode of each, where any is needed; what to put at the end of its prompt."""
+        """Start the episodes of the conversations, if any are needed. Returns the text to append to each prompt, or None."""
         self._failed = ""
         if not self._keeps_state:
             return [None] * len(conversations)
@@ -63,12 +66,13 @@ class Players:
         return self._values(conversations, calls)
 
     def schedule(self, conversations: Sequence[Conversation]) -> list[tuple[list, bool, float | None] | None]:
-        """What the scheduler says of each one's last turn; None, and the conversation is over, when it fails."""
+        """Call the scheduler on each conversation's last turn. Returns its answer, or None when it fails, which ends the conversation."""
         said = self._values(conversations, [self._step_call(c) for c in conversations])
         return [None if answer is None else tuple(answer) for answer in said]
 
     def use_tools(self, conversations: Sequence[Conversation], calls: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-        """The tools' messages that answer each one's calls, in order; {"error": ...} for calls that fail. Counts both."""
+        """Run the tool calls of each conversation and return its tool messages, in order. The content is {"error": ...} for a call that
+        fails. Counts calls and failures."""
         flat = [(c, self._checked(call)) for c, of_one in zip(conversations, calls, strict=True) for call in of_one]
         sound = [(c, call) for c, call in flat if "error" not in call]
         answers = iter(self._answers([self._tool_call(c, call) for c, call in sound]))
@@ -77,7 +81,7 @@ class Players:
             result, failure = (call, None) if "error" in call else next(answers)
             if failure is not None:
                 result = {"error": failure}
-                if call["name"] in self._methods:  # its environment is lost
+                if call["name"] in self._methods:  # the environment's state is lost
                     self.break_off(conversation, failure)
             conversation.tool_calls += 1
             conversation.tool_failures += "error" in result
@@ -86,7 +90,7 @@ class Players:
         return list(messages.values())
 
     def finish(self, conversations: Sequence[Conversation]) -> None:
-        """Give each its reward columns and end its episode. As with reward functions, one that fails gives 0."""
+        """Set each conversation's reward columns and end its episode. As with reward functions, a failure gives 0."""
         asked = [name for name in self.columns if name != TURNS]
         if asked:
             found = self._values(conversations, [self._episode("act", c, dict(verb="reward", arguments={})) for c in conversations])
@@ -100,14 +104,14 @@ class Players:
             self._answers([self._call("finish", dict(number=c.number), _GRACE, self._lane_of(c)) for c in conversations])
 
     def break_off(self, conversation: Conversation, reason: str) -> None:
-        """End a conversation that cannot go on. The first since `begin` is logged."""
+        """End a conversation that cannot continue. The first one since `begin` is logged."""
         conversation.ended = "failed"
         if not self._failed:
             log.warning("multi_turn: the response to prompt %d broke off: %s", conversation.prompt.prompt_id, reason)
         self._failed = self._failed or reason
 
     def close(self) -> None:
-        """Kill the workers, and with them the episodes. Safe to call twice."""
+        """Kill the workers and with them the episodes. Safe to call twice."""
         self._pool.close()
 
     def __enter__(self) -> Players:
@@ -141,7 +145,7 @@ class Players:
         return self._call("schedule", given, self.section.timeout)
 
     def _episode(self, function: str, conversation: Conversation, given: dict[str, Any]) -> Call:
-        """The episode keeps the deadline; its worker has a little longer to report one that was missed."""
+        """Build a call to an episode. The episode's process has the deadline; its worker gets `_GRACE` seconds more to report a miss."""
         given = dict(number=conversation.number, timeout=self.section.timeout) | given
         return self._call(function, given, self.section.timeout + _GRACE, self._lane_of(conversation))
 
@@ -153,7 +157,7 @@ class Players:
         return Call(_HOSTED, {"targets": self._targets}, action="call", arguments=given, timeout=timeout, lane=lane)
 
     def _answers(self, calls: Sequence[Call]) -> list[tuple[Any, str | None]]:
-        """(value, None) or (None, what went wrong) of each call, in order."""
+        """Run the calls. Returns, in order, (value, None) or (None, reason of the failure) of each."""
         answers: list[tuple[Any, str | None]] = [(None, None)] * len(calls)
 
         def over(call: Call, outcome: Outcome) -> list[Call]:
@@ -169,7 +173,7 @@ class Players:
         return answers
 
     def _values(self, conversations: Sequence[Conversation], calls: Sequence[Call]) -> list[Any]:
-        """The values alone; where a call fails None, and its conversation is over."""
+        """Run the calls and return their values. A call that fails gives None and ends its conversation."""
         answers = self._answers(calls)
         for conversation, (_, failure) in zip(conversations, answers, strict=True):
             if failure is not None:

@@ -1,4 +1,4 @@
-"""Built-in schedulers and tools by name, and where those of the user are. Imports nothing of them."""
+"""Names of the built-in schedulers and tools, and locations of the user's. Imports none of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOOLS = {"calculator": "megagrpo.multi_turn.calculator:calculator"}
 
 
 def targets(section: MultiTurnSection) -> tuple[Target | None, list[Target], Target | None]:
-    """(scheduler, tools, environment). ProblemError, with the key, for an unknown name and a missing file."""
+    """Return (scheduler, tools, environment) of a section. Raises ProblemError with the key for an unknown name or a missing file."""
     scheduler = section.scheduler and locate(section.scheduler, "multi_turn.scheduler", "scheduler", SCHEDULERS)
     tools = [locate(name, f"multi_turn.tools.{i}", "tool", TOOLS) for i, name in enumerate(section.tools)]
     environment = section.environment and locate(section.environment, "multi_turn.environment", "environment", {})

@@ -1,4 +1,4 @@
-"""From a Python function to the JSON schema that chat templates show to a policy, as OpenAI and transformers have it."""
+"""Conversion of a Python function to the JSON schema that chat templates show to a policy, in the format of OpenAI and transformers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _ENTRY = re.compile(r"^(\s*)\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
 
 def tool_schema(function: Callable) -> dict[str, Any]:
-    """The schema of a function or bound method with type hints and a docstring in Google's style.
+    """Return the schema of a function or bound method with type hints and a Google-style docstring.
 
-    ValueError, naming the function and the argument, when a type or a description is missing: the policy would have to guess.
+    Raises ValueError, naming the function and the argument, when a type or a description is missing, because the policy would have to
+    guess.
     """
     name = function.__name__
     summary, described = _docstring(function)
@@ -39,7 +40,7 @@ def tool_schema(function: Callable) -> dict[str, Any]:
 
 
 def _docstring(function: Callable) -> tuple[str, dict[str, str]]:
-    """What stands before the first section, and the descriptions under `Args:`, each on one line."""
+    """Return the text before the first section, and the descriptions under `Args:`, each on one line."""
     summary: list[str] = []
     described: dict[str, str] = {}
     section, last, depth = "", "", None

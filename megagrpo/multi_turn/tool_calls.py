@@ -1,4 +1,4 @@
-"""Tool calls out of a policy's text."""
+"""Parsing of tool calls in a policy's text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def hermes(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """What stands before the first call, and the calls: JSON objects with `name` and `arguments` between <tool_call> and </tool_call>, as
-    Hermes and Qwen models write them. A call that is none has `error` in place of both."""
+    """Parse tool calls in the format of Hermes and Qwen models. Returns the text before the first call, and the calls.
+
+    A call is a JSON object with `name` and `arguments` between <tool_call> and </tool_call>. An invalid call has only `error`.
+    """
     bodies = _CALL.findall(text)
     if not bodies:
         return text, []
@@ -29,7 +31,7 @@ def _call(body: str) -> dict[str, Any]:
 
 
 def named_call(name: str, arguments: Any) -> dict[str, Any]:
-    """A call of tool `name`; arguments may be a JSON text, as in OpenAI's format."""
+    """Build a call of tool `name`. `arguments` may be a JSON text, as in OpenAI's format. Invalid arguments give only `error`."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -41,6 +43,6 @@ def named_call(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def as_message(content: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """An assistant's message in OpenAI's format; broken calls are shown in none."""
+    """Build an assistant message in OpenAI's format; invalid calls are left out."""
     told = [{"type": "function", "function": call} for call in calls if "error" not in call]
     return {"role": "assistant", "content": content} | ({"tool_calls": told} if told else {})
