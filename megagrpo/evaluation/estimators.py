@@ -1,4 +1,4 @@
-"""pass@k and maj@k of n responses to one prompt."""
+"""Estimators of pass@k and maj@k from n responses to one prompt."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from math import comb
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """The chance that at least one of k responses, drawn from n of which `passed` pass, passes: 1 - C(n - passed, k) / C(n, k).
+    """Return the probability that at least one of k responses passes, when k are drawn from n of which `passed` pass.
 
-    Unbiased in what a fresh draw of k would give (Chen et al. 2021, arXiv 2107.03374, eq. 1). ValueError unless 1 <= k <= n.
+    The formula is 1 - C(n - passed, k) / C(n, k), an unbiased estimate for k fresh responses (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    Raises ValueError unless 1 <= k <= n and 0 <= passed <= n.
     """
     if not 1 <= k <= n or not 0 <= passed <= n:
         raise ValueError(f"pass@{k} of {n} responses of which {passed} pass: k must be from 1 to {n}")
@@ -18,10 +19,10 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 
 def majority_passes(answers: Sequence[str | None], passed: Sequence[bool]) -> bool:
-    """Whether the answer that most responses give passes (Wang et al. 2022, arXiv 2203.11171).
+    """Whether the most frequent answer passes (Wang et al. 2022, arXiv 2203.11171).
 
-    A response without an answer does not vote. Of answers with as many votes the one that came first wins; it passes when the first
-    response that gives it does.
+    A response without an answer does not vote. With equal votes the answer that came first wins. The winner passes when the first response
+    with that answer passes.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -31,5 +32,5 @@ def majority_passes(answers: Sequence[str | None], passed: Sequence[bool]) -> bo
 
 
 def steps_to(n: int) -> list[int]:
-    """1, 2, 4, ... below n, and n: the k of pass@k."""
+    """Return the values of k for pass@k: 1, 2, 4, ... below n, and n."""
     return [*(2**i for i in range(n.bit_length()) if 2**i < n), n]

@@ -1,4 +1,4 @@
-"""Held-out sets: their prompts, how they are sampled, and the metrics of their responses."""
+"""Held-out sets: their prompts, their sampling parameters, and the metrics of their responses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Collect = Callable[[Sequence[Prompt], int, SamplingParams, int], tuple[list[Scor
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One set. `name` is "" for that of `data.eval`; `function` is the reward function that says whether a response passes."""
+    """One held-out set. `name` is "" for the set of `data.eval`; `function` is the reward function that decides whether a response
+    passes."""
 
     name: str
     prompts: list[Prompt]
@@ -35,19 +36,21 @@ class HeldOut:
     sampling: SamplingParams
     function: str
     pass_reward: float
-    answer: Callable[[str], str | None] | None  # how to read what a response answers; None: no maj@k
+    answer: Callable[[str], str | None] | None  # extracts the answer of a response; None: no maj@k
 
     @property
     def key(self) -> str:
-        """Its place in the config."""
+        """The set's key in the config."""
         return f"evaluation.sets.{self.name}" if self.name else "data.eval"
 
 
 def load_sets(
     config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = (), columns: Sequence[str] = ()
 ) -> list[HeldOut]:
-    """The sets that the config names; `tools` are shown in their prompts, `columns` are rewards beside those of functions. ValueError for
-    one that cannot be used, and for a pass_function that is no reward."""
+    """Load the held-out sets of the config. `tools` are shown in their prompts; `columns` are reward columns besides those of functions.
+
+    Raises ValueError for a set that cannot be used, and for a pass_function that is not a reward.
+    """
     evaluation = config.evaluation
     names = [*display_names(config.rewards.functions), *columns]
     function = evaluation.pass_function or names[0]
@@ -69,7 +72,7 @@ def load_sets(
 
 
 def check_columns(sets: Sequence[HeldOut], rewards: RewardScorer) -> None:
-    """ValueError when a reward function needs a column that a set does not have."""
+    """Raise ValueError when a reward function needs a column that a set does not have."""
     for held_out in sets:
         try:
             rewards.check_columns(held_out.columns)
@@ -80,9 +83,9 @@ def check_columns(sets: Sequence[HeldOut], rewards: RewardScorer) -> None:
 def evaluate(
     sets: Sequence[HeldOut], collect: Collect, seed: int, see: Callable[[HeldOut, list[ScoredRollout]], None] = lambda *_: None
 ) -> dict[str, float]:
-    """Metrics of every set, each under `NAME/`; `see` gets the responses of each set.
+    """Generate and score responses to every set. Returns the metrics, prefixed `NAME/`; `see` gets each set's responses.
 
-    Each set has a seed of its own that does not change from one evaluation to the next: what differs is the policy.
+    Each set has a fixed seed, so two evaluations differ only by the policy.
     """
     metrics = {}
     for held_out in sets:
@@ -95,10 +98,10 @@ def evaluate(
 
 
 def metrics_of(held_out: HeldOut, scored: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Lengths, endings, mean rewards, pass@k and maj@k of the responses to one set, in prompt order.
+    """Return lengths, finish reasons, mean rewards, pass@k and maj@k of the responses to one set, which are in prompt order.
 
-    A response passes when `function` gives it `pass_reward` or more; one that it cannot score does not. Prompts of which it can score
-    no response are left out of pass@k and maj@k.
+    A response passes when `function` gives it `pass_reward` or more; a response that it cannot score does not pass. Prompts without any
+    response that it can score are left out of pass@k and maj@k.
     """
     metrics = rollout_metrics(scored)
     if known := [s.reward for s in scored if not math.isnan(s.reward)]:

@@ -1,6 +1,6 @@
 """Ties a process to its parent: the kernel sends it a signal when the parent ends, even by SIGKILL (PR_SET_PDEATHSIG of Linux).
 
-Imports of the standard library only: callers run this before anything slow.
+Imports the standard library only, because callers run this before any slow import.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _tied: list[bool] = []  # one entry: whether the fork under way is one of the ma
 
 
 def tie_process_tree() -> None:
-    """Have the kernel kill this process with its parent if `multiprocessing` started it, and every process that its main thread forks
-    from now on. A fork of another thread is left alone, because the kernel would kill it when that thread ends.
+    """Have the kernel kill this process with its parent if `multiprocessing` started it, and every process that its main thread forks from
+    now on. Forks of other threads are left alone, because the kernel would kill them when that thread ends.
 
     vLLM's plug-in calls this in each process. A second call does nothing, and so does the call in a fork that is tied already.
     """

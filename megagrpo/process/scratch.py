@@ -1,7 +1,7 @@
-"""A folder for the temporary files of this process and of all that it starts, gone with it however it ends.
+"""A folder for the temporary files of this process and its children. It is removed when the process ends, even by SIGKILL.
 
-Libraries leave files in the temporary directory when their process is killed, and some always do. So it lies below a folder of the
-process's own; who finds such a folder whose process has ended removes it.
+Libraries leave files in the temporary directory when their process is killed, and some always do. So each process uses a folder of its own
+as the temporary directory. A later process that finds such a folder, whose process has ended, removes it.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-PREFIX = "megagrpo_tmp_"  # servers/supervisor.py knows it too
-LOCK = ".lock"  # held as long as the process lives; unlike a process id it means the same in every container
+PREFIX = "megagrpo_tmp_"  # prefix of the folder's name; servers/supervisor.py has a copy
+LOCK = ".lock"  # locked while the process lives; unlike a process id, a lock is valid across containers
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-_ATTEMPTS = 3  # to remove a folder that a process still writes to
+_ATTEMPTS = 3  # attempts to remove a folder that a process still writes to
 _NO_LINK = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
 def temporary_files() -> Iterator[Path]:
-    """Temporary files of this process and of its children go into the folder this gives, which is removed on the way out.
+    """Redirect temporary files of this process and its children to a folder, which this yields and removes on exit.
 
-    What others that are gone have left is removed at both ends. What torch has compiled stays where it is, for the next run.
+    Folders that ended processes left are removed on entry and exit. torch's compile cache stays outside the folder, for the next run.
     """
     given = Path(tempfile.gettempdir())
-    around = given.parent if given.name.startswith(PREFIX) else given  # beside that of the process above: names of sockets are short
+    # beside the parent process's folder, not inside it: socket names must be short
+    around = given.parent if given.name.startswith(PREFIX) else given
     remove_left(around)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=around))
     lock, owner = (folder / LOCK).open("w"), os.getpid()
     fcntl.flock(lock, fcntl.LOCK_EX)
-    print(owner, file=lock, flush=True)  # an empty one may be about to be locked
+    print(owner, file=lock, flush=True)  # an empty lock file may be about to be locked
     before = {name: os.environ.get(name) for name in ("TMPDIR", COMPILED)}
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     os.environ.setdefault(COMPILED, str(around / f"torchinductor_{os.getuid()}"))
@@ -50,7 +51,7 @@ def temporary_files() -> Iterator[Path]:
 
 
 def remove_left(around: Path) -> None:
-    """Remove folders whose process has ended, those that may be removed."""
+    """Remove the folders of processes that have ended; errors are ignored."""
     for lock in around.glob(f"{PREFIX}*/{LOCK}"):
         with contextlib.suppress(OSError), lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,7 +60,7 @@ def remove_left(around: Path) -> None:
 
 
 def remove_tree(folder: str | os.PathLike) -> bool:
-    """Remove `folder` and its content, which a foreign program made. Returns whether the folder is gone; raises no OSError.
+    """Remove `folder` and its content, which another program created. Returns whether the folder is gone; raises no OSError.
 
     Python 3.12's shutil.rmtree recurses, and a program can nest more folders than Python has stack frames or a path has bytes. So every
     folder is first moved to the top, and one folder is open at a time. Folders without permissions get them. No symbolic link is followed.
@@ -78,7 +79,7 @@ def remove_tree(folder: str | os.PathLike) -> bool:
 
 
 def _empty(top: int) -> None:
-    """Remove what can be removed of the content of an open folder."""
+    """Remove as much as possible of the content of an open folder."""
     prefix, moved, pending = secrets.token_hex(8), 0, _unlink_files(top)
     while pending:
         name = pending.pop()
@@ -93,7 +94,7 @@ def _empty(top: int) -> None:
 
 
 def _unlink_files(folder: int) -> list[str]:
-    """Unlink everything in an open folder but folders; the names of the folders."""
+    """Unlink all entries of an open folder except folders. Returns the names of the folders."""
     with os.scandir(folder) as found:
         entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
     for name, is_folder in entries:
@@ -105,7 +106,8 @@ def _unlink_files(folder: int) -> list[str]:
 
 @contextlib.contextmanager
 def _opened(name: str | os.PathLike, within: int | None = None) -> Iterator[int]:
-    """A descriptor of a folder that its owner can now read, write and enter. OSError when `name` is no folder or another user owns it."""
+    """Yield a descriptor of a folder whose owner can now read, write and enter it. Raises OSError when `name` is not a folder or belongs to
+    another user."""
     handle = os.open(name, os.O_PATH | _NO_LINK, dir_fd=within)
     try:
         if os.fstat(handle).st_mode & 0o700 != 0o700:

@@ -1,7 +1,7 @@
-"""Text of models, users and other programs on the terminal: what would steer the terminal is shown, and not sent.
+"""Text of models, users and other programs on the terminal: control characters are shown as escapes, so they cannot control the terminal.
 
 Escape sequences set titles and the clipboard, hide text or answer as if typed; bidirectional overrides make text look like other text.
-Every place that prints text which this package did not write goes through this file. Files of a run keep the text as it is.
+Every place that prints text from outside this package uses this module. Files of a run keep the text unchanged.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _STEERING = re.compile(
 
 
 def printable(text: str) -> str:
-    """`text` with each character that steers a terminal written as its escape, `\\x1b` for ESC. Tabs and newlines stay."""
+    """Return `text` with each control character written as its escape, `\\x1b` for ESC. Tabs and newlines stay."""
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
 def one_line(text: str) -> str:
-    """`printable` text on one line, newlines as ⏎ and tabs as spaces."""
+    """Return `printable` text on one line, newlines as ⏎ and tabs as spaces."""
     return printable(text).replace("\n", "⏎").replace("\t", " ")
 
 
@@ -33,20 +33,20 @@ def show(text: object, file: IO[str] | None = None) -> None:
 
 
 def warn(text: object) -> None:
-    """`show` on standard error."""
+    """Print `printable` text and flush, on standard error."""
     show(text, sys.stderr)
 
 
 class Formatter(logging.Formatter):
-    """The message of a log record and its traceback, printable."""
+    """Formats a log record's message and traceback as printable text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record as lines."""
+        """Return one record as lines."""
         return printable(super().format(record))
 
 
 def log_to_stderr() -> None:
-    """Send warnings of all libraries to standard error, printable, unless somebody has set up logging."""
+    """Send warnings of all libraries to standard error, printable, unless logging is already configured."""
     handler = logging.StreamHandler()
     handler.setFormatter(Formatter("%(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)

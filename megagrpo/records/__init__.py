@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics, console lines, dumped steps, checkpoints, and the lock on its folder."""
+"""The output of a run: metrics, console, step dumps, checkpoints and the lock on its folder."""

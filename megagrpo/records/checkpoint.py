@@ -1,9 +1,10 @@
 """Checkpoints: model, optimizer, schedule, RNG and `TrainState`, sharded by Megatron's dist_checkpointing. Each is complete or absent.
-A reference is part of it once it has moved; until then the run's configuration says where it comes from.
 
-Ranks write into `.step_000012.partial`, at once or while training goes on; rank 0 renames it to `step_000012` when every rank has finished.
-It loads into another layout: the distributed optimizer's state is stored by parameter, not by rank. With LoRA it holds no weights of the
-model, but the adapters, and these once more as PEFT writes them, in `adapter/`.
+A checkpoint contains the reference only after the reference has changed; until then the config names its weights. With LoRA it contains the
+adapters instead of the model's weights, and also a PEFT copy of the adapters in `adapter/`.
+
+Ranks write into `.step_000012.partial`, in the foreground or while training continues. Rank 0 renames it to `step_000012` when every rank
+has finished. A checkpoint loads into another layout: the distributed optimizer's state is stored by parameter, not by rank.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
 
 STATE_FILE = "megagrpo.json"
-BEST = "best"  # a link to the checkpoint with the best evaluation
-BYTES_PER_PARAMETER = 14  # weight (2), float32 master, first and second moment: the least that must fit on the disk
+BEST = "best"  # name of the link to the checkpoint with the best evaluation
+BYTES_PER_PARAMETER = 14  # weight (2), float32 master, first and second moment: lower bound for the disk space check
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; says which and why."""
+    """A checkpoint could not be written or read; the message names it and the cause."""
 
 
 @dataclass
 class _Saving:
-    """A checkpoint on its way: `state` and `reference_moved` are of its step, whatever the run has done since."""
+    """A checkpoint that is being written. `state` and `reference_moved` belong to its step, even if the run has continued since."""
 
     final: Path
     partial: Path
@@ -70,40 +71,45 @@ class _Saving:
 
 
 def readable(size: int) -> str:
-    """A number of bytes in the unit that shows it with three digits: 512 bytes, 3.41 MiB, 97.0 GiB."""
+    """Format a number of bytes with three digits: 512 bytes, 3.41 MiB, 97.0 GiB."""
     units = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"]
     power = min(max(size, 1).bit_length() // 10 if size >= 1024 else 0, len(units) - 1)
     return f"{size} bytes" if power == 0 else f"{size / 1024**power:.3g} {units[power]}"
 
 
 class Checkpointer:
-    """Saves and restores one run in `folder`, keeping the newest `keep` checkpoints beside that of the best evaluation. Each carries
-    config and tokenizer of `model_folder`, so that it can be exported by itself."""
+    """Saves and restores one run's checkpoints in `folder`. The newest `keep` checkpoints and that of the best evaluation are kept.
+
+    Each checkpoint has a copy of the config and tokenizer of `model_folder`, so that it can be exported without that folder.
+    """
 
     def __init__(
         self, folder: Path, layout: Layout, policy: MegatronPolicy, keep: int, model_folder: Path, reference: Reference | None = None
     ):
         self.folder, self.layout, self.policy, self.reference = folder, layout, policy, reference
         self.keep, self.model_folder = keep, model_folder
-        self.seconds = 0.0  # that the last one took to write, in the background or not
+        self.seconds = 0.0  # duration of the last write, in the background or not
         self._saving: _Saving | None = None
-        self._model_files = files_of(model_folder)  # now: the weights may be gone when a checkpoint is written
+        self._model_files = files_of(model_folder)  # read now: `model_folder` may be gone when a checkpoint is written
         trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
         held = sum(p.numel() for p in trained if _is_first_copy(p, layout))
         self._bytes_needed = sum(layout.all_gather_objects(held)) * BYTES_PER_PARAMETER
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
+        """Return the newest complete checkpoint, or None."""
         return newest_checkpoint(self.folder)
 
     def save(self, state: TrainState) -> Path:
-        """Write `step_N`; collective. Raises CheckpointError on every rank, and leaves nothing half-written, when any rank fails."""
+        """Write `step_N` and return its path. Collective. When any rank fails, raises CheckpointError on every rank and leaves no partial
+        folder."""
         self.start(state, background=False)
         return self.finish(wait=True)
 
     def start(self, state: TrainState, background: bool) -> None:
-        """Begin to write `step_N`; in the `background`, copies of the numbers are written and training may go on. Collective, errors as of
-        `save`. One at a time: `finish` must have named the one before, or failed.
+        """Begin to write `step_N`. With `background`, a copy of the state is written while training continues. Collective.
+
+        Only one checkpoint may be in progress: call this again only after `finish` returned the path or raised. Raises the errors of
+        `save`.
         """
         assert self._saving is None, "two checkpoints at a time"
         final = self.folder / f"step_{state.step:06d}"
@@ -114,8 +120,10 @@ class Checkpointer:
             own_part(self.layout, lambda: self._write(self._saving, background))
 
     def finish(self, wait: bool) -> Path | None:
-        """The checkpoint that was started, complete; None when there is none, or when ranks still write and nobody is to `wait`.
-        Collective, errors as of `save`."""
+        """Return the path of the checkpoint in progress once it is complete. Collective; raises the errors of `save`.
+
+        Returns None when no checkpoint is in progress, or when ranks still write and `wait` is False.
+        """
         saving = self._saving
         if saving is None or not (wait or all(self.layout.all_gather_objects(saving.write.done))):
             return None
@@ -130,7 +138,7 @@ class Checkpointer:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """An error inside, which every rank raises, ends the checkpoint on its way and is a CheckpointError outside."""
+        """Convert an error inside, which every rank raises, to CheckpointError, and remove the checkpoint in progress."""
         try:
             yield
         except Exception as error:
@@ -143,7 +151,11 @@ class Checkpointer:
             raise CheckpointError(f"no checkpoint was written to {saving.final}, earlier ones are kept: {error}{full}") from error
 
     def load(self, path: Path) -> TrainState:
-        """Restore policy, optimizer, schedule, RNG and a moved reference from `path` on every rank; returns the rest."""
+        """Restore policy, optimizer, schedule, RNG and a changed reference from `path` on every rank; return the TrainState. Collective.
+
+        RNG states are restored only into the layout that saved them. Raises CheckpointError when the checkpoint is damaged or does not fit
+        the model.
+        """
         rank, world_size = self.layout.world_rank, self.layout.world_size
         try:
             layout, reference_moved, reached = together(self.layout, lambda: checked(path), here=rank == 0)[0]
@@ -152,15 +164,16 @@ class Checkpointer:
             raise CheckpointError(str(e)) from e
         same_layout = layout == self._layout_of_rng()
         with_reference = reference_moved and self.reference is not None
-        with dense_moments(self.policy.optimizer), torch.no_grad():  # float32 shards are views of leaves, which autograd would guard
+        # float32 shards are views of leaf tensors, on which autograd forbids in-place writes
+        with dense_moments(self.policy.optimizer), torch.no_grad():
             state = self._sharded_state(is_loading=True, with_rng=same_layout, with_reference=with_reference)
             with_scales = _holds(path, state["fp8"])
             state |= {} if with_scales else {"fp8": {}}
             try:
-                with warnings.catch_warnings():  # about how Megatron calls torch
+                with warnings.catch_warnings():  # about the way Megatron calls torch
                     warnings.simplefilter("ignore", UserWarning)
                     loaded = dist_checkpointing.load(state, str(path))
-            except (Exception, CheckpointException) as e:  # the latter is no Exception to Python
+            except (Exception, CheckpointException) as e:  # CheckpointException is not a subclass of Exception
                 why = _other_model(path, self.policy.hf_config) or _reason(e)
                 raise CheckpointError(f"{path} cannot be read, or does not fit this model: {why}") from e
             for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True):
@@ -188,7 +201,7 @@ class Checkpointer:
         partial.mkdir()
 
     def _write(self, saving: _Saving, background: bool) -> None:
-        device.release_memory()  # writing takes two more copies of weights and optimizer state
+        device.release_memory()  # writing needs two more copies of weights and optimizer state
         with dense_moments(self.policy.optimizer):
             sharded = self._sharded_state(is_loading=False, with_rng=True, with_reference=saving.reference_moved)
             saving.write = ShardedWrite(sharded, saving.partial, METADATA, background)
@@ -228,7 +241,8 @@ class Checkpointer:
         }
         state["optimizer"] = self.policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=local)
         _drop_absent(state["optimizer"])
-        state |= {name: dense_state(state[name]) for name in self._chunk_names()}  # the optimizer knows parameters by identity
+        # only now: the optimizer identifies parameters by object identity
+        state |= {name: dense_state(state[name]) for name in self._chunk_names()}
         state["scheduler"] = self.policy.scheduler.state_dict()
         state["fp8"] = sharded_scales(self.policy.chunks, self.layout)
         if with_reference:
@@ -238,7 +252,7 @@ class Checkpointer:
         return state
 
     def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        """With LoRA the adapters alone: the base is the model that the run starts from."""
+        """Return the part of the state that is trained: with LoRA only the adapters, because the run starts from the base model."""
         return {name: value for name, value in state.items() if is_adapter(name)} if self.policy.config.lora.enabled else state
 
     def _chunk_names(self) -> list[str]:
@@ -246,7 +260,7 @@ class Checkpointer:
         return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
 
     def _rng_state(self) -> ShardedObject:
-        """Of every rank: replicas draw apart as soon as one has more tokens than another."""
+        """Return every rank's RNG state: replicas' generators diverge as soon as one replica has more tokens."""
         state = [{"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}]
         return ShardedObject("rng", state, (self.layout.world_size,), (self.layout.world_rank,), replica_id=0)
 
@@ -256,13 +270,13 @@ class Checkpointer:
 
 
 def checked(path: Path) -> tuple[dict[str, int], bool, TrainState]:
-    """What `_read` gives. CheckpointError when the checkpoint is damaged, with what is left of the run without it."""
+    """Read a checkpoint's state as `_read` does. Raises CheckpointError when it is damaged; the message names the checkpoint before it."""
     with _naming_the_one_before(path):
         return _read(path)
 
 
 def _verify(path: Path, rank: int, world_size: int) -> None:
-    """CheckpointError, worded as of `checked`, when this rank's share of the tensor files is not what was written."""
+    """Verify the checksums of this rank's share of the tensor files. Raises CheckpointError, worded as in `checked`."""
     with _naming_the_one_before(path):
         verify_tensors(path, rank, world_size)
 
@@ -277,8 +291,7 @@ def _naming_the_one_before(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
-    """The layout of a checkpoint's generators, whether its reference had moved, and where the run was. Checks the files: ValueError names
-    one that is damaged."""
+    """Return a checkpoint's layout, whether its reference had changed, and its TrainState. Raises ValueError that names a damaged file."""
     try:
         saved = json.loads((path / STATE_FILE).read_text())
         layout, moved, state = saved["layout"], saved["reference_moved"], TrainState(**saved["state"])
@@ -293,13 +306,13 @@ def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
 
 
 def _holds(path: Path, scales: dict[str, ShardedTensor]) -> bool:
-    """Whether the checkpoint has these scales of FP8: not when it was written in another recipe, or with a history of another length."""
+    """Whether the checkpoint has these FP8 scales. It does not after a change of the recipe or of the amax history's length."""
     stored = StoredTensors(path).metadata.state_dict_metadata
     return bool(scales) and all(key in stored and tuple(stored[key].size) == tuple(t.global_shape) for key, t in scales.items())
 
 
 def _other_model(path: Path, hf_config: HfConfig) -> str:
-    """In what the model of a checkpoint differs from `hf_config`; empty where it does not, or the checkpoint does not say."""
+    """Describe how the checkpoint's model differs from `hf_config`; empty when it does not, or when the checkpoint has no model config."""
     try:
         different = architecture_differences(load_hf_config(path / HF_FILES), hf_config)
     except ValueError:
@@ -308,15 +321,15 @@ def _other_model(path: Path, hf_config: HfConfig) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """In one line what Megatron or torch says, which gives each rank's traceback as well, and every key of a model."""
+    """Shorten an error of Megatron or torch to one line. The original has each rank's traceback and every key of the model."""
     failures = getattr(error, "failures", {})
     lines = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in sorted(failures.items())]
     return textwrap.shorten((lines or [str(error)])[0], 500)
 
 
 def _follow_config(saved: Any, train: TrainSection) -> None:
-    """Give the groups in an optimizer's saved state the options that this run is configured with. Megatron would find a group by its
-    learning rates, which may have changed, and keep its betas."""
+    """Overwrite the options in a saved optimizer state with this run's config. Megatron would look up a group by its learning rates, which
+    may have changed, and keep its betas."""
     if isinstance(saved, dict):
         for group in saved.get("param_groups", ()):
             options = {
@@ -334,19 +347,21 @@ def _follow_config(saved: Any, train: TrainSection) -> None:
 
 
 def _drop_absent(optimizer: dict[Any, Any]) -> None:
-    """Leave out states that another rank has gathered, for which Megatron has None here: its checkpoints take that for what ranks share."""
+    """Remove states that another rank has gathered. Megatron has None for them here, and its checkpoints treat None as shared by all
+    ranks."""
     for part in [optimizer, *(part for part in optimizer.values() if isinstance(part, dict))]:
         if part.get("param_state", part) is None:
             del part["param_state"]
 
 
 def _is_first_copy(parameter: torch.Tensor, layout: Layout) -> bool:
-    """Whether no rank before this one holds the parameter; Megatron marks those that are not copied over dp x cp, the experts."""
+    """Whether this rank holds the first copy of the parameter. Megatron marks parameters that are not replicated over dp x cp: the
+    experts."""
     return (layout.dp_cp_rank if getattr(parameter, "allreduce", True) else layout.expert_copy) == 0
 
 
 def _to_disk(path: Path) -> None:
-    """What a file holds, or which files a folder does, survives a power cut from here on."""
+    """Call fsync on a file or folder, so that its content survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -355,13 +370,14 @@ def _to_disk(path: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Under another name first: what a kill or an error leaves of it is not taken for a checkpoint, and goes with the next save."""
+    """Remove a checkpoint. It is renamed first, so that remains of an interrupted removal do not count as a checkpoint; the next save
+    deletes them."""
     aside = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.partial"))
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def _point(link: Path, checkpoint: Path) -> None:
-    """A link that leads to the checkpoint, and at no time to nothing."""
+    """Replace the link atomically, so that it never points to nothing."""
     fresh = link.with_name(f".{link.name}.partial")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(checkpoint.name)
@@ -369,10 +385,10 @@ def _point(link: Path, checkpoint: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
+    """Return the complete checkpoints of a run, oldest first."""
     return sorted(p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", p.name) and (p / STATE_FILE).is_file())
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint with the highest step."""
+    """Return the complete checkpoint with the highest step, or None."""
     return (checkpoints(folder) or [None])[-1]

@@ -1,7 +1,6 @@
-"""Prints a run's progress: the metrics of each step and evaluation, and now and then a prompt with two of its responses.
+"""Prints a run's progress: the metrics of each step and evaluation, and at intervals a prompt with two of its responses.
 
-Lines are at most 100 columns, and at most as wide as a narrower terminal. A message stays one line however long it is: its text can then
-be searched for.
+Lines are at most 100 columns, or the width of a narrower terminal. A message always stays on one line, so that its text can be searched.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megagrpo.config import RunConfig, evaluation_sets
 from megagrpo.process.terminal import one_line, printable
 from megagrpo.types import ScoredRollout
 
-# (label, metric, format). A metric that a step does not report is left out of its line.
+# (label, metric, format). A metric that a step does not report is omitted.
 STEP_COLUMNS = [
     ("reward", "reward", "{:6.3f}"),
     ("std", "reward_std", "{:5.3f}"),
@@ -35,21 +34,21 @@ STEP_COLUMNS = [
 ]
 EVALUATION_COLUMNS = [("reward", "reward", "{:6.3f}"), ("pass@1", "pass@1", "{:4.0%}")]
 EVALUATION_COLUMNS += [c for c in STEP_COLUMNS if c[0] in ("length", "cut")]
-# Endings of counters that are shown when they are not 0.
+# Suffixes of counters that are shown when they are not 0.
 ALARMS = ("/timeouts", "/exceptions", "/unscorable", "/failures", "/skipped_steps", "/alarms")
 MAX_WIDTH = 100  # columns
-INDENT = 14  # columns before what goes on from the line above
+INDENT = 14  # indent of continuation lines, in columns
 PHASES = ["generate", "reward", "logprobs", "train", "sync"]
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Called while a BrokenPipeError is handled. rich would end the process, and a closed pager would end the training with it."""
+        """Re-raise the BrokenPipeError that is being handled. rich would exit the process, so closing a pager would end the training."""
         raise
 
 
 class ConsoleSink:
-    """Colours and panels on a terminal, plain lines elsewhere."""
+    """Prints to standard output: colours and panels on a terminal, plain lines elsewhere."""
 
     def __init__(self, config: RunConfig, console: Console | None = None):
         self._console = console or _Console(file=sys.stdout, highlight=False)
@@ -71,7 +70,8 @@ class ConsoleSink:
             self._print_cells([first, *self._cells(EVALUATION_COLUMNS, self._metrics_of(held_out, metrics))])
 
     def _metrics_of(self, held_out: str, metrics: dict[str, float]) -> dict[str, float]:
-        """Those of one set, without what its name puts before them. The set "" has those that begin with no other's name."""
+        """Return the metrics of one held-out set, without the prefix of its name. The set "" has the metrics without the name of another
+        set."""
         split = [(name.removeprefix("eval/").partition("/"), value) for name, value in metrics.items()]
         if held_out:
             return {rest: value for (first, _, rest), value in split if first == held_out}
@@ -107,11 +107,11 @@ class ConsoleSink:
 
     @property
     def _width(self) -> int:
-        """Columns of a line."""
+        """Columns per line."""
         return min(self._console.width, MAX_WIDTH) if self._console.is_terminal else MAX_WIDTH
 
     def _cells(self, columns: list[tuple[str, str, str]], metrics: dict[str, float]) -> list[Text]:
-        """One text per metric of `columns` that was reported, then one per counter of failures that is not 0."""
+        """Return one text per reported metric of `columns`, then one per failure counter that is not 0."""
         shown = [column for column in columns if column[1] in metrics and column[0] not in self._hidden]
         cells = [
             Text.assemble((f"  {label} " if label else "  ", "dim"), (form.format(metrics[name]), "green" if name == "reward" else ""))
@@ -120,7 +120,7 @@ class ConsoleSink:
         return cells + [Text(f"  {name} {value:g}", style="red") for name, value in metrics.items() if name.endswith(ALARMS) and value]
 
     def _print_cells(self, cells: list[Text]) -> None:
-        """Prints cells side by side; those that no longer fit go on indented lines below."""
+        """Print cells side by side; cells that do not fit continue on indented lines."""
         line = cells[0]
         for cell in cells[1:]:
             if len(line) + len(cell) > self._width:
@@ -135,14 +135,14 @@ class ConsoleSink:
 
 
 def _phases(metrics: dict[str, float]) -> list[Text]:
-    """`  generate 6.1`, ` + train 5.2`, ...: seconds of each phase; phases below 50 ms are left out."""
+    """Return `  generate 6.1`, ` + train 5.2`, ...: seconds of each phase; phases below 50 ms are omitted."""
     parts = [(phase, metrics.get(f"time/{phase}", 0.0)) for phase in PHASES]
     named = [f"{phase} {seconds:.1f}" for phase, seconds in parts if seconds >= 0.05]
     return [Text(f"{'  ' if i == 0 else ' + '}{text}", style="dim") for i, text in enumerate(named)]
 
 
 def _best_and_worst(scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> list[tuple[ScoredRollout, float]]:
-    """Of the first group whose rewards differ, the sample of the highest and of the lowest advantage; else the very first sample."""
+    """Return the samples with the highest and the lowest advantage of the first group whose advantages differ, or else the first sample."""
     groups: dict[int, list[tuple[ScoredRollout, float]]] = {}
     for sample, advantage in zip(scored, advantages, strict=True):
         groups.setdefault(sample.rollout.prompt.prompt_id, []).append((sample, advantage))
@@ -154,7 +154,7 @@ def _best_and_worst(scored: Sequence[ScoredRollout], advantages: Sequence[float]
 
 
 def _short(text: str, limit: int = 600) -> str:
-    """The text on one line, its middle left out above `limit` characters."""
+    """Return the text on one line; above `limit` characters its middle is omitted."""
     line = one_line(text)
     return line if len(line) <= limit else f"{line[: limit // 2]} … {line[-limit // 2 :]}"
 

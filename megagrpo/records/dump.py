@@ -48,9 +48,9 @@ Sampled = dict[str, tuple[Tensor, Tensor]]
 
 
 class StepDumps:
-    """Writes the steps that `debug.dump_steps` names into `folder`; in every other step its methods do nothing.
+    """Writes the steps that `debug.dump_steps` names into `folder`. In every other step its methods do nothing.
 
-    All methods are collective. A dump that cannot be written is reported to `say` and given up; the run goes on.
+    All methods are collective. A dump that fails is reported to `say` and abandoned; the run continues.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class StepDumps:
         reference: Reference | None = None,
         reference_folder: Path | None = None,
     ):
-        """`reference_folder` holds what the reference was at first; the model when empty."""
+        """`reference_folder` holds the reference's first weights; None means the model's."""
         self._config, self._policy, self._layout = config, policy, policy.layout
         self._reference, self._reference_folder = reference, reference_folder or model_folder
         self._folder, self._model_folder, self._say = folder, model_folder, say
-        self._step = 0  # being dumped; 0 when none is
+        self._step = 0  # step that is being dumped; 0: none
         self._updates: list[dict[str, Any]] = []
         self._seen: dict[int, LossInputs] = {}
-        self._before: Sampled = {}  # the optimizer, before the step that is under way
+        self._before: Sampled = {}  # optimizer state before the current optimizer step
 
     def begin(self, step: int) -> None:
-        """Dump what follows, if `step` (from 1) is one of those asked for."""
+        """Start a dump if `step` (counted from 1) is to be dumped."""
         self._step, self._updates = (step if step in self._config.debug.dump_steps else 0), []
         if self._step:
             cleared = self._attempt(lambda: together(self._layout, self._clear, here=self._layout.world_rank == 0))
@@ -82,28 +82,28 @@ class StepDumps:
                     self._attempt(lambda: self._save("reference"))
 
     def record(self, loss_fn: LossFn) -> LossFn:
-        """`loss_fn` for one optimizer step, which keeps what it is called with; the weights before the step are written now."""
+        """Return `loss_fn` wrapped to record its inputs during one optimizer step. The weights before the step are written now."""
         self._seen = {}
         if not self._step or not (self._attempt(self._save_weights) and self._attempt(self._look_at_optimizer)):
             return loss_fn
-        counts = self._layout.tp_rank == 0 and self._layout.cp_rank == 0  # the others see the same
+        counts = self._layout.tp_rank == 0 and self._layout.cp_rank == 0  # other tp and cp ranks have the same inputs
 
         def recording(inputs: LossInputs):
-            if counts:  # a policy may ask for the loss of a part beforehand: the last call for a micro-batch is the one it trains on
+            if counts:  # a policy may compute the loss of a part in advance: the last call for a micro-batch is the one that trains
                 self._seen[id(inputs.micro_batch)] = detached(inputs)
             return loss_fn(inputs)
 
         return recording
 
     def measured(self, metrics: dict[str, float], denominator: int, samples: Sequence[int]) -> None:
-        """What came out of the optimizer step on these samples; without `grad_norm` it was skipped."""
+        """Write the results of the optimizer step on these samples. Metrics without `grad_norm` mean that it was skipped."""
         if self._step:
             self._updates[-1] |= {"denominator": denominator, "metrics": dict(metrics), "samples": list(samples)}
             if self._attempt(self._save_rows):
                 self._attempt(self._save_optimizer)
 
     def finish(self, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
-        """Write the rollouts, and let the dump appear."""
+        """Write the rollouts and publish the dump under its final name."""
         if self._step:
             here = self._layout.world_rank == 0
             if self._attempt(lambda: together(self._layout, lambda: self._publish(scored, advantages), here)):
@@ -119,7 +119,7 @@ class StepDumps:
         return self._folder / f".{self._final.name}.partial"
 
     def _attempt(self, action: Callable[[], Any]) -> bool:
-        """Whether a collective action succeeded, on every rank or on none; after a failure the step is no longer dumped."""
+        """Whether a collective action succeeded on every rank. After a failure the step is no longer dumped."""
         try:
             action()
         except (OSError, ValueError, RuntimeError) as error:
@@ -161,7 +161,7 @@ class StepDumps:
         self._updates[-1]["optimizer_steps"] = self._policy.scheduler.num_steps
 
     def _save_optimizer(self) -> None:
-        """Adam's gradient is what it has just followed: clipped; NaN where the step was skipped."""
+        """Write samples of the optimizer state. The gradient is the clipped one that Adam used; NaN when the step was skipped."""
         if not self._before:
             return
         after = self._sample(lambda adam, main: [torch.full_like(main, math.nan) if main.grad is None else main.grad, main])
@@ -190,19 +190,19 @@ class StepDumps:
         }
         save_file(_token_rows(scored), self._partial / "samples.safetensors")
         (self._partial / STEP_FILE).write_text(json.dumps(_plain(contents), indent=1, ensure_ascii=False, allow_nan=False))
-        if self._final.exists():  # a run that was resumed from before this step
+        if self._final.exists():  # left by the run before it was resumed from an earlier step
             shutil.rmtree(self._final)
         self._partial.rename(self._final)
 
 
 def detached(inputs: LossInputs) -> LossInputs:
-    """The same numbers without the graph that made them."""
+    """Return the inputs with all tensors detached from the autograd graph; shapes and dtypes stay."""
     rows = {name: value.detach() for name, value in vars(inputs).items() if isinstance(value, Tensor)}
     return replace(inputs, **rows)
 
 
 def loss_tokens(inputs: LossInputs) -> Rows:
-    """One row per loss token of a micro-batch, in its order, on the CPU."""
+    """Return one row per loss token of a micro-batch, in order: tensors [N] on the CPU, in the dtypes of the inputs."""
     batch = inputs.micro_batch
     chosen = batch.loss_mask.nonzero()[:, 0]
     sample = batch.samples.repeat_interleave(batch.cu_seqlens.diff().long())
@@ -222,7 +222,7 @@ def loss_tokens(inputs: LossInputs) -> Rows:
 
 
 def merge(parts: Sequence[Rows]) -> Rows:
-    """The rows of all micro-batches, ordered by sample and token. A token that was trained twice is there twice."""
+    """Concatenate the rows of all micro-batches, sorted by sample and token. A token that was trained twice has two rows."""
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     order = (whole["sample"] * 2**32 + whole["token"]).argsort(stable=True)
     return {name: row[order] for name, row in whole.items()}
@@ -259,7 +259,7 @@ def _sample(scored: ScoredRollout, advantage: float) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: keys and what it has no type for as text."""
+    """Convert a value to JSON types. Keys, unknown types, NaN and infinities become text."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""Where the numbers of a run go: files that outlive it, TensorBoard, Weights & Biases when asked, and a console a person can read.
+"""Output of a run's metrics: JSONL files, TensorBoard, optionally Weights & Biases, and the console.
 
-`metrics.jsonl` and `completions.jsonl` are the truth; everything else can be rebuilt from them. A sink that fails is reported once and
-never stops training.
+`metrics.jsonl` and `completions.jsonl` are the source of truth; all other output can be rebuilt from them. A sink that fails is reported
+once and never stops training.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megagrpo.types import ScoredRollout
 
 
 def over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its optimizer steps: means over those that have one, the extreme of `/max` and `/min`, and the
-    last learning rate."""
+    """Combine the metrics of a step's optimizer steps: the mean over those that report one, the extreme for `/max` and `/min`, and the last
+    learning rate."""
     metrics = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]
@@ -36,14 +36,14 @@ def over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def idle_shares(times: dict[str, float]) -> dict[str, float]:
-    """The share of a step in which the trainer waits for responses and rewards, and in which the servers have nothing to generate, when
-    the two take turns."""
+    """Return the shares of a step in which the trainer waits for responses and rewards, and in which the servers do not generate. Valid for
+    synchronous runs, where the two take turns."""
     step, generating = times["time/step"], times.get("time/generate", 0.0)
     return {"idle/trainer": (generating + times.get("time/reward", 0.0)) / step, "idle/servers": 1 - generating / step}
 
 
 class Sink(Protocol):
-    """One place that metrics go to. Any method may raise: the writer catches it."""
+    """One output of metrics. Any method may raise; the writer catches the error."""
 
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -57,10 +57,11 @@ class Sink(Protocol):
 
 
 class MetricsWriter:
-    """Hands every call to each sink. A sink that raises is named once on stderr; a file is tried again next time, a service is dropped."""
+    """Passes every call to each sink. A sink that raises is reported once on stderr. A file is tried again at the next call, a service is
+    dropped."""
 
     def __init__(self, run_folder: str | Path, config: RunConfig, restored_step: int = 0):
-        """`restored_step` is the step a resumed run starts after: lines of later steps belong to work that is done again, and go."""
+        """A resumed run continues after `restored_step`: lines of later steps are removed, because these steps are repeated."""
         folder = Path(run_folder)
         self._sinks: dict[str, Sink] = {}
         self._failed: set[str] = set()
@@ -73,30 +74,30 @@ class MetricsWriter:
 
     @classmethod
     def silent(cls) -> MetricsWriter:
-        """A writer without sinks, for the ranks that do not report."""
+        """Return a writer without sinks, for ranks that do not report."""
         writer = cls.__new__(cls)
         writer._sinks, writer._failed = {}, set()
         return writer
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """The metrics of one finished training step."""
+        """Write the metrics of one finished training step."""
         self._each("step", step, metrics)
 
     def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
-        """Every rollout of one step, with its rewards and its advantage."""
+        """Write every rollout of one step, with its rewards and its advantage."""
         self._each("completions", step, scored, advantages)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Metrics over the held-out prompts after `step` steps; written under `eval/`."""
+        """Write the metrics of the held-out prompts after `step` steps, under `eval/`."""
         named = {name if name.startswith("eval/") else f"eval/{name}": value for name, value in metrics.items()}
         self._each("evaluation", step, named)
 
     def message(self, text: str) -> None:
-        """A line for the person who watches."""
+        """Write a line for the user."""
         self._each("message", text)
 
     def close(self) -> None:
-        """Flushes and closes every sink."""
+        """Flush and close every sink."""
         self._each("close")
         self._sinks = {}
 
@@ -122,11 +123,14 @@ class MetricsWriter:
         try:
             warn(f"warning: {name} failed and may be incomplete; training goes on. {type(error).__name__}: {error}")
         except OSError:
-            pass  # stderr itself is gone
+            pass  # stderr is closed
 
 
 class JsonlSink:
-    """`metrics.jsonl`, one line per step or evaluation, and `completions.jsonl`, one line per rollout; on disk when a call returns."""
+    """Writes `metrics.jsonl`, one line per step or evaluation, and `completions.jsonl`, one line per rollout.
+
+    Each call returns after its lines were passed to the kernel.
+    """
 
     def __init__(self, folder: Path, restored_step: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,10 +174,11 @@ def _completion(step: int, scored: ScoredRollout, advantage: float) -> dict[str,
 
 
 class JsonlFile:
-    """Appends lines of JSON, each whole or, when the disk is full, broken but alone on its line. NaN and infinity become null."""
+    """Appends JSON lines to a file. A line is whole or, when the disk is full, broken and alone on its line. NaN and infinity become
+    null."""
 
     def __init__(self, path: Path, last_step: int):
-        """Lines of steps after `last_step`, and a line that a kill cut short, are dropped from a file that is already there."""
+        """Open the file. Lines of steps after `last_step`, and a line that a kill truncated, are removed from an existing file."""
         if path.exists():
             self._drop_after(path, last_step)
         self._file = open(path, "ab", buffering=0)
@@ -188,11 +193,11 @@ class JsonlFile:
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         lines = "".join(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        # A lone surrogate, which UTF-8 has no bytes for, becomes its escape in JSON.
+        # A lone surrogate has no UTF-8 bytes, so it is written as its JSON escape.
         data = memoryview((("\n" if self._broken_line else "") + lines).encode(errors="backslashreplace"))
         self._broken_line = bool(data)
         while data:
-            data = data[self._file.write(data) :]  # unbuffered: a full disk writes a part, then raises
+            data = data[self._file.write(data) :]  # unbuffered: with a full disk, write() writes a part and the next call raises
         self._broken_line = False
 
     def close(self) -> None:
@@ -200,7 +205,7 @@ class JsonlFile:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a line of ours; infinity when the line is not whole."""
+    """Return the step of a JSON line; infinity when the line is incomplete."""
     try:
         return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
@@ -216,7 +221,7 @@ def _finite(value: Any) -> Any:
 
 
 class _NumbersOnly:
-    """What a sink does with text: nothing."""
+    """Base class of sinks that ignore text."""
 
     def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
         pass
@@ -226,7 +231,7 @@ class _NumbersOnly:
 
 
 class TensorBoardSink(_NumbersOnly):
-    """Scalars as TensorBoard events."""
+    """Writes scalars as TensorBoard events."""
 
     def __init__(self, folder: Path, restored_step: int):
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -245,7 +250,7 @@ class TensorBoardSink(_NumbersOnly):
 
 
 class WandbSink(_NumbersOnly):
-    """Weights & Biases, online or offline. A resumed run continues under the id kept in `wandb_id`."""
+    """Writes to Weights & Biases, online or offline. A resumed run continues with the id in the file `wandb_id`."""
 
     def __init__(self, folder: Path, config: RunConfig):
         try:
@@ -277,9 +282,9 @@ class WandbSink(_NumbersOnly):
 
 
 class PhaseTimer:
-    """Seconds per phase of a step: `with timer("generate"): ...`; a phase entered twice adds up.
+    """Measures the seconds of each phase of a step: `with timer("generate"): ...`. Times of repeated phases are added up.
 
-    Host seconds: a phase that leaves work queued on a GPU hands its time to the phase that waits for it.
+    The times are host times: work that a phase leaves queued on a GPU counts for the phase that waits for it.
     """
 
     def __init__(self) -> None:
@@ -295,7 +300,7 @@ class PhaseTimer:
             self._seconds[phase] += time.perf_counter() - start
 
     def collect(self) -> dict[str, float]:
-        """`time/PHASE` for each phase and `time/step` since the last call (or the start), in seconds; starts anew."""
+        """Return `time/PHASE` for each phase and `time/step`, in seconds since the last call or the start, and reset them."""
         now = time.perf_counter()
         metrics = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {"time/step": now - self._started}
         self._seconds.clear()

@@ -29,10 +29,10 @@ class RunLock:
         self._file: TextIO | None = None
 
     def take(self) -> None:
-        """Hold the lock of the folder that has this path now. Does nothing if this process holds it.
+        """Take the lock of the folder at this path. Does nothing if this process holds it.
 
-        ValueError names the holder when another process has the lock, and the folder when it cannot be made. On a file
-        system without locks the run continues without one.
+        Raises ValueError, naming the holder, when another process has the lock, and, naming the folder, when it cannot be created. On a
+        file system without locks the run continues without one.
         """
         while not self._is_ours():
             try:
@@ -56,7 +56,7 @@ class RunLock:
         print(f"process {os.getpid()} on host {socket.gethostname()}", file=self._file, flush=True)
 
     def check(self) -> None:
-        """RunFolderLost when the folder of this path is no longer the one that this run has locked."""
+        """Raise RunFolderLost when the folder at this path is no longer the one that this run has locked."""
         if not self._is_ours():
             raise RunFolderLost(
                 f"run.output_dir: {self.folder} was deleted, moved or taken over by another run; metrics and checkpoints of this run "
@@ -64,7 +64,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Give the lock back. Does nothing if this process does not hold it."""
+        """Release the lock. Does nothing if this process does not hold it."""
         if self._is_ours():
             self._path.unlink(missing_ok=True)
             try:
