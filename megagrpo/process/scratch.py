@@ -1,4 +1,4 @@
-"""A folder for the temporary files of this process and its children. It is removed when the process ends, even by SIGKILL.
+"""A folder for the temporary files of this process and its children. The process removes it on exit; after a SIGKILL, another process does.
 
 Libraries leave files in the temporary directory when their process is killed, and some always do. So each process uses a folder of its own
 as the temporary directory. A later process that finds such a folder, whose process has ended, removes it.

@@ -1,19 +1,21 @@
-"""Whole steps on disk for `megagrpo audit`: `dumps/step_N/` holds everything that step N used and what came out of it.
+"""Whole steps on disk for `megagrpo audit`: `dumps/step_N/` holds all inputs and results of step N.
 
-step.json         samples with texts, rewards, advantages; per optimizer step its samples, weights, denominator, metrics (loss and
-                  gradient norm among them); the model that the run started from, and the reference; the configuration and library
+step.json         samples with texts, rewards, advantages; per optimizer step its samples, weights, denominator, metrics (with loss and
+                  gradient norm); the model that the run started from, and the reference; the configuration and library
                   versions. Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
-samples.safetensors   `token_ids` [sum of L], `borders` [N + 1], `prompt_lengths` [N], `rollout_logprobs` [sum of L] (0 on what the
-                  policy did not write) and `written` [sum of L] (whether it did)
-update_K.safetensors  one row per loss token as optimizer step K saw it: `sample`, `token` (its place there), `token_id`, `advantage`,
-                  `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `entropy`, `full_kl`; those that the step has
-optimizer_K.safetensors  of 64 elements of every trained tensor, `places.NAME` [n] in the flattened tensor and `values.NAME` [n, 5] float32:
-                  weight and Adam's two moments before optimizer step K, the clipped gradient, weight after it; the weight that Adam
-                  moves is the float32 master of a bf16 weight. Absent with Muon and with fp8_param
-reference/        the reference's weights as a Hugging Face folder, once it has moved
-weights_K/        the weights before optimizer step K as a Hugging Face folder; the very first are those of the model, and not written
+samples.safetensors   `token_ids` [sum of L] int64, `borders` [N + 1] int64, `prompt_lengths` [N] int64, `rollout_logprobs` [sum of L]
+                  float64 (0 on tokens that the policy did not write), `written` [sum of L] bool (whether the policy wrote the token)
+update_K.safetensors  one row per loss token as optimizer step K saw it: `sample`, `token` (its index in the sample), `token_id`,
+                  `advantage`, `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `entropy`, `full_kl`. Columns that
+                  the step does not compute are missing
+optimizer_K.safetensors  64 elements of every trained tensor, `places.NAME` [n] in the flattened tensor and `values.NAME` [n, 5] float32:
+                  weight and Adam's two moments before optimizer step K, the clipped gradient, the weight after it. For a bf16 weight,
+                  `weight` is the float32 master that Adam updates. Missing with Muon and with fp8_param
+reference/        the reference's weights as a Hugging Face folder, once they have changed
+weights_K/        the weights before optimizer step K as a Hugging Face folder. Missing for the run's first optimizer step: the weights are
+                  the model's
 
-A dump is complete or absent, and a step that is dumped computes the same as one that is not.
+A dump is complete or absent. A dumped step computes the same results as any other step.
 """
 
 from __future__ import annotations

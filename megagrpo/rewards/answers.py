@@ -1,4 +1,4 @@
-"""What a response answers, as text that can be compared with another's: the votes of maj@k. Standard library only."""
+"""Extraction of a response's answer as comparable text, for the votes of maj@k. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SPACE = re.compile(r"\s+")
 
-# What the built-in functions that know right from wrong read.
+# The extractor that matches what each built-in correctness function reads.
 READ_BY = {
     "exact_number": "number",
     "accuracy": "boxed",
@@ -22,19 +22,20 @@ READ_BY = {
 
 
 def number(text: str) -> str | None:
-    """The last number, "1,000" and "1000.0" as "1000"; None without one."""
+    """Return the last number, with "1,000" and "1000.0" as "1000"; None without a number."""
     found = last_number(text)
     return None if found is None else f"{found.normalize():f}"
 
 
 def tag(text: str) -> str | None:
-    """What the last <answer>...</answer> holds, white space made single; None without one."""
+    """Return the content of the last <answer>...</answer> with single spaces; None without one."""
     found = _TAG.findall(text)
     return _plain(found[-1]) if found else None
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last <answer> holds, or else the last \boxed{...}, braces paired, without spaces and dollar signs; None without either."""
+    r"""Return the content of the last <answer>, or else of the last \boxed{...} with paired braces, without spaces and dollar signs. None
+    without either."""
     inside = tag(text)
     starts = list(_BOXED.finditer(text))
     if inside is None and starts:
@@ -48,7 +49,7 @@ def boxed(text: str) -> str | None:
 
 
 def text(text: str) -> str | None:
-    """The whole response, white space made single; None when it is empty."""
+    """Return the whole response with single spaces; None when it is empty."""
     return _plain(text)
 
 
@@ -60,6 +61,7 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {"number": number, "tag": t
 
 
 def extractor(answer: str, function: str) -> Callable[[str], str | None] | None:
-    """How to read answers: as `evaluation.answer` says, or as the built-in reward function reads them; None where nothing is known."""
+    """Return the extractor for `evaluation.answer`. "auto" means the one that matches the built-in reward function; None for other
+    functions."""
     kind = READ_BY.get(function) if answer == "auto" else answer
     return EXTRACTORS[kind] if kind else None

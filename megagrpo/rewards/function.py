@@ -1,4 +1,4 @@
-"""A configured reward function as the scorer sees it: how it is called, and what a scoring has got from it."""
+"""A configured reward function as the scorer sees it: how to split its calls, and the results of one scoring."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from megagrpo.rewards.target import Target
 from megagrpo.types import Rollout
 
-_FIRST_PART = 32  # completions in a call while the pace of the function is unknown
+_FIRST_PART = 32  # completions per call while the function's speed is unknown
 
 
 @dataclass(eq=False)
 class Function:
-    """`signature` is what `worker.load` found out."""
+    """One configured reward function. `signature` is the result of `worker.load`."""
 
     name: str
     target: Target
@@ -26,15 +26,19 @@ class Function:
     timeout: float
     lane: str
     signature: dict[str, Any] = field(default_factory=dict)
-    pace: float = 0.0  # seconds per completion, as last seen
+    pace: float = 0.0  # seconds per completion in the last call
 
     @property
     def is_coroutine(self) -> bool:
         return self.signature["is_coroutine"]
 
     def parts(self, rollouts: list[Rollout], workers: int) -> Iterator[list[int]]:
-        """Places in `rollouts` of each call: as many completions as the function asks for; else each group by itself for a coroutine;
-        else whole groups up to an even share per worker and what takes a quarter of the deadline, where only a longer group is cut."""
+        """Yield the indices in `rollouts` for each call.
+
+        A call has as many completions as the function asks for (`completions_per_call`). Without that, a coroutine gets one group per call.
+        Other functions get whole groups, up to an even share per worker and to a quarter of the deadline. Only a group longer than that
+        quarter is split.
+        """
         if wanted := self.signature["completions_per_call"]:
             yield from (list(part) for part in batched(range(len(rollouts)), wanted))
             return
@@ -53,7 +57,7 @@ class Function:
 
 @dataclass
 class Tally:
-    """What one scoring has got from `function`: one of `values` per rollout, and what was counted."""
+    """The results of `function` in one scoring: one of `values` per rollout, and counters."""
 
     function: Function
     values: list[float | None] = field(default_factory=list)
@@ -62,7 +66,7 @@ class Tally:
     seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Mean and unbiased std over what could be scored, and the counters."""
+        """Return mean and unbiased std over the scored rollouts, and the counters."""
         scored = [v for v in self.values if v is not None]
         return {
             "mean": statistics.fmean(scored) if scored else math.nan,

@@ -1,4 +1,4 @@
-"""Where the files of `rewards.plugins` register reward functions under names of their own, as in ms-swift."""
+"""The registry in which files of `rewards.plugins` register reward functions by name, as in ms-swift."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ orms: dict[str, Callable] = {}  # name -> function or class; `orms["name"] = Cla
 
 
 def register(name: str) -> Callable[[Callable], Callable]:
-    """Decorator that gives a reward function or class the name by which `rewards.functions` calls it."""
+    """Decorator that registers a reward function or class under the name that `rewards.functions` uses."""
 
     def add(function: Callable) -> Callable:
         orms[name] = function

@@ -1,4 +1,4 @@
-"""From the name of a reward function in the config to where it is imported from. Imports nothing: loading happens in the workers."""
+"""Conversion of a reward function's name in the config to its import location. Imports nothing: the workers load the functions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.functions") -> Target:
-    """Where `function`, the value of `key`, is defined.
+    """Return the location of `function`, the value of the config's `key`.
 
-    Raises ProblemError for an unknown name, naming the known ones, and for a file that does not exist."""
+    Raises ProblemError for an unknown name, with the known names, for an invalid URL, and for a file that does not exist.
+    """
     if function.startswith(_MODEL):
         return Target(*_split(REWARD_MODEL), given=(("path", _model_path(function.removeprefix(_MODEL), key)),), heavy=True)
     if function.startswith(_URL):
@@ -49,7 +50,7 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
 
 
 def locate(name: str, key: str, kind: str, built_in: Mapping[str, str]) -> Target:
-    """Where another `kind` of plug-in than a reward function is defined, given by the config's `key`; as `resolve`."""
+    """Like resolve, for another `kind` of plug-in than a reward function, such as a tool."""
     if _FILE_PATH.fullmatch(name):
         path, attribute = name.rsplit(":", 1)
         return Target(str(find_file(path, key)), attribute)
@@ -62,8 +63,10 @@ def locate(name: str, key: str, kind: str, built_in: Mapping[str, str]) -> Targe
 
 
 def display_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """A short unique name for each function, numbered from the second of a kind (`length`, `length_2`): its own, or what follows the
-    colon, or the last part of a model's path or of a URL."""
+    """Return a short unique name for each function; repeated names get a number (`length`, `length_2`).
+
+    The name is the configured one, or what follows the colon, or the last part of a model's path or of a URL.
+    """
     names: list[str] = []
     for function in functions:
         stem = function.name or _short_name(function.function)
@@ -82,7 +85,7 @@ def _short_name(function: str) -> str:
 
 
 def find_file(path: str, key: str) -> Path:
-    """The file of that name, resolved. ProblemError, with the config's `key`, when it does not exist."""
+    """Return the resolved path of a file. Raises ProblemError, with the config's `key`, when it does not exist."""
     file = Path(os.path.expanduser(path))
     if not file.is_file():
         raise ProblemError(Problem((key,), f"no file {file.absolute()}"))
@@ -90,7 +93,8 @@ def find_file(path: str, key: str) -> Path:
 
 
 def _model_path(path: str, key: str) -> str:
-    """The folder of that name, resolved; else the name as it is, of a model on the hub. ProblemError for a path that is no folder."""
+    """Return the resolved path of a model folder; other names are returned unchanged, as models on the hub. Raises ProblemError for a path
+    that is not a folder."""
     folder = Path(os.path.expanduser(path))
     if folder.is_dir():
         return str(folder.resolve())

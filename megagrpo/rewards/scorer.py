@@ -1,4 +1,4 @@
-"""Rollouts in, scored rollouts out: runs the configured reward functions in workers and adds up what they give."""
+"""Scoring of rollouts: runs the configured reward functions in worker processes and sums their weighted results."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ from megagrpo.rewards.target import did_you_mean
 from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
 from megagrpo.types import Rollout, ScoredRollout
 
-COROUTINES = "coroutines"  # the lane of one worker that runs many calls of async functions at once
+COROUTINES = "coroutines"  # lane of the one worker that runs many async calls concurrently
 
 
 class RewardScorer:
     """Runs `rewards.functions` on rollouts in worker processes, each call with a deadline.
 
-    A function is called with keywords as in TRL: `prompts`, `completions`, `completion_ids`, every data set column, its own `args`, and
-    `finish_reason`, `is_truncated`, `max_completion_length` and `trainer_state` (`.global_step`), of which it gets those it accepts. For a
-    prompt that is a list of messages the completion is a list with one assistant message, or of several turns with all that followed the
-    prompt; for a string prompt it is a string, of several turns the policy's last message. `completion_ids` are the tokens that the policy
-    wrote. It gives one number, or None for "cannot score", per completion. It sees a part of the batch at a time: whole groups while it is
-    fast, single completions when a part failed or it is too slow for more. What raises, hangs, or gives no finite number scores 0 and is
-    counted.
+    Arguments are keywords as in TRL: `prompts`, `completions`, `completion_ids`, every data set column, the function's own `args`, and
+    `finish_reason`, `is_truncated`, `max_completion_length` and `trainer_state` (`.global_step`). A function gets those that it accepts.
 
-    Plain functions share `rewards.workers` processes; async ones run concurrently in one more, up to `rewards.concurrency` calls; reward
-    models and functions with `own_worker` have a process each. All are loaded here at construction: ValueError for an unknown name, a
-    function that cannot be imported, or an argument it does not take. `base_folder` is where modules are looked for
-    after the current folder. Call `close` at the end (or use `with`)."""
+    For a prompt that is a list of messages, the completion is a list with one assistant message; with several turns it has all messages
+    after the prompt. For a string prompt it is a string; with several turns it is the policy's last message. `completion_ids` are the
+    tokens that the policy wrote.
+
+    A function returns one number, or None for "cannot score", per completion. A call has a part of the batch: whole groups while the
+    function is fast, single completions when a part failed or the function is too slow. A completion scores 0 and is counted when its call
+    raises, hangs, or returns no finite number.
+
+    Plain functions share `rewards.workers` processes. Async functions run concurrently in one more process, up to `rewards.concurrency`
+    calls. Reward models and functions with `own_worker` have a process each. The constructor loads all functions. It raises ValueError for
+    an unknown name, a function that cannot be imported, or an argument that a function does not take. Modules are searched in `base_folder`
+    after the current folder. Call `close` at the end (or use `with`).
+    """
 
     def __init__(self, section: RewardsSection, max_completion_length: int, base_folder: str | Path | None = None):
         names = display_names(section.functions)
@@ -43,7 +47,7 @@ class RewardScorer:
         ]
         self._max_completion_length, self._concurrency = max_completion_length, section.concurrency
         self._seen_failures: dict[tuple[str, str], str] = {}
-        # The kernel kills a worker when the thread that started it ends, so one thread starts them all and lives as long as they do.
+        # The kernel kills a worker when the thread that started it ends. So one thread starts all workers and lives as long as they do.
         self._thread = ThreadPoolExecutor(1, "rewards")
         folder = None if base_folder is None else str(Path(base_folder).resolve())
         self._pool = self._thread.submit(WorkerPool, section.workers, folder).result()
@@ -63,11 +67,12 @@ class RewardScorer:
 
     @property
     def tracebacks(self) -> dict[str, str]:
-        """The first traceback of each function that has raised, by its name."""
+        """Name -> first traceback, for each function that has raised."""
         return {name: reason for (name, counter), reason in self._seen_failures.items() if counter == "exceptions"}
 
     def _load(self) -> None:
-        """Import every function once and check its arguments; all problems at once. Async functions are loaded where they will run too."""
+        """Import every function once and check its arguments; all problems are raised together. Async functions are also loaded in their
+        worker."""
         for function in self._functions:
             if function.lane != SHARED:
                 self._pool.add_lane(function.lane)
@@ -103,7 +108,7 @@ class RewardScorer:
             raise ValueError("\n".join(sorted(problems)))
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """ValueError when a function needs a column that is not in `columns`, the data set's names after renaming."""
+        """Raise ValueError when a function needs a column that is not in `columns`, the data set's column names after renaming."""
         present = list(columns)
         problems = [
             f"rewards.functions: reward `{function.name}` wants column {' or '.join(f'`{name}`' for name in alternatives)}; "
@@ -116,20 +121,23 @@ class RewardScorer:
             raise ValueError("\n".join(problems))
 
     def begin(self, step: int = 0) -> Scoring:
-        """Scoring that goes on while rollouts are still generated: `add` them as they come, then `finish`. Several may go on at once.
+        """Start a scoring while rollouts are still generated: `add` them as they finish, then call `finish`. Several scorings may run
+        concurrently.
 
-        `step` is how many outer iterations are finished when the rollouts are trained on, for functions that follow the run."""
+        `step` is the number of finished steps when the rollouts are trained on, for functions that depend on it.
+        """
         common = {"max_completion_length": self._max_completion_length, "trainer_state": SimpleNamespace(global_step=step)}
         return Scoring(self._functions, self._work, common, self._seen_failures)
 
     def score(self, rollouts: list[Rollout], step: int = 0) -> list[ScoredRollout]:
-        """One scored rollout per rollout, in order. `reward` is the weighted sum over the functions that could score; NaN if none could."""
+        """Return one scored rollout per rollout, in order. `reward` is the weighted sum over the functions that could score; NaN if none
+        could."""
         with self.begin(step) as self._last:
             self._last.add(0, rollouts)
             return self._last.finish()
 
     def metrics(self) -> dict[str, float]:
-        """`Scoring.metrics` of the last `score`."""
+        """Return `Scoring.metrics` of the last `score`."""
         return self._last.metrics()
 
     def close(self) -> None:

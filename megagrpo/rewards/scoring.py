@@ -1,4 +1,4 @@
-"""The scoring of some rollouts, which goes on in a thread of its own while others are generated, and beside other scorings."""
+"""Scoring of rollouts in a background thread, concurrently with generation and with other scorings."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from megagrpo.rewards.workers.values import LARGEST
 from megagrpo.types import Rollout, ScoredRollout
 
 log = logging.getLogger(__name__)
-_SHOWN = 1000  # characters of a text that a report of a failure shows
+_SHOWN = 1000  # characters of a text shown in a failure report
 
 
 class Scoring:
-    """`add` groups of rollouts as they come, in any order; `finish` waits for their rewards. Leaving the `with` before drops all.
+    """The scoring of a set of groups: `add` groups as they finish, in any order, and `finish` waits for their rewards. A context manager:
+    leaving it early drops the rest.
 
-    `common` are arguments that every function is offered; `seen_failures` are those that were shown, with their
-    reasons, by function and counter.
+    `common` are arguments that every function may take. `seen_failures` maps (function, counter) to the reason, for failures that were
+    already reported.
     """
 
     def __init__(self, functions: Sequence[Function], work: Work, common: dict[str, Any], seen_failures: dict[tuple[str, str], str]):
         self._tallies = [Tally(function) for function in functions]
         self._work, self._common, self._seen_failures = work, common, seen_failures
-        self._rollouts: list[Rollout] = []  # in the order in which they came
+        self._rollouts: list[Rollout] = []  # in the order of `add`
         self._places: list[int] = []
 
     def add(self, place: int, rollouts: list[Rollout]) -> None:
-        """Start to score these; `place` orders them among the results. From any thread."""
+        """Start to score these rollouts; results are sorted by `place`. Thread-safe."""
         self._work.put(self, place, rollouts)
 
     def finish(self) -> list[ScoredRollout]:
-        """One scored rollout per rollout, by place, then as added. `reward` is the weighted sum over the functions that could score it; NaN
-        when none could."""
+        """Wait and return one scored rollout per rollout, sorted by place, then in the order of `add`. `reward` is the weighted sum over
+        the functions that could score it; NaN if none could."""
         self._work.wait(self)
         order = sorted(range(len(self._rollouts)), key=self._places.__getitem__)
         return [self._scored(i) for i in order]
 
     def metrics(self) -> dict[str, float]:
-        """Once it is finished: per function mean and unbiased std (over what it could score), counts of timeouts, exceptions and
-        completions it could not score, and the seconds that workers spent in it."""
+        """Return metrics per function, once the scoring is finished: mean and unbiased std over scored completions, counts of timeouts,
+        exceptions and unscorable completions, and the workers' seconds."""
         return {f"rewards/{t.function.name}/{name}": value for t in self._tallies for name, value in t.metrics().items()}
 
     def drop(self) -> None:
-        """Do not score what is not scored yet."""
+        """Cancel the calls that are not finished."""
         self._work.drop(self)
 
     def __enter__(self) -> Scoring:
@@ -59,10 +60,10 @@ class Scoring:
     def __exit__(self, *_: object) -> None:
         self.drop()
 
-    # -- in the thread of the pool
+    # -- in the pool's thread
 
     def calls(self, place: int, rollouts: list[Rollout]) -> list[Call]:
-        """The calls that score what was added."""
+        """Return the calls that score the added rollouts."""
         first = len(self._rollouts)
         self._rollouts += rollouts
         self._places += [place] * len(rollouts)
@@ -89,7 +90,7 @@ class Scoring:
         return Call(function.target, function.args, "score", arguments, function.timeout, function.lane, tag=(self, tally, part))
 
     def done(self, call: Call, outcome: Outcome) -> list[Call]:
-        """Take in one outcome. A part that failed is called again one by one, to lose no more than the culprit."""
+        """Record one outcome. A call that failed is retried one completion at a time, so that only the faulty completion fails."""
         _, tally, part = call.tag
         tally.seconds += outcome.seconds
         if outcome.kind == "result":
@@ -106,7 +107,7 @@ class Scoring:
         return []
 
     def _failed(self, tally: Tally, i: int, counter: str, reason: str) -> None:
-        """Count a failure; the first of its kind in the run is shown, with the sample that caused it."""
+        """Count a failure. The first one of each kind in a run is logged, with the sample that caused it."""
         function = tally.function
         tally.values[i] = function.signature["value_of_failure"]
         setattr(tally, counter, getattr(tally, counter) + 1)
@@ -122,7 +123,7 @@ class Scoring:
             "\n".join(f"  {name:<12}{_short(repr(value))}" for name, value in sample.items()),
         )
 
-    # -- in the caller's
+    # -- in the caller's thread
 
     def _scored(self, i: int) -> ScoredRollout:
         rollout = self._rollouts[i]
@@ -135,27 +136,27 @@ class Scoring:
 
 
 class Work:
-    """What all scorings that are under way ask of the workers, which are used from `thread` alone."""
+    """The open calls of all scorings. The workers are used from `thread` only."""
 
     def __init__(self, pool: WorkerPool, thread: ThreadPoolExecutor):
         self._pool, self._feed = pool, Feed(self._calls)
-        self._open: Counter[Scoring] = Counter()  # what was put in and what is called, and not over
+        self._open: Counter[Scoring] = Counter()  # number of queued items and open calls
         self._changed = threading.Condition()
         self._run = thread.submit(pool.run, [], self._done, self._feed)
         self._run.add_done_callback(lambda _: self._wake())
 
     def num_workers(self, function: Function) -> int:
-        """How many there are for a function."""
+        """Number of workers that run this function."""
         return self._pool.size(function.lane)
 
     def put(self, scoring: Scoring, place: int, rollouts: list[Rollout]) -> None:
-        """Ask for these on behalf of `scoring`."""
+        """Queue rollouts for `scoring`."""
         with self._changed:
             self._open[scoring] += 1
         self._feed.put((scoring, place, rollouts))
 
     def wait(self, scoring: Scoring) -> None:
-        """Until all is over that was put in for `scoring`. Raises what has ended the thread, if something has."""
+        """Wait until everything queued for `scoring` is finished. Raises the error that ended the thread, if any."""
         with self._changed:
             self._changed.wait_for(lambda: scoring not in self._open or self._run.done())
             is_over = scoring not in self._open
@@ -163,14 +164,14 @@ class Work:
             self._run.result()
 
     def drop(self, scoring: Scoring) -> None:
-        """Forget what is not over of `scoring`."""
+        """Cancel the open calls of `scoring`."""
         with self._changed:
             under_way = self._open.pop(scoring, 0)
         if under_way:
             self._feed.put((scoring, 0, []))
 
     def close(self) -> None:
-        """Drop everything and let go of the thread."""
+        """Cancel all calls and end the thread."""
         self._feed.end()
         self._run.exception()
         self._feed.close()
@@ -194,7 +195,7 @@ class Work:
 
     def _count(self, scoring: Scoring, change: int) -> None:
         with self._changed:
-            if scoring in self._open:  # it may have been dropped just now
+            if scoring in self._open:  # `drop` may have just removed it
                 self._open[scoring] += change
                 if not self._open[scoring]:
                     del self._open[scoring]

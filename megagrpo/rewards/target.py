@@ -34,10 +34,11 @@ REPEATABLE = frozenset(BUILT_IN) - {"code_execution", "llm_judge"}  # the same v
 
 @dataclass(frozen=True)
 class Target:
-    """`location` is a dotted module or the absolute path of a .py file; `attribute` is the function or class in it.
+    """The location of a function or class. `location` is a dotted module or the absolute path of a .py file; `attribute` is the name in it.
 
-    With `plugins`, the paths of files to import, `attribute` is a name that one of them registers. `given` are options that the name
-    itself holds. A target with a `heavy` load gets a worker of its own, so that no other worker loads it too."""
+    With `plugins` (paths of files to import), `attribute` is a name that one of them registers. `given` are options that the config's name
+    contains. A `heavy` target gets a worker of its own, so that no other worker loads it too.
+    """
 
     location: str
     attribute: str
@@ -47,6 +48,6 @@ class Target:
 
 
 def did_you_mean(word: str, known) -> str:
-    """`; did you mean `x`?` for the nearest known word, or an empty string."""
+    """Return `; did you mean `x`?` for the nearest known word, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean `{near[0]}`?" if near else ""

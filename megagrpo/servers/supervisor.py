@@ -4,8 +4,8 @@
 
 When the trainer ends, even by SIGKILL, the kernel gives this process a new parent; it checks its parent ten times a second. Orphaned
 descendants become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. It removes the files that the server leaves in shared
-memory and in the temporary directory, and the temporary files of a killed trainer. From this project it imports only `process.scratch`, so that it starts
-fast and stays small.
+memory and in the temporary directory, and the temporary files of a killed trainer. From this project it imports only `process.scratch`, so
+that it starts fast and stays small.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Messages to and from a process that runs user code: JSON behind a length, over a socket. Nothing is unpickled.
+"""Messages to and from a process that runs user code: length-prefixed JSON over a socket. Nothing is unpickled.
 
-A frame is 4 bytes, the length of the rest, and JSON in UTF-8. Floats survive bit by bit, NaN and infinities included. What a trainer sends
-may hold more than JSON does (`as_json` lists the types); what it receives is plain JSON, whatever wrote it.
+A frame is 4 bytes, the length of the rest, and JSON in UTF-8. Floats keep their exact bits, NaN and infinities included. The trainer may
+send more types than JSON has (`as_json` lists them). It receives plain JSON only, whatever the other side sent.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Any
 
 from megagrpo.rewards.target import Target
 
-LONGEST = 1 << 26  # bytes of a message of user code
+LONGEST = 1 << 26  # limit on the bytes of a message from user code
 _WITHOUT_LIMIT = (1 << 32) - 1
 _HEAD = struct.Struct(">I")
-_AT_ONCE = 1 << 20  # bytes that one look at the socket takes
-_TAG = "\0type"  # the key of a dict that stands for a value of another type
+_AT_ONCE = 1 << 20  # bytes per read from the socket
+_TAG = "\0type"  # the key of a dict that encodes a value of another type
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 class ProtocolError(RuntimeError):
-    """The other side sent something that is no message."""
+    """The other side sent an invalid message."""
 
 
 class Channel:
-    """One end of a connection. A worker uses `send` and `receive`, which wait; a trainer uses `post`, `flush` and `arrived`, which do not.
+    """One end of a connection. A worker uses the blocking `send` and `receive`, a trainer the non-blocking `post`, `flush` and `arrived`.
 
-    `trusted`: the other side runs no user code, so that its messages may be of any length.
+    `trusted`: the other side runs no user code, so its messages may have any length.
     """
 
     def __init__(self, connection: socket.socket, trusted: bool = False):
@@ -49,25 +49,26 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    # -- without waiting
+    # -- non-blocking
 
     @property
     def has_more_to_send(self) -> bool:
-        """Whether `flush` has something left to do."""
+        """Whether `flush` has bytes left to send."""
         return bool(self._outgoing)
 
     @property
     def has_half_a_message(self) -> bool:
-        """Whether the beginning of a message has come, and not its end."""
+        """Whether an incomplete message was received."""
         return bool(self._incoming)
 
     def post(self, message: Any) -> None:
-        """Send as much of a message as the socket takes now. TypeError or ValueError, with nothing sent, when it cannot be JSON."""
+        """Send as much of a message as the socket takes now. Raises TypeError or ValueError, with nothing sent, when it cannot be encoded
+        as JSON."""
         self._outgoing += _frame(message, _WITHOUT_LIMIT)
         self.flush()
 
     def flush(self) -> None:
-        """Go on sending. Does nothing when the other side is gone, which `arrived` notices."""
+        """Continue to send. Does nothing when the other side is gone; `arrived` reports that."""
         try:
             while self._outgoing:
                 del self._outgoing[: self._socket.send(self._outgoing[:_AT_ONCE], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)]
@@ -77,7 +78,7 @@ class Channel:
             self._outgoing.clear()
 
     def arrived(self) -> list[Any]:
-        """The messages that are complete by now. EOFError when the other side is gone, ProtocolError for what is no message."""
+        """Return the messages that are complete. Raises EOFError when the other side is gone, ProtocolError for an invalid message."""
         try:
             read = self._socket.recv(_AT_ONCE, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -92,15 +93,16 @@ class Channel:
             messages.append(message[0])
         return messages
 
-    # -- waiting
+    # -- blocking
 
     def send(self, message: Any) -> None:
-        """Send a message. TypeError or ValueError, with nothing sent, when it cannot be JSON or is too long; OSError when the other side is
-        gone."""
+        """Send a message. Raises TypeError or ValueError, with nothing sent, when it cannot be encoded as JSON or is too long; OSError when
+        the other side is gone."""
         self._socket.sendall(_frame(message, LONGEST))
 
     def receive(self, seconds: float | None = None) -> Any:
-        """The next message. TimeoutError when it is not complete within `seconds`, else as `arrived`."""
+        """Wait for the next message and return it. Raises TimeoutError when it is not complete within `seconds`, and the errors of
+        `arrived`."""
         ends = None if seconds is None else time.monotonic() + seconds
         while (message := self._next()) is None:
             left = None if ends is None else ends - time.monotonic()
@@ -143,7 +145,7 @@ def _frame(message: Any, longest: int) -> bytes:
 
 # ------------------------------------------------------------------------------------------------------------------ types beyond JSON
 
-_TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # how a value becomes one that `as_json` knows, and back
+_TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # type -> (encoder to a value that `as_json` knows, decoder)
     tuple: (list, tuple),
     set: (list, set),
     frozenset: (list, frozenset),
@@ -157,15 +159,15 @@ _TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # how
     datetime.timedelta: (lambda value: [value.days, value.seconds, value.microseconds], lambda parts: datetime.timedelta(*parts)),
     SimpleNamespace: (vars, lambda members: SimpleNamespace(**members)),
     Target: (lambda value: list(vars(value).values()), lambda parts: Target(*parts)),
-    dict: (lambda value: [[key, item] for key, item in value.items()], dict),  # of which a key is no string
+    dict: (lambda value: [[key, item] for key, item in value.items()], dict),  # dicts with keys that are not strings
 }
 _BY_NAME = {kind.__name__: build for kind, (_, build) in _TYPES.items()}
 
 
 def as_json(value: Any) -> Any:
-    """`value` as plain JSON from which `from_json` makes it again, tuples, sets, dates, bytes and keys that are no strings included.
+    """Encode `value` as plain JSON that `from_json` decodes, including tuples, sets, dates, bytes and keys that are not strings.
 
-    Arrays and numbers of numpy become lists and numbers. TypeError names any other type.
+    NumPy arrays and numbers become lists and numbers. Raises TypeError that names any other type.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -176,7 +178,7 @@ def as_json(value: Any) -> Any:
         return {key: as_json(item) for key, item in value.items()}
     if kind in _TYPES:
         return {_TAG: [kind.__name__, as_json(_TYPES[kind][0](value))]}
-    for base in (str, bool, int, float, dict, list, tuple):  # of subclasses, those of numpy among them, the plain value
+    for base in (str, bool, int, float, dict, list, tuple):  # subclasses, including NumPy's, become the plain value
         if isinstance(value, base):
             return as_json(base(value))
     if hasattr(value, "tolist"):
@@ -185,7 +187,7 @@ def as_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `as_json` was given."""
+    """Decode a value that `as_json` encoded."""
     if isinstance(value, list):
         return value if _PLAIN.issuperset(map(type, value)) else [from_json(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Work that arrives while other work is done: put in by some threads, taken out by another that sleeps on a connection."""
+"""A queue that feeds calls to a running worker pool: any thread puts items in, and the pool's thread polls a connection for them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class Ended(Exception):
-    """No more work will come, and what is under way is to be dropped."""
+    """No more items will come; drop the calls in progress."""
 
 
 class Feed:
-    """`put` and `end` from any thread; `take` from the one that works, when `connection` is readable. `expand` turns an item into calls
-    there."""
+    """The queue. `put` and `end` are thread-safe; the pool's thread calls `take` when `connection` is readable. `expand` turns an item into
+    calls in that thread."""
 
     def __init__(self, expand: Callable[[Any], Iterable[Any]]):
         self._expand = expand
@@ -27,12 +27,12 @@ class Feed:
         self._wake.send_bytes(b"+")
 
     def end(self) -> None:
-        """Have the other side drop what it has."""
+        """Tell the other side to drop its calls."""
         self._ended = True
         self._wake.send_bytes(b".")
 
     def take(self) -> list[Any]:
-        """Calls of what has been put in since the last time. Raises Ended after `end`."""
+        """Return the calls of all items since the last call. Raises Ended after `end`."""
         while self.connection.poll():
             self.connection.recv_bytes()
         if self._ended:

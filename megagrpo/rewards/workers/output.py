@@ -1,4 +1,4 @@
-"""What a worker prints, on its way to standard error: made harmless for a terminal, and cut when it is too much."""
+"""Forwarding of a worker's output to standard error: control characters are escaped, and excessive output is dropped."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 from megagrpo.process.terminal import printable
 
 BURST = 1 << 18  # bytes that a worker may print at once
-PER_SECOND = 1 << 10  # bytes by which this grows again
+PER_SECOND = 1 << 10  # bytes per second by which the allowance grows back
 _AT_ONCE = 1 << 16
-_LOOKS = 64  # at a pipe that is closed; a pipe holds a MiB at most
+_LOOKS = 64  # reads from a closed pipe; a pipe holds at most a MiB
 
 
 class Output:
@@ -23,7 +23,7 @@ class Output:
         os.set_blocking(self._reads, False)
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
         self._allowance, self._last, self._was_cut = float(BURST), time.monotonic(), False
-        self.ended = False  # nothing more can come
+        self.ended = False  # True when no more output can come
 
     def fileno(self) -> int:
         return self._reads
@@ -33,7 +33,7 @@ class Output:
         os.close(self.writes)
 
     def forward(self) -> bool:
-        """Print what has come, up to the allowance; whether anything has come."""
+        """Print the output so far, up to the allowance. Returns whether there was any."""
         try:
             read = b"" if self.ended else os.read(self._reads, _AT_ONCE)
         except BlockingIOError:
@@ -52,7 +52,7 @@ class Output:
         return bool(read)
 
     def close(self) -> None:
-        """Print what is left of a worker that is gone, and close the pipe."""
+        """Print the remaining output of a worker that has ended, and close the pipe."""
         for _ in range(_LOOKS):
             if not self.forward():
                 break

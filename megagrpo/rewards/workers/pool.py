@@ -1,4 +1,4 @@
-"""Worker processes with deadlines: a call that hangs or breaks the protocol costs its worker, nothing else."""
+"""Worker processes with deadlines: a call that hangs or breaks the protocol costs only its worker."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ from megagrpo.rewards.workers.channel import Channel, ProtocolError, as_json
 from megagrpo.rewards.workers.feed import Feed
 from megagrpo.rewards.workers.output import Output
 
-LOAD_SECONDS = 300.0  # to start a worker and load the function; the deadline of the call itself starts after that
-GRACE_SECONDS = 2.0  # within which a worker of coroutines reports one that it has cancelled
-SHARED = "shared"  # the lane of the workers that take any call
+LOAD_SECONDS = 300.0  # timeout to start a worker and load the function; the call's own deadline starts after that
+GRACE_SECONDS = 2.0  # time for a coroutine worker to report a call that it cancelled
+SHARED = "shared"  # lane of the workers that take any call
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a function in a worker of `lane`. `action` is "describe", "score" (as a reward function is called) or "call" (with just
-    these arguments); `tag` is the caller's own."""
+    """One call of a function in a worker of `lane`.
+
+    `action` is "describe", "score" (called as a reward function) or "call" (called with exactly these arguments). `tag` belongs to the
+    caller.
+    """
 
     target: Target
     options: dict[str, Any] = field(default_factory=dict)  # of the function, or of its class's constructor
@@ -41,12 +44,13 @@ class Call:
     timeout: float = 10.0
     lane: str = SHARED
     tag: Any = None
-    alone: bool = False  # beside no other in its worker: it may be the one that cost the last worker
+    alone: bool = False  # run without other calls in the worker: this call may have killed the last worker
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`kind` is "result", "error" (raised, or its worker died) or "timeout"; `value` the result or the text of the error."""
+    """The outcome of a call. `kind` is "result", "error" (it raised, or its worker died) or "timeout"; `value` is the result or the error
+    text."""
 
     kind: str
     value: Any
@@ -62,14 +66,16 @@ class _Running:
 
 
 class _Unasked(ProtocolError):
-    """A message that belongs to no call under way: a call that is over may have sent it."""
+    """A message that belongs to no open call; a finished call may have sent it."""
 
 
 class Worker:
-    """One process in a session of its own with a folder of its own for temporary files, so that killing it takes along what the reward
-    started and wrote there.
+    """One worker process, with its own session and temporary folder, so that killing it also removes the reward's child processes and
+    files.
 
-    With a `capacity` it runs coroutines, so many at once; without one plain functions in its main thread, one after the other."""
+    With a `capacity` it runs up to that many coroutines concurrently. Without one it runs plain functions in its main thread, one at a
+    time.
+    """
 
     def __init__(self, lane: str, capacity: int | None, search_path: str | None):
         self.lane, self.capacity, self._search_path = lane, capacity, search_path
@@ -98,7 +104,7 @@ class Worker:
             [sys.executable, "-m", "megagrpo.rewards.workers.worker", kind, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=self.output.writes,  # what rewards print must not mix with the trainer's own output
+            stdout=self.output.writes,  # rewards' output must not mix with the trainer's own
             stderr=self.output.writes,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TMPDIR": self._folder},
             start_new_session=True,
@@ -107,7 +113,7 @@ class Worker:
         theirs.close()
 
     def start(self, call: Call) -> list[tuple[Call, Outcome | None]]:
-        """Begin a call; its outcome when that is not possible."""
+        """Start a call. Returns the call with an error outcome when its arguments cannot be sent."""
         if not self.running and self._has_ended_or_spoken():
             self.restart()
         self._count += 1
@@ -120,15 +126,17 @@ class Worker:
         return []
 
     def _has_ended_or_spoken(self) -> bool:
-        """Whether an idle worker has died, or has sent something that belongs to no call."""
+        """Whether an idle worker has died, or has sent a message that belongs to no call."""
         try:
             return self.process.poll() is not None or bool(self.channel.arrived()) or self.channel.has_half_a_message
         except (EOFError, ProtocolError):
             return True
 
     def receive(self) -> list[tuple[Call, Outcome | None]]:
-        """The calls that are over by now, each with its outcome; all calls when the worker died or broke the protocol, with None where that
-        may have been another's fault."""
+        """Return the calls that are finished, each with its outcome.
+
+        When the worker died or broke the protocol, all its calls are returned. The outcome is None where another call may have caused it.
+        """
         over: list[tuple[Call, Outcome | None]] = []
         try:
             for message in self.channel.arrived():
@@ -142,7 +150,7 @@ class Worker:
         return over
 
     def _take(self, message: Any) -> list[tuple[Call, Outcome]]:
-        """What one message says. ProtocolError when it is none that a worker sends."""
+        """Process one message. Raises ProtocolError when it is not a valid message of a worker."""
         match message:
             case [int() as number, "started"] if number in self.running:
                 running = self.running[number]
@@ -166,13 +174,14 @@ class Worker:
         return self._blame(lost, "error", reason, blames)
 
     def expire(self) -> list[tuple[Call, Outcome | None]]:
-        """Kill the worker because a deadline passed, and start another; its calls, with None where it may have been another's fault."""
+        """Restart the worker because a deadline has passed. Returns its calls; the outcome is None where another call may have caused
+        it."""
         lost = list(self.running.values())
         self.restart()
         return self._blame(lost, "timeout", "no answer in time")
 
     def _blame(self, lost: list[_Running], kind: str, reason: str, blames: bool = True) -> list[tuple[Call, Outcome | None]]:
-        """Each call with a failure, or with None where another call, perhaps one that is over, may have caused it."""
+        """Return each lost call with a failure, or with None where another call, possibly a finished one, may have caused it."""
         now = time.monotonic()
         return [(r.call, Outcome(kind, reason, now - r.begun) if len(lost) == 1 and (blames or r.call.alone) else None) for r in lost]
 
@@ -184,7 +193,7 @@ class Worker:
         self.running = {}
         self.channel.close()
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)  # the group outlives its leader while children of the reward run
+            os.killpg(self.process.pid, signal.SIGKILL)  # the group still exists while child processes of the reward run
         except ProcessLookupError:
             pass
         self.process.wait()
@@ -193,9 +202,10 @@ class Worker:
 
 
 class WorkerPool:
-    """Worker processes in lanes; a call goes to the workers of its lane. `workers` are those of the shared lane.
+    """Worker processes in lanes; a call runs in a worker of its lane. `workers` is the size of the shared lane.
 
-    Use it from one thread: the kernel kills a worker when the thread that started it ends."""
+    Use it from one thread: the kernel kills a worker when the thread that started it ends.
+    """
 
     def __init__(self, workers: int, search_path: str | None = None):
         self._search_path = search_path
@@ -204,16 +214,18 @@ class WorkerPool:
         self.add_lane(SHARED, workers)
 
     def add_lane(self, lane: str, workers: int = 1, capacity: int | None = None) -> None:
-        """More workers, for the calls of `lane` only. With a `capacity` each runs coroutines, so many at once."""
+        """Add workers for the calls of `lane` only. With a `capacity` each worker runs up to that many coroutines concurrently."""
         self._workers += [Worker(lane, capacity, self._search_path) for _ in range(workers)]
 
     def size(self, lane: str) -> int:
-        """How many workers a lane has."""
+        """Number of workers in a lane."""
         return sum(worker.lane == lane for worker in self._workers)
 
     def run(self, calls: Iterable[Call], on_done: Callable[[Call, Outcome], Iterable[Call]], feed: Feed | None = None) -> None:
-        """Run all calls. `on_done` gets each outcome, in no order, and may return more calls to run. A `feed` brings more, until it raises
-        Ended, which this passes on."""
+        """Run all calls. `on_done` gets each outcome, in any order, and may return more calls to run.
+
+        A `feed` supplies more calls until it raises Ended, which this method passes on. Raises ValueError when the pool is closed.
+        """
         if not self._workers:
             raise ValueError("the reward workers are closed")
         self._pending = {worker.lane: deque() for worker in self._workers}
@@ -226,14 +238,17 @@ class WorkerPool:
                 self._end(self._wait(feed), on_done)
                 if feed is not None:
                     self._enqueue(feed.take())
-        finally:  # an interrupt: answers still under way must not be taken for answers to the next calls
+        finally:  # after an interrupt, late results must not be taken for those of the next calls
             for worker in self._workers:
                 if worker.running:
                     worker.restart()
 
     def drop(self, is_wanted: Callable[[Call], bool]) -> None:
-        """In the middle of `run`, by `on_done` or what the feed expands: forget calls that are not wanted and have not begun, and free the
-        workers that run none that is. Outcomes of others that are under way still come."""
+        """Drop unwanted calls during `run`; called by `on_done` or the feed's `expand`.
+
+        Calls that have not started are removed. Workers without any wanted call are restarted. Outcomes of other running calls still
+        arrive.
+        """
         for calls in self._pending.values():
             wanted = [call for call in calls if is_wanted(call)]
             calls.clear()
@@ -251,7 +266,8 @@ class WorkerPool:
             self._pending[call.lane].append(call)
 
     def _wait(self, feed: Feed | None) -> list[tuple[Call, Outcome | None]]:
-        """Wait for an answer, more work or the next deadline; the calls that are over, or (None) to be called again."""
+        """Wait for a result, a new item of the feed, or the next deadline. Returns finished calls; an outcome of None means to retry the
+        call."""
         busy = [worker for worker in self._workers if worker.running]
         if not busy and feed is None:
             return []
@@ -269,7 +285,7 @@ class WorkerPool:
         return over
 
     def _ready(self, busy: list[Worker], feed: Feed | None, until: float) -> set[int]:
-        """Wait until a worker answers or prints, or can take more of its call, or the feed has something; their descriptors."""
+        """Wait until a worker responds, prints, or can take more of its call, or the feed has an item. Returns the ready descriptors."""
         watched = select.poll()
         for worker in self._workers:
             if not worker.output.ended:
@@ -292,7 +308,7 @@ def _exit_text(code: int) -> str:
 
 
 def _is_result_of(call: Call, value: Any) -> bool:
-    """Whether a result has the shape that `call.action` asks for."""
+    """Whether a result has the shape that `call.action` requires."""
     if call.action == "describe":
         return isinstance(value, dict)
     if call.action == "score":

@@ -1,4 +1,4 @@
-"""What a reward may be: a finite number of moderate size, or None for "cannot score"."""
+"""Validation of reward values: a finite number of moderate size, or None for "cannot score"."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
-LARGEST = 1e15  # of a reward's magnitude: the squares of many such still fit into float32
+LARGEST = 1e15  # limit on a reward's magnitude: sums of such squares still fit into float32
 
 
 def reward_of(value: Any) -> float:
-    """A reward as float64. Booleans, numbers, and numbers of numpy and torch are numbers; text and containers are not.
+    """Convert a reward to float64. Booleans, numbers, and scalars of NumPy and torch are accepted; text and containers are not.
 
-    TypeError names the type of a value that is no number; ValueError names a number that is not finite or larger than LARGEST.
+    Raises TypeError that names the type of another value, ValueError for a number that is not finite or larger than LARGEST.
     """
     if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
@@ -31,9 +31,9 @@ def reward_of(value: Any) -> float:
 
 
 def rewards_of(values: Any, count: int) -> list[float | str | None]:
-    """The rewards of `count` completions: a number, None, or the text of what is wrong with the value of this completion alone.
+    """Convert the rewards of `count` completions. Each is a number, None, or an error text that concerns this completion only.
 
-    TypeError or ValueError when `values` is no list, or has another length.
+    Raises TypeError or ValueError when `values` is not a list-like iterable, or has another length.
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str | bytes | dict | set | frozenset) or not isinstance(values, Iterable):

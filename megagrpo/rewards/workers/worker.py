@@ -41,11 +41,11 @@ _LONGEST_REPORT = 20_000  # characters of an error
 
 @dataclass(frozen=True)
 class Loaded:
-    """A function, or an instance of a class, ready to be called; `options` go with each call (a class has had its own already)."""
+    """A loaded function, or an instance of a class. `options` are passed with each call; a class got its options at construction."""
 
     function: Callable
     options: dict[str, Any]
-    wants_text: bool  # completions as strings, whatever the prompts are
+    wants_text: bool  # pass completions as strings, whatever the prompts are
     signature: dict[str, Any]
 
 
@@ -54,7 +54,7 @@ _pid = os.getpid()
 
 
 def load(target: Target, options: dict[str, Any]) -> Loaded:
-    """What `target` names, imported, and made with `options` when it is a class; once per process."""
+    """Import `target`, and construct it with `options` when it is a class; once per process."""
     key = repr((target, sorted(options.items())))
     if key not in _loaded:
         found = find(target)
@@ -62,14 +62,14 @@ def load(target: Target, options: dict[str, Any]) -> Loaded:
         described = _signature(found, target, options, is_class)
         options = {**dict(target.given), **options}
         function = found(**options) if is_class and not described["unknown"] else found
-        needs = getattr(function, "needs_columns", described["needs"])  # an instance may want others than its class
+        needs = getattr(function, "needs_columns", described["needs"])  # an instance may need other columns than its class
         described["needs"] = tuple(n for n in needs if is_class or set(n).isdisjoint(options))
         _loaded[key] = Loaded(function, {} if is_class else options, bool(target.plugins), described)
     return _loaded[key]
 
 
 def find(target: Target) -> Callable:
-    """The function or class that `target` names, imported once per process."""
+    """Import the function or class that `target` names; once per process."""
     for path in target.plugins:
         _load_file(Path(path))
     if target.plugins:
@@ -91,7 +91,7 @@ def find(target: Target) -> Callable:
 def _load_file(path: Path) -> Any:
     name = f"megagrpo_reward_{path.stem}_{abs(hash(str(path)))}"
     if name not in sys.modules:
-        sys.path.insert(0, str(path.parent))  # its own helpers lie beside it
+        sys.path.insert(0, str(path.parent))  # helper modules beside the file can be imported
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
@@ -103,11 +103,11 @@ def _load_file(path: Path) -> Any:
 
 
 def _signature(found: Callable, target: Target, options: dict[str, Any], is_class: bool) -> dict[str, Any]:
-    """What is to be known of a function before it is called:
+    """Describe a function before it is called.
 
-    `options` are the names it takes as args (a class: its constructor) and `unknown` those of `options` that it does not take; `accepts`
-    and `open` say what a call takes; `needs` are the columns it cannot do without, each as a tuple of alternatives. The rest are
-    attributes that a function may have: `completions_per_call`, and `value_of_failure`, what a completion gets that could not be scored.
+    `options` are the names of its args (of a class: of its constructor), `unknown` those of the given `options` that it does not take.
+    `accepts` and `open` describe what a call takes. `needs` are the required columns, each as a tuple of alternatives. The rest are
+    optional attributes of a function: `completions_per_call`, and `value_of_failure`, the score of a completion whose scoring failed.
     """
     takes = _named(found.__call__ if is_class else found, skip_first=is_class)
     constructor = _named(found.__init__, skip_first=True) if is_class else takes
@@ -142,7 +142,7 @@ def _named(function: Callable, skip_first: bool) -> _Parameters:
 
 
 def call(loaded: Loaded, arguments: dict[str, Any]) -> Any:
-    """What the function gives for those arguments that it accepts: values or an awaitable of them."""
+    """Call the function with those arguments that it accepts. Returns its values or an awaitable of them."""
     arguments = arguments | loaded.options
     if loaded.wants_text:
         arguments["completions"] = [text_of(c) for c in arguments["completions"]]
@@ -152,7 +152,7 @@ def call(loaded: Loaded, arguments: dict[str, Any]) -> Any:
 
 
 def explain(error: BaseException, whole: bool) -> str:
-    """The error with its traceback, frames of this file left out; or one line with the place it comes from."""
+    """Return the error with its traceback, without frames of this file; or one line with the place where it was raised."""
     report = traceback.TracebackException.from_exception(error)
     seen: traceback.TracebackException | None = report
     while seen is not None:
@@ -169,7 +169,7 @@ def explain(error: BaseException, whole: bool) -> str:
 
 
 def serve_functions(channel: Channel) -> None:
-    """Answer calls one after the other until the other side closes the connection."""
+    """Answer calls one at a time until the other side closes the connection."""
     while True:
         try:
             number, action, target, options, arguments, _ = from_json(channel.receive())
@@ -181,7 +181,7 @@ def serve_functions(channel: Channel) -> None:
             channel.send([number, "started"])
             begun = time.perf_counter()
             answer = ["result", _result(action, loaded, arguments)]
-        except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward are the reward's fault too
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward count as its errors too
             answer = ["error", explain(error, whole=action == "score")]
         _reply(channel, number, answer, time.perf_counter() - begun)
 
@@ -192,7 +192,7 @@ def _result(action: str, loaded: Loaded, arguments: dict[str, Any]) -> Any:
     if action == "call":
         return loaded.function(**arguments)
     values = call(loaded, arguments)
-    if inspect.isawaitable(values):  # of a plain function that returns one
+    if inspect.isawaitable(values):  # a plain function that returns an awaitable
         values = asyncio.run(_await(values))
     return rewards_of(values, len(arguments["completions"]))
 
@@ -202,7 +202,7 @@ async def _await(awaitable: Any) -> Any:
 
 
 def _reply(channel: Channel, number: int, answer: list[Any], seconds: float) -> None:
-    if os.getpid() != _pid:  # the function has forked, and the copy has returned as well: the worker's own return counts
+    if os.getpid() != _pid:  # user code has forked, and the copy has returned too: only the worker's own return counts
         os._exit(0)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the reward may have replaced or closed it
@@ -214,7 +214,7 @@ def _reply(channel: Channel, number: int, answer: list[Any], seconds: float) -> 
 
 
 async def serve_coroutines(channel: Channel) -> None:
-    """Answer calls as they come, all those under way at once, until the other side closes the connection."""
+    """Answer calls as they come, concurrently, until the other side closes the connection."""
     closed, tasks = asyncio.Event(), set()
 
     def read() -> None:
@@ -254,7 +254,7 @@ async def _answer(
 
 
 def tie_to_parent() -> None:
-    """Die with the trainer, whatever kills it, even while a reward holds the GIL; and be the first to go when memory runs out."""
+    """Have the kernel kill this process with the trainer, even while a reward holds the GIL, and kill it first when memory runs out."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -263,7 +263,7 @@ def tie_to_parent() -> None:
 
 
 def leave_trainer() -> None:
-    """In a fork of a worker: close its copy of the connection to the trainer."""
+    """Close a forked worker's copy of the connection to the trainer."""
     os.close(int(sys.argv[-1]))
 
 
@@ -271,14 +271,14 @@ def main() -> None:
     tie_to_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     kind, descriptor = sys.argv[1:]
-    os.set_inheritable(int(descriptor), False)  # programs that a reward starts must not keep the connection open
+    os.set_inheritable(int(descriptor), False)  # child processes of a reward must not keep the connection open
     channel = Channel(socket.socket(fileno=int(descriptor)), trusted=True)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer does not wait for the answer any longer
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer no longer waits for the result
         if kind == "coroutines":
             asyncio.run(serve_coroutines(channel))
         else:
             serve_functions(channel)
-    os._exit(0)  # threads that a reward left behind do not keep the worker alive
+    os._exit(0)  # threads that a reward left must not keep the worker alive
 
 
 if __name__ == "__main__":
