@@ -1,8 +1,10 @@
-"""Activations in the host's memory: what a layer keeps for its backward pass leaves the device while the next layers are computed, and
-comes back while the backward pass of those after it goes on.
+"""Offloads activations to host memory between the forward and the backward pass.
 
-Megatron's own offloading learns the sizes and the number of micro-batches in the first pass and takes them for all others; here both change
-from step to step, so autograd's hooks for saved tensors do it, which know no passes.
+The tensors that a layer saves for its backward pass are copied to the host while the next layers compute. They are prefetched to the
+device while the backward pass of the layers after it runs.
+
+Megatron's own offloading records tensor sizes and the number of micro-batches in the first pass and assumes them for all later passes.
+Here both change from step to step. This module uses autograd's saved-tensor hooks, which assume nothing about earlier passes.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from megagrpo import device
 from megagrpo.device.host_copies import HostCopies
 from megagrpo.policy.specs import BLOCK
 
-MIN_BYTES = 2**20  # what is smaller stays: it costs more to move than to keep
-LOADED = 3  # layers on the device at a time in the backward pass: the one before, whose memory may still be read, this one, the next one
+MIN_BYTES = 2**20  # a smaller tensor stays on the device: moving it costs more than keeping it
+LOADED = 3  # layers on the device at a time in the backward pass: the previous one (its memory may still be read), this one, the next
 
 
 class Kept:
-    """What autograd holds in place of a tensor: the tensor while it is on the device, and then where it is."""
+    """The handle that autograd saves in place of a tensor. It holds the tensor, or after offload its index and view in the layer's host
+    copy."""
 
     def __init__(self, layer: LeftLayer, tensor: Tensor):
         self.layer, self.tensor, self.place = layer, tensor, -1
@@ -42,7 +45,8 @@ class Kept:
 
 
 class LeftLayer:
-    """What one layer keeps of one micro-batch. Of those that leave, `before` is the one whose backward pass comes next."""
+    """The saved tensors of one layer for one micro-batch. `before` is the offloaded layer whose backward pass runs next; None if there is
+    none."""
 
     def __init__(self, mover: Mover, before: LeftLayer | None):
         self._mover, self._before = mover, before
@@ -56,7 +60,11 @@ class LeftLayer:
         return kept
 
     def leave(self, staying: set[int]) -> None:
-        """Copy the memory of all that is kept, once where several tensors are views of it, but for what begins at addresses `staying`."""
+        """Copy the saved tensors to the host: each storage once, even if several tensors are views of it.
+
+        Storages whose address is in `staying` stay on the device, as do tensors below MIN_BYTES, subclasses of Tensor and tensors of
+        another device.
+        """
         places: dict[int, int] = {}
         for kept in self._kept:
             memory, elsewhere = kept.tensor.untyped_storage(), kept.tensor.device.type != device.device().type
@@ -70,22 +78,22 @@ class LeftLayer:
         self.stay()
 
     def stay(self) -> None:
-        """Nothing more leaves: autograd alone holds what stays."""
+        """Drop this object's references to the saved tensors. Only autograd holds the tensors that stay on the device."""
         self._kept.clear()
 
     def free(self) -> None:
-        """Free the device's copy."""
+        """Wait for the copy to the host, then free the device's memory."""
         self._mover.copies.wait(self._complete)
         self._sources.clear()
 
     def announce(self) -> None:
-        """The backward pass of this layer goes on: have what the next one needs come back beside it."""
+        """Prefetch this layer and the next one of the backward pass. Called when the backward pass of this layer reads a saved tensor."""
         self.fetch()
         if self._before is not None:
             self._before.fetch()
 
     def load(self) -> list[Tensor]:
-        """The memory on the device again."""
+        """Return the offloaded storages on the device, as uint8 tensors, after their copy from the host has finished."""
         self.fetch()
         self._mover.copies.wait(self._complete)
         return self._loaded
@@ -97,30 +105,31 @@ class LeftLayer:
 
     def unload(self) -> None:
         if self._loaded is not None:
-            self._mover.copies.wait(self._complete)  # memory that is written to must not be given away
+            self._mover.copies.wait(self._complete)  # a copy still writes to this memory; free it only afterwards
         self._loaded = None
 
     __del__ = unload
 
 
 class Mover:
-    """Moves what the layers `leaving`, by id, of one decoder keep."""
+    """Offloads the saved tensors of one decoder's layers. `leaving` holds the id() of each layer to offload."""
 
     def __init__(self, leaving: set[int]):
         self.leaving, self.copies = leaving, HostCopies()
         self.layer: LeftLayer | None = None
-        self.within: nn.Module | None = None  # whose forward pass goes on; None in backward passes, which may compute layers again
+        self.within: nn.Module | None = None  # the layer whose forward pass is running; None in backward passes, which may recompute layers
         self.shared: frozenset[int] = frozenset()
-        self._last: LeftLayer | None = None  # of this pass that left
+        self._last: LeftLayer | None = None  # the last layer that was offloaded in this pass
         self._on_its_way: LeftLayer | None = None
         self._loaded: deque[weakref.ref[LeftLayer]] = deque()
 
     def begin(self, layer: nn.Module) -> None:
-        """The forward pass of a layer begins."""
+        """Start the record of a layer's saved tensors, at the start of its forward pass."""
         self.within, self.layer = layer, LeftLayer(self, self._last)
 
     def end(self) -> None:
-        """The forward pass of a layer has ended. What leaves is gone when the next that leaves has ended: until then it is copied."""
+        """Offload a layer's saved tensors at the end of its forward pass. Their device memory is freed when the next offloaded layer ends:
+        the copy overlaps with the layers in between."""
         if id(self.within) not in self.leaving:
             self.layer.stay()
             return
@@ -129,13 +138,13 @@ class Mover:
         self._on_its_way = self._last = self.layer
 
     def free(self) -> None:
-        """What is on its way has left."""
+        """Free the device memory of the layer whose copy to the host is in flight, if any."""
         if self._on_its_way is not None:
             self._on_its_way.free()
         self._on_its_way = None
 
     def close(self) -> None:
-        """The forward pass of all layers is over, well or not."""
+        """Reset the state of the forward pass after all layers, whether the pass succeeded or raised."""
         self.within = self.layer = self._last = self._on_its_way = None
 
     def has_loaded(self, layer: LeftLayer) -> None:
@@ -145,8 +154,10 @@ class Mover:
 
 
 def offload_activations(chunks: Sequence[nn.Module], share: float) -> None:
-    """Have a `share` of the bare chunks' decoder layers, spread evenly, keep in the host's memory what they keep for the backward pass.
-    What the last one of a model keeps stays: its backward pass comes at once. Results are what they were."""
+    """Offload the saved tensors of a `share` of the decoder layers of the bare `chunks`, spread evenly, to host memory.
+
+    The last decoder layer of a model stays on the device, because its backward pass comes at once. Results do not change.
+    """
     for chunk in chunks:
         decoder = chunk.decoder
         leaving = [layer for i, layer in enumerate(decoder.layers) if floor((i // BLOCK + 1) * share) > floor(i // BLOCK * share)]
@@ -163,7 +174,7 @@ def _offloading(stack: type) -> type:
 
 
 class OffloadingStack:
-    """A decoder whose layers' saved tensors go through a `Mover`."""
+    """A decoder that passes its layers' saved tensors through a `Mover`."""
 
     mover: Mover
 
@@ -182,7 +193,7 @@ class OffloadingStack:
         return output
 
     def enter(self, layer: nn.Module) -> None:
-        """The forward pass of a layer begins, and that of the one before has ended."""
+        """Forward pre-hook of a layer: ends the previous layer's forward pass and begins this layer's."""
         if self.mover.within is not None and layer is not self.mover.within:
             self.mover.end()
             self.mover.begin(layer)
@@ -193,7 +204,7 @@ def _tensors(values: Iterator) -> Iterator[Tensor]:
 
 
 def _rounded_weights(module: nn.Module) -> Iterator[int]:
-    """Addresses of Transformer Engine's weights in FP8, which all micro-batches of a step share."""
+    """Yield the addresses of Transformer Engine's FP8 copies of the module's weights. All micro-batches of a step share them."""
     for weight in getattr(module, "_fp8_workspaces", {}).values():
         for data in weight.get_data_tensors():
             if data is not None:

@@ -1,9 +1,11 @@
-"""The load-balancing loss of mixtures of experts (Fedus et al. 2021, arXiv 2101.03961), over a whole step: the same in every layout.
+"""The load-balancing loss of mixtures of experts (Fedus et al. 2021, arXiv 2101.03961) over a whole step, equal in every layout.
 
-With E experts of which each token takes k, over the N pairs of a counted token and a layer with experts: f_i is the number of times that
-expert i was taken, divided by N, P_i the mean probability that routers give it, and the loss E * sum_i f_i P_i: k when all is even. It is
-what transformers computes from one batch of the step's tokens. f is a constant to the gradient, so the loss is a sum over tokens once f is
-known; `counting` is the forward pass that finds it. The tokens that count are those whose next token is in the loss.
+A model has E experts, and each token takes k. N counts the pairs of a counted token and a layer with experts. f_i is the number of times
+that expert i was taken, divided by N. P_i is the mean router probability of expert i. The loss is E * sum_i f_i P_i, which is k when the
+load is even. transformers computes the same loss from one batch of the step's tokens.
+
+f is a constant to the gradient. The loss is therefore a sum over tokens once f is known, and the forward pass inside `counting` finds f.
+A token counts if its next token is in the loss.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
 
 class BalancedRouter(TopKRouter):
-    """TopKRouter that counts, inside `counting`, and adds the balancing loss's gradient once `slope` is set.
+    """A TopKRouter that counts the load inside `counting` and adds the balancing loss's gradient once `slope` is set.
 
-    `padding_mask` [tokens, 1] is true at tokens that do not count. Where tokens go does not depend on any of it.
+    `padding_mask` [tokens, 1] bool is True at tokens that do not count. Routing itself depends neither on the mask nor on the counts.
     """
 
-    counts: Tensor | None = None  # [2, E]: how often each expert was taken, and the sum of its probabilities
-    slope: Tensor | None = None  # [E]: the loss's derivative by the probability of each expert at each token that counts
+    counts: Tensor | None = None  # [2, E] float64: how often each expert was taken, and the sum of its probabilities
+    slope: Tensor | None = None  # [E] float32: derivative of the loss by an expert's probability at any counted token
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         probs, routing_map = super().routing(logits, padding_mask)
@@ -43,21 +45,21 @@ class BalancedRouter(TopKRouter):
 
 
 def routers(chunks: list[nn.Module]) -> list[BalancedRouter]:
-    """The routers of this rank."""
+    """Return the routers of this rank's bare chunks."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, BalancedRouter)]
 
 
 @contextlib.contextmanager
 def counting(chunks: list[nn.Module]) -> Iterator[None]:
-    """Forward passes inside add to the counts of this rank's routers, which start at 0."""
+    """Context manager: forward passes inside it add to the counts of this rank's routers. The counts start at 0."""
     for router in routers(chunks):
         router.counts = torch.zeros(2, router.num_experts, dtype=torch.float64, device=router.weight.device)
     yield
 
 
 def set_slopes(chunks: list[nn.Module], weight: float, layout: Layout) -> float:
-    """Ends `counting`: the balancing loss of what was counted on all ranks; backward passes then add `weight` times its gradient.
-    Collective."""
+    """End `counting` and return the balancing loss of the tokens counted on all ranks. Later backward passes add `weight` times its
+    gradient. Collective."""
     held = routers(chunks)
     mine = sum((router.counts.cpu() for router in held), torch.zeros(()))
     taken, probability = sum(part for part in layout.all_gather_objects(mine) if part.dim())

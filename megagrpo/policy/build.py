@@ -1,4 +1,4 @@
-"""From a Hugging Face architecture to this rank's part of a Megatron model. Everything that constructs a HybridModel is here."""
+"""Builds this rank's part of a Megatron model from a Hugging Face architecture. All code that constructs a HybridModel is here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from megatron.core.utils import unwrap_model  # isort: skip
 RECOMPUTE = {
     "none": {},
     "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
-    # A decoder block is two hybrid layers; one checkpoint at the entry of each block.
+    # A decoder block is two hybrid layers. Each block stores one activation checkpoint, at its entry.
     "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=BLOCK),
 }
 
@@ -55,12 +55,14 @@ def build_model(
     longest_sequence: int | None = None,
     fp8: Fp8 | None = None,
 ) -> list[nn.Module]:
-    """This rank's chunks of the model, one per virtual pipeline stage, in `dtype` on this rank's device.
+    """Build this rank's chunks of the model, one per virtual pipeline stage, in `dtype` on this rank's device.
 
     The last chunk of the last stage returns logits [1, T, V/tp] in `dtype`, or hidden states inside `hidden_states(chunks)`. With
-    `init_weights=False` weights are uninitialised memory, for callers that load all of them. With `own_linears` linears are Megatron's own
-    everywhere, for what is put on them. `longest_sequence` is for `rotary_frequencies`. With `fp8` the blocks' linears multiply as it says.
-    Raises ValueError when the model cannot be cut into the layout, or the GPU cannot multiply so.
+    `init_weights=False` the weights are uninitialised memory, for callers that load all of them. With `own_linears` all linears are
+    Megatron's own, so that adapters or stored weights can replace parts of them. `longest_sequence` goes to `rotary_frequencies`. `fp8`
+    sets how the blocks' linears multiply.
+
+    Raises ProblemError when the layout cannot shard the model, ValueError when the GPU does not support the FP8 recipe.
     """
     problems = model_problems(hf_config.raw, _sizes(layout))
     if problems:
@@ -84,8 +86,10 @@ def build_model(
 
 
 def _own_attention(hf_config: HfConfig, layout: Layout) -> bool:
-    """Whether attention is `TorchAttention`: where there is no Transformer Engine, and for what its attention cannot do, capped scores, and
-    windows and sinks when keys and values go round context-parallel ranks."""
+    """Whether core attention is `TorchAttention`: without Transformer Engine, and for features that Transformer Engine's attention lacks.
+
+    These are capped scores, and windows or sinks together with context parallelism.
+    """
     beyond_a_ring = layout.cp_size > 1 and (any(hf_config.windows) or hf_config.sinks)
     return not device.has_transformer_engine() or hf_config.score_cap is not None or beyond_a_ring
 
@@ -105,7 +109,7 @@ def _sizes(layout: Layout) -> _Sizes:
 
 
 def weights_dtype(hf_config: HfConfig) -> torch.dtype:
-    """The dtype in which a model holds the weights on disk without loss: bf16 as bf16, everything else as float32."""
+    """The dtype that holds the weights on disk without loss: bfloat16 for bfloat16, float32 for every other dtype."""
     return torch.bfloat16 if hf_config.dtype == "bfloat16" else torch.float32
 
 
@@ -119,10 +123,10 @@ def transformer_config(
     init_weights: bool = True,
     fp8: Fp8 | None = None,
 ) -> TransformerConfig:
-    """Megatron's configuration of this model in this layout."""
+    """Return Megatron's configuration of this model in this layout. Raises ValueError when the GPU does not support the FP8 recipe."""
     fused = device.has_transformer_engine()
     kind, latent = (MLATransformerConfig, _latent_config(hf_config)) if hf_config.mla else (TransformerConfig, {})
-    # Its own default of cuda_graph_modules makes it warn on every construction.
+    # Megatron's default of cuda_graph_modules makes its config class warn on every construction.
     warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron")
     config = kind(
         num_layers=hf_config.num_layers * BLOCK,
@@ -151,22 +155,22 @@ def transformer_config(
         pipeline_model_parallel_size=layout.pp_size,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp_size,
-        cp_comm_type="p2p",  # of Transformer Engine: keys and values go round the ranks in a ring
+        cp_comm_type="p2p",  # Transformer Engine's ring attention: keys and values go from rank to rank in a ring
         softmax_type="learnable" if hf_config.sinks else "vanilla",
         sequence_parallel=sequence_parallel,
-        # Micro-batches differ in length. Megatron insists on this dispatcher then, even without experts.
+        # Micro-batches differ in length. With variable lengths Megatron requires this dispatcher, even without experts.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # With batched messages and two stages, megatron-core 0.19 swaps two messages to the same peer and trains on wrong activations.
         batch_p2p_comm=layout.vpp == 1,
-        # Unbatched and unoverlapped, two stages that exchange the lengths of their micro-batches wait for each other for ever.
+        # Unbatched and unoverlapped, two stages that exchange the lengths of their micro-batches deadlock.
         overlap_p2p_comm=layout.vpp > 1,
         calculate_per_token_loss=True,
         # Fused kernels exist on GPUs only. The fused rotation cannot apply an attention factor.
         apply_rope_fusion=fused and hf_config.rope_type not in ("yarn", "longrope") and not hf_config.mla,
         rotary_interleaved=hf_config.rotary_interleaved,
-        bias_activation_fusion=fused,  # as which gelu is its tanh approximation
-        bias_dropout_fusion=fused and not hf_config.linear_bias,  # its grouped experts refuse both
+        bias_activation_fusion=fused,  # the fused gelu is the tanh approximation
+        bias_dropout_fusion=fused and not hf_config.linear_bias,  # Megatron's grouped experts reject this fusion together with biases
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
@@ -181,13 +185,13 @@ def transformer_config(
         keep_in_bf16(config, (BLOCK * layer + half for layer in fp8.bf16_layers for half in range(BLOCK)))
         if fp8.pads_routing and not fused:
             pad_routing(config, fp8.recipe)
-    # Set late: with biases megatron-core 0.19 refuses experts cut by tensor parallelism, whose biases `prepare_experts` sees to.
+    # Set after construction: megatron-core 0.19 rejects biases with tensor-parallel experts. `prepare_experts` handles those biases.
     config.add_bias_linear = hf_config.linear_bias
     return config
 
 
 def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
-    """The part of Megatron's configuration that latent attention needs. Of the rotary keys only what scales the scores is read."""
+    """The fields of Megatron's configuration for latent attention. Of the rotary settings it contains only those that scale the scores."""
     mla, rotary = hf_config.mla, rope(hf_config.raw)
     return dict(
         q_lora_rank=mla.query_rank,
@@ -202,15 +206,16 @@ def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def _activation(hf_config: HfConfig, fused: bool) -> dict[str, Any]:
-    """The part of Megatron's configuration that says what an MLP does between its two products."""
+    """The fields of Megatron's configuration for the activation function between an MLP's two linears."""
     if hf_config.experts is not None and hf_config.experts.clamp is not None:
         return dict(activation_func=quick_gelu, activation_func_clamp_value=hf_config.experts.clamp, glu_linear_offset=1.0)
-    # Any activation module; without Transformer Engine it is specs.GatedActivation.
+    # True selects the spec's activation module; without Transformer Engine that module is specs.GatedActivation.
     return dict(activation_func={"silu": F.silu, "gelu": F.gelu}[hf_config.activation], use_te_activation_func=not fused)
 
 
 def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
-    """The part of Megatron's configuration that windows need: how many tokens before its own one sees, and in which hybrid layers."""
+    """The fields of Megatron's configuration for sliding windows: the tokens before its own that a token sees, and the hybrid layers with a
+    window."""
     sizes = set(filter(None, hf_config.windows))
     if not sizes:
         return {}
@@ -220,7 +225,7 @@ def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
-    """The part of Megatron's configuration that a mixture of experts needs. No token is dropped; `balance` holds the balancing loss."""
+    """The fields of Megatron's configuration for a mixture of experts. No token is dropped. `balance` implements the balancing loss."""
     experts = hf_config.experts
     if experts is None:
         return {}
@@ -228,7 +233,7 @@ def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
         num_moe_experts=experts.count,
         moe_ffn_hidden_size=experts.intermediate_size,
         moe_router_topk=experts.per_token,
-        # Softmax over the chosen experts equals softmax over all of them, scaled to add up to 1.
+        # Softmax over the chosen experts equals softmax over all experts, renormalised to sum to 1.
         moe_router_pre_softmax=not experts.normalized,
         moe_router_score_function="sigmoid" if experts.sigmoid else "softmax",
         moe_router_enable_expert_bias=experts.bias,
@@ -243,7 +248,7 @@ def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
 
 
 def _rotates_itself(hf_config: HfConfig, layout: Layout) -> bool:
-    """Whether attention rotates queries and keys, by angles that each block may have of its own, and not Megatron."""
+    """Whether the attention module rotates queries and keys, by angles that may differ per block. False: Megatron rotates them."""
     return hf_config.mla is not None or hf_config.local_rope_theta is not None or _own_attention(hf_config, layout)
 
 
@@ -269,13 +274,15 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
         model.embedding.__class__, model.embedding.scale = ScaledEmbedding, hf_config.embedding_scale
     if model.post_process:
         model.output_layer.__class__, model.output_layer.cap = LMHead, hf_config.logit_cap
-    # A model of fake tensors, of which only the structure is wanted, is built where it belongs; torch cannot move one.
+    # Fake tensors (only the structure is needed) are created on the target device, because torch cannot move them.
     return model if isinstance(next(model.parameters()), FakeTensor) else model.to(device.device())
 
 
 def _prepare_sinks(model: HybridModel, dtype: torch.dtype) -> None:
-    """Give sinks the dtype of all weights, which files and vLLM have them in; Transformer Engine makes float32 ones. Tell the norm of
-    gradients, and whoever cuts tensors, that each tensor-parallel rank has those of its own heads."""
+    """Cast sinks to the model's dtype, which files and vLLM use; Transformer Engine creates them in float32.
+
+    Mark them as sharded over tensor-parallel ranks by head, for the gradient norm and for code that slices tensors.
+    """
     for name, parameter in model.named_parameters():
         if name.endswith(".softmax_offset"):
             parameter.data = parameter.data.to(dtype)
@@ -283,7 +290,7 @@ def _prepare_sinks(model: HybridModel, dtype: torch.dtype) -> None:
 
 
 def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int | None) -> None:
-    """Give the model the frequencies that transformers computes; HybridModel itself knows no rope scaling."""
+    """Give the model the rotary frequencies that transformers computes. HybridModel itself does not support rope scaling."""
     frequencies, attention_factor = rotary_frequencies(hf_config, longest_sequence)
     rotary = Rotary(frequencies.to(device.device()), attention_factor, hf_config.rotary_interleaved)
     local = rotary
@@ -302,14 +309,16 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
             module._yarn_concentration_factor = attention_factor
     if model.position_embedding_type == "rope":
         model.rotary_pos_emb.inv_freq = rotary.frequencies
-        model.rotary_pos_emb.rotary_interleaved = hf_config.rotary_interleaved  # which HybridModel does not tell it
+        model.rotary_pos_emb.rotary_interleaved = hf_config.rotary_interleaved  # HybridModel does not pass this on
 
 
 def rotary_frequencies(hf_config: HfConfig, longest_sequence: int | None = None) -> tuple[Tensor, float]:
-    """Inverse frequencies [rotary_dim / 2] and the factor on cos and sin, from transformers' own functions for each rope type.
+    """Return inverse frequencies [rotary_dim / 2] float32 and the factor on cos and sin, from transformers' own function for each rope
+    type.
 
-    Under longrope they depend on whether sequences may be longer than in pretraining. As in vLLM, whose cache of keys must stay valid while
-    a sequence grows, the longest one that may occur decides for all; transformers decides anew for every batch.
+    Under longrope they depend on whether sequences may be longer than in pretraining. As in vLLM, `longest_sequence`, the longest
+    sequence that may occur, decides for all sequences: vLLM's key cache must stay valid while a sequence grows. transformers decides for
+    every batch separately.
     """
     if hf_config.rope_type == "default":
         return _unscaled(hf_config.rotary_dim, hf_config.rope_theta), 1.0
@@ -317,7 +326,7 @@ def rotary_frequencies(hf_config: HfConfig, longest_sequence: int | None = None)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    # A family may have a model_type that transformers does not know (an alias); its class is known.
+    # A family's model_type may be an alias that transformers does not know. transformers knows the family's model class.
     kinds = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
 
     arguments = {k: v for k, v in hf_config.raw.items() if k != "model_type"}
@@ -332,7 +341,7 @@ def _unscaled(head_dim: int, theta: float) -> Tensor:
 
 
 class ScaledEmbedding(LanguageModelEmbedding):
-    """The embedding, its rows multiplied by `scale`, which is rounded as they are."""
+    """An embedding whose rows are multiplied by `scale`. The scale is first rounded to the rows' dtype."""
 
     scale = 1.0
 
@@ -342,9 +351,11 @@ class ScaledEmbedding(LanguageModelEmbedding):
 
 
 class LMHead(ColumnParallelLinear):
-    """The output layer, able to stand aside: with `stand_aside` it hands its input on, so that the caller multiplies by the weight
-    itself, in chunks. It remains a module of the forward pass, hence DDP's hooks on its weight still run. Logits x become
-    cap tanh(x / cap), given a `cap`."""
+    """The output layer, with a switch that returns its input in place of logits.
+
+    With `stand_aside` the caller multiplies the input by the weight itself, in chunks. The layer still runs in the forward pass, so
+    DDP's hooks on its weight still run. With a `cap`, logits x become cap tanh(x / cap).
+    """
 
     stand_aside = False
     cap: float | None = None
@@ -358,8 +369,10 @@ class LMHead(ColumnParallelLinear):
 
 @contextlib.contextmanager
 def hidden_states(chunks: list[nn.Module]) -> Iterator[None]:
-    """Inside, the last stage's forward returns hidden states after the final norm, [1, T, H], in place of logits. Under sequence
-    parallelism they are this rank's rows, [1, T/tp, H]; `head_input` makes either whole. Not reentrant."""
+    """Context manager: inside it the last stage's forward returns hidden states after the final norm, [1, T, H], in place of logits.
+
+    Under sequence parallelism a rank gets its rows only, [1, T/tp, H]; `head_input` makes both forms whole. Not reentrant.
+    """
     heads = [head for head in (_output_layer(chunk) for chunk in chunks) if head is not None]
     for head in heads:
         head.stand_aside = True
@@ -371,7 +384,8 @@ def hidden_states(chunks: list[nn.Module]) -> Iterator[None]:
 
 
 def lm_head(chunk: nn.Module) -> Tensor | None:
-    """The weight [V/tp, H] of this rank's LM head: the embedding's own when tied on the same stage; None when the chunk has no head."""
+    """Return the weight [V/tp, H] of this rank's LM head, or None when the chunk has no head. A head tied on the same stage is the
+    embedding's weight."""
     model = unwrap_model(chunk)
     if not model.post_process:
         return None
@@ -379,10 +393,10 @@ def lm_head(chunk: nn.Module) -> Tensor | None:
 
 
 def head_input(chunk: nn.Module, hidden: Tensor) -> Tensor:
-    """Hidden states of the whole micro-batch [T, H] from what the forward returned inside `hidden_states`.
+    """Return the hidden states [T, H] of the whole micro-batch from the output of a forward pass inside `hidden_states`.
 
-    Its backward adds the gradients of the tensor-parallel ranks, each of which knows only what its V/tp logits contribute. The head's
-    own backward must therefore not sum over tensor-parallel ranks again.
+    The backward pass all-reduces the gradient over the tensor-parallel ranks, because each rank's gradient covers its V/tp logits only.
+    The head's own backward must therefore not all-reduce it a second time.
     """
     model = unwrap_model(chunk)
     group, rows = model.pg_collection.tp, hidden.flatten(0, 1)

@@ -1,6 +1,6 @@
-"""Rotation, RMSNorm and gated activations with backward passes written out, for where there is no Transformer Engine.
+"""Rotary embedding, RMSNorm and gated activations with hand-written backward passes, used without Transformer Engine.
 
-On a CPU these are bound by memory: autograd would walk over each activation two to three times as often and keep more of them.
+On a CPU these operations are memory-bound. Autograd would read each activation two to three times as often and keep more activations.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864): the first 2n elements of x [..., d] turned in pairs, by angles whose
-    cos and sin [..., n] broadcast against them; the rest stays. Pairs are places (i, n + i), or (2i, 2i + 1) when `interleaved`."""
+    """Apply rotary position embedding (Su et al. 2021, arXiv 2104.09864) to the first 2n elements of x [..., d]; the rest is copied.
+
+    `cos` and `sin` [..., n] broadcast against the pairs. Pairs are elements (i, n + i), or (2i, 2i + 1) when `interleaved`. Returns x's
+    shape and dtype.
+    """
     return _Rotate.apply(x, cos, sin, interleaved)
 
 
@@ -46,12 +49,16 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _sides(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The first and the second of each pair, as views."""
+    """Return views of the first and of the second element of each pair."""
     return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467), statistics in float32."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467), in x's shape and
+    dtype.
+
+    Statistics are float32, or float64 for float64 inputs.
+    """
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -71,18 +78,18 @@ class _RMSNorm(torch.autograd.Function):
         scale, wide_grad = weight.to(inverse.dtype), grad.to(inverse.dtype)
         normed = x * inverse
         product = wide_grad * normed
-        along = (product @ scale)[..., None]  # how far the gradient points along x, which the norm takes away
+        along = (product @ scale)[..., None]  # projection of the gradient on x; the norm removes it
         grad_x = (wide_grad * scale).addcmul_(normed, along, value=-1 / x.shape[-1]).mul_(inverse)
         return grad_x.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up for x [..., 2 F] = [gate, up] -> [..., F] (Shazeer 2020, arXiv 2002.05202)."""
+    """Return silu(gate) * up [..., F] for x [..., 2 F] = [gate, up], in x's dtype (Shazeer 2020, arXiv 2002.05202)."""
     return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward.grad_input)
 
 
 def geglu(x: Tensor) -> Tensor:
-    """gelu(gate) * up, as `swiglu`, with gelu in its tanh approximation."""
+    """Return gelu(gate) * up [..., F] for x [..., 2 F] = [gate, up], in x's dtype, with the tanh approximation of gelu."""
     return _Gated.apply(x, partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"))
 
 

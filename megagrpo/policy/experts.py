@@ -1,4 +1,4 @@
-"""What Megatron's mixtures of experts are given after they are built."""
+"""Prepares the mixtures of experts of a built Megatron model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer  # i
 
 
 def prepare_experts(model: nn.Module, hf_config: HfConfig) -> None:
-    """Routers that can balance and that keep the bias they choose by; and experts with gradient buffers and an optimizer of their own in
-    every layout, so that all write the same checkpoint. Megatron gives them that only where their groups differ from those of other
-    parameters. Where experts have biases, those of the second product are added once."""
+    """Prepare routers and experts: routers get load balancing and keep their selection bias frozen.
+
+    Experts get gradient buffers and an optimizer of their own in every layout, so that every layout writes the same checkpoint. Megatron
+    does this only where the experts' groups differ from those of other parameters. Biases of the experts' second linear are added once.
+    """
     for layer in model.decoder.layers:
         if isinstance(layer, MoETransformerLayer):
             router, experts = layer.mlp.router, hf_config.experts
@@ -25,15 +27,18 @@ def prepare_experts(model: nn.Module, hf_config: HfConfig) -> None:
                 router.router_replay = BestGroups(experts.groups, experts.groups_per_token, best=2 if experts.bias else 1)
             for parameter in layer.mlp.experts.parameters():
                 parameter.allreduce = False
-                # Experts see all tokens that are sent to them: the gradient of a bias is not spread over tensor-parallel ranks.
+                # An expert gets every token that is routed to it: its bias gradient is not split over tensor-parallel ranks.
                 parameter.sequence_parallel = False
             if layer.mlp.config.add_bias_linear:
                 _add_biases_once(layer.mlp.experts)
 
 
 def _add_biases_once(experts: nn.Module) -> None:
-    """The ranks that share an expert add up their parts of its output, each with the whole bias. Make those after the first add a zero that
-    has the bias's gradient."""
+    """Make every rank but the first of an expert's tensor-parallel group add a zero in place of the bias.
+
+    The ranks that share an expert sum their parts of its output, and each part includes the whole bias. The zero has the bias's
+    gradient.
+    """
 
     def nothing(module: nn.Module, inputs: Any, outputs: tuple) -> tuple:
         output, bias = outputs
@@ -41,7 +46,7 @@ def _add_biases_once(experts: nn.Module) -> None:
 
     for name, module in experts.named_modules():
         if name.rpartition(".")[2] == "linear_fc2":
-            # Also where there is one rank: after a sum over it, which hands its input on, Megatron cannot add the bias in place.
+            # Also set for one rank: the all-reduce over one rank returns its input, and Megatron cannot add the bias to it in place.
             module.explicit_expert_comm = True
             if experts.tp_group.rank() > 0:
                 module.register_forward_hook(nothing)

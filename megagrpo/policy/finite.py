@@ -1,4 +1,4 @@
-"""NaN and infinity in a step: where the first one is, so that every rank leaves the step out and a person knows what broke."""
+"""Finds the first NaN or infinity of a step, so that every rank skips the step and the error names the tensor."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from megagrpo.policy.fp8.weights import dense
 from megatron.core.utils import unwrap_model  # isort: skip
 
 
-KINDS = ("weight", "gradient", "gradient summed over ranks")  # what explains more comes first
+KINDS = ("weight", "gradient", "gradient summed over ranks")  # the most likely cause comes first
 
 
 @dataclass(frozen=True)
 class BadTensor:
-    """One of `KINDS` with NaN or infinity. `name` is the parameter's on that rank; in later virtual stages it starts with "chunkN."."""
+    """A tensor with NaN or infinity; `kind` is one of `KINDS`. `name` is the parameter's name on that rank; in later virtual stages it
+    starts with "chunkN."."""
 
     kind: str
     name: str
     rank: int
-    place: tuple[int, int, int]  # chunk, pipeline stage and index in it: order of the forward pass
+    place: tuple[int, int, int]  # (chunk, pipeline stage, index in the stage); sorts in the order of the forward pass
 
 
 class NonFiniteError(RuntimeError):
-    """A step whose loss or gradient is NaN or infinite. Nothing was changed by it; every rank of the world raises the same.
+    """Raised when a step's loss or gradient is NaN or infinite. The step changes nothing, and every rank of the world raises the same
+    error.
 
-    `tensor` is None when the loss alone is bad. `metrics` are those of the step, the loss among them.
+    `tensor` is None when only the loss is bad. `metrics` are the step's metrics, the loss included.
     """
 
     def __init__(self, tensor: BadTensor | None, metrics: dict[str, float]):
@@ -40,23 +42,26 @@ class NonFiniteError(RuntimeError):
 
 
 def bad_gradient(chunks: Sequence[nn.Module], pp_rank: int, rank: int, summed: bool) -> BadTensor | None:
-    """The first gradient of the backward pass on this rank that is not finite. Local; waits for the device once.
+    """Return the first non-finite gradient of the backward pass on this rank, or None. Local; synchronises with the device once.
 
-    `summed`: whether it is read after the sums over ranks, which hand a NaN on to every replica and may overflow themselves.
+    `summed`: whether gradients are read after the reduction over ranks, which spreads a NaN to every replica and can itself overflow.
     """
     found = _bad(chunks, lambda parameter: parameter.main_grad, trained_only=True)
     return _tensor(KINDS[2 if summed else 1], max(found, default=None), pp_rank, rank)
 
 
 def bad_weight(chunks: Sequence[nn.Module], pp_rank: int, rank: int) -> BadTensor | None:
-    """The first weight of the forward pass on this rank that is not finite. Local."""
+    """Return the first non-finite weight of the forward pass on this rank, or None. Local."""
     found = _bad(chunks, dense)
     return _tensor(KINDS[0], min(found, default=None), pp_rank, rank)
 
 
 def culprit(tensors: Iterable[BadTensor | None]) -> BadTensor | None:
-    """Of what the ranks found the one that explains the others: the first weight of the forward pass, else the first gradient of the
-    backward pass, a rank's own before a sum; of equals the lowest rank's."""
+    """Return the tensor, among the ranks' findings, that explains the others.
+
+    It is the first weight of the forward pass, else the first gradient of the backward pass. A rank's own gradient comes before a summed
+    one. On a tie the lowest rank wins.
+    """
     found = [tensor for tensor in tensors if tensor is not None]
     kind = min((KINDS.index(tensor.kind) for tensor in found), default=0)
     alike = [tensor for tensor in found if tensor.kind == KINDS[kind]]
@@ -66,7 +71,7 @@ def culprit(tensors: Iterable[BadTensor | None]) -> BadTensor | None:
 
 
 def _bad(chunks: Sequence[nn.Module], part: Callable[[nn.Parameter], Tensor], trained_only: bool = False) -> Iterator[tuple[int, int, str]]:
-    """(chunk, index, name) of every parameter, or every one that is trained, whose part holds NaN or infinity."""
+    """Yield (chunk, index, name) of every parameter whose `part` holds NaN or infinity. With `trained_only` skip frozen parameters."""
     named = [
         (i, j, name, p)
         for i, chunk in enumerate(chunks)

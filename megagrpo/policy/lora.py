@@ -1,9 +1,10 @@
 """Low-rank adapters on Megatron's parallel linears (LoRA, Hu et al. 2021, arXiv 2106.09685): y = W x + scale B A x with W frozen.
 
-Every Hugging Face projection has an A [rank, in] and a B [out, rank] of its own, also where Megatron keeps several in one linear; a fused
-one (qkv, gate_up) has one A and one B, whose rows lie as those of Megatron's linear. Where a linear is cut by its output (q, k, v, gate,
-up), B is cut like it and every rank holds A; where it is cut by its input (o, down), A is cut and every rank holds B. What crosses ranks
-between the two has `rank` columns instead of the model's width.
+Every Hugging Face projection has its own A [rank, in] and B [out, rank], even where Megatron keeps several projections in one linear. A
+projection that is fused in the files (qkv, gate_up) has one A and one B, whose rows are in the order of Megatron's linear.
+
+Column-parallel linears (q, k, v, gate, up) shard B along its output and replicate A. Row-parallel linears (o, down) shard A along its
+input and replicate B. The activations that cross ranks between A and B have `rank` columns in place of the model's width.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 
-Names = dict[str, tuple[str, ...]]  # linear -> the projections in it
-ADAPTER = "adapter"  # the module below a linear that holds its adapters; no other parameter has this in its name
+Names = dict[str, tuple[str, ...]]  # linear -> names of its projections
+ADAPTER = "adapter"  # submodule of a linear that holds its adapters; no other parameter has this in its name
 
 
 def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: LoraSection, recompute: str) -> None:
-    """Freeze the bare chunks and give the projections that `lora` names adapters in the weights' dtype, uninitialised.
+    """Freeze the bare chunks and add adapters, uninitialised and in the weights' dtype, to the projections that `lora` names.
 
-    Experts get none: each expert of a block would need its own, and a mixture's blocks then only have those of the attention.
+    Experts get no adapters, since each expert of a block would need its own. In a mixture's blocks only the attention has adapters.
     """
     names = projections(hf_config)
     for chunk in chunks:
@@ -49,12 +50,12 @@ def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: Lora
                     column = linear.weight.partition_dim == 0
                     _attach(linear, (ColumnAdapter if column else RowAdapter)(linear, parts, groups, wanted, lora))
         if recompute == "full" and chunk.pre_process:
-            # A recomputed block has a backward pass only if its input has one, and nothing before the first block is trained.
+            # Recompute runs a block's backward pass only if its input requires a gradient. Nothing before the first block is trained.
             chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled()))
 
 
 def _of_attention(attention: nn.Module | None, names: Names) -> list[tuple[nn.Module, dict[str, int], int]]:
-    """(linear, rows of each projection in one group of its output, groups on this rank) of every linear."""
+    """Return (linear, rows of each projection in one group of its output, groups on this rank) for every linear of an attention module."""
     if not hasattr(attention, "linear_qkv"):
         return []
     config: TransformerConfig = attention.config
@@ -75,7 +76,7 @@ def _of_mlp(mlp: nn.Module | None, names: Names) -> list[tuple[nn.Module, dict[s
 
 
 def _rows(names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:
-    """Rows of each projection; all of them are those of the one that holds everything."""
+    """Return the rows of each projection. A single fused projection gets the sum of all rows."""
     return dict(zip(names, rows, strict=True)) if len(names) == len(rows) else {names[0]: sum(rows)}
 
 
@@ -90,7 +91,7 @@ def _adapted(linear: type) -> type:
 
 
 class Adapted:
-    """A parallel linear with `adapter` beside it."""
+    """A parallel linear that adds the output of `adapter` to its own."""
 
     def forward(self, input_: Tensor, *args, **kwargs):
         output, bias = super().forward(input_, *args, **kwargs)
@@ -102,13 +103,13 @@ class Adapted:
         options = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
         whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         made = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **options)
-        if (key := f"{prefix}{ADAPTER}.gate_up_proj.lora_B") in made:  # a rank's rows of the gate above its rows of the up projection
+        if (key := f"{prefix}{ADAPTER}.gate_up_proj.lora_B") in made:  # a rank's rows: first the gate's, then the up projection's
             made[key] = apply_swiglu_sharded_factory(made[key], sharded_offsets)
         return whole | made
 
 
 class LowRank(nn.Module):
-    """A and B of one projection, as far as this rank holds them. `cut` says along which dimension A and B are cut, None for whole."""
+    """This rank's shards of A and B of one projection. `cut` holds the sharded dimension of A and of B; None: replicated."""
 
     def __init__(self, linear: nn.Module, rows: int, cut: tuple[int | None, int | None], rank: int):
         super().__init__()
@@ -117,12 +118,12 @@ class LowRank(nn.Module):
         self.lora_B = nn.Parameter(weight.new_empty(rows, rank))
         for parameter, dim in zip((self.lora_A, self.lora_B), cut, strict=True):
             set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
-            # Each tensor-parallel rank saw a part of the sequence: finalize_model_grads sums the gradient over them.
+            # Each tensor-parallel rank sees a part of the sequence: finalize_model_grads sums the gradient over them.
             parameter.sequence_parallel = config.sequence_parallel and dim is None
 
 
 class _Adapter(nn.ModuleDict):
-    """What the adapters of one linear have in common. They share one dropout mask."""
+    """Base of the adapters of one linear. All projections of the linear share one dropout mask."""
 
     def __init__(self, linear: nn.Module, parts: dict[str, int], groups: int, wanted: Sequence[str], cut: tuple, lora: LoraSection):
         super().__init__({name: LowRank(linear, parts[name] * groups, cut, lora.rank) for name in wanted})
@@ -130,7 +131,7 @@ class _Adapter(nn.ModuleDict):
         self.tp_group, self.sequence_parallel = linear.tp_group, linear.config.sequence_parallel
 
     def drop(self, x: Tensor, cut: bool) -> Tensor:
-        """Dropout, the same on all tensor-parallel ranks unless each of them holds another part of `x`."""
+        """Apply dropout to `x`. All tensor-parallel ranks use the same mask, unless each holds another part of `x` (`cut`)."""
         if not self.dropout or not self.training:
             return x
         with get_cuda_rng_tracker().fork(*([] if cut else [get_data_parallel_rng_tracker_name()])):
@@ -138,7 +139,7 @@ class _Adapter(nn.ModuleDict):
 
 
 class ColumnAdapter(_Adapter):
-    """Of a linear that is cut by its output, in which `parts` lie side by side within each of `groups`."""
+    """Adapters of a column-parallel linear. Within each of `groups` the rows of all `parts` are side by side."""
 
     def __init__(self, linear: nn.Module, parts: dict[str, int], groups: int, wanted: Sequence[str], lora: LoraSection):
         super().__init__(linear, parts, groups, wanted, (None, 0), lora)
@@ -154,13 +155,13 @@ class ColumnAdapter(_Adapter):
         return self.scale * torch.cat(rows, dim=-1).flatten(-2)
 
     def _part(self, name: str, down: Tensor | None, like: Tensor) -> Tensor:
-        """[..., groups, rows in a group]: what projection `name` adds; 0 where it has no adapter."""
+        """Return the contribution of projection `name`, [..., groups, rows in a group]; 0 where the projection has no adapter."""
         shape = (*like.shape[:-1], self.groups, self.parts[name])
         return like.new_zeros(shape) if down is None else F.linear(down, self[name].lora_B).view(shape)
 
 
 class RowAdapter(_Adapter):
-    """Of a linear that is cut by its input."""
+    """Adapter of a row-parallel linear."""
 
     def __init__(self, linear: nn.Module, parts: dict[str, int], groups: int, wanted: Sequence[str], lora: LoraSection):
         super().__init__(linear, parts, groups, wanted, (1, None), lora)
@@ -173,19 +174,19 @@ class RowAdapter(_Adapter):
 
 
 def adapters(chunks: Sequence[nn.Module]) -> Iterator[_Adapter]:
-    """The adapters of all linears of this rank."""
+    """Yield the adapters of all linears of this rank."""
     for chunk in chunks:
         yield from (module for module in unwrap_model(chunk).modules() if isinstance(module, _Adapter))
 
 
 def is_adapter(name: str) -> bool:
-    """Whether `name` is that of an adapter's parameter."""
+    """Whether `name` is the name of an adapter's parameter."""
     return f".{ADAPTER}." in name
 
 
 @contextlib.contextmanager
 def without_dropout(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Adapters drop nothing inside."""
+    """Context manager: adapters apply no dropout inside it."""
     found = list(adapters(chunks))
     for adapter in found:
         adapter.eval()

@@ -1,4 +1,4 @@
-"""The policy: a Megatron-Core model in any TP x CP x PP x DP layout that gives log-probs of a batch and takes one optimizer step on it."""
+"""The policy: a Megatron-Core model in any TP x CP x PP x DP layout that computes log-probs of a batch and takes optimizer steps on it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,12 @@ Sums = dict[str, tuple[float, float]]
 
 
 class MegatronPolicy:
-    """`chunks` are the bare model chunks of this rank (several with virtual pipeline stages), `model` the same with gradient buffers.
-    With `shares_prompts` batches may hold samples that continue one copy of their prompt. With LoRA only adapters have gradients and
-    optimizer state; like all weights they are uninitialised until somebody fills them."""
+    """The trained model of this rank, with its optimizer and learning-rate schedule.
+
+    `chunks` are the bare model chunks (several with virtual pipeline stages); `model` holds the same chunks wrapped with gradient
+    buffers. With `shares_prompts` the samples of a batch may share one copy of their prompt. With LoRA only adapters have gradients and
+    optimizer state. All weights, adapters included, are uninitialised until the caller loads them.
+    """
 
     def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig):
         self.config, self.layout, self.hf_config = config, layout, hf_config
@@ -79,28 +82,32 @@ class MegatronPolicy:
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
             chunk.config.finalize_model_grads_func = self._finalize_gradients
-        self.times_filled = 0  # how often its weights were written from outside
+        self.times_filled = 0  # number of calls of weights_changed
         self._denominator = 1
         self._bad_tensor: BadTensor | None = None
 
     def weights_changed(self) -> None:
-        """Say that the model's weights, frozen ones too, were written from outside: the optimizer copies its float32 masters anew."""
+        """Tell the policy that its weights, frozen ones included, were written from outside. The optimizer copies its float32 masters
+        from them again."""
         self.times_filled += 1
         masters_from_weights(self.optimizer, self.config.model.fp8_param)
         forget_unrounded(self.chunks)
 
     def masters_changed(self) -> None:
-        """Say that the masters of bf16 weights were written from outside: weights are rounded from them anew, those in FP8 too, of which a
-        checkpoint holds less than what they were rounded from. Collective."""
+        """Tell the policy that the float32 masters were written from outside: bf16 and FP8 weights are rounded from their masters again.
+
+        FP8 weights need this because a checkpoint holds less precision than the masters. Collective.
+        """
         forget_unrounded(self.chunks)
         if self.dtype == torch.bfloat16:
             weights_from_masters(self.optimizer, self.model)
 
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch) -> list[Tensor | None]:
-        """Log-probs [T] float32 of every micro-batch's labels, 0 where the loss mask is 0.
+        """Return the log-probs [T] float32 of every micro-batch's labels, 0 where the loss mask is 0.
 
-        They exist on the last pipeline stage, the only one that computes losses, on every context-parallel rank; None elsewhere.
+        Only the last pipeline stage computes losses. Each of its ranks, every context-parallel rank included, returns whole rows; other
+        stages return None.
         """
 
         def collect(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
@@ -110,7 +117,8 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def entropies(self, batch: TrainBatch) -> list[Tensor | None]:
-        """Entropies [T] float32 of every micro-batch's tokens, where and as `logprobs` gives those."""
+        """Return the entropies [T] float32 in nats at every micro-batch's labels, 0 where the loss mask is 0; None outside the last
+        pipeline stage."""
 
         def collect(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
             return self._loss_inputs(output, micro_batch, chunk).entropy
@@ -119,8 +127,10 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def heads(self, batch: TrainBatch) -> list[RefHead | None]:
-        """What the LM head multiplies for every micro-batch's loss tokens, on the last pipeline stage; None elsewhere. The weight is the
-        head's own storage, not a copy."""
+        """Return the inputs of the LM head for every micro-batch's loss tokens on the last pipeline stage; None on other stages.
+
+        `RefHead.weight` is the head's own storage, not a copy.
+        """
 
         def collect(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, non_loss_data: bool) -> RefHead:
             _, selected = self._own_loss_tokens(micro_batch)
@@ -129,22 +139,25 @@ class MegatronPolicy:
         return self._collect(batch, collect)
 
     def _collect(self, batch: TrainBatch, collect: Callable[..., Any]) -> list[Any]:
-        """What `collect` makes of each micro-batch's hidden states on the last stage; None elsewhere."""
+        """Run the micro-batches forward and return `collect`'s results for the hidden states of the last stage; None on other stages."""
         with without_dropout(self.chunks):
             rows = self._run(batch.micro_batches, collect, forward_only=True)
         return rows if self.layout.is_last_stage else [None] * len(batch.micro_batches)
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, float]:
-        """One optimizer step on the sum of `loss_fn` over all ranks' micro-batches divided by `denominator`; metrics of the whole step.
+        """Take one optimizer step on the sum of `loss_fn` over all ranks' micro-batches divided by `denominator`; return metrics of the
+        whole step.
 
-        Raises NonFiniteError; weights, optimizer and learning-rate schedule are as before then.
+        Raises NonFiniteError; weights, optimizer and learning-rate schedule are then unchanged.
         """
         return self.backward(batch, loss_fn, denominator) | self.update()
 
     def backward(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, float]:
-        """The gradient that `train_step` follows, in the parameters' float32 `main_grad`; loss and metrics of the whole step. With the
-        distributed optimizer each data-parallel rank holds its own part of the sum. Raises NonFiniteError on every rank when the loss
-        or a gradient is NaN or infinite on any of them."""
+        """Compute the gradient of `train_step` in the parameters' float32 `main_grad`; return loss and metrics of the whole step.
+
+        With the distributed optimizer each data-parallel rank holds its own shard of the summed gradient. Raises NonFiniteError on every
+        rank when the loss or a gradient is NaN or infinite on any rank.
+        """
 
         def loss(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict]:
             foretold = loss_fn if self.config.algorithm.gradient_is_local else None
@@ -165,24 +178,26 @@ class MegatronPolicy:
         return metrics | balance
 
     def _balance(self, batch: TrainBatch, denominator: int) -> dict[str, float]:
-        """Prepare the routers for the coming backward passes: the balancing loss, found by a forward pass of its own."""
+        """Prepare the routers for the coming backward passes. The balancing loss needs a forward pass of its own over the step."""
         coefficient = self.config.algorithm.router_aux_loss_coef
         if not coefficient:
             return {}
         with torch.no_grad(), counting(self.chunks):
             self._run(batch.micro_batches, lambda *args, **kwargs: None, forward_only=True)
-        # The sum of all gradients is divided by the denominator, which is not this loss's.
+        # The sum of all gradients is divided by the denominator later. Multiplying by it here cancels that division.
         return {"aux_loss": set_slopes(self.chunks, coefficient * denominator, self.layout)}
 
     def update(self) -> dict[str, float]:
-        """Clip the gradient that `backward` left and follow it: one step of optimizer and learning rate; gradient norm before the clip."""
+        """Clip the gradient of `backward` and take one step of optimizer and learning-rate schedule. Return the gradient norm before the
+        clip and the rate."""
         self.scheduler.step(increment=1)
         _, grad_norm, _ = self.optimizer.step()
         norm = {} if grad_norm is None else {"grad_norm": float(grad_norm)}
         return norm | {"learning_rate": learning_rate(self.optimizer)}
 
     def _run(self, micro_batches: Sequence[MicroBatch], last_stage: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Send the micro-batches through Megatron's pipeline schedule; `last_stage` turns the final hidden states into what is returned."""
+        """Run the micro-batches through Megatron's pipeline schedule. `last_stage` turns the final hidden states into the returned
+        values."""
 
         def forward_step(iterator, model: torch.nn.Module):
             micro_batch = next(iterator)
@@ -214,7 +229,8 @@ class MegatronPolicy:
             )
 
     def _not_counted(self, micro_batch: MicroBatch, own: Tensor) -> Tensor | None:
-        """[1, tokens of this rank's layers]: true where a token is not in the loss, for the routers; None when nothing balances them."""
+        """Return the routers' padding mask [1, tokens of this rank's layers] bool, True where a token is not in the loss; None without a
+        balancing loss."""
         if not self.config.algorithm.router_aux_loss_coef:
             return None
         rows = ~micro_batch.loss_mask[own]
@@ -223,10 +239,12 @@ class MegatronPolicy:
         return rows[None]
 
     def _loss_inputs(self, hidden: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, loss_fn: LossFn | None = None) -> LossInputs:
-        """Log-probs, entropy and exact KL of a micro-batch from the last stage's hidden states; 0, and no logits computed, where the loss
-        mask is 0. With the loss that they are for, if its gradient is local, that is foretold and saves a matrix product.
+        """Compute log-probs, entropy and exact KL of a micro-batch, [T] each, from the last stage's hidden states.
 
-        The one place where context parallelism ends: each rank computes its own tokens, and all of them get the whole.
+        Where the loss mask is 0 they are 0 and no logits are computed. With `loss_fn`, a loss whose gradient is local, the loss gradient
+        is computed ahead of the backward pass (`foretell`), which saves a matrix product.
+
+        Context parallelism ends here and nowhere else: each rank computes its own tokens, and every rank gets all rows.
         """
         own, selected = self._own_loss_tokens(micro_batch)
         arguments = (head_input(chunk, hidden).index_select(0, selected), lm_head(chunk), micro_batch.labels[own[selected]])
@@ -251,20 +269,20 @@ class MegatronPolicy:
         return LossInputs(logprobs, entropy if options["entropy_gradient"] else entropy.detach(), micro_batch, *full_kl)
 
     def _own_tokens(self, micro_batch: MicroBatch) -> Tensor:
-        """[T/cp]: places of the tokens that this context-parallel rank runs through the model."""
+        """Return the pack positions [T/cp] int64 of the tokens that this context-parallel rank runs through the model."""
         return own_tokens(micro_batch.cu_seqlens, self.layout.cp_size, self.layout.cp_rank)
 
     def _own_loss_tokens(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(`_own_tokens`, which of them are loss tokens [N])."""
+        """Return (`_own_tokens`, indices [N] of the loss tokens among them)."""
         own = self._own_tokens(micro_batch)
         return own, micro_batch.loss_mask[own].nonzero()[:, 0]
 
     def _finalize_gradients(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-        """Megatron's reductions over DP, tied embeddings and sequence-parallel norms; then one division by the step's denominator.
+        """Run Megatron's reductions over DP, tied embeddings and sequence-parallel norms, then divide once by the step's denominator.
 
-        `num_tokens`, Megatron's own count, is not used: ours is exact before the first forward pass and includes skipped samples.
+        `num_tokens`, Megatron's own count, is not used. Our count is exact before the first forward pass and includes skipped samples.
         """
-        # Sums that are under way already take a NaN to every replica, so it is not known any more whose it was.
+        # An overlapped reduction spreads a NaN to every replica during the backward pass, which hides the rank it came from.
         summing = overlaps_reduction(self.config.train, self.layout.dp_cp_size)
         self._bad_tensor = None if summing else self._find_bad_tensor(summed=False)
         finalize_model_grads(model, None, **kwargs)
@@ -273,17 +291,20 @@ class MegatronPolicy:
         self._bad_tensor = self._bad_tensor or self._find_bad_tensor(summed=True)
 
     def _find_bad_tensor(self, summed: bool) -> BadTensor | None:
-        """What to blame on this rank when a gradient is not finite: a weight if one is bad, else the first such gradient."""
+        """Return the tensor to blame on this rank if a gradient is not finite: the first bad weight, else the first bad gradient; None
+        if all are finite."""
         where = (self.chunks, self.layout.pp_rank, self.layout.world_rank)
         gradient = bad_gradient(*where, summed)
         return gradient and (bad_weight(*where) or gradient)
 
     def _reduce_metrics(self, per_micro_batch: list[dict[str, tuple[Tensor, Tensor]]]) -> tuple[dict[str, float], BadTensor | None]:
-        """Sums of this rank's micro-batches, then of all data-parallel ranks: equal on every rank of the world. What nothing was counted
-        for is left out: when no sample taught anything there is no entropy, rather than one of 0. With them the tensor to blame when any
-        rank has found a gradient that is not finite."""
+        """Sum the metrics of this rank's micro-batches, then over all data-parallel ranks; every rank of the world gets equal results.
+
+        A metric with a count of 0 is left out: when no sample counts, the entropy is absent, not 0. The second result is the tensor to
+        blame when any rank found a gradient that is not finite.
+        """
         layout = self.layout
-        counts = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0  # the others computed the same losses
+        counts = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0  # the other ranks computed the same losses
         mine = merge_sums([to_floats(m) for m in per_micro_batch]) if counts else None
         gathered = layout.all_gather_objects((mine, self._bad_tensor))
         everyone = merge_sums([sums for sums, _ in gathered if sums is not None])
@@ -294,8 +315,12 @@ class MegatronPolicy:
 
 @torch.enable_grad()
 def foretell(loss_fn: LossFn, micro_batch: MicroBatch, places: Tensor, rows: slice, *found: Tensor) -> tuple[Tensor, ...]:
-    """The gradients [n] that a loss sends to log-probs, to entropy where it has a bonus, and to exact KL where there is one, of the tokens
-    `places[rows]`, from their values [n] alone: those of a loss whose gradient in a token depends on no other token's."""
+    """Return d loss / d (logprobs, entropy, kl) [n] float32 at tokens `places[rows]`, computed from these rows' values before the
+    backward pass.
+
+    Entropy is included only with `entropy_weights`, KL only with a reference head. `found` holds the values [n] of the same outputs.
+    Only for losses whose gradient at a token depends on that token alone.
+    """
     leaves = [row.new_zeros(micro_batch.num_tokens).index_copy(0, places[rows], row).requires_grad_() for row in found]
     logprobs, *others = leaves
     entropy = others.pop(0) if micro_batch.entropy_weights is not None else torch.zeros_like(logprobs)
@@ -304,7 +329,7 @@ def foretell(loss_fn: LossFn, micro_batch: MicroBatch, places: Tensor, rows: sli
 
 
 def check_device(config: RunConfig, hf_config: HfConfig) -> None:
-    """ValueError, with key and fix, when this rank's device cannot compute as the config says. It takes no model."""
+    """Check that this rank's device can run the config, without a model. Raises ValueError with key and fix."""
     dtype = device.resolve_precision(config.model.precision)
     if fp8 := Fp8.of(config.model, hf_config.num_layers):
         fp8.megatron_config()
@@ -322,7 +347,8 @@ def _shares_prompts(wanted: bool | None) -> bool:
 
 
 def _fused_options(config: RunConfig, dtype: torch.dtype, hf_config: HfConfig) -> dict[str, Any]:
-    """Whether and how `vocab_logprobs` is fused: in all passes of a run or in none, so that equal weights give equal log-probs."""
+    """Return the options `fused` and `fp8` of `vocab_logprobs`. All passes of a run use the same, so that equal weights give equal
+    log-probs."""
     wanted, exact_kl = config.train.fused_logprobs, config.algorithm.full_kl and config.algorithm.beta > 0
     fp8 = None if config.train.logprobs_fp8_recipe == "none" else config.train.logprobs_fp8_recipe
     reason = fused_logprobs.refusal(dtype, hf_config.hidden_size, config.rollout.truncates, exact_kl, bool(fp8))
@@ -332,14 +358,14 @@ def _fused_options(config: RunConfig, dtype: torch.dtype, hf_config: HfConfig) -
 
 
 def to_floats(sums: dict[str, tuple[Tensor, Tensor]]) -> Sums:
-    """One transfer from the device for all metrics of a micro-batch."""
+    """Copy all metrics of a micro-batch to the host in one transfer."""
     device_of_all = next(iter(sums.values()))[0].device
     values = torch.stack([v.detach().float().to(device_of_all) for pair in sums.values() for v in pair]).tolist()
     return {name: (values[2 * i], values[2 * i + 1]) for i, name in enumerate(sums)}
 
 
 def merge_sums(parts: Sequence[Sums]) -> Sums:
-    """Add up sums and counts by name; names ending in /max or /min keep the extreme."""
+    """Add up sums and counts by name. Names that end in /max or /min keep the extreme."""
     merged: Sums = {}
     for part in parts:
         for name, (total, count) in part.items():

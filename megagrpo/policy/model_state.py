@@ -1,5 +1,5 @@
-"""A model's state in checkpoints: the same keys whichever layers wrote it, so that those of Transformer Engine read what others wrote, and
-others what they wrote."""
+"""A model chunk's state in checkpoints. The keys are the same for Transformer Engine's layers and local layers, so either reads the
+other's files."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megagrpo.policy.fp8.weights import dense, is_fp8, remember
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip  (after megagrpo.policy)
 from megatron.core.utils import unwrap_model  # isort: skip
 
-EXTRA = "_extra_state"  # of a layer: what is no weight. One of several experts' in one layer is followed by its number
+EXTRA = "_extra_state"  # key of a layer's state besides weights; with several experts in one layer the expert's number follows
 
 
 def sharded_state(chunk: nn.Module, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's sharded state of `chunk`, without extra states.
+    """Return Megatron's sharded state of `chunk`, without extra states.
 
-    Of Megatron's linears they are None; of Transformer Engine's layers no bytes, unless they scale by a history: pickles then, which it
-    refuses to read. What is in these, `scale_state` has as tensors.
+    The extra state of Megatron's linears is None. Transformer Engine's layers have an empty one, or with delayed scaling a pickle, which
+    Transformer Engine refuses to read. `scale_state` saves its contents as tensors.
     """
     return {name: entry for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=metadata).items() if not _is_extra(name)}
 
 
 def dense_state(state: dict[str, Any]) -> dict[str, Any]:
-    """`state` of a chunk, with dense copies in the host's memory in place of weights in FP8: what checkpoints hold."""
+    """Replace the FP8 weights in a chunk's `state` by dense copies in host memory. Checkpoints hold the dense form."""
     for entry in state.values():
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and is_fp8(entry.data):
             entry.data = dense(entry.data).cpu()
@@ -33,7 +33,7 @@ def dense_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_state(chunk: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-    """Take over what was loaded into `dense_state`. Layers whose extra state is not in it keep their own."""
+    """Load the tensors of `dense_state` into `chunk` after a checkpoint filled them. Layers without extra state in it keep their own."""
     model = unwrap_model(chunk)
     without = {name: None for name in model.state_dict() if name.endswith(EXTRA)}
     model.load_state_dict(without | state, strict=strict)

@@ -1,4 +1,4 @@
-"""DDP, the (distributed) AdamW with float32 master weights, and the learning-rate schedule, all Megatron-Core's own."""
+"""DDP, the (distributed) AdamW with float32 master weights, and the learning-rate schedule. All are Megatron-Core's own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megatron.core.optimizer.param_layout import FullParamLayout  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
-# Of Muon's updates: their root mean square is then about that of AdamW's (Moonlight, arXiv 2502.16982).
+# Scale of Muon's updates that makes their root mean square about equal to AdamW's (Moonlight, arXiv 2502.16982).
 MUON_SCALE = 0.2
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def overlaps_reduction(train: TrainSection, copies: int) -> bool:
-    """Whether gradients are summed over their `copies` data- and context-parallel ranks during the backward pass."""
+    """Whether gradients are reduced over their `copies` data- and context-parallel ranks during the backward pass."""
     wanted = device.has_gpu() if train.overlap_grad_reduce is None else train.overlap_grad_reduce
     return wanted and copies > 1
 
@@ -37,8 +37,11 @@ def overlaps_reduction(train: TrainSection, copies: int) -> bool:
 def wrap_data_parallel(
     chunks: Sequence[torch.nn.Module], train: TrainSection, layout: Layout, in_fp8: bool = False
 ) -> list[DistributedDataParallel]:
-    """Each model chunk with float32 gradient buffers that are summed over the data- and context-parallel ranks, which hold the same
-    weights, some `in_fp8`; during the last backward pass if `overlaps_reduction`."""
+    """Wrap each model chunk with float32 gradient buffers, which are reduced over the data- and context-parallel ranks.
+
+    These ranks hold the same weights. `in_fp8`: some weights are FP8. The reduction runs during the last backward pass if
+    `overlaps_reduction`.
+    """
     copies, wrapped = layout.dp_cp_size, []
     overlaps = overlaps_reduction(train, copies)
     size = train.ddp_bucket_size or max(40_000_000, 1_000_000 * copies)
@@ -53,7 +56,7 @@ def wrap_data_parallel(
         one_bucket = index > 0 or layout.pp_rank > 0 or not overlaps
         places = _buffer_layout(chunk, config, None if one_bucket else size, copies)
         wrapped.append(DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=places))
-    for chunk in chunks:  # what keeps gradients apart until the last micro-batch
+    for chunk in chunks:  # Megatron's schedule runs all micro-batches but the last inside no_sync, without a reduction
         chunk.config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [each.no_sync for each in wrapped]
     return wrapped
 
@@ -61,11 +64,11 @@ def wrap_data_parallel(
 def _buffer_layout(
     chunk: torch.nn.Module, config: DistributedDataParallelConfig, bucket_size: int | None, dp_cp_size: int
 ) -> FullParamLayout | None:
-    """Where each parameter lies in the gradient buffers, with the padding between buckets counted as content.
+    """Return the position of each parameter in the gradient buffers, with the padding between buckets counted as content.
 
-    megatron-core 0.19 joins the buckets without their padding when it saves the optimizer's state, and then cuts it at offsets that
-    include the padding. With tied embeddings on two pipeline stages, which have a bucket of their own, a checkpoint then holds shifted
-    master weights. Can go when `sharded_param_state_fully_reshardable` cuts where it joined.
+    megatron-core 0.19 concatenates the buckets without padding when it saves the optimizer's state, then slices at offsets that include
+    padding. With tied embeddings on two pipeline stages, which have a bucket of their own, a checkpoint then holds shifted master
+    weights. Can go when `sharded_param_state_fully_reshardable` uses the same offsets for both.
     """
     if not config.use_distributed_optimizer:
         return None
@@ -78,9 +81,9 @@ def _buffer_layout(
 
 
 def build_optimizer(wrapped: Sequence[DistributedDataParallel], train: TrainSection, dtype: torch.dtype) -> MegatronOptimizer:
-    """AdamW over all chunks, or Muon and AdamW; bfloat16 weights get float32 masters. Norms and biases are not decayed.
+    """Build AdamW over all chunks, or Muon with AdamW. bfloat16 weights get float32 masters. Norms and biases have no weight decay.
 
-    ValueError when moments are to leave a GPU that is not there, or when the package with Muon is not installed.
+    Raises ValueError when moments should be offloaded but there is no GPU, or when the package with Muon is not installed.
     """
     if train.optimizer == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
         raise ValueError("train.optimizer: muon is in a package that is not installed; pip install emerging-optimizers, or choose adam")
@@ -101,7 +104,7 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], train: TrainSect
         muon_momentum=train.muon_momentum,
         muon_nesterov=True,
         muon_extra_scale_factor=MUON_SCALE,
-        muon_tp_mode="duplicated",  # every rank orthogonalises whole matrices: the same step in every layout
+        muon_tp_mode="duplicated",  # every rank orthogonalises whole matrices, so the step is the same in every layout
         muon_fp32_matmul_prec="highest" if dtype == torch.float32 else "medium",
     )
     with _adam(train):
@@ -110,7 +113,8 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], train: TrainSect
 
 @contextlib.contextmanager
 def _adam(train: TrainSection) -> Iterator[None]:
-    """Inside, Megatron builds the Adam that keeps moments as `train` says, in place of the fused one where that is another."""
+    """Context manager: inside it Megatron builds CompactAdam in place of its fused Adam, if `train` asks for compact or offloaded
+    moments."""
     stock = optimizer.Adam
     if train.optimizer_state_dtype != "fp32" or train.optimizer_offload:
         optimizer.Adam = partial(CompactAdam, dtype=MOMENT_DTYPES[train.optimizer_state_dtype], offload=train.optimizer_offload)
@@ -122,7 +126,8 @@ def _adam(train: TrainSection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def dense_moments(built: MegatronOptimizer) -> Iterator[None]:
-    """Inside, moments are float32 tensors in the optimizer's state, as Megatron's checkpoints read and write them."""
+    """Context manager: inside it moments are float32 tensors in the optimizer's state, the form that Megatron's checkpoints read and
+    write."""
     compact = [part.optimizer for part in parts_of(built) if isinstance(part.optimizer, CompactAdam)]
     for part in compact:
         part.dense_moments()
@@ -134,13 +139,15 @@ def dense_moments(built: MegatronOptimizer) -> Iterator[None]:
 
 
 def parts_of(built: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that it consists of: one for each group of ranks that share out a state."""
+    """Return the optimizers inside `built`, one for each group of ranks that shards a state."""
     return getattr(built, "chained_optimizers", [built])
 
 
 def held_by(built: MegatronOptimizer, parameter: torch.Tensor) -> Iterator[tuple[torch.optim.Optimizer, int, torch.Tensor]]:
-    """(the Adam that steps it, start, main) where this rank's optimizer holds a part of `parameter`: `main` [n] is what Adam moves, the
-    places [start, start + n) of the flattened parameter."""
+    """Yield (Adam optimizer, start, main) for each optimizer of this rank that holds a part of `parameter`.
+
+    `main` [n] is the tensor that Adam updates: elements [start, start + n) of the flattened parameter.
+    """
     for part in parts_of(built):
         if isinstance(part, DistributedOptimizer):
             if parameter in part.model_param_group_index_map:
@@ -154,7 +161,7 @@ def held_by(built: MegatronOptimizer, parameter: torch.Tensor) -> Iterator[tuple
 
 
 def moments_of(adam: torch.optim.Optimizer, main: torch.Tensor) -> list[torch.Tensor]:
-    """Adam's two moments of `main`, float32; zeros before the first step."""
+    """Return Adam's two moments of `main`, float32 in its shape; zeros before the first step."""
     if main not in adam.state or "exp_avg" not in adam.state[main]:
         return [torch.zeros_like(main, dtype=torch.float32)] * 2
     if isinstance(adam, CompactAdam):
@@ -164,7 +171,8 @@ def moments_of(adam: torch.optim.Optimizer, main: torch.Tensor) -> list[torch.Te
 
 @torch.no_grad()
 def masters_from_weights(built: MegatronOptimizer, in_fp8: bool) -> None:
-    """Make masters of what the model's weights are; of those in FP8, of what was last written to them, which they are rounded from."""
+    """Copy the model's weights to the float32 masters. Masters of FP8 weights get the values last written to the weights, before
+    rounding."""
     built.reload_model_params()
     for part in parts_of(built) if in_fp8 else []:
         for weights, masters in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
@@ -176,7 +184,7 @@ def masters_from_weights(built: MegatronOptimizer, in_fp8: bool) -> None:
 
 @torch.no_grad()
 def weights_from_masters(built: MegatronOptimizer, wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Round the model's bf16 weights, and those in FP8, from their masters, as at the end of a step. Collective."""
+    """Round the model's bf16 and FP8 weights from their masters, as at the end of an optimizer step. Collective."""
     for part in parts_of(built):
         part._copy_main_params_to_model_params()
     for chunk in wrapped:
@@ -185,8 +193,9 @@ def weights_from_masters(built: MegatronOptimizer, wrapped: Sequence[Distributed
 
 
 def build_scheduler(built: MegatronOptimizer, train: TrainSection, total_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up to `learning_rate` in `warmup_steps`, then constant, linear or cosine to `min_learning_rate`, which the step after
-    `total_steps` would have: with an end of 0 the last step still learns, as with transformers' schedules.
+    """Build a linear warm-up to `learning_rate` in `warmup_steps`, then constant, linear or cosine decay to `min_learning_rate`.
+
+    The step after `total_steps` would use the minimum: with a minimum of 0 the last step still learns, as with transformers' schedules.
 
     Advance it before each optimizer step: step k of the warm-up uses k / warmup_steps of the rate, so the first step moves too.
     """
@@ -203,14 +212,17 @@ def build_scheduler(built: MegatronOptimizer, train: TrainSection, total_steps: 
         wd_incr_steps=total_steps,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a resumed run follows its configuration, also when max_steps grew
+        override_opt_param_scheduler=True,  # a resumed run follows its current configuration, for example a larger max_steps
     )
 
 
 @torch.no_grad()
 def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Whole gradients on every data-parallel rank. The distributed optimizer leaves each rank its own part of the sum, and in the other
-    parts of its buffers what it had before; the optimizer's own step is not touched. Collective."""
+    """All-gather whole gradients to every data-parallel rank.
+
+    The distributed optimizer leaves each rank its own shard of the sum, and stale values in the rest of its buffers. The optimizer's own
+    step is unchanged. Collective.
+    """
     for chunk in wrapped:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             if not group.ddp_config.use_distributed_optimizer:
@@ -222,5 +234,5 @@ def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
 
 
 def learning_rate(built: MegatronOptimizer) -> float:
-    """The rate the last step used."""
+    """Return the learning rate of the last step."""
     return float(built.param_groups[0]["lr"])

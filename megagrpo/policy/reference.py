@@ -1,4 +1,4 @@
-"""The reference model: weights of its own, run through the policy's modules by swapping storage. No second model is built."""
+"""The reference model: its own weights, run through the policy's modules by swapping storage. No second model is built."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # is
 
 
 class Reference:
-    """A copy of this rank's weights that are trained, as they are now, in the compute dtype and on the same device (2 or 4 bytes per local
-    parameter). With LoRA these are the adapters; fresh ones add nothing, so the reference is the model itself, and no copy of it.
+    """A copy of this rank's trained weights at construction, in the compute dtype and on the same device (2 or 4 bytes per local
+    parameter).
 
-    It stays as it is but for `mix_in`, and for what `load_state_dict` takes over of one that had moved; `times_moved` counts both.
-    `weights` are in the order of the policy's parameters."""
+    With LoRA the trained weights are the adapters. Fresh adapters add nothing, so the reference is the base model, and the base is not
+    copied.
+
+    Only `mix_in` and `load_state_dict` change it; `times_moved` counts the calls of both. `weights` are in the order of the policy's
+    parameters.
+    """
 
     def __init__(self, policy: MegatronPolicy):
         self._policy = policy
@@ -34,7 +38,7 @@ class Reference:
 
     @property
     def moved(self) -> bool:
-        """Whether it is another one than at first."""
+        """Whether the weights differ from those at construction."""
         return self.times_moved > 0
 
     @torch.no_grad()
@@ -47,7 +51,8 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The policy's modules are the reference inside, the policy again outside, whatever is raised. Nothing is copied."""
+        """Context manager: inside it the policy's modules hold the reference's weights; outside, after any exception too, the policy's.
+        Nothing is copied."""
         parameters = self._parameters()
         own = [p.detach() for p in parameters]
         try:
@@ -59,19 +64,22 @@ class Reference:
                 parameter.data = weight
 
     def annotate(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with what its KL term needs: the reference's log-probs, or for a full_ estimator its hidden states at the loss tokens
-        (N x H elements per micro-batch, kept on the last pipeline stage until the batch is dropped)."""
+        """Return the batch with the inputs of its KL term: the reference's log-probs, or its hidden states at the loss tokens for a
+        full_ estimator.
+
+        Hidden states take N x H elements per micro-batch and stay on the last pipeline stage until the batch is dropped.
+        """
         if self._policy.config.algorithm.full_kl:
             return batch.with_ref_heads(self.heads(batch))
         return batch.with_logprobs(ref=self.logprobs(batch))
 
     def heads(self, batch: TrainBatch) -> list[RefHead | None]:
-        """As `MegatronPolicy.heads`, of the reference."""
+        """Return `MegatronPolicy.heads` of the reference."""
         with self.in_place():
             return self._policy.heads(batch)
 
     def logprobs(self, batch: TrainBatch) -> list[Tensor | None]:
-        """As `MegatronPolicy.logprobs`, of the reference."""
+        """Return `MegatronPolicy.logprobs` of the reference."""
         with self.in_place():
             return self._policy.logprobs(batch)
 
@@ -79,11 +87,11 @@ class Reference:
         return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad]
 
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """As Megatron's of each model chunk, with the reference's storage under keys of its own."""
+        """Return Megatron's sharded state of each model chunk, with the reference's storage under keys that start with "reference."."""
 
         def hold(entry: Any) -> Any:
             if isinstance(entry, (ShardedTensor, ShardedTensorFactory)):
-                entry.data = entry.data.detach()  # of the parameter, which is about to be the policy's again
+                entry.data = entry.data.detach()  # the parameter gets the policy's storage back after `in_place`
             return entry
 
         with self.in_place():
@@ -93,7 +101,7 @@ class Reference:
         return states
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Take over what a checkpoint held of a reference that had moved."""
+        """Load a checkpoint's reference that had moved."""
         with self.in_place():
             for i, chunk in enumerate(self._policy.chunks):
                 load_state(chunk, states[str(i)])
@@ -101,10 +109,13 @@ class Reference:
 
 
 def kl_by_sample(batches: Sequence[TrainBatch], layout: Layout) -> Tensor:
-    """[N] float64: log(policy / reference) of each of the step's samples, summed over its response tokens: k1 of the whole response. On
-    every rank, from batches with old and ref log-probs. Collective."""
+    """Return [N] float64 per sample of the step: log(policy / reference) summed over its response tokens, the k1 estimate of the whole
+    response.
+
+    Every rank gets the result. The batches need old and ref log-probs. Collective.
+    """
     total = torch.zeros(sum(batch.num_sequences for batch in batches), dtype=torch.float64)
-    if layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0:  # the others have the same log-probs, or none
+    if layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0:  # the other ranks have the same log-probs or no log-probs
         for micro_batch in [m for batch in batches for m in batch.micro_batches]:
             _add_kl(total, micro_batch)
     return torch.stack(layout.all_gather_objects(total)).sum(0)

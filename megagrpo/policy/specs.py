@@ -1,6 +1,6 @@
-"""Layer specs of HybridModel: Transformer Engine's where it runs, plain torch and Megatron's own linears elsewhere.
+"""Layer specs of HybridModel: Transformer Engine's layers where it runs, plain torch and Megatron's own linears elsewhere.
 
-A decoder block is two hybrid layers, "*" attention or "+" latent attention and "-" MLP or "E" experts. Both specs write the same
+A decoder block is two hybrid layers: "*" attention or "+" latent attention, then "-" MLP or "E" experts. Both specs write the same
 checkpoint keys.
 """
 
@@ -34,39 +34,39 @@ from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
 
 BLOCK = 2  # hybrid layers in one decoder block
-# Transformer Engine fuses the norm into the linear: the same keys keep checkpoints of CPU and GPU interchangeable.
+# Transformer Engine fuses the norm into the linear. Mapping to its keys keeps CPU and GPU checkpoints interchangeable.
 ATTENTION_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 MLP_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
-    """HybridModel's layer pattern of the whole model, for stages of so many decoder blocks each."""
+    """Return HybridModel's layer pattern of the whole model. `stages` holds the number of decoder blocks of each stage."""
     attention = "+" if hf_config.mla else "*"
     symbols = iter([attention + ("E" if hf_config.has_experts(block) else "-") for block in range(hf_config.num_layers)])
     return "|".join("".join(next(symbols) for _ in range(blocks)) for blocks in stages)
 
 
 class RMSNorm(torch.nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467); of a `centred` one,
-    * (1 + weight)."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467). If `centred`, the
+    factor is 1 + weight."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_):
         super().__init__()
         self.eps, self.centred = eps, config.layernorm_zero_centered_gamma
         start = torch.zeros if self.centred else torch.ones
         self.weight = torch.nn.Parameter(start(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
-        # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which saw a part of the sequence.
+        # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which sees a part of the sequence.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.centred:
             return rms_norm(x, self.weight, self.eps)
-        wide = torch.promote_types(self.weight.dtype, torch.float32)  # near 1 bfloat16 cannot hold what it holds near 0
+        wide = torch.promote_types(self.weight.dtype, torch.float32)  # bfloat16 is too coarse near 1 for 1 + weight
         return rms_norm(x, 1 + self.weight.to(wide), self.eps)
 
 
 class GatedActivation(torch.nn.Module):
-    """`elementwise.swiglu` or `geglu` as the activation module of Megatron's MLP."""
+    """The activation module of Megatron's MLP: `elementwise.swiglu` or `geglu`."""
 
     def __init__(self, config):
         super().__init__()
@@ -78,7 +78,7 @@ class GatedActivation(torch.nn.Module):
 
 @functools.cache
 def post_normed(base: type, norm: type) -> type:
-    """`base`, Megatron's attention or MLP, with a norm of what it gives."""
+    """Return a subclass of `base`, Megatron's attention or MLP, that normalises its output."""
 
     class PostNormed(base):
         def __init__(self, config, *args, **kwargs):
@@ -94,10 +94,11 @@ def post_normed(base: type, norm: type) -> type:
 
 @functools.cache
 def rotating(base: type) -> type:
-    """`base`, Transformer Engine's attention, rotating queries and keys of a pack by `rotary` as `TorchAttention` does."""
+    """Return a subclass of `base`, Transformer Engine's attention, that rotates a pack's queries and keys by `rotary`, as
+    `TorchAttention` does."""
 
     class Rotating(base):
-        rotary: Rotary | None = None  # set by whoever builds the model
+        rotary: Rotary | None = None  # set by build._set_rotary
 
         def forward(self, query: Tensor, key: Tensor, *args, packed_seq_params: PackedSeqParams, **kwargs):
             query, key = self.rotary.turn(query, key, packed_seq_params)
@@ -107,7 +108,7 @@ def rotating(base: type) -> type:
 
 
 class LocalHybridStack(HybridStack):
-    """HybridStack with our final norm: megatron-core 0.19 writes Transformer Engine's into it. Can go when the norm is in the spec."""
+    """A HybridStack with our final norm: megatron-core 0.19 hard-codes Transformer Engine's. Can go when the norm is in the spec."""
 
     def __init__(self, config, submodules, post_layer_norm: bool = True, **kwargs):
         super().__init__(config, submodules, post_layer_norm=False, **kwargs)
@@ -117,7 +118,7 @@ class LocalHybridStack(HybridStack):
 
 
 def local_spec(hf_config: HfConfig) -> ModuleSpec:
-    """The stack without Transformer Engine."""
+    """Return the spec of the stack without Transformer Engine."""
     attention_class, mlp_class = (post_normed(base, RMSNorm) if hf_config.post_norms else base for base in (SelfAttention, MLP))
     head_norm = RMSNorm if hf_config.qk_norm else None
     attention = SelfAttentionSubmodules(
@@ -157,7 +158,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
     experts = MoESubmodules(
         experts=functools.partial(SequentialMLP, submodules=mlp), shared_experts=functools.partial(SharedExpertMLP, submodules=mlp)
     )
-    # Transformer Engine's spec keeps this norm apart, because the router reads its output as well.
+    # Transformer Engine's spec does not fuse this norm either, because the router reads its output too.
     moe_layer = TransformerLayerSubmodules(
         pre_mlp_layernorm=RMSNorm, mlp=functools.partial(MoELayer, submodules=experts), mlp_bda=get_bias_dropout_add
     )
@@ -173,9 +174,11 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
 
 
 def transformer_engine_spec(hf_config: HfConfig, own_linears: bool = False, own_attention: bool = False) -> ModuleSpec:
-    """megatron-core's own stack on Transformer Engine, with the norms that it leaves out. With `own_linears` its linears outside of
-    experts are Megatron's, the norm before them a module of its own: what adapters read is then there to be read. With `own_attention` the
-    core of attention is `TorchAttention`."""
+    """Return megatron-core's own Transformer Engine stack, with the norms that it leaves out.
+
+    With `own_linears` the linears outside of experts are Megatron's, and the norm before them is a separate module, so adapters can read
+    its output. With `own_attention` core attention is `TorchAttention`.
+    """
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 

@@ -1,8 +1,8 @@
-"""What a loss must know of the whole optimizer step before its first token: which tokens are the most uncertain of all ranks', what a
-token's entropy is worth, what a sample's group makes of its score in REAL.
+"""Terms of the loss that depend on the whole optimizer step: the tokens with the highest entropy over all ranks, the weight of each
+token's entropy, and REAL's terms, which compare the samples of a group.
 
-It costs a forward pass over the step where it needs the policy's log-probs or entropies, and nothing where it does not. What it gives are
-rows of the micro-batches; with them the loss is a sum over tokens again, in every layout.
+Terms that need the policy's log-probs or entropies cost a forward pass over the step; the others cost nothing. The terms become rows of
+the micro-batches. With them the loss is again a sum over tokens in every layout.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from megagrpo.types import TrainBatch
 
 
 def look_ahead(batch: TrainBatch, policy: MegatronPolicy, denominator: int, entropy_coef: float = 0.0) -> TrainBatch:
-    """The batch with `high_entropy` below an `algorithm.top_entropy_quantile` of 1, `entropy_weights` for a bonus of `entropy_coef`,
-    `slopes` and `values` for `loss_type: real`; as it is when its loss asks for none of them. Collective over the world.
+    """Return the batch with the step-wide rows that its loss needs; the same batch if the loss needs none. Collective over the world.
 
-    `denominator` is what the step's loss is divided by; bonus and REAL have their own, and are multiplied by it here.
+    - `high_entropy` for an `algorithm.top_entropy_quantile` below 1
+    - `entropy_weights` for an entropy bonus with `entropy_coef`
+    - `slopes` and `values` for `loss_type: real`
+
+    `denominator` divides the step's loss. Bonus and REAL have denominators of their own, so their rows are multiplied by it here.
     """
     algorithm = policy.config.algorithm
     if algorithm.top_entropy_quantile < 1:
@@ -44,7 +47,7 @@ def _with_high_entropy(batch: TrainBatch, policy: MegatronPolicy) -> TrainBatch:
 
 
 def _with_entropy_weights(batch: TrainBatch, policy: MegatronPolicy, total: float) -> TrainBatch:
-    """`total` in equal parts on the tokens of all ranks whose policy term counts."""
+    """Split `total` equally over the tokens, of all ranks, that count in the policy term."""
     counted, number = [m.loss_mask for m in batch.micro_batches], batch.num_tokens
     if policy.config.algorithm.top_entropy_quantile < 1:
         counted = [m.high_entropy for m in batch.micro_batches]
@@ -64,7 +67,7 @@ def _with_real_terms(batch: TrainBatch, policy: MegatronPolicy, denominator: int
 
 
 def _of_all_ranks(layout: Layout, mine: Sequence[Tensor]) -> Tensor:
-    """The rows of all data-parallel ranks, end to end, on every rank. `mine` is heeded where it is the rank that speaks for its replica's
-    losses."""
+    """Concatenate the rows of all data-parallel ranks, on every rank. Only one rank of each replica contributes `mine`: tp and cp rank 0
+    of the last stage."""
     speaks = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0
     return torch.cat([row for rows in layout.all_gather_objects(list(mine) if speaks else []) for row in rows])

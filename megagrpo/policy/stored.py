@@ -1,6 +1,7 @@
-"""Frozen weights kept in FP8 or NF4 and made dense for each use: in the forward pass, again in the backward pass, and nowhere in between.
+"""Frozen weights stored in FP8 or NF4. They are dequantized for each use in the forward and the backward pass, and no dense copy stays
+between.
 
-Every 64 neighbours of a row share a scale, whatever the layout, so a rank stores what it would store of the whole weight.
+Every 64 neighbours of a row share a scale in every layout. A rank's codes and scales therefore equal its part of the whole weight's.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ NF4_VALUES = (
 
 
 class StoredWeight(nn.Module):
-    """A weight [out, in] of a linear as `codes` and one float32 scale per 64 elements of a row. Reads like the parameter that it replaces:
-    `data` and `detach()` are dense, in that parameter's dtype, made anew each time.
+    """A linear's weight [out, in], stored as `codes` and one float32 scale per 64 elements of a row.
 
-    fp8: element / scale as e4m3, where scale is the largest magnitude / 448. nf4: two elements in a byte, each the nearest of 16 values to
-    element / largest magnitude. `store` takes new dense weights.
+    It reads like the parameter that it replaces: `data` and `detach()` return a new dense tensor in that parameter's dtype. `store`
+    takes new dense weights.
+
+    fp8: element / scale as e4m3, where scale is the largest magnitude / 448. nf4: two elements per byte, each the nearest of 16 values
+    to element / largest magnitude. Raises ValueError when a row on this rank is not a multiple of 64 elements.
     """
 
     def __init__(self, weight: Tensor, storage: str):
@@ -52,12 +55,12 @@ class StoredWeight(nn.Module):
         return self.dense()
 
     def numel(self) -> int:
-        """Elements of the weight."""
+        """Return the number of elements of the weight."""
         return self.shape.numel()
 
     @torch.no_grad()
     def dense(self) -> Tensor:
-        """[out, in] in `dtype`."""
+        """Return the dequantized weight [out, in] in `dtype`."""
         if self.storage == "fp8":
             values = self.codes.float()
         else:
@@ -67,7 +70,7 @@ class StoredWeight(nn.Module):
 
     @torch.no_grad()
     def store(self, dense: Tensor) -> None:
-        """Replace the weight by the nearest that can be stored."""
+        """Quantize `dense` [out, in], any float dtype, and replace the weight by it."""
         blocks = dense.float().unflatten(-1, (-1, BLOCK_SIZE))
         largest = blocks.abs().amax(-1)
         self.scales.copy_(largest / torch.finfo(FP8).max if self.storage == "fp8" else largest)
@@ -81,8 +84,10 @@ class StoredWeight(nn.Module):
 
 
 def store_weights(chunks: Sequence[nn.Module], storage: str) -> None:
-    """Have all linears of the bare chunks' blocks keep their weights as `storage` says. Embeddings, LM head and norms stay as they are. The
-    stored weights are zeros until they are loaded."""
+    """Store the weights of all linears in the bare chunks' blocks as `storage` says. Embeddings, LM head and norms are unchanged.
+
+    The stored weights are zeros until they are loaded. Raises ValueError as `StoredWeight` does.
+    """
     for chunk in chunks:
         for linear in chunk.decoder.modules():
             if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)):
@@ -97,7 +102,7 @@ def _stored(linear: type) -> type:
 
 
 class Stored:
-    """A parallel linear whose weight is in `stored`; its `weight` is empty, and nothing of it is in checkpoints."""
+    """A parallel linear whose weight is in `stored`. Its own `weight` is empty and is left out of checkpoints."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, **options) -> Tensor:
         if sequence_parallel:
@@ -112,7 +117,7 @@ class Stored:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T of a stored W; what the backward pass keeps is the stored form, which is there anyway."""
+    """x W^T with a stored W. For the backward pass it keeps only the stored form, which exists anyway."""
 
     @staticmethod
     def forward(ctx, x: Tensor, stored: StoredWeight, group: torch.distributed.ProcessGroup | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Causal attention over batches of sequences in plain torch: grouped heads, windows, capped scores, sinks.
 
-Of the ways to compute it the cheapest one that can is taken: batched matrix products for short sequences, the flash kernel for long ones,
-and blocks of queries, each with the keys that it may see, where that kernel knows no mask of the kind.
+It picks the cheapest method that supports the case: batched matrix products for short sequences, the flash kernel for long ones. Where
+that kernel does not support the mask, it takes blocks of queries, each with the keys that the block sees.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 # Up to this length batched matrix products beat the CPU's flash kernel (the scores [L, L] are then small enough to keep).
 MAX_GROUPED_LENGTH = 128
-# Queries of one block: its mask, and with a cap or sinks its scores, are as large as that times the keys that it sees.
+# Queries per block. A block's mask, and with a cap or sinks its scores, take this many rows of as many elements as it sees keys.
 BLOCK_QUERIES = 256
 
 
@@ -28,8 +28,8 @@ def causal_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T + causal) v with grouped heads: query [S, L, h, d], key [S, L, g, d], value [S, L, g, v], g dividing h ->
-    [S, L, h * v].
+    """softmax(scale q k^T + causal) v with grouped heads, in the inputs' dtype: query [S, L, h, d], key [S, L, g, d], value [S, L, g,
+    v], g dividing h -> [S, L, h * v].
 
     With `window` a token sees itself and the window - 1 tokens before it. With `softcap` scores x become softcap tanh(x / softcap).
     `sinks` [h] are scores of one more key, which all queries of a head see and whose value is 0 (GPT-OSS, arXiv 2508.10925).
@@ -60,8 +60,11 @@ def masked_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v: query [S, Lq, h, d], key [S, Lk, g, d], value [S, Lk, g, v], mask [S or 1, Lq, Lk] ->
-    [S, Lq, h * v]. Cap and sinks are those of `causal_attention`; scores with either are computed again in the backward pass, not kept."""
+    """softmax(scale q k^T + mask) v, in the inputs' dtype: query [S, Lq, h, d], key [S, Lk, g, d], value [S, Lk, g, v], mask [S or 1,
+    Lq, Lk] -> [S, Lq, h * v].
+
+    `softcap` and `sinks` are as in `causal_attention`. With either, the backward pass recomputes the scores in place of keeping them.
+    """
     if softcap is not None or sinks is not None:
         inputs = query, key, value, mask, scale, softcap, sinks
         return checkpoint(_grouped_products, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -71,7 +74,8 @@ def masked_attention(
 
 
 def causal_bias(last: Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[*last.shape, num_keys]: 0 where a query whose own key is at `last` sees a key, minus infinity elsewhere."""
+    """Return [*last.shape, num_keys] in `dtype`: 0 where a query may see a key, minus infinity elsewhere. `last` is the index of each
+    query's own key."""
     places = torch.arange(num_keys, device=last.device)
     hidden = places > last[..., None]
     if window is not None:
@@ -87,8 +91,10 @@ def _short_bias(length: int, window: int | None, dtype: torch.dtype, device: tor
 def _grouped_products(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """All scores at once, the r = h / g query heads of a group side by side in one product with their key head: no copy of keys and
-    values. `bias` [S or 1, Lq, Lk]."""
+    """Compute attention with all scores in memory at once; `bias` is [S or 1, Lq, Lk].
+
+    The r = h / g query heads of a group share one product with their key head, so keys and values are not copied.
+    """
     s, queries, h, d = query.shape
     keys, g = key.shape[1:3]
     r = h // g

@@ -1,7 +1,7 @@
 """Core attention of a context-parallel rank in plain torch: its own queries against the keys and values of all ranks.
 
-Keys and values are gathered over the group, and their gradients summed back to the ranks that own them. A chunk of a sequence sees the
-sequence up to its own end. Chunks that see about as much are put into one batch; a mask says where each of them ends.
+Keys and values are all-gathered over the group, and their gradients reduce-scattered to the ranks that own them. A chunk of a sequence
+sees the sequence up to its own end. Chunks that see a similar number of keys share a batch; a mask marks where each one ends.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from torch import Tensor
 from megagrpo.parallel.context import gathered_places
 from megagrpo.policy.attention.causal import causal_bias, masked_attention
 
-# A batch takes chunks down to this share of the keys that its first one sees.
+# A batch accepts chunks that see at least this share of the keys that its first chunk sees.
 MIN_FILL = 0.7
-# A longer chunk is cut: the mask of a batch grows with queries times keys, and no query needs the keys behind its own part.
+# A longer chunk is split: the mask of a batch grows with queries times keys, and no query sees keys after its own chunk.
 MAX_QUERIES = 1024
 
 
 @dataclass(frozen=True)
 class ChunkBatch:
-    """Chunks of sequences with the keys that they see. Padding repeats token 0."""
+    """A batch of sequence chunks with the keys that they see. Padding repeats token 0."""
 
-    queries: Tensor  # [N, Lq], places in this rank's slice
-    keys: Tensor  # [N, Lk], places in gathered order, a prefix before the tokens that continue it
-    first: Tensor  # [N], place of a chunk's first query among its keys: it sees these and itself
+    queries: Tensor  # [N, Lq] int64, positions in this rank's slice
+    keys: Tensor  # [N, Lk] int64, positions in gathered order; a prefix precedes the tokens that continue it
+    first: Tensor  # [N] int64, index of a chunk's first query among its keys; the query sees the keys up to and including it
 
     def within(self, window: int | None) -> ChunkBatch:
-        """Without the keys that no query sees through the window."""
+        """Return the batch without the keys that no query sees through the window."""
         skipped = 0 if window is None else max(0, int(self.first.min()) - window + 1)
         return ChunkBatch(self.queries, self.keys[:, skipped:], self.first - skipped)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[N, Lq, Lk]: 0 where a query sees a key, minus infinity elsewhere."""
+        """Return [N, Lq, Lk] in `dtype`: 0 where a query sees a key, minus infinity elsewhere."""
         last = self.first[:, None] + torch.arange(self.queries.shape[1], device=self.queries.device)
-        # Padding that saw no key at all would give the keys gradients that are no numbers.
+        # The clamp lets every padding query see a key: a row without any would give the keys NaN gradients.
         return causal_bias(last.clamp(max=self.keys.shape[1] - 1), self.keys.shape[1], window, dtype)
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    seen: int  # keys: prefix, earlier tokens of the sequence, the chunk itself
-    count: int  # queries
-    place: int  # of the first query in this rank's slice
-    start: int  # of the sequence in the pack
-    prefix: tuple[int, int]  # from, to
+    seen: int  # number of keys: prefix, earlier tokens of the sequence, the chunk itself
+    count: int  # number of queries
+    place: int  # position of the first query in this rank's slice
+    start: int  # position of the sequence in the pack
+    prefix: tuple[int, int]  # start and stop of the prefix in the pack
 
 
 def context_attention(
@@ -64,7 +64,7 @@ def context_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`causal_attention` of this rank's slice: query [T/cp, h, d], key [T/cp, g, d], value [T/cp, g, v] -> [T/cp, h * v].
+    """Run `causal_attention` for this rank's slice: query [T/cp, h, d], key [T/cp, g, d], value [T/cp, g, v] -> [T/cp, h * v].
     Collective."""
     batches, back = _batches_of(packed, group)
     assert back.numel() == query.shape[0], f"cu_seqlens give this rank {back.numel()} tokens, the pack has {query.shape[0]}"
@@ -79,7 +79,8 @@ def context_attention(
 
 
 def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup) -> tuple[list[ChunkBatch], Tensor]:
-    """Batches and places of a pack, computed by the first layer that asks and kept on the pack for the others."""
+    """Return a pack's batches and `back` of `batch_chunks`. The first layer that asks computes them; they stay on the pack for the
+    others."""
     if not hasattr(packed, "chunks"):
         prefixes = None if packed.prefixes is None else packed.prefixes.tolist()
         packed.chunks = batch_chunks(packed.cu_seqlens_q, prefixes, dist.get_world_size(group), dist.get_rank(group))
@@ -88,7 +89,7 @@ def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup) -> tuple[list
 
 
 def _masked(packed: PackedSeqParams, batches: list[ChunkBatch], window: int | None, dtype: torch.dtype) -> list[tuple[ChunkBatch, Tensor]]:
-    """What of each batch is seen through the window, with its mask, kept on the pack as well."""
+    """Return each batch restricted to the window, with its mask. The result stays on the pack for later layers."""
     if window not in packed.masked:
         seen = [batch.within(window) for batch in batches]
         packed.masked[window] = [(batch, batch.mask(window, dtype)) for batch in seen]
@@ -96,8 +97,11 @@ def _masked(packed: PackedSeqParams, batches: list[ChunkBatch], window: int | No
 
 
 def batch_chunks(cu_seqlens: Tensor, prefixes: list[int] | None, cp_size: int, cp_rank: int) -> tuple[list[ChunkBatch], Tensor]:
-    """The chunks of rank `cp_rank` in batches, and `back` [T/cp]: the place of each of its tokens among the queries of all batches end to
-    end. `prefixes` [S]: the sequence that each one continues, or -1."""
+    """Return the chunks of rank `cp_rank` in batches, and `back` [T/cp] int64.
+
+    `back` holds the index of each of the rank's tokens among the queries of all batches, concatenated. `cu_seqlens` is [S + 1].
+    `prefixes` [S] holds the index of the sequence that each sequence continues, or -1.
+    """
     chunks = sorted(_own_chunks(cu_seqlens.tolist(), prefixes, cp_size, cp_rank), key=lambda c: (-c.seen, -c.count, c.place))
     groups: list[list[_Chunk]] = []
     for chunk in chunks:

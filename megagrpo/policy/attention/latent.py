@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as a module of Megatron's, rotated like every other attention here.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as a Megatron module, with the rotary embedding of this package.
 
-Megatron's own `MLASelfAttention` rotates packs whose sequences all begin at position 0, always normalises queries, and without Transformer
-Engine cuts the projections to the latents, where the gradient of the rotated keys misses the heads of the other ranks.
+Megatron's own `MLASelfAttention` restarts positions at 0 for every sequence of a pack and always normalises queries. Without Transformer
+Engine it also shards the down projections, where the gradient of the rotated keys misses the other ranks' heads.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules, MultiLatentAttention  # isort: skip
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # isort: skip
 
-LATENT_EPS = 1e-6  # of the latents' norms whatever rms_norm_eps says: so in transformers
+LATENT_EPS = 1e-6  # epsilon of the latents' norms; like transformers it ignores rms_norm_eps
 
 
 class WholeLinear(nn.Module):
-    """x W^T with all of W [out, in] on every tensor-parallel rank."""
+    """x W^T with the whole W [out, in] replicated on every tensor-parallel rank."""
 
     def __init__(self, config: MLATransformerConfig, in_size: int, out_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
         if config.perform_initialization:
             config.init_method(self.weight)
-        # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which saw a part of the sequence.
+        # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which sees a part of the sequence.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,14 +38,17 @@ class WholeLinear(nn.Module):
 
 
 class LatentAttention(MultiLatentAttention):
-    """Causal self-attention whose queries, if the model has a rank for them, and keys with values come from latents that every rank
-    computes of its tokens; the ranks share out the heads. `rotary` is set by whoever builds the model."""
+    """Causal self-attention whose keys and values, and queries if the model sets a query rank, are projected from low-rank latents.
+
+    Every tensor-parallel rank computes the latents of its tokens; the heads are sharded over the ranks. `build._set_rotary` sets
+    `rotary`.
+    """
 
     rotary: Rotary | None = None
 
     def __init__(self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, layer_number: int, **options):
         super().__init__(config, submodules, layer_number, attention_type="self", **options)
-        self.rotary_pos_emb = None  # Megatron's
+        self.rotary_pos_emb = None  # Megatron's own rotary embedding is unused
         hidden, heads = config.hidden_size, config.num_attention_heads
         norm = dict(config=config, eps=LATENT_EPS)
         if config.q_lora_rank is None:
@@ -71,8 +74,12 @@ class LatentAttention(MultiLatentAttention):
         packed_seq_params: PackedSeqParams | None = None,
         inference_context: object | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(query, key, value, latent of the queries, latent of keys and values) of this rank's heads h: query and key [T, h, nope + rope],
-        value [T, h, v], or [L, S, h, ...] without a pack. Hidden states are [T, 1, H] or [L, S, H], under sequence parallelism a part."""
+        """Return (query, key, value, latent of the queries, latent of keys and values) of this rank's heads h, in the dtype of the
+        hidden states.
+
+        Query and key are [T, h, nope + rope], value [T, h, v]; without a pack they are [L, S, h, ...]. Hidden states are [T, 1, H] or
+        [L, S, H], under sequence parallelism this rank's part of the tokens.
+        """
         c = self.config
         assert c.sequence_parallel or c.tensor_model_parallel_size == 1, "the gradient of what is whole on every rank would be of its heads"
         if packed_seq_params is not None:
@@ -86,7 +93,7 @@ class LatentAttention(MultiLatentAttention):
         kv_latent, rotated_key = self.linear_kv_down_proj(hidden_states).split([c.kv_lora_rank, c.qk_pos_emb_head_dim], dim=-1)
         kv_latent = self.kv_layernorm(kv_latent)
         keys_and_values, _ = self.linear_kv_up_proj(kv_latent)
-        # All heads share it: backward sums over the ranks, as the linears over heads do for the latents.
+        # All heads share this key: backward sums its gradient over the ranks, as the linears over heads do for the latents.
         rotated_key = gather_from_sequence_parallel_region(rotated_key, group=self.pg_collection.tp)
 
         query, keys_and_values = (t.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for t in (query, keys_and_values))
@@ -103,7 +110,7 @@ class LatentAttention(MultiLatentAttention):
         return self.rotary.of_pack(packed, query.dtype)
 
     def _run_core_attention(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options) -> Tensor:
-        """`TorchAttention` takes values of another width than queries; Megatron pads them for Transformer Engine."""
+        """Run core attention. `TorchAttention` accepts values narrower than queries; for Transformer Engine Megatron pads them."""
         if isinstance(self.core_attention, TorchAttention):
             return self.core_attention(query, key, value, attention_mask, **options)
         return super()._run_core_attention(query, key, value, attention_mask, **options)

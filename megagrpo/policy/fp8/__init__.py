@@ -1,1 +1,1 @@
-"""Products and weights of the policy in FP8: numbers, scales, and their part of a checkpoint."""
+"""FP8 linears and FP8 weights of the policy: rounding, scales, and their checkpoint state."""

@@ -1,10 +1,10 @@
-"""Delayed scaling: what FP8 numbers are scaled by follows the largest magnitudes of the micro-batches before, and a step must not look at a
-tensor twice.
+"""Delayed scaling: an FP8 scale follows the largest magnitudes (amaxes) of earlier micro-batches, so a step reads each tensor only once.
 
-In torch, with the bookkeeping of Transformer Engine 2.20 (`FP8GlobalStateManager`) under Megatron's HybridModel. Scales of inputs and
-weights change when a forward pass that will have a backward pass leaves the decoder, those of gradients when the backward pass has left
-it, each after a maximum over the tensor-, data- and context-parallel ranks of the stage, whose n-th linears share their scales. A pass
-without gradients adds to what the next change sees. A weight is rounded once for all micro-batches of a pass.
+A torch version with the bookkeeping of Transformer Engine 2.20 (`FP8GlobalStateManager`) under Megatron's HybridModel. Scales of inputs
+and weights change when a forward pass with a later backward pass leaves the decoder. Scales of gradients change when the backward pass
+has left it. Each change follows a max-reduction over the tensor-, data- and context-parallel ranks of the stage, whose n-th linears
+share their scales. A pass without gradients adds its amaxes to the next change. A weight is rounded once for all micro-batches of a
+pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INPUT, WEIGHT, GRADIENT = range(3)
 
 @dataclass(frozen=True)
 class History:
-    """How a scale follows from `length` magnitudes: from the largest of all ("max") or the newest ("most_recent"), less 2^margin."""
+    """How a scale follows from `length` amaxes: from the largest of all ("max") or the newest ("most_recent"), divided by 2^margin."""
 
     length: int = 1024
     algo: str = "max"
@@ -33,8 +33,11 @@ class History:
 
 
 class DelayedScaling:
-    """Scales [n, 3] float32 of input, weight and output's gradient of n linears, and the magnitudes `amaxes` [length, n, 3] that they
-    follow; row 0 collects what the coming change adds, and is this rank's own until then."""
+    """Scales [n, 3] float32 of the input, weight and output gradient of n linears, and the history `amaxes` [length, n, 3] that sets
+    them.
+
+    Row 0 of `amaxes` collects for the coming change; until then it covers this rank only.
+    """
 
     def __init__(self, count: int, history: History, gradients: torch.dtype, group: dist.ProcessGroup):
         self.scale = torch.ones(count, 3)
@@ -47,12 +50,12 @@ class DelayedScaling:
         self.gradients = gradients
 
     def begin(self) -> None:
-        """Micro-batches come whose weights nobody has rounded yet."""
+        """Start a series of micro-batches with weights not rounded yet: drop the cached weight scales and the queues for recompute."""
         self._weight_scales.clear()
         self._recomputed.clear()
 
     def run(self, stack: nn.Module, hidden: Tensor, **options) -> Tensor:
-        """The forward pass of a decoder on `hidden`, and the changes of scale that belong to it."""
+        """Run the decoder's forward pass on `hidden`, and update the scales that depend on it."""
         self._forward, self._trains = True, torch.is_grad_enabled()
         if self._trains and hidden.requires_grad:
             hidden.register_hook(lambda gradient: self.update([GRADIENT]))
@@ -65,8 +68,8 @@ class DelayedScaling:
         return output
 
     def operands(self, index: int, x: Tensor, weight: Tensor) -> Operands:
-        """How linear `index` rounds what it multiplies now, whose magnitudes are noted."""
-        if not self._forward:  # a layer computed again in the backward pass: as the first time, when its magnitudes were noted
+        """Return how linear `index` rounds its operands now, after noting their amaxes."""
+        if not self._forward:  # recompute in the backward pass: reuse the first pass's scales; its amaxes are already noted
             return self._recomputed[index].popleft()
         if index not in self._weight_scales:
             self.note(index, WEIGHT, weight)
@@ -78,14 +81,15 @@ class DelayedScaling:
         return found
 
     def note(self, index: int, what: int, x: Tensor) -> None:
-        """Add a tensor's largest magnitude to what the coming change sees. As on a GPU, NaN is no magnitude."""
+        """Add a tensor's largest magnitude to the amaxes of the coming change. As on a GPU, NaN is ignored."""
         if x.numel():
             amax = x.detach().abs().amax().float().nan_to_num(nan=0.0, posinf=torch.inf)
             self.amaxes[0, index, what] = torch.maximum(self.amaxes[0, index, what], amax)
 
     @torch.no_grad()
     def update(self, columns: list[int]) -> None:
-        """Scales of the columns that follow from all magnitudes seen so far. Where those are 0 or not finite, a scale stays. Collective."""
+        """Update the scales of the given columns from all amaxes so far. An amax of 0 or a non-finite one leaves its scale unchanged.
+        Collective."""
         newest, h = self.amaxes[0, :, columns], self._history
         if dist.get_world_size(self._group) > 1:
             dist.all_reduce(newest, dist.ReduceOp.MAX, group=self._group)
@@ -101,8 +105,10 @@ class DelayedScaling:
 
 @dataclass(frozen=True)
 class Operands:
-    """How the three products of one forward pass of a linear, and of its backward pass, are rounded. A whole tensor has one scale, so it
-    does not matter along which dim a product adds up."""
+    """Rounds the operands of a linear's forward product and of the two products of its backward pass.
+
+    A whole tensor has one scale, so the dim over which a product sums does not matter.
+    """
 
     scaling: DelayedScaling
     index: int
@@ -122,7 +128,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Slot:
-    """Linear `index` of a `scaling`, as one of its linears knows it."""
+    """The entry `index` of a `DelayedScaling`, held by the linear that it belongs to."""
 
     scaling: DelayedScaling
     index: int
@@ -132,7 +138,7 @@ class Slot:
 
 
 def delay(chunks: Sequence[nn.Module], linears: Sequence[nn.Module], history: History, gradients: torch.dtype, group: dist.ProcessGroup):
-    """Give the linears of the bare chunks scales that follow what they met, one `DelayedScaling` for all."""
+    """Give the linears of the bare chunks delayed scales, in one `DelayedScaling` for all."""
     scaling = DelayedScaling(len(linears), history, gradients, group)
     for index, linear in enumerate(linears):
         linear.fp8 = Slot(scaling, index)
@@ -141,7 +147,7 @@ def delay(chunks: Sequence[nn.Module], linears: Sequence[nn.Module], history: Hi
 
 
 def scaling_of(chunks: Sequence[nn.Module]) -> DelayedScaling | None:
-    """What `delay` gave the chunks."""
+    """Return the `DelayedScaling` that `delay` gave the chunks, or None."""
     return getattr(chunks[0].decoder, "scaling", None)
 
 
@@ -151,7 +157,7 @@ def _delayed(stack: type) -> type:
 
 
 class DelayedStack:
-    """A decoder that tells its scales when it computes."""
+    """A decoder that runs its forward pass inside `DelayedScaling.run`."""
 
     scaling: DelayedScaling
 

@@ -1,8 +1,8 @@
-"""Products in FP8: what Megatron is told where Transformer Engine multiplies, and the same numbers in torch where it cannot run.
+"""Linear layers in FP8: Megatron's settings where Transformer Engine runs, and an emulation in torch where it does not.
 
-The torch form rounds the operands of all three products of a linear (forward, gradient of the input, gradient of the weight) to what FP8
-and the recipe's scales can hold, as Transformer Engine 2.20 does, and adds up in float32. It shows what FP8 does to a model's numbers; it
-is slower than not using FP8, and its memory is that of dense numbers.
+The emulation rounds the operands of all three products of a linear (forward, gradient of the input, gradient of the weight) to FP8 with
+the recipe's scales, as Transformer Engine 2.20 does, and accumulates in float32. It shows the effect of FP8 on a model's numbers. It is
+slower than no FP8, and it takes the memory of dense numbers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.moe import token_dispatcher  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-BLOCKS = {"tensorwise": None, "blockwise": 128, "mxfp8": 32}  # numbers along the sum of a product that share a scale; None: all
+BLOCKS = {"tensorwise": None, "blockwise": 128, "mxfp8": 32}  # elements along the summed dim that share a scale; None: all
 _megatrons_recipe = fp8_utils.get_fp8_recipe
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """A recipe as `model.fp8_recipe` names it, whether gradients are e5m2 numbers, the decoder layers, from 0, that it leaves alone, and
-    what the scales of `delayed` follow from; whether routers send experts as many tokens as FP8 likes, and whether weights are kept in FP8
-    between steps."""
+    """The FP8 settings of a model.
+
+    `recipe` is as in `model.fp8_recipe`. `hybrid`: gradients are e5m2. `bf16_layers`: decoder layers, from 0, without FP8. `history`:
+    how the scales of recipe `delayed` follow earlier amaxes. `pads_routing`: routers pad each expert's tokens to the multiple that FP8
+    needs. `keeps_weights`: weights stay in FP8 between steps.
+    """
 
     recipe: str
     hybrid: bool
@@ -45,7 +48,10 @@ class Fp8:
 
     @classmethod
     def of(cls, model: ModelSection, num_layers: int) -> Fp8 | None:
-        """What the config asks of a model with so many decoder layers; None without FP8. ValueError for a layer that it does not have."""
+        """Return the config's FP8 settings for a model with `num_layers` decoder layers; None without FP8.
+
+        Raises ValueError for a layer that the model does not have.
+        """
         if model.fp8_recipe == "none":
             return None
         if wrong := [i for i in model.bf16_layers if not -num_layers <= i < num_layers]:
@@ -62,8 +68,11 @@ class Fp8:
         )
 
     def megatron_config(self) -> dict[str, Any]:
-        """The part of Megatron's configuration that says so to Transformer Engine; `keep_in_bf16` says the rest. Without Transformer Engine
-        empty: `quantise_linears` is for that. ValueError when the GPU that is here cannot do it."""
+        """Return the fields of Megatron's configuration that select this recipe in Transformer Engine; `keep_in_bf16` sets the rest.
+
+        Without Transformer Engine it is empty, and `quantise_linears` emulates the recipe. Raises ValueError when this GPU does not
+        support the recipe.
+        """
         if problem := device.fp8_problem(self.recipe):
             raise ValueError(f"model.fp8_recipe: {self.recipe} does not run here: {problem}; choose none or another recipe")
         if not device.has_transformer_engine():
@@ -81,7 +90,7 @@ class Fp8:
         return E5M2 if self.hybrid else E4M3
 
     def operands(self, x: Tensor, weight: Tensor) -> Fp8:
-        """How a linear rounds what it multiplies: by scales of what is there now."""
+        """Return how a linear rounds its operands: here by scales of the current tensors."""
         return self
 
     def input(self, x: Tensor, dim: int) -> Tensor:
@@ -94,11 +103,12 @@ class Fp8:
         return self.round(grad, self.gradients, dim)
 
     def round(self, x: Tensor, dtype: torch.dtype, dim: int, square: bool = False) -> Tensor:
-        """x [rows, width] as an operand of a product that adds up over `dim`. Blocks of a weight are `square` where the recipe has such."""
+        """Round x [rows, width] for a product that sums over `dim`; return float32. `square`: a weight, whose blocks are square in
+        recipe `blockwise`."""
         return round_to(x, dtype, self.tile(x.shape, dim, square), power_of_two=self.powers_of_two)
 
     def tile(self, shape: torch.Size, dim: int, square: bool = False) -> Tile:
-        """Rows and columns of a matrix that share a scale in such a product."""
+        """Return the (rows, columns) of a matrix that share a scale in a product that sums over `dim`."""
         block = BLOCKS[self.recipe]
         if block is None:
             return tuple(shape)
@@ -107,12 +117,13 @@ class Fp8:
 
     @property
     def powers_of_two(self) -> bool:
-        """Whether scales are."""
+        """Whether scales are powers of two."""
         return BLOCKS[self.recipe] is not None
 
 
 def _recipe(config: TransformerConfig) -> Any:
-    """Transformer Engine's recipe. Megatron's own delayed one passes arguments that Transformer Engine 2 has no more."""
+    """Return Transformer Engine's recipe. Megatron's own version for `delayed` passes arguments that Transformer Engine 2 no longer
+    accepts."""
     if config.fp8_recipe != "delayed":
         return _megatrons_recipe(config)
     from transformer_engine.common.recipe import DelayedScaling, Format
@@ -126,14 +137,16 @@ def _recipe(config: TransformerConfig) -> Any:
 
 
 def keep_in_bf16(config: TransformerConfig, hybrid_layers: Iterable[int]) -> None:
-    """Have Megatron enter no FP8 context for these of its layers, counted from 0 over all stages. Itself it knows only a number of first
-    and one of last ones."""
+    """Make Megatron skip the FP8 context for these hybrid layers, counted from 0 over all stages.
+
+    Megatron itself only supports a number of first and of last layers.
+    """
     config.bf16_layers = frozenset(hybrid_layers)
     fp8_utils.is_first_last_bf16_layer = _in_bf16
 
 
 def pad_routing(config: TransformerConfig, recipe: str) -> None:
-    """Have Megatron's dispatcher send each expert a multiple of what the recipe multiplies, where its configuration says nothing of FP8."""
+    """Make Megatron's dispatcher pad each expert's tokens to the recipe's multiple when Megatron's configuration does not enable FP8."""
     config.moe_router_padding_for_quantization, config.routing_multiple = True, fp8_utils.get_fp8_align_size(recipe)
     token_dispatcher.get_align_size_for_quantization = _routing_multiple
 
@@ -143,7 +156,8 @@ def _routing_multiple(config: TransformerConfig) -> int:
 
 
 def leave_fp8(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int) -> None:
-    """Take decoder layers of the bare chunks out of Transformer Engine's FP8 context, where Megatron enters one for all of them."""
+    """Disable FP8 in the decoder layers `fp8.bf16_layers` of the bare chunks. Megatron enters one Transformer Engine FP8 context for all
+    layers."""
     for layer in [layer for chunk in chunks for layer in chunk.decoder.layers]:
         if (layer.layer_number - 1) // layers_per_block in fp8.bf16_layers:
             layer.__class__ = _outside(type(layer))
@@ -155,7 +169,7 @@ def _outside(layer: type) -> type:
 
 
 class OutsideFp8:
-    """A layer that computes as without FP8."""
+    """A layer that runs outside Transformer Engine's FP8 context."""
 
     def forward(self, *args, **kwargs):
         from transformer_engine.pytorch import fp8_autocast
@@ -169,8 +183,10 @@ def _in_bf16(config: TransformerConfig, layer_no: int) -> bool:
 
 
 def quantise_linears(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int, amax_group: torch.distributed.ProcessGroup) -> None:
-    """Have the linears of the bare chunks' decoder layers, experts' among them, multiply as the recipe says. Weights are what they were,
-    or the nearest in FP8. Ranks of `amax_group` share scales that follow what was met before."""
+    """Make the linears of the bare chunks' decoder layers, experts included, multiply in emulated FP8 as the recipe says.
+
+    Weights keep their values, or are rounded to FP8 with `fp8.keeps_weights`. The ranks of `amax_group` share delayed scales.
+    """
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
     inside = [layer for layer in layers if (layer.layer_number - 1) // layers_per_block not in fp8.bf16_layers]
     linears = [m for layer in inside for m in layer.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
@@ -188,8 +204,11 @@ def _quantised(linear: type) -> type:
 
 
 class Quantised:
-    """A parallel linear whose products are those of `fp8`. A rank's part of a tensor has scales of its own, except that what sequence
-    parallelism gathers has those of the whole: both as in Transformer Engine."""
+    """A parallel linear whose products go through `fp8`.
+
+    As in Transformer Engine, a rank's part of a tensor has its own scales. An input that sequence parallelism gathers has the scales of
+    the whole.
+    """
 
     fp8: Fp8 | Slot
 
@@ -202,13 +221,15 @@ class Quantised:
 
 
 class Product(torch.autograd.Function):
-    """x W^T of x [..., in] and W [out, in] in FP8, and in the backward pass dy W, summed over `group` if there is one, and dy^T x; each of
-    operands that are rounded for it. Results have the dtypes of x and W."""
+    """x W^T of x [..., in] and W [out, in] in FP8; the backward pass computes dy W, all-reduced over `group` if given, and dy^T x.
+
+    Each product rounds its operands for itself. Results have the dtypes of x and W.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, fp8: Fp8 | Operands, group: torch.distributed.ProcessGroup | None) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.fp8, ctx.group = weight, fp8, group  # the weight is there anyway, and may be no plain tensor
+        ctx.weight, ctx.fp8, ctx.group = weight, fp8, group  # the weight stays in memory anyway and may be an Fp8Tensor
         product = fp8.input(x.flatten(0, -2), 1) @ fp8.weight(weight, 1).t()
         return product.to(x.dtype).view(*x.shape[:-1], -1)
 

@@ -1,4 +1,4 @@
-"""What FP8 numbers can hold of others: tiles of a matrix, their scales, and the nearest numbers that there are."""
+"""Rounding to FP8: tiles of a matrix, their scales, and the nearest FP8 numbers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ Tile = tuple[int, int]
 
 
 def codes(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """What `dtype` holds of each number x scale; of what is too large for it the largest that it has. NaN stays NaN."""
+    """Return x * scale rounded to `dtype`, in x's shape. Values too large saturate at the largest number of `dtype`; NaN stays NaN."""
     most = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-most, most).to(dtype)
 
 
 def scaled(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """x in float32, each number replaced by what `dtype` holds of number x scale; what is too large for it by the largest that it has."""
+    """Return x in float32 after rounding x * scale to `dtype` and dividing by the scale. Values too large saturate."""
     return codes(x, dtype, scale).float() / scale
 
 
 def round_to(x: Tensor, dtype: torch.dtype, tile: Tile, power_of_two: bool = False) -> Tensor:
-    """x [rows, width] in float32, each number replaced by what `dtype` holds of number x scale; a tile of numbers shares a scale."""
+    """Return x [rows, width] in float32, rounded to `dtype` with one scale per tile."""
     if not x.numel():
         return x.float()
     tiles = tiled(x, tile)
@@ -30,26 +30,29 @@ def round_to(x: Tensor, dtype: torch.dtype, tile: Tile, power_of_two: bool = Fal
 
 
 def tiled(x: Tensor, tile: Tile) -> Tensor:
-    """x [rows, width] cut into tiles, [down, tile's rows, across, tile's width], filled up with zeros."""
+    """Cut x [rows, width] into tiles [down, tile's rows, across, tile's width], padded with zeros."""
     (rows, width), (high, wide) = x.shape, tile
     padded = F.pad(x, (0, -width % wide, 0, -rows % high))
     return padded.view(len(padded) // high, high, padded.shape[1] // wide, wide)
 
 
 def untiled(tiles: Tensor, shape: torch.Size) -> Tensor:
-    """[rows, width] of what `tiled` made of it."""
+    """Undo `tiled`: return the [rows, width] matrix, without the padding."""
     down, high, across, wide = tiles.shape
     return tiles.reshape(down * high, across * wide)[: shape[0], : shape[1]]
 
 
 def largest(tiles: Tensor) -> Tensor:
-    """[down, across] float32: the largest magnitude of each tile."""
+    """Return [down, across] float32: the largest magnitude of each tile."""
     return tiles.abs().amax((1, 3)).float()
 
 
 def scale_for(magnitudes: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
-    """Scales that map magnitudes to the largest number of the dtype, or to what the next lower `power_of_two` makes of it. 1 where a
-    magnitude is 0 or not finite."""
+    """Return float32 scales that map each magnitude to the largest number of `dtype`; with `power_of_two` rounded down to a power of
+    two.
+
+    The scale is 1 where a magnitude is 0 or not finite.
+    """
     scale = (torch.finfo(dtype).max / magnitudes).clamp(max=torch.finfo(torch.float32).max)
     if power_of_two:
         mantissa, exponent = torch.frexp(scale)  # scale = mantissa 2^exponent, mantissa in [1/2, 1)

@@ -1,4 +1,4 @@
-"""The scales of delayed FP8 as a part of a checkpoint: the same tensors whether Transformer Engine multiplies or torch, in any layout."""
+"""The scales of delayed FP8 in a checkpoint: the same tensors with Transformer Engine and with torch, in any layout."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 
 @dataclass(frozen=True)
 class _Linear:
-    """What one product of linears goes by: views of magnitudes [length, 3], newest first, and of scales [3], one column each for input,
-    weight and output's gradient. Transformer Engine has them in two places, and a third column for outputs, which stay as they are."""
+    """Views of one linear's amaxes [length, 3], newest first, and scales [3].
+
+    The three columns are input, weight and output gradient. Transformer Engine keeps them in two places and has one more column, for
+    outputs, which are not rounded.
+    """
 
     amaxes: tuple[Tensor, ...]
     scales: tuple[Tensor, ...]
@@ -41,10 +44,10 @@ class _Linear:
 
 @torch.no_grad()
 def sharded_scales(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, ShardedTensor]:
-    """Magnitudes [1 or experts, length, 3] and scales [1 or experts, 3] of every linear in FP8, by name; empty without delayed scaling.
+    """Return amaxes [1 or experts, length, 3] and scales [1 or experts, 3] of every FP8 linear, by name; empty without delayed scaling.
 
-    Collective over the ranks that share scales: what they noted since scales changed last becomes the same on all of them, which changes
-    nothing of what follows.
+    Collective over the ranks that share scales: the amaxes noted since the last change of scales are max-reduced over them. This does
+    not change any later scale.
     """
     linears = _linears(chunks)
     _share_newest([linear for group in linears.values() for linear in group], layout)
@@ -62,7 +65,7 @@ def sharded_scales(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, Sha
 
 @torch.no_grad()
 def load_scales(chunks: Sequence[nn.Module], loaded: dict[str, Tensor]) -> None:
-    """Take over what a checkpoint held under the keys of `sharded_scales`."""
+    """Load the tensors of a checkpoint, keyed as in `sharded_scales`."""
     for name, group in _linears(chunks).items():
         amaxes, scales = loaded[f"fp8.{name}.amaxes"], loaded[f"fp8.{name}.scales"]
         for linear, *values in zip(group, amaxes, scales, strict=True):
@@ -70,7 +73,8 @@ def load_scales(chunks: Sequence[nn.Module], loaded: dict[str, Tensor]) -> None:
 
 
 def _linears(chunks: Sequence[nn.Module]) -> dict[str, list[_Linear]]:
-    """By name of the module in the whole model, without the number of an expert; one of each expert of this rank, else a single one."""
+    """Return this rank's FP8 linears by module name in the whole model, without expert numbers: one entry per local expert, else a
+    single one."""
     found = defaultdict(list)
     for chunk in chunks:
         for layer in (layer for layer in chunk.decoder.layers if not isinstance(layer, OutsideFp8)):
@@ -87,13 +91,14 @@ def _of(module: nn.Module, config: TransformerConfig) -> Iterator[_Linear]:
 
 
 def _of_transformer_engine(module: nn.Module, config: TransformerConfig) -> Iterator[_Linear]:
-    """Its own `_extra_state` is a pickle, which it refuses to load."""
+    """Yield the views of a Transformer Engine module. Its `_extra_state` is no alternative: a pickle that Transformer Engine refuses to
+    load."""
     if not hasattr(module, "fp8_meta") or not any(name.startswith("weight") for name, _ in module.named_parameters(recurse=False)):
         return
     meta, count = module.fp8_meta, getattr(module, "num_gemms", 1)
     if "scaling_fwd" not in meta:  # nothing has been multiplied yet
         meta["num_gemms"], meta["recipe"] = count, fp8_utils.get_fp8_recipe(config)
-        with fp8_utils.get_fp8_context(config):  # beside the recipe that it is given it asks for the one that is in force
+        with fp8_utils.get_fp8_context(config):  # init_fp8_meta_tensors also reads the recipe of the active context
             module.init_fp8_meta_tensors(meta["recipe"])
     forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
     for i in range(count):  # forward: input, weight, output; backward: gradient of the output, of the input

@@ -1,8 +1,8 @@
-"""Weights that are FP8 numbers and scales (`model.fp8_param`), and nothing else between two steps: how the rest of the house reads and
-writes them, Transformer Engine's or, without it, `Fp8Tensor`s.
+"""Weights stored as FP8 numbers and scales between steps (`model.fp8_param`), and their reads and writes by the rest of the package. The
+tensors are Transformer Engine's or, without it, `Fp8Tensor`s.
 
-Megatron's sharded optimizer rounds float32 masters to them in each step, and its ranks gather bytes. A product takes the same numbers as
-without `model.fp8_param`, where weights are bf16 and are rounded for each product, so both take the same steps, bit for bit.
+Megatron's sharded optimizer rounds float32 masters to FP8 in each step, and its ranks all-gather bytes. A product reads the same numbers
+as without `model.fp8_param`, where bf16 weights are rounded for each product. Both therefore take the same steps, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from megatron.core import fp8_utils  # isort: skip
 
 
 class Fp8Tensor(torch.Tensor):
-    """A matrix as e4m3 `numbers` [rows, width] uint8 and float32 `scales` [tiles down, tiles across] that they were multiplied by. To
-    others it is of `dtype`: what is computed from it is computed from `dequantize()`, and `copy_` rounds what it is given.
+    """A matrix stored as e4m3 `numbers` [rows, width] uint8 and float32 `scales` [tiles down, tiles across]; numbers = rounded(value *
+    scale).
 
-    Its counterparts are Transformer Engine's Float8Tensor and Float8BlockwiseQTensor, which need a GPU.
+    To other code it has dtype `dtype`: operations use `dequantize()`, and `copy_` rounds its argument. In-place operations other than
+    `copy_` raise TypeError. Its counterparts are Transformer Engine's Float8Tensor and Float8BlockwiseQTensor, which need a GPU.
     """
 
     @staticmethod
@@ -36,8 +37,10 @@ class Fp8Tensor(torch.Tensor):
 
     @classmethod
     def of(cls, dense: Tensor, tile: Tile, power_of_two: bool) -> Fp8Tensor:
-        """The nearest to `dense` [rows, width], whose dtype it has; each tile's largest magnitude becomes the largest e4m3 number, or what
-        the next lower power of two makes of it."""
+        """Round `dense` [rows, width], whose dtype the result reports.
+
+        Each tile's largest magnitude maps to the largest e4m3 number; with `power_of_two` the scale is rounded down to a power of two.
+        """
         down, across = (-(-size // by) for size, by in zip(dense.shape, tile, strict=True))
         numbers, scales = dense.new_empty(dense.shape, dtype=torch.uint8), dense.new_empty(down, across, dtype=torch.float32)
         made = cls(numbers, scales, tile, power_of_two, dense.dtype)
@@ -45,31 +48,31 @@ class Fp8Tensor(torch.Tensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Names of the tensors that it is made of, as torch and Transformer Engine have it."""
+        """Return the names of the tensors inside and the other attributes, the protocol of torch and Transformer Engine."""
         return ["numbers", "scales"], (self.tile, self.power_of_two, self.dtype)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.numbers.untyped_storage()
 
     def values(self) -> Tensor:
-        """[rows, width] float32."""
+        """Return the dequantized matrix [rows, width] in float32."""
         return untiled(tiled(self.numbers, self.tile).view(E4M3).float() / self.scales[:, None, :, None], self.shape)
 
     def dequantize(self) -> Tensor:
-        """[rows, width] in `dtype`."""
+        """Return the dequantized matrix [rows, width] in `dtype`."""
         return self.values().to(self.dtype)
 
     def round(self, dense: Tensor) -> None:
-        """Become the nearest to `dense`."""
+        """Round `dense` [rows, width] into this tensor, with new scales."""
         tiles = tiled(dense, self.tile)
         self.scales.copy_(scale_for(largest(tiles), E4M3, self.power_of_two))
         self.put(tiles)
 
-    # Megatron calls `dequantize` so where there is no Transformer Engine.
+    # Without Transformer Engine Megatron calls `dequantize` by this name.
     from_float8 = dequantize
 
     def put(self, tiles: Tensor, part: slice = slice(None)) -> None:
-        """Take over `part` of the numbers, row after row, from tiles of the whole by the scales that are there."""
+        """Write `part` (a slice of the flattened matrix) of the numbers, rounded from `tiles` of the whole matrix by the current scales."""
         found = untiled(codes(tiles, E4M3, self.scales[:, None, :, None]).view(torch.uint8), self.shape)
         self.numbers.view(-1)[part].copy_(found.reshape(-1)[part])
 
@@ -79,10 +82,10 @@ class Fp8Tensor(torch.Tensor):
 
     @data.setter
     def data(self, other: Fp8Tensor) -> None:
-        """Consist of what another one does."""
+        """Share the numbers and scales of another tensor."""
         self.numbers, self.scales = other.numbers, other.scales
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed from one is a plain tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results of operations are plain tensors
 
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
@@ -99,8 +102,8 @@ class Fp8Tensor(torch.Tensor):
 
 
 class DenseWeight:
-    """A weight in FP8 for who cuts tensors to pieces: the parameter itself, but that `data` and `detach()` are a dense copy in its dtype,
-    made anew each time, and `store` takes another."""
+    """View of an FP8 parameter for code that slices tensors: the parameter's attributes, but `data` and `detach()` return a new dense
+    copy in its dtype, and `store` writes dense values back."""
 
     def __init__(self, weight: Tensor):
         self.weight = weight
@@ -120,22 +123,23 @@ class DenseWeight:
 
 
 def is_fp8(weight: Tensor) -> bool:
-    """Whether it is FP8 numbers and scales, here or on a GPU."""
+    """Whether a weight is stored as FP8 numbers and scales, in an `Fp8Tensor` or in Transformer Engine's classes."""
     return fp8_utils.is_float8tensor(weight)
 
 
 def dense(weight: Tensor) -> Tensor:
-    """The numbers that a weight stands for, in its dtype and without gradient: its own memory, where it is a plain tensor."""
+    """Return a weight's values in its dtype, without gradient: dequantized from FP8, or a plain tensor's own memory."""
     return weight.detach().dequantize() if is_fp8(weight) else weight.detach()
 
 
 def parts(weight: Tensor) -> list[Tensor]:
-    """The plain tensors that a weight is made of now: itself, where it is one."""
+    """Return the plain tensors that store a weight: the weight itself if it is plain."""
     return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]] if is_fp8(weight) else [weight]
 
 
 def copied(weight: Tensor) -> Tensor:
-    """A copy of a weight as it is now, without gradient, of tensors of its own: a clone of Transformer Engine's shares its scale."""
+    """Return a copy of a weight without gradient and with its own storage. clone() of Transformer Engine's tensors would share the
+    scale."""
     if not is_fp8(weight):
         return weight.detach().clone()
     made = weight.detach()
@@ -146,38 +150,39 @@ def copied(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def write(weight: Tensor, values: Tensor) -> None:
-    """Replace what a weight stands for. One in FP8 becomes the nearest that there is, and remembers `values`."""
+    """Replace a weight's values. An FP8 weight rounds them and also remembers `values` (see `remember`)."""
     weight.copy_(values)
     if is_fp8(weight):
         remember(weight, values)
 
 
 def remember(weight: Tensor, values: Tensor) -> None:
-    """Keep what a weight in FP8 was rounded from in the host's memory: its master is not to begin with less."""
+    """Keep an FP8 weight's values before FP8 rounding in host memory, in the weight's dtype, so that its master starts without that
+    rounding."""
     weight.unrounded = values.detach().to(weight.dtype).cpu()
 
 
 def unrounded(weight: Tensor) -> Tensor | None:
-    """What was last written to a weight in FP8, if that was after `forget_unrounded`."""
+    """Return the values last written to an FP8 weight before rounding, in host memory; None after `forget_unrounded`."""
     return weight.__dict__.get("unrounded")
 
 
 def forget_unrounded(chunks: Sequence[nn.Module]) -> None:
-    """The masters of the chunks' weights have begun with what was written."""
+    """Drop the unrounded values of the chunks' weights, once the masters are copied from them."""
     for weight in (weight for chunk in chunks for weight in chunk.parameters()):
         weight.__dict__.pop("unrounded", None)
 
 
 def hold_in_fp8(linear: nn.Module, tile: Tile, power_of_two: bool) -> None:
-    """Make the weight of a linear an `Fp8Tensor`."""
+    """Replace the weight of a linear by an `Fp8Tensor`."""
     _show_megatron()
     rounded = nn.Parameter(Fp8Tensor.of(linear.weight.detach(), tile, power_of_two))
-    rounded.__dict__.update(linear.weight.__dict__)  # Megatron's marks
+    rounded.__dict__.update(linear.weight.__dict__)  # attributes that Megatron sets
     linear.weight = rounded
 
 
 def _show_megatron() -> None:
-    """Have Megatron take an `Fp8Tensor` for what Transformer Engine would make. It names what a rank needs for that in one module."""
+    """Patch Megatron to accept `Fp8Tensor` as Transformer Engine's FP8 class. All names that it needs are in one module, fp8_utils."""
     fp8_utils.HAVE_TE_FP8_TENSOR_CLASS, fp8_utils.FP8_TENSOR_CLASS = True, Fp8Tensor
     fp8_utils._modify_underlying_storage_impl = _move_numbers
     fp8_utils._quantize_param_shard_impl = _round_masters
@@ -191,13 +196,15 @@ def _move_numbers(weight: Fp8Tensor, place: Tensor) -> None:
 def _round_masters(
     weights: Sequence[Fp8Tensor], masters: Sequence[Tensor | None], starts: Sequence[int | None], group: dist.ProcessGroup, *others: None
 ) -> None:
-    """Round this rank's part of each weight's float32 master, from element `start` on, to its part of the numbers; None where it has no
-    part. Collective over `group`, whose ranks have all parts: scales are those of whole weights, of masters in the weights' dtype, as in
-    Transformer Engine 2.20 (`quantize_master_weights`)."""
+    """Round this rank's part of each weight's float32 master, from element `start`, into the FP8 numbers; None where it has no part.
+
+    Collective over `group`, whose ranks together hold all parts. As in Transformer Engine 2.20 (`quantize_master_weights`), scales are
+    computed over whole weights, from masters cast to the weights' dtype.
+    """
     if not weights:
         return
     own = list(zip(weights, masters, starts, strict=True))
-    # NaN has no place in a maximum over ranks, and leaves the scale as infinity does.
+    # A max-reduction over ranks may lose NaN. Infinity has the same effect on the scale as NaN.
     magnitudes = [largest(_in_place(*each)).nan_to_num(nan=torch.inf) for each in own]
     joined = torch.cat([each.flatten() for each in magnitudes])
     dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
@@ -208,7 +215,7 @@ def _round_masters(
 
 
 def _in_place(weight: Fp8Tensor, master: Tensor | None, start: int | None) -> Tensor:
-    """The tiles of a weight of which only this part is there; the rest is 0."""
+    """Return the tiles of a weight that holds only this part of the master; the rest is 0."""
     whole = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
     if master is not None:
         whole.view(-1)[start : start + master.numel()] = master

@@ -1,4 +1,4 @@
-"""Matrices as float8_e4m3 and scales, which the fused log-probs multiply."""
+"""Quantizes the fused log-probs' operands to float8_e4m3 with scales."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from torch import Tensor
 from megagrpo.policy.lm_head.vocab_shard import chunks
 
 RECIPES = ("tensorwise", "blockwise")
-BLOCK = 128  # features that share a scale with "blockwise", and rows of a weight
-ROWS_AT_A_TIME = 2**14  # what is float32 meanwhile; whole blocks
+BLOCK = 128  # features that share a scale with "blockwise", and rows of a weight that share it
+ROWS_AT_A_TIME = 2**14  # rows that exist in float32 at a time; a multiple of BLOCK
 
 
 class Factor(NamedTuple):
-    """What the kernel multiplies: values [rows, H], with FP8 their scales, float32: [1] or [rows or rows / 128, H / 128]."""
+    """An operand of the kernel: values [rows, H]; with FP8 also float32 scales, [1] or [rows or rows / 128, H / 128], else None."""
 
     values: Tensor
     scales: Tensor | None
 
 
 def in_fp8(values: Tensor, recipe: str, rows_per_block: int) -> Factor:
-    """`values` [rows, H] as float8_e4m3fn and the scales that it is to be multiplied with; "blockwise" has one per `rows_per_block` x 128.
+    """Quantize `values` [rows, H], any float dtype, to float8_e4m3fn and the float32 scales to multiply it by; "blockwise" has one scale
+    per `rows_per_block` x 128.
 
-    Each block's largest element becomes the largest of the format; a block of zeros stays one. Raises ValueError for another recipe.
+    Each block's largest element becomes the largest e4m3 number; a block of zeros stays zero. Raises ValueError for another recipe.
     """
     if recipe not in RECIPES:
         raise ValueError(f"recipe: {recipe!r} is not one of {', '.join(RECIPES)}")

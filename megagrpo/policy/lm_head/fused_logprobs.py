@@ -1,22 +1,23 @@
-"""The LM head and its softmax in one Triton kernel: what `vocab_logprobs(..., fused=True)` walks over the tokens with.
+"""The LM head and its softmax in one Triton kernel, used by `vocab_logprobs(..., fused=True)`.
 
-Where no gradient is foretold the forward pass is one product, and no logit is ever written: a program multiplies one block of tokens with
-one part of the vocabulary, tile by tile, and keeps four numbers per token. Parts, and then tensor-parallel ranks, are combined in torch.
+Without gradients ahead of the backward pass (`upstream`), the forward pass is one product, and no logit is written to memory. A program
+multiplies one block of tokens with one part of the vocabulary, tile by tile, and keeps four numbers per token. torch combines the parts,
+then the tensor-parallel ranks.
 
-Where gradients are wanted, a chunk of tokens at a time: the kernel also writes the chunk's logits, 16 bits each, into scratch; a second one
-turns them into gradients in place, once the ranks know the chunk's normaliser; two products of cuBLAS make gradients of hidden states and
-head of them. The scratch is `SCRATCH_BYTES` at most: a larger vocabulary means fewer tokens in a chunk, not more memory.
+With gradients it works on one chunk of tokens at a time. The kernel also writes the chunk's logits, 16 bits each, to scratch. Once the
+ranks know the chunk's normaliser, a second kernel turns the logits into gradients in place. Two cuBLAS products then make the gradients
+of hidden states and head. The scratch is `SCRATCH_BYTES` at most: a larger vocabulary means fewer tokens per chunk, not more memory.
 
-- With gradients foretold: three products of N x V x H in all, as many as the head has with all logits kept. Beside them each logit is
-  written once, read and written once, and read twice, at 2 bytes; each chunk adds to the head's gradient in float32.
-- Without: four, since the forward pass kept nothing.
+- With gradients ahead of the backward pass: three products of N x V x H in all, as many as a head that keeps all logits. In addition
+  each logit is written once, read and written once, and read twice, at 2 bytes; each chunk adds to the head's gradient in float32.
+- Without: four products, since the forward pass keeps nothing.
 
-Rounded to 16 bits is not the logit but its distance from the largest seen so far, so that what is likely is what is exact. Log-probs and
-entropy come from the float32 sums.
+The 16-bit value is not the logit but its distance from the largest logit so far, so likely tokens are the most precise. Log-probs and
+entropy come from float32 sums.
 
-With an FP8 recipe hidden states and head are multiplied as float8_e4m3, scaled to use its range: "tensorwise" with one scale each,
-"blockwise" with one per token and 128 features, and one per 128 x 128 of the head. The products of the gradients take the inputs
-themselves, in their own dtype: the rounding is passed over (a straight-through gradient). The copies take a byte per element.
+With an FP8 recipe hidden states and head are multiplied as float8_e4m3, scaled to its range. "tensorwise" has one scale per tensor.
+"blockwise" has one per token and 128 features, and one per 128 x 128 of the head. The gradients' products use the unquantized inputs, in
+their own dtype (a straight-through gradient). The FP8 copies take one byte per element.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from megagrpo.policy.lm_head.fp8 import BLOCK, Factor, in_fp8
 from megagrpo.policy.lm_head.vocab_shard import LOWEST, Softmax, VocabShard
 
 SCRATCH_BYTES = FUSED_SCRATCH_BYTES
-MAX_SPLITS = 128  # parts of the vocabulary: 16 bytes per token each
-GRADIENT_TILE = 16  # tokens whose logits one program turns into gradients at a time
-GROUP = 11  # blocks of tokens that share rows of the head in the L2 cache, times 12 parts on the 132 processors of an H100
+MAX_SPLITS = 128  # limit of the vocabulary's parts; each takes 16 bytes per token
+GRADIENT_TILE = 16  # tokens whose logits one program turns into gradients
+GROUP = 11  # blocks of tokens that share rows of the head in the L2 cache; 11 x 12 parts fill the 132 processors of an H100
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """What one program multiplies at a time, and the warps and pipeline stages it does so with."""
+    """Tile sizes of one program's products, and its warps and pipeline stages."""
 
     tokens: int = 128
     vocab: int = 256
@@ -50,11 +51,11 @@ class Tiles:
 
 
 TILES = Tiles()
-FP8_TILES = Tiles(vocab=128, hidden=BLOCK)  # sums that start anew take registers: half as many columns
+FP8_TILES = Tiles(vocab=128, hidden=BLOCK)  # restarting the sums takes registers: half as many columns
 
 
 def refusal(hidden_dtype: torch.dtype, hidden_size: int, truncation: bool, exact_kl: bool, fp8: bool = False) -> str | None:
-    """Why the kernels cannot do it, as the rest of a sentence; None when they can."""
+    """Return why the kernels cannot run, as the rest of a sentence; None when they can."""
     if exact_kl:
         return "exact KL walks over the logits of two models"
     if truncation:
@@ -70,26 +71,28 @@ def refusal(hidden_dtype: torch.dtype, hidden_size: int, truncation: bool, exact
 
 
 def num_splits(num_blocks: int, num_tiles: int, processors: int) -> int:
-    """Into how many parts the vocabulary's tiles are split, so that `num_blocks` blocks of tokens times parts keep all processors busy: the
-    number that takes the fewest rounds of tiles, and the smallest of those."""
+    """Return the number of parts to split the vocabulary's tiles into, so that blocks of tokens times parts keep all processors busy.
+
+    It is the number that takes the fewest rounds of tiles; on a tie the smallest.
+    """
     rounds = {s: -(-num_blocks * s // processors) * -(-num_tiles // s) for s in range(1, min(MAX_SPLITS, num_tiles) + 1)}
     return min(rounds, key=lambda s: (rounds[s], s))
 
 
 def chunk_tokens(num_columns: int, itemsize: int, tiles: Tiles) -> int:
-    """Tokens whose logits fit into the scratch with their references, a multiple of a block where that many do."""
+    """Return how many tokens' logits and references fit into the scratch; a multiple of a block if at least one block fits."""
     bytes_per_token = _width(num_columns) * itemsize + -(-num_columns // tiles.vocab) * 4
     fitting = max(1, SCRATCH_BYTES // bytes_per_token)
     return fitting // tiles.tokens * tiles.tokens or fitting
 
 
 def _width(num_columns: int) -> int:
-    """Columns of the scratch: a multiple of 16, by which the compiler knows that it may move several at once."""
+    """Return the columns of the scratch: a multiple of 16, so that the compiler can use vector loads and stores."""
     return -(-num_columns // 16) * 16
 
 
 class FusedPass:
-    """One walk over the tokens, `chunk` at a time: their log-probs and entropy, and, with `keeps`, the gradients of their logits."""
+    """One pass over the tokens, `chunk` at a time: their log-probs and entropy and, with `keeps`, the gradients of their logits."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, task, keeps: bool):
         self._hidden, self._weight, self._task, self._keeps = hidden, weight, task, keeps
@@ -97,13 +100,13 @@ class FusedPass:
         self._tiles = TILES if task.fp8 is None else FP8_TILES
         self._width = _width(self._shard.num_rows)
         itemsize = 2 if hidden.dtype == torch.bfloat16 else 4
-        # By the rows of the head with padding: ranks hold as many of them, and must combine the same tokens.
+        # Sized by the head's rows with padding: that number is equal on all ranks, which must combine the same tokens.
         most = chunk_tokens(weight.shape[0], itemsize, self._tiles) if keeps else hidden.shape[0]
         self.chunk = max(1, min(most, hidden.shape[0]))
 
     @cached_property
     def _factors(self) -> tuple[Factor, Factor]:
-        """Hidden states, and the rows of the head that belong to a token."""
+        """The operands: hidden states, and the head's rows without padding."""
         hidden, head, recipe = self._hidden.detach().contiguous(), self._weight.detach()[: self._shard.num_rows], self._task.fp8
         if recipe is None:
             return Factor(hidden, None), Factor(head, None)
@@ -111,7 +114,7 @@ class FusedPass:
 
     @cached_property
     def _scratch(self) -> Tensor:
-        """[chunk, width], of the inputs' size of element: logits as float16 or float32, then their gradients in the inputs' dtype."""
+        """[chunk, width] memory with the inputs' element size: logits as float16 or float32, then their gradients in the inputs' dtype."""
         return torch.empty(self.chunk, self._width, dtype=self._hidden.dtype, device=self._hidden.device)
 
     @cached_property
@@ -121,17 +124,17 @@ class FusedPass:
         return torch.empty(size, dtype=torch.float32, device=self._hidden.device)
 
     def forward(self, rows: slice) -> Tensor:
-        """Log-probs, entropy and log-normaliser [3, n]."""
+        """Return log-probs, entropy and log-normaliser [3, n] float32 of the tokens `rows`."""
         statistics = self._statistics(rows)
         softmax = _combined(statistics, self._shard)
         return torch.stack((softmax.logprobs, softmax.entropy, softmax.log_normaliser))
 
     def compute_logits_again(self, rows: slice, found: Tensor) -> None:
-        """As `forward` left them."""
+        """Recompute the logits of `rows` into the scratch, as `forward` left them."""
         self._statistics(rows)
 
     def _statistics(self, rows: slice) -> Tensor:
-        """[4, splits, n], as the kernel says; with `keeps` the logits of `rows` are in the scratch then."""
+        """Return the kernel's statistics [4, splits, n] float32. With `keeps` the logits of `rows` are then in the scratch."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         from megagrpo.policy.lm_head import fused_logprobs_kernels as kernels
@@ -180,8 +183,12 @@ class FusedPass:
         return statistics
 
     def grad_logits(self, rows: slice, found: Tensor, upstream: Tensor) -> Tensor:
-        """The gradient of the logits before cap and temperature [n, v], where those were. `found` is what `forward` gave of these rows,
-        `upstream` the gradients that come to log-probs and, with `entropy_gradient`, to entropy."""
+        """Return the gradient of the logits before cap and temperature [n, v], in the inputs' dtype; it overwrites the logits in the
+        scratch.
+
+        `found` is the result of `forward` for these rows. `upstream` holds the gradients of log-probs and, with `entropy_gradient`, of
+        entropy.
+        """
         from megagrpo.policy.lm_head import fused_logprobs_kernels as kernels
 
         tiles, num_tokens, columns = self._tiles, found.shape[1], self._shard.num_rows
@@ -213,14 +220,16 @@ class FusedPass:
         return torch.float16 if self._hidden.dtype == torch.bfloat16 else torch.float32
 
     def _columns_of_labels(self, rows: slice) -> Tensor:
-        """[n] int64: the place of each label among this rank's rows, -1 where it has none."""
+        """Return [n] int64: the column of each label among this rank's rows, or -1 where another rank holds it."""
         columns = self._task.labels[rows] - self._shard.first_row
         return torch.where((columns >= 0) & (columns < self._shard.num_rows), columns, -1)
 
 
 def _combined(statistics: Tensor, shard: VocabShard) -> Softmax:
-    """The softmax of each token over the whole vocabulary, from statistics [4, parts, n] of this rank's parts. One maximum and three sums
-    per token cross the ranks."""
+    """Combine statistics [4, parts, n] of this rank's parts into each token's softmax over the whole vocabulary.
+
+    One maximum and three sums per token cross the ranks.
+    """
     maxima, totals, moments, picked = statistics
     maximum = maxima.amax(dim=0)
     shard.all_reduce(maximum, torch.distributed.ReduceOp.MAX)

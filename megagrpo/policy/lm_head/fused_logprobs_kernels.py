@@ -1,8 +1,8 @@
-"""Triton kernels of the fused log-probs: an LM head whose products need not leave the chip, and the gradient of what is kept of them.
+"""Triton kernels of the fused log-probs: an LM head whose logits stay on the chip, and the gradient of the logits that are kept.
 
-Tensors are N tokens x H, a rank's v rows of the head x H. Both are read through descriptors (TMA on Hopper and later), which give 0
-outside; products add up in float32. Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU: it multiplies no
-bfloat16 and no FP8, so there the factors are made float32 first (`WIDEN`), which changes none of their products.
+Operands are N tokens x H, and a rank's v rows of the head x H. Both are read through descriptors (TMA on Hopper and later), which return
+0 out of bounds. Products accumulate in float32. Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU. The
+interpreter multiplies neither bfloat16 nor FP8, so there operands are cast to float32 first (`WIDEN`). This changes no product.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 SCALE_BLOCK = tl.constexpr(128)  # elements along H, and rows of the head, that share a scale with FP8 "blockwise"
-LEAST_KEPT = tl.constexpr(-6e4)  # probability 0, and still a number in 16 bits; minus infinity times a probability of 0 would be none
-VARYING = ["num_tokens", "num_columns", "num_splits"]  # compiled once, not again for numbers that 16 divides
+LEAST_KEPT = tl.constexpr(-6e4)  # probability 0, and finite in 16 bits; minus infinity times a probability of 0 would be NaN
+VARYING = ["num_tokens", "num_columns", "num_splits"]  # not specialised: no second compilation for multiples of 16
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _logits(
     CAPPED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Logits [BLOCK_N, BLOCK_V] of the distribution sampled from: after scales, cap and temperature."""
+    """Return logits [BLOCK_N, BLOCK_V] float32 of the sampled distribution: after scales, cap and temperature."""
     products = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     if FP8 == "blockwise":
         tokens = first_token + tl.arange(0, BLOCK_N)
@@ -46,13 +46,13 @@ def _logits(
         if WIDEN:
             left, right = left.to(tl.float32), right.to(tl.float32)
         if FP8 == "blockwise":
-            # The sum of a block belongs to its scales, so it starts from 0 and joins the others in float32.
+            # Each block of features has its own scales: its sum starts from 0 and is added to the total in float32.
             block = start // SCALE_BLOCK
             scales = tl.load(hidden_scale + tokens * blocks + block, mask=tokens < num_tokens, other=0.0)
             scales *= tl.load(weight_scale + first_column // SCALE_BLOCK * blocks + block)
             products += tl.dot(left, right.T, out_dtype=tl.float32) * scales[:, None]
         elif FP8 == "tensorwise":
-            # Hopper adds FP8 products with 14 bits; every BLOCK_H of them the sum joins the others in float32.
+            # Hopper accumulates FP8 products with 14 bits; after every BLOCK_H of them the sum is added to the total in float32.
             products = tl.dot(left, right.T, products, max_num_imprecise_acc=BLOCK_H)
         else:
             products = tl.dot(left, right.T, products, input_precision="ieee")
@@ -65,8 +65,11 @@ def _logits(
 
 @triton.jit
 def _place(program, num_tokens, num_splits, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """(first token, split) of a program. Programs that run at the same time are GROUP blocks of tokens times as many splits as fit, so that
-    they share both tokens and rows of the head in the L2 cache."""
+    """Return (first token, split) of a program.
+
+    Programs that run at the same time cover GROUP blocks of tokens times as many splits as fit. They share both tokens and rows of the
+    head in the L2 cache.
+    """
     blocks = tl.cdiv(num_tokens, BLOCK_N)
     group = program // (GROUP * num_splits)
     width = min(blocks - group * GROUP, GROUP)
@@ -80,7 +83,7 @@ def head_statistics(
     weight,  # descriptor of [v, H], blocks [BLOCK_V, BLOCK_H]
     hidden_scale,  # float32, with FP8 "tensorwise" [1], with "blockwise" [N, H / 128]
     weight_scale,  # float32, with FP8 "tensorwise" [1], with "blockwise" [v / 128, H / 128]
-    columns_of_labels,  # [N] int64, the label's place among this rank's rows; outside 0 .. v where it is another rank's
+    columns_of_labels,  # [N] int64, the label's column among this rank's rows; outside 0 .. v where another rank holds it
     statistics,  # [4, num_splits, N] float32: maximum z, sum e, sum e (z - maximum), the label's z; with e = exp(z - maximum)
     kept,  # descriptor of [N, v], blocks [BLOCK_N, BLOCK_V / 2], with KEEP: z - references
     references,  # [v / BLOCK_V, N] float32, with KEEP
@@ -100,10 +103,11 @@ def head_statistics(
     KEEP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One block of tokens times one of `num_splits` parts of the vocabulary: what a softmax needs of its logits z, in one walk.
+    """Compute the softmax statistics of one block of tokens over one of `num_splits` parts of the vocabulary, in one pass over the
+    logits z.
 
-    With KEEP the logits are also written, in the dtype of `kept`: less the largest that this walk has seen so far, which is what
-    `references` holds. So the likely tokens, for which rounding would matter, are those next to 0.
+    With KEEP the logits are also written, in the dtype of `kept`, minus the largest logit that this pass has seen so far (`references`).
+    Likely tokens, where rounding would matter, are therefore close to 0.
     """
     first_token, split = _place(tl.program_id(0), num_tokens, num_splits, BLOCK_N, GROUP)
     tokens = first_token + tl.arange(0, BLOCK_N)
@@ -127,7 +131,7 @@ def head_statistics(
         picked += tl.sum(tl.where(columns[None, :] == labels[:, None], logits, 0.0), axis=1)
         logits -= highest[:, None]
         if KEEP:
-            # On their way out they wait in shared memory: half a tile leaves room for one more stage of the pipeline.
+            # Stores go through shared memory. Writing half a tile at a time leaves room for one more pipeline stage.
             halves = tl.maximum(logits, LEAST_KEPT).to(kept.dtype).reshape(BLOCK_N, 2, BLOCK_V // 2).permute(0, 2, 1)
             left, right = halves.split()
             kept.store([first_token, first_column], left)
@@ -148,8 +152,10 @@ def head_statistics(
 
 @triton.jit
 def _gradient(log_p, columns, labels, at_labels, at_entropy, entropy, normaliser, temperature, cap, CAPPED: tl.constexpr):
-    """The gradient of logits before cap and temperature [n, v], from log p [n, v] and, per token [n], the gradients that come to its
-    log-prob and to its entropy. That of log p at the label is 1 there minus p, that of the entropy -p (log p + entropy)."""
+    """Return the gradient of logits before cap and temperature [n, v], from log p [n, v] and the gradients [n] of log-prob and entropy.
+
+    d log p(label) / d z is 1 at the label, minus p. d entropy / d z is -p (log p + entropy).
+    """
     here = tl.where(columns[None, :] == labels[:, None], at_labels[:, None], 0.0)
     found = here - tl.exp(log_p) * (at_labels[:, None] + at_entropy[:, None] * (log_p + entropy[:, None]))
     if CAPPED:
@@ -160,14 +166,14 @@ def _gradient(log_p, columns, labels, at_labels, at_entropy, entropy, normaliser
 
 @triton.jit(do_not_specialize=VARYING)
 def gradient_of_kept(
-    kept,  # [N, width], what `head_statistics` kept
-    gradient,  # [N, width], may be the same memory
+    kept,  # [N, width], the logits that `head_statistics` kept
+    gradient,  # [N, width], may be the same memory as `kept`
     references,  # [v / BLOCK_V, N] float32
     columns_of_labels,  # [N] int64
     normaliser,  # [N] float32, log sum exp z over all ranks
     entropy,  # [N] float32
-    at_labels,  # [N] float32, the gradient that comes to the log-prob
-    at_entropy,  # [N] float32, that comes to the entropy
+    at_labels,  # [N] float32, d loss / d log-prob
+    at_entropy,  # [N] float32, d loss / d entropy
     num_tokens,
     num_columns,
     width,
@@ -177,7 +183,7 @@ def gradient_of_kept(
     BLOCK_V: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Logits that were kept become gradients of logits before cap and temperature, element by element; 0 from `num_columns` to `width`."""
+    """Turn kept logits into gradients of logits before cap and temperature, elementwise; write 0 from `num_columns` to `width`."""
     tile = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -1,4 +1,4 @@
-"""Log-probs, entropy and exact KL from a vocabulary-sharded LM head, the [N, V/tp] logits never being in one place."""
+"""Log-probs, entropy and exact KL from a vocabulary-sharded LM head. The [N, V/tp] logits never exist as a whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megagrpo.policy.lm_head.vocab_truncation import drop_below, lowest_kept
 from megagrpo.types import NO_TRUNCATION, Truncation
 
 DIRECTIONS = ("forward", "reverse")
-LOGPROBS, ENTROPY, KL = range(3)  # the outputs
+LOGPROBS, ENTROPY, KL = range(3)  # indices of the outputs
 Upstream = Callable[..., tuple[Tensor, ...]]
 
 
@@ -37,22 +37,24 @@ def vocab_logprobs(
     fused: bool = False,
     fp8: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs [N], entropy [N]) in nats, float32 (float64 for float64 inputs), of softmax(hidden weight^T / temperature) over the tokens
-    that `truncation` keeps of it, and the label's, which was sampled. With `logit_cap` logits x become cap tanh(x / cap) before that.
+    """Return (logprobs [N], entropy [N]) in nats, float32 (float64 for float64 inputs), of softmax(hidden weight^T / temperature).
 
-    `group` are the tensor-parallel ranks (None: one rank holds all rows); all of them must call this with the same N. Rows at or above
-    `vocab_size` are padding and get probability 0. The logits of `chunk` tokens exist at a time. The gradient flows through logprobs, and
-    with `entropy_gradient` through entropy, to `hidden` and `weight`. That of `hidden` is this rank's share: the caller sums it over the
-    group (the backward of Megatron's copy_to_tensor_model_parallel_region).
+    The softmax is over the tokens that `truncation` keeps, and the label, which was sampled. With `logit_cap` logits x become cap tanh(x
+    / cap) before the temperature.
 
-    `upstream(rows, logprobs)` may foretell the gradients ([n],) that the backward pass will bring to the log-probs [n] of tokens `rows`;
-    with `entropy_gradient`, `upstream(rows, logprobs, entropy)` foretells two. Then each chunk's logits become gradients while they are at
-    hand, in three matrix products, as many as with all logits kept. Without it logits are computed again in the backward pass, a fourth
-    product; so they are when it brings anything else, with the same result.
+    `group` holds the tensor-parallel ranks (None: one rank holds all rows); all of them must call this with the same N. Rows at or above
+    `vocab_size` are padding with probability 0. Logits of only `chunk` tokens exist at a time. The gradient flows through logprobs, and
+    with `entropy_gradient` through entropy, to `hidden` and `weight`. The gradient of `hidden` is this rank's share: the caller sums it
+    over the group (the backward of Megatron's copy_to_tensor_model_parallel_region).
 
-    With `fused` the same comes from Triton kernels that write no logits, or into scratch of a bounded size, and round none of them
-    (`megagrpo/policy/lm_head/fused_logprobs.py`); `chunk` is theirs then, and `fp8`, "tensorwise" or "blockwise", makes them
-    multiply FP8. Raises ValueError where they cannot.
+    `upstream(rows, logprobs)` may compute, ahead of the backward pass, the gradient ([n],) of the log-probs [n] of tokens `rows`. With
+    `entropy_gradient`, `upstream(rows, logprobs, entropy)` returns two. Each chunk's logits then become gradients while they exist, in
+    three matrix products, as many as with all logits kept. Without it the backward pass recomputes the logits, a fourth product. It does
+    so too when the actual gradients differ from upstream's, with the same result.
+
+    With `fused` Triton kernels compute the same. They write no logits, or write them to scratch of a bounded size, and round none of the
+    logits behind the results (`megagrpo/policy/lm_head/fused_logprobs.py`). They choose their own chunk. `fp8`, "tensorwise" or
+    "blockwise", makes them multiply FP8. Raises ValueError when the kernels cannot run.
     """
     if fused and (reason := fused_logprobs.refusal(hidden.dtype, hidden.shape[1], bool(truncation), exact_kl=False, fp8=bool(fp8))):
         raise ValueError(f"fused log-probs: {reason}")
@@ -79,13 +81,15 @@ def vocab_logprobs_and_kl(
     entropy_gradient: bool = False,
     upstream: Upstream | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprobs [N], entropy [N], kl [N]): what `vocab_logprobs` gives of the policy, and the divergence of each token's distribution.
+    """Return (logprobs [N], entropy [N], kl [N]): the results of `vocab_logprobs` for the policy, and each token's exact KL to the
+    reference.
 
     With p = softmax(hidden weight^T / temperature) of the policy and q of the reference, in nats, over the whole vocabulary: reverse is
     KL(p || q) = sum p log(p / q), forward is KL(q || p) = sum q log(q / p). Nothing is sampled, so value and gradient are exact. The
-    gradient flows through logprobs and kl to the policy's `hidden` and `weight` as in `vocab_logprobs`; the reference gets none. The
-    other arguments are those of `vocab_logprobs`: `chunk` tokens of each model, and `upstream` is also given the kl of its tokens, as the
-    last, and foretells its gradient. Raises ValueError for another direction.
+    gradient flows through logprobs and kl to the policy's `hidden` and `weight` as in `vocab_logprobs`; the reference gets none.
+
+    The other arguments are as in `vocab_logprobs`. `chunk` counts tokens of each model. `upstream` gets the kl of its tokens as its last
+    argument and returns a gradient for it. Raises ValueError for another direction.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: {direction!r} is not one of {', '.join(DIRECTIONS)}")
@@ -98,7 +102,7 @@ def vocab_logprobs_and_kl(
 
 @dataclass(frozen=True)
 class _Task:
-    """What a pass over the tokens needs beside the two tensors that take gradients."""
+    """The arguments of a pass over the tokens, besides the two tensors that get gradients."""
 
     labels: Tensor
     ref: tuple[Tensor, Tensor] | None
@@ -123,22 +127,22 @@ class _Task:
         return cls(labels, ref, reverse, shard, temperature, logit_cap, truncation, chunk, entropy_gradient, upstream, *how)
 
     def walk(self, hidden: Tensor, weight: Tensor, gradients: bool) -> _Pass | FusedPass:
-        """Over the tokens; with `gradients` those of the logits are wanted, too."""
+        """Return a pass over the tokens; with `gradients` the pass must be able to compute the logits' gradients too."""
         return FusedPass(hidden, weight, self, keeps=gradients) if self.fused else _Pass(hidden, weight, self)
 
     @property
     def num_outputs(self) -> int:
-        """logprobs, entropy, and kl with a reference."""
+        """Number of outputs: logprobs, entropy, and kl with a reference."""
         return 2 if self.ref is None else 3
 
     @property
     def taught(self) -> list[int]:
-        """The places among the outputs of those that take a gradient."""
+        """Indices of the outputs that take a gradient."""
         return [place for place in range(self.num_outputs) if place != ENTROPY or self.entropy_gradient]
 
     @property
     def num_found(self) -> int:
-        """The outputs, a normaliser of each model, and the smallest logit that a truncation keeps."""
+        """Number of rows kept per token: the outputs, a normaliser of each model, and with a truncation the smallest kept logit."""
         return 2 * self.num_outputs - 1 + bool(self.truncation)
 
 
@@ -177,7 +181,7 @@ class _VocabHead(torch.autograd.Function):
 
 
 class _Pass:
-    """One walk over the tokens, a chunk at a time: the logits of the chunk, and what is made of them."""
+    """One pass over the tokens, a chunk at a time: computes a chunk's logits, then its outputs or gradients."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, task: _Task):
         self._task, self._policy, self.chunk = task, (hidden, weight), task.chunk
@@ -191,7 +195,7 @@ class _Pass:
             self._ref_logits = self._logits_of(self._task.ref, rows, self._ref_memory)
 
     def compute_logits_again(self, rows: slice, found: Tensor) -> None:
-        """As `forward` left them; `found` is what it gave."""
+        """Recompute the logits of `rows` as `forward` left them; `found` is the result of `forward`."""
         self.compute_logits(rows)
         if self._task.truncation:
             drop_below(self._logits, self._task.labels[rows], self._task.shard, found[-1])
@@ -200,8 +204,10 @@ class _Pass:
         return self._task.shard.logits(model[0][rows], model[1], self._task.temperature, self._task.logit_cap, memory)
 
     def forward(self, rows: slice) -> Tensor:
-        """Log-probs, entropy and log-normaliser [3, n], with a truncation the smallest logit that it keeps [4, n]; with a reference
-        log-probs, entropy, KL and both log-normalisers [5, n]."""
+        """Return log-probs, entropy and log-normaliser [3, n]; with a truncation also the smallest kept logit [4, n].
+
+        With a reference return log-probs, entropy, KL and both log-normalisers [5, n].
+        """
         task = self._task
         self.compute_logits(rows)
         labels, logits, ref_logits = task.labels[rows], self._logits, self._ref_logits
@@ -214,16 +220,17 @@ class _Pass:
             return torch.stack((policy.logprobs, policy.entropy, policy.log_normaliser, *kept))
         ref = Softmax.of(ref_logits, labels, task.shard, other=None if task.reverse else logits)
         first, second = (policy, ref) if task.reverse else (ref, policy)
-        # Normalisers are subtracted part by part: of nearly equal distributions the rounding error of a sum would exceed the divergence.
+        # Normalisers are subtracted part by part: for nearly equal distributions the rounding error of a sum would exceed the KL.
         kl = first.cross / first.total + (second.maximum - first.maximum) + (second.total / first.total).log()
         return torch.stack((policy.logprobs, policy.entropy, kl, policy.log_normaliser, ref.log_normaliser))
 
     def grad_logits(self, rows: slice, found: Tensor, upstream: Tensor) -> Tensor:
-        """The gradient of the policy's logits before the temperature [n, v], in their place. `found` is what `forward` gave of these rows,
-        `upstream` the gradients of the outputs that take one [1 to 3, n].
+        """Return the gradient of the policy's logits before the temperature [n, v], written over the logits.
 
-        For p = softmax z: that of log p at the label is 1 there minus p, that of the entropy H is -p (log p + H). Where a logit has become
-        z = cap tanh(x / cap), that of x is 1 - (z / cap)^2 of that of z.
+        `found` is the result of `forward` for these rows; `upstream` [1 to 3, n] holds the gradients of the outputs that take one.
+
+        For p = softmax z, d log p(label) / d z is 1 at the label, minus p; d H / d z of the entropy H is -p (log p + H). For a capped
+        logit z = cap tanh(x / cap), d z / d x is 1 - (z / cap)^2.
         """
         task, logits, normaliser = self._task, self._logits, found[self._task.num_outputs, :, None]
         scales: dict[int, Tensor] = dict(zip(task.taught, upstream[:, :, None] / task.temperature, strict=True))
@@ -232,7 +239,7 @@ class _Pass:
             at_labels = at_labels * self._slope(task.shard.pick(logits, task.labels[rows]))
         for columns in blocks(logits):
             slope = None if task.logit_cap is None else self._slope(logits[:, columns])
-            log_p, factor = logits[:, columns].sub_(normaliser), -scales[LOGPROBS]  # of p, beside what the label gets
+            log_p, factor = logits[:, columns].sub_(normaliser), -scales[LOGPROBS]  # the factor of p; the label's term is added at the end
             if ENTROPY in scales:
                 factor = torch.add(log_p, found[ENTROPY, :, None]).mul_(-scales[ENTROPY]).add_(factor)
             if KL in scales:
@@ -245,11 +252,11 @@ class _Pass:
         return logits
 
     def _slope(self, logits: Tensor) -> Tensor:
-        """The derivative of capped logits, of which `logits` are the quotients by the temperature; 0 where a truncation dropped one."""
+        """Return the derivative of capped logits; `logits` are after the temperature. It is 0 where truncation dropped a logit."""
         return (logits * (self._task.temperature / self._task.logit_cap)).square_().neg_().add_(1).clamp_(min=0)
 
     def _grad_with_kl(self, log_p: Tensor, columns: slice, found: Tensor, factor: Tensor, scale: Tensor) -> None:
-        """Overwrite log p with p factor, plus reverse scale p (log p - log q - KL), or forward scale (p - q)."""
+        """Overwrite log p with p factor, plus scale p (log p - log q - KL) if reverse, or scale (p - q) if forward."""
         log_q = self._ref_logits[:, columns].sub_(found[4, :, None])
         if self._task.reverse:
             log_ratio = torch.sub(log_p, log_q, out=log_q)

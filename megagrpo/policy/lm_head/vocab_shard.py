@@ -1,8 +1,8 @@
-"""A vocabulary-sharded LM head, a chunk of tokens at a time: what the log-probs and the exact KL share.
+"""A vocabulary-sharded LM head, one chunk of tokens at a time; shared by the log-probs and the exact KL.
 
-A tensor-parallel rank holds rows [V/tp, H] of the head, v of which belong to a token; the others are padding and are never multiplied, so
-their probability and gradient are 0. The logits of a chunk of n tokens are [n, v] in float32, written over those of the chunk before.
-Elementwise work on them goes by blocks of columns.
+A tensor-parallel rank holds rows [V/tp, H] of the head, v of which belong to a token. The others are padding and are never multiplied,
+so their probability and gradient are 0. The logits of a chunk of n tokens are [n, v] in float32 and overwrite the previous chunk's.
+Elementwise operations on them run by blocks of columns.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from megagrpo import device
 
-LOWEST = -1e30  # below every logit; minus infinity would make 0 * inf of a rank that holds no row
+LOWEST = -1e30  # below every logit; with minus infinity a rank without rows would compute 0 * inf
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's share of the vocabulary: ids first_row .. first_row + num_rows."""
+    """This rank's shard of the vocabulary: ids first_row .. first_row + num_rows (exclusive)."""
 
     group: dist.ProcessGroup | None
     first_row: int
@@ -35,11 +35,12 @@ class VocabShard:
         return cls(group, first_row, height if vocab_size is None else max(0, min(height, vocab_size - first_row)))
 
     def memory(self, hidden: Tensor, chunk: int) -> Tensor:
-        """Room for the logits of `chunk` tokens, or of all there are."""
+        """Allocate memory for the logits of `chunk` tokens, or of all tokens if fewer."""
         return hidden.new_empty(min(chunk, hidden.shape[0]), self.num_rows, dtype=wide(hidden.dtype))
 
     def logits(self, hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, memory: Tensor) -> Tensor:
-        """hidden [n, H] weight^T, logits x with a cap made cap tanh(x / cap), over temperature, [n, v], at the beginning of `memory`."""
+        """Return the logits [n, v] of hidden [n, H], at the start of `memory`: hidden weight^T, then cap tanh(x / cap) with a cap, then
+        / temperature."""
         out, head = memory[: hidden.shape[0]], weight[: self.num_rows].t()
         if out.dtype == hidden.dtype:
             torch.mm(hidden, head, out=out)
@@ -50,7 +51,7 @@ class VocabShard:
         return out if temperature == 1.0 else out.div_(temperature)
 
     def pick(self, values: Tensor, labels: Tensor) -> Tensor:
-        """[n]: the value of each token's label in values [n, v], 0 where this rank does not hold the label."""
+        """Return [n]: the value at each token's label in values [n, v], 0 where this rank does not hold the label."""
         if self.num_rows == 0:
             return values.new_zeros(values.shape[0])
         column, held = self._place(labels)
@@ -69,19 +70,19 @@ class VocabShard:
             values.scatter_(1, column, torch.where(held, put[:, None], values.gather(1, column)))
 
     def _place(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(column [n, 1] of each label, whether this rank holds it [n, 1]); a label that it does not hold points at column 0."""
+        """Return (column [n, 1] of each label, whether this rank holds the label [n, 1]). For a label of another rank the column is 0."""
         column = labels[:, None] - self.first_row
         held = (column >= 0) & (column < self.num_rows)
         return torch.where(held, column, 0), held
 
     def maximum(self, values: Tensor) -> Tensor:
-        """[n]: the largest of values [n, v] over all ranks."""
+        """Return [n]: the largest of values [n, v] over all ranks."""
         maximum = values.amax(dim=-1) if self.num_rows else values.new_full(values.shape[:1], LOWEST)
         self.all_reduce(maximum, dist.ReduceOp.MAX)
         return maximum
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """[n, tp x k]: values [n, k] of all ranks side by side."""
+        """Return [n, tp x k]: values [n, k] of all ranks side by side."""
         if self.group is None or dist.get_world_size(self.group) == 1:
             return values
         everyone = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
@@ -89,15 +90,18 @@ class VocabShard:
         return torch.cat(everyone, dim=-1)
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp) -> None:
-        """Combine `values` over the group, in place."""
+        """All-reduce `values` over the group, in place."""
         if self.group is not None and dist.get_world_size(self.group) > 1:
             dist.all_reduce(values, op=op, group=self.group)
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """The distributions of n tokens over the whole vocabulary. With z the logits and e = exp(z - maximum), all [n]: total = sum e, moment =
-    sum e (z - maximum), picked = z of the label, and cross = sum e (z - z') where z' are the logits of another model."""
+    """The distributions of n tokens over the whole vocabulary, as statistics [n] each.
+
+    With logits z and e = exp(z - maximum): total = sum e, moment = sum e (z - maximum), picked = z of the label. cross = sum e (z - z'),
+    where z' are the logits of another model.
+    """
 
     maximum: Tensor
     total: Tensor
@@ -107,8 +111,11 @@ class Softmax:
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor, shard: VocabShard, other: Tensor | None = None) -> Softmax:
-        """From this rank's logits [n, v], and another model's [n, v] for `cross`, which is 0 without. Leaves them as they are. One maximum
-        and four sums per token cross the ranks."""
+        """Compute the statistics from this rank's logits [n, v], which stay unchanged. `other` holds another model's logits [n, v];
+        without it `cross` is 0.
+
+        One maximum and four sums per token cross the ranks.
+        """
         maximum = shard.maximum(logits)
         sums = logits.new_zeros(4, logits.shape[0])
         for columns in blocks(logits):
@@ -124,22 +131,23 @@ class Softmax:
 
     @property
     def log_normaliser(self) -> Tensor:
-        """log sum exp z."""
+        """[n]: log sum exp z."""
         return self.maximum + self.total.log()
 
     @property
     def logprobs(self) -> Tensor:
-        """log p of the labels."""
+        """[n]: log p of the labels."""
         return self.picked - self.maximum - self.total.log()
 
     @property
     def entropy(self) -> Tensor:
-        """-sum p log p."""
+        """[n]: -sum p log p."""
         return self.total.log() - self.moment / self.total
 
 
 class HeadGradients:
-    """Gradients of hidden [N, H] and weight [V/tp, H], from those of the logits of one chunk after another; None for one not needed."""
+    """Accumulates the gradients of hidden [N, H] and weight [V/tp, H] over chunks of logits' gradients. A gradient that is not needed is
+    None."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, shard: VocabShard, needed: tuple[bool, bool]):
         self._hidden, self._weight, self._num_rows = hidden, weight, shard.num_rows
@@ -149,7 +157,7 @@ class HeadGradients:
         self._empty = True
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
-        """grad_logits [n, v], of logits before the temperature, of the tokens `rows`."""
+        """Add the contribution of tokens `rows`, from `grad_logits` [n, v], the gradient of the logits before the temperature."""
         grad_logits, hidden = grad_logits.to(self._hidden.dtype), self._hidden[rows]
         if self._grad_hidden is not None:
             torch.mm(grad_logits, self._weight[: self._num_rows], out=self._grad_hidden[rows])
@@ -171,18 +179,18 @@ class HeadGradients:
 
 
 def chunks(num_tokens: int, chunk: int) -> Iterator[slice]:
-    """Consecutive slices of `chunk` tokens."""
+    """Yield consecutive slices of at most `chunk` tokens."""
     for start in range(0, num_tokens, chunk):
         yield slice(start, min(start + chunk, num_tokens))
 
 
 def blocks(logits: Tensor) -> Iterator[slice]:
-    """Consecutive slices of the columns of logits [n, v], of a size that elementwise work likes."""
+    """Yield consecutive slices of the columns of logits [n, v], of the device's preferred size for elementwise operations."""
     width = max(1, device.block_elements() // logits.shape[0])
     for start in range(0, logits.shape[1], width):
         yield slice(start, start + width)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits and sums over them: float32, or float64 for float64 inputs."""
+    """Return the dtype of logits and sums over them: float32, or float64 for float64 inputs."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,8 +1,8 @@
 """The tokens that a sampler with top-k, top-p or min-p can choose, found in vocabulary-sharded logits without gathering them.
 
-vLLM reports log-probs of the distribution it sampled from: the softmax of what these rules keep. To compute the same, the trainer drops the
-other tokens from its own logits. Which are kept is a constant to the gradient. Every rule keeps the logits from some value on, so that one
-number per token says it all.
+vLLM reports log-probs of the distribution it sampled from: the softmax over the tokens that these rules keep. The trainer drops the
+other tokens from its own logits to compute the same. The choice of tokens is a constant to the gradient. Every rule keeps the logits at
+or above some value, so one number per token describes it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from megagrpo.types import Truncation
 
 
 def lowest_kept(logits: Tensor, shard: VocabShard, truncation: Truncation) -> Tensor:
-    """[n]: the smallest logit of each token's distribution that the rules keep, of this rank's logits [n, v] after the temperature.
+    """Return [n]: the smallest logit that the rules keep for each token, from this rank's logits [n, v] after the temperature; same
+    dtype.
 
-    The rules and their order are vLLM's: min-p keeps what is at least that share of the largest probability; of the rest top-k keeps the k
-    largest, and all that equal the last; of the rest, made to add up to 1, top-p keeps the largest until they add up to p.
+    The rules and their order are vLLM's. min-p keeps tokens with at least that share of the largest probability. Of the rest top-k keeps
+    the k largest, and all ties with the last. Of the rest, renormalised to 1, top-p keeps the largest until they add up to p.
     """
     maximum = shard.maximum(logits)
     lowest = torch.full_like(maximum, LOWEST)
@@ -35,8 +36,10 @@ def lowest_kept(logits: Tensor, shard: VocabShard, truncation: Truncation) -> Te
 
 
 def drop_below(logits: Tensor, labels: Tensor, shard: VocabShard, lowest: Tensor) -> None:
-    """Give the logits [n, v] below `lowest` [n] probability 0, in place; but never the label's, which was sampled: where trainer and
-    engine differ by rounding it may lie outside."""
+    """Give logits [n, v] below `lowest` [n] probability 0, in place, except the label's.
+
+    The label was sampled, but rounding differences between trainer and engine may place it outside the kept set.
+    """
     sampled = shard.pick(logits, labels)
     for columns in blocks(logits):
         part = logits[:, columns]
@@ -45,7 +48,7 @@ def drop_below(logits: Tensor, labels: Tensor, shard: VocabShard, lowest: Tensor
 
 
 def _kth_largest(logits: Tensor, shard: VocabShard, k: int) -> Tensor:
-    """[n]: the k-th largest logit over all ranks, LOWEST when there are fewer. k values per token and rank travel."""
+    """Return [n]: the k-th largest logit over all ranks, LOWEST when there are fewer. Each rank sends k values per token."""
     largest = logits.new_full((logits.shape[0], k), LOWEST)
     held = min(k, shard.num_rows)
     largest[:, :held] = logits.topk(held, dim=-1).values
@@ -53,15 +56,15 @@ def _kth_largest(logits: Tensor, shard: VocabShard, k: int) -> Tensor:
 
 
 def _nucleus(logits: Tensor, shard: VocabShard, p: float, maximum: Tensor, lowest: Tensor) -> Tensor:
-    """[n]: the smallest logit t, of those from `lowest` on, such that the larger ones have less than p of their probability.
+    """Return [n]: the smallest logit t at or above `lowest` such that the larger logits hold less than p of the probability.
 
-    Found by bisection over the floating-point numbers that exp(logit - maximum) can be. They lie in [0, 1], where numbers are ordered as
-    the integers with the same bits: exact after as many rounds as there are bits, each of which sums once over the logits and crosses the
-    ranks with n numbers.
+    A bisection over the floating-point numbers that exp(logit - maximum) can take finds it. They lie in [0, 1], where floats are ordered
+    as the integers with the same bits. The result is exact after as many rounds as there are bits. Each round sums once over the logits
+    and all-reduces n numbers.
     """
     weights = (logits - maximum[:, None]).exp_().masked_fill_(logits < lowest[:, None], 0.0)
     one = torch.ones_like(maximum).view(torch.int64 if weights.dtype == torch.float64 else torch.int32)
-    below, found = torch.zeros_like(one), one  # above the first lies p or more, above the second less
+    below, found = torch.zeros_like(one), one  # the weights above `below` sum to p or more, those above `found` to less
     enough = p * _sum_above(weights, below.view(weights.dtype), shard)
     for _ in range(int(one[0]).bit_length()):
         middle = below + (found - below) // 2
@@ -74,7 +77,7 @@ def _nucleus(logits: Tensor, shard: VocabShard, p: float, maximum: Tensor, lowes
 
 
 def _sum_above(weights: Tensor, bound: Tensor, shard: VocabShard) -> Tensor:
-    """[n]: the sum over all ranks of the weights [n, v] above `bound` [n]."""
+    """Return [n]: the sum over all ranks of the weights [n, v] above `bound` [n]."""
     total = torch.zeros_like(bound)
     for columns in blocks(weights):
         part = weights[:, columns]
