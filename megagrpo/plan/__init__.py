@@ -1,6 +1,7 @@
-"""Preflight: whether a config fits its model and its number of ranks, and what each rank holds. Needs no GPU, no weights and no torch.
+"""Preflight: checks a config against its model and number of ranks, and predicts the memory of each rank. Needs no GPU, no weights and
+no torch.
 
-Every problem is found at once, as `key: what is wrong; what to do`.
+All problems are reported at once, as `key: what is wrong; what to do`.
 """
 
 from __future__ import annotations
@@ -57,14 +58,17 @@ from megagrpo.process.terminal import show
 
 @dataclass(frozen=True)
 class Plan:
-    """`problems` is empty when the run can start; `notes` stop nothing. `memory` is phase -> part -> GiB on the rank that holds most; empty
-    without a model, of which `model` is the shape. `times` and `found` are there when they were asked for."""
+    """The result of a preflight. `problems` is empty when the run can start; `notes` do not prevent a start.
+
+    `memory` is phase -> part -> GiB on the fullest rank; empty without a model. `model` is the model's shape. `times` and `found` are
+    set only on request.
+    """
 
     problems: list[Problem]
     rows: list[tuple[str, str]]
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
-    host: dict[str, float] = field(default_factory=dict)  # what -> GiB of the fullest node's RAM
-    smallest_gpu: float = 0.0  # GiB that a GPU needs to hold what is placed on it, a trainer rank or vLLM or both; 0 without a model
+    host: dict[str, float] = field(default_factory=dict)  # purpose -> GiB of RAM on the fullest node
+    smallest_gpu: float = 0.0  # GiB that a GPU needs for its trainer rank, its vLLM server or both; 0 without a model
     notes: list[Problem] = field(default_factory=list)
     model: HfConfig | None = None
     rules: list[Verdict] = field(default_factory=list)
@@ -85,7 +89,7 @@ class Plan:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        """Everything of the plan, sizes in GiB and times in seconds."""
+        """Return the whole plan as JSON, sizes in GiB and times in seconds."""
         made: dict[str, Any] = {"problems": list(map(str, self.problems)), "notes": list(map(str, self.notes))}
         made |= {"rows": dict(row for row in self.rows if row[0])}
         made |= {"memory_gib": self.memory, "smallest_gpu_gib": self.smallest_gpu, "host_gib": self.host}
@@ -113,9 +117,12 @@ def main(
     search: bool = False,
     json: bool = False,
 ) -> int:
-    """Prints the plan; exit code 2 when something is wrong. Without `world_size`: as few ranks as the layout takes. With `gpu`, one of
-    `GPUS`, also seconds, for prompts and responses of so many tokens on average, and with `search` the layouts that would be fastest there.
-    With `weight_sync` also what one moves, which takes the model's own code and with it torch. ConfigError for what is asked wrongly."""
+    """Print the plan; return exit code 2 when there are problems, else 0.
+
+    Without `world_size` it plans for the smallest number of ranks that fits the layout. With `gpu`, one of `GPUS`, it also predicts
+    seconds, for prompts and responses of these average lengths; with `search` also the fastest layouts there. With `weight_sync` it also
+    plans one weight sync, which imports the model's code and torch. Raises ConfigError for invalid arguments.
+    """
     if gpu is not None and gpu not in GPUS:
         raise ConfigError(f"--gpu: {gpu} is not known; choose one of {', '.join(GPUS)}")
     if gpu is None and (search or prompt_tokens or response_tokens):
@@ -138,7 +145,7 @@ def main(
 
 
 def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths: Lengths, searching: bool = False) -> Plan:
-    """The plan with the seconds of its layout, where that can run, and with the fastest layouts of so many ranks when `searching`."""
+    """Return the plan with the predicted seconds of its layout, if the layout can run, and with the fastest layouts when `searching`."""
     if made.model is None:
         return made
     where = f"{gpu.name}, {gpu.bf16_tflops:g} TFLOP/s in bf16, {gpu.memory_gib:g} GiB at {gpu.memory_gb_per_s:g} GB/s ({gpu.source})"
@@ -159,8 +166,11 @@ def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths
 def plan(
     config: RunConfig, world_size: int, gpu_memory_gb: float | None = None, host_memory_gb: float | None = None, has_data: bool = True
 ) -> Plan:
-    """The plan of `config` on `world_size` ranks. With `gpu_memory_gb`, the memory of each GPU in GiB, it must also fit there, and with
-    `host_memory_gb` what stays in a node's RAM must fit into that. `has_data` False leaves the files of data out."""
+    """Return the plan of `config` on `world_size` ranks.
+
+    With `gpu_memory_gb`, the memory of each GPU in GiB, the run must also fit a GPU. With `host_memory_gb` the data that stays in a
+    node's RAM must fit that. With `has_data` False data files are not checked.
+    """
     parallel = config.parallel
     problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config) + output_problems(config)
     problems += data_problems(config) if has_data else []
@@ -209,14 +219,14 @@ def plan(
         rows.insert([name for name, _ in rows].index("rollout") + 1, ("vLLM", cache_text(config, model, gpu_memory_gb)))
     rows.append(("GPU", gpu_text(config, smallest)))
     host = {}
-    if world_size % parallel.model_parallel_size == world_size % parallel.expert_parallel_size == 0:  # else there is no such layout
+    if world_size % parallel.model_parallel_size == world_size % parallel.expert_parallel_size == 0:  # otherwise the layout does not exist
         host = host_memory(config, model, world_size, gpu=gpu_memory_gb is not None)
         rows.append(("host", host_text(host)))
         problems += [] if host_memory_gb is None else too_little_ram(host, host_memory_gb)
     if gpu_memory_gb is not None and smallest > gpu_memory_gb:
         problems.append(too_big(config, model, memory, smallest, gpu_memory_gb))
     engine = engine_memory(config, model, gpu_memory_gb)
-    if config.rollout.placed == "colocated" and gpu_memory_gb is None:  # nobody sleeps, and what leaves the device stays in RAM
+    if config.rollout.placed == "colocated" and gpu_memory_gb is None:  # on CPUs vLLM does not sleep, and offloading frees no RAM
         memory["generate"] = memory["generate"] | engine
     elif config.rollout.placed == "colocated":
         memory = on_shared_gpu(config, memory, engine)
@@ -226,5 +236,5 @@ def plan(
 
 
 def judged(made: Plan, gpu_memory_gb: float | None) -> Plan:
-    """The plan with the verdict on each rule."""
+    """Return the plan with the verdict on each rule."""
     return replace(made, rules=verdicts(made.problems, made.notes, bool(gpu_memory_gb)))

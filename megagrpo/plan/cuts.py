@@ -1,6 +1,7 @@
-"""How vLLM cuts a model over its workers: the boxes of Hugging Face tensors that each worker's loaders copy, from names and shapes.
+"""Predicts how vLLM shards a model over its workers: the boxes of Hugging Face tensors that each worker's loaders copy, from names and
+shapes.
 
-For planning only. A real sync learns the boxes from the loaders themselves (`lazy_tensors.py`); a test holds that both say the same.
+For planning only. A real sync learns the boxes from the loaders themselves (`lazy_tensors.py`); a test checks that both agree.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from megagrpo.families.architecture import HfConfig
 from megagrpo.families.boxes import Box, cut, size, whole
 from megagrpo.transfer.plan import layer_of
 
-VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it before it cuts
+VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it before sharding
 BY_ROWS = {"q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj", "sinks"}
 BY_COLUMNS = {"o_proj", "down_proj", "w2"}
-KEPT_WHOLE = {"gate", "router", "q_a_proj", "kv_a_proj_with_mqa"}  # and whatever has norm in its name
+KEPT_WHOLE = {"gate", "router", "q_a_proj", "kv_a_proj_with_mqa"}  # and every tensor with norm in its name
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """`servers` vLLM servers of `workers` each: tensor parallel x pipeline parallel. With `ep` above 1 experts are whole, shared out over
-    `ep` workers of a stage, which is `tp` or a multiple of it: there are ep / tp data-parallel copies of what is no expert then."""
+    """`servers` vLLM servers of `workers` each: tensor parallel x pipeline parallel x data-parallel copies.
+
+    With `ep` above 1 each expert is whole and the experts are sharded over `ep` workers of a stage. `ep` is `tp` or a multiple of it:
+    the non-expert weights then have ep / tp data-parallel copies. Raises ProblemError for another `ep`.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -37,18 +41,18 @@ class EngineLayout:
 
     @property
     def copies(self) -> int:
-        """Data-parallel copies of a server's attention."""
+        """Number of data-parallel copies of a server's attention."""
         return max(1, self.ep // self.tp)
 
     @property
     def workers(self) -> int:
-        """Of one server."""
+        """Number of workers of one server."""
         return self.tp * self.pp * self.copies
 
 
 @dataclass(frozen=True)
 class _Worker:
-    """Places of one worker of a server."""
+    """Ranks of one worker of a server: tensor parallel, pipeline parallel, data-parallel copy."""
 
     tp_rank: int
     pp_rank: int
@@ -61,13 +65,13 @@ class _Worker:
 
 
 def wanted_boxes(shapes: Mapping[str, tuple[int, ...]], model: HfConfig, layout: EngineLayout) -> dict[str, dict[Box, list[int]]]:
-    """Tensor -> box -> the workers that want it, counted over all servers, of tensors with these names and full shapes.
+    """Return tensor -> box -> the workers that load it, numbered over all servers, for tensors with these names and full shapes.
 
-    ValueError when vLLM cannot cut the model so, or a tensor is of a kind that this file does not know.
+    Raises ProblemError when vLLM cannot shard the model this way, or when a tensor's kind is unknown here.
     """
     stages = pipeline_stages(model.num_layers, layout.pp)
     every = range(0, layout.servers * layout.workers, layout.workers)
-    known: dict[tuple, dict[Box, list[int]]] = {}  # layers of one stage are cut alike
+    known: dict[tuple, dict[Box, list[int]]] = {}  # all layers of one stage are sharded alike
     wanted = {}
     for name, shape in shapes.items():
         layer = layer_of(name)
@@ -81,7 +85,7 @@ def wanted_boxes(shapes: Mapping[str, tuple[int, ...]], model: HfConfig, layout:
 
 
 def _server_boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, stages: list[int]) -> dict[Box, list[int]]:
-    """Box -> the workers of one server that want it, when the tensor belongs to `stages`."""
+    """Return box -> the workers of one server that load it, for a tensor that belongs to `stages`."""
     boxes: dict[Box, list[int]] = {}
     for number in range(layout.workers):
         worker = _Worker.of(layout, number)
@@ -92,7 +96,7 @@ def _server_boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: En
 
 
 def pipeline_stages(layers: int, pp: int) -> list[range]:
-    """The decoder layers of each stage: as many on each, what is over one each on the stages before the last."""
+    """Return the decoder layers of each stage: equal numbers, with the remainder one each on the stages before the last."""
     counts = [layers // pp] * pp
     for stage in range(layers % pp):
         counts[-2 - stage] += 1
@@ -115,10 +119,10 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
     if kind in (EMBEDDING, HEAD):
         return [_vocabulary(name, shape, layout.tp, worker.tp_rank)]
     if "shared_experts" in words and layout.copies > 1 and layout.tp > 1:
-        return [whole(shape)]  # each worker runs them on tokens of its own
+        return [whole(shape)]  # each worker runs the shared experts on its own tokens
     if "norm" in kind or kind in KEPT_WHOLE or (kind in BY_COLUMNS and words[-1] == "bias"):
         return [whole(shape)]
-    if words[-2] == "experts":  # all of a block's in one tensor, the expert its first dimension
+    if words[-2] == "experts":  # one tensor holds all experts of a block; dim 0 is the expert
         return [_stacked_experts(name, shape, model, layout, worker)]
     if "experts" in words and layout.ep > 1:
         return [whole(shape)] if int(words[words.index("experts") + 1]) in _experts(model, layout, worker) else []
@@ -126,7 +130,7 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
         return [_part(name, shape, 1, 0, shape[1], layout.tp, worker.tp_rank)]
     mine = (layout.tp, worker.tp_rank)
     parts = min(layout.tp, model.num_kv_heads)
-    keys = (parts, worker.tp_rank * parts // layout.tp)  # workers share a head where there are more of them
+    keys = (parts, worker.tp_rank * parts // layout.tp)  # several workers share a KV head if there are more workers than heads
     if kind in ("k_proj", "v_proj"):
         return [_part(name, shape, 0, 0, shape[0], *keys)]
     if kind == "qkv_proj":
@@ -142,7 +146,7 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
 
 
 def _part(name: str, shape: tuple[int, ...], dim: int, start: int, length: int, parts: int, part: int) -> Box:
-    """Part number `part` of `parts` of places [start, start + length) of dimension `dim`."""
+    """Return part `part` of `parts` equal parts of elements [start, start + length) along dimension `dim`."""
     if length % parts:
         raise ProblemError(Problem(("rollout.tp",), f"{name} of shape {shape} cannot be cut into {parts} along dimension {dim}"))
     step = length // parts
@@ -155,7 +159,7 @@ def _stacked_experts(name: str, shape: tuple[int, ...], model: HfConfig, layout:
         return cut(shape, 0, mine.start, mine.stop)
     if name.endswith("down_proj_bias"):
         return whole(shape)
-    dim = 1 if name.endswith("down_proj") else len(shape) - 1  # [expert, inside, outside], or [expert, outside, gate and up in turns]
+    dim = 1 if name.endswith("down_proj") else len(shape) - 1  # [expert, in, out] of down_proj, or [expert, in, gate and up interleaved]
     return _part(name, shape, dim, 0, shape[dim], layout.tp, worker.tp_rank)
 
 
@@ -168,7 +172,7 @@ def _vocabulary(name: str, shape: tuple[int, ...], tp: int, tp_rank: int) -> Box
 
 
 def _experts(model: HfConfig, layout: EngineLayout, worker: _Worker) -> range:
-    """The experts of a worker: as many on each, what is over one each on the first."""
+    """Return the experts of a worker: equal numbers, with the remainder one each on the first workers."""
     each, over = divmod(model.experts.count, layout.ep)
     place = worker.copy * layout.tp + worker.tp_rank
     start = place * each + min(place, over)

@@ -1,6 +1,6 @@
-"""What files on this machine say against a run, or what its user should know: the model's folder, the data, the run's folder.
+"""Checks files on this machine for problems and notes: the model's folder, the data, the run's folder.
 
-Files that are elsewhere, as on a hub, are left to the run.
+Files elsewhere, for example on a hub, are checked by the run.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megagrpo.config.paths import DATA_SUFFIXES
 from megagrpo.families.config import HfConfig
 from megagrpo.rewards.target import did_you_mean
 
-LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes that Linux takes, less what a run adds to the path
+LONGEST_NAME, LONGEST_PATH = 255, 3500  # limits of Linux in bytes, minus room for the file names that a run adds
 
 
 def output_problems(config: RunConfig) -> list[Problem]:
-    """A folder for runs that cannot be made or written to."""
+    """Return the problem of an output folder that cannot be created or written to."""
     folder, key = Path(config.run.output_dir), ("run.output_dir",)
     there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
     if longest := [part for part in folder.parts if len(part.encode()) > LONGEST_NAME]:
@@ -35,7 +35,7 @@ def output_problems(config: RunConfig) -> list[Problem]:
 
 
 def data_problems(config: RunConfig) -> list[Problem]:
-    """Data files and chat templates that do not exist, and columns that the first row of a jsonl or csv file does not have."""
+    """Return data files and chat templates that do not exist, and columns that a jsonl or csv file's first row lacks."""
     data, problems = config.data, []
     sources: list[tuple[str, DatasetSection]] = [("data.train", data.train)]
     sources += [("data.eval", data.eval)] * (data.eval is not None)
@@ -54,7 +54,7 @@ def data_problems(config: RunConfig) -> list[Problem]:
 
 
 def _column_problems(config: RunConfig, key: str, section: DatasetSection, present: list[str]) -> list[Problem]:
-    """Columns that the data keys of this set name and its rows do not have; those of an evaluation set may be its own."""
+    """Return columns that the keys of this data set name but its rows lack. An evaluation set may override the keys of `data`."""
     own = {name: getattr(section, name, None) for name in ("prompt_column", "columns", "extract_hash_answer")}
     named = {
         name: (f"data.{name}", getattr(config.data, name)) if value is None else (f"{key}.{name}", value) for name, value in own.items()
@@ -71,7 +71,7 @@ def _column_problems(config: RunConfig, key: str, section: DatasetSection, prese
 
 
 def _columns(path: Path) -> list[str]:
-    """Names of the columns of a jsonl or csv file, by its first row; nothing for what is another kind of source or cannot be read."""
+    """Return the column names of a jsonl or csv file, from its first row; empty for other sources and unreadable files."""
     try:
         with path.open(encoding="utf-8") as lines:
             if path.suffix == ".jsonl":
@@ -83,7 +83,7 @@ def _columns(path: Path) -> list[str]:
 
 
 def data_notes(config: RunConfig) -> list[Problem]:
-    """Fewer prompts than one step draws: it would draw some of them twice."""
+    """Return a note when there are fewer prompts than one step draws, so that a step repeats some."""
     data, wanted = config.data.train, config.rollout.prompts_per_step
     path, rows = Path(data.source), data.size
     if path.suffix == ".jsonl" and path.is_file():
@@ -97,7 +97,7 @@ def data_notes(config: RunConfig) -> list[Problem]:
 
 
 def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], list[Problem]]:
-    """(problems, notes) of a tokenizer that is a folder here."""
+    """Return (problems, notes) of a tokenizer in a local folder."""
     folder = Path(os.path.expanduser(config.model.tokenizer or config.model.path))
     settings, problems, notes = _read(folder / "tokenizer_config.json"), [], []
     if not settings:
@@ -124,7 +124,8 @@ def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], 
 
 
 def end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
-    """A generation_config.json that cannot be read, or whose end tokens the model does not have."""
+    """Return the problem of a generation_config.json that cannot be read, or whose end tokens the model does not have; empty without the
+    file."""
     path, key = folder / "generation_config.json", ("model.path",)
     try:
         found = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, two for each product with its sum. Whole model, all ranks together."""
+"""Floating-point operations of the whole model, over all ranks. A multiplication with its addition counts as two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megagrpo.plan.shapes import expert_parameters, stage_parameters
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Forward pass of one token: through the blocks' linears outside of experts, through its experts, through the LM head."""
+    """FLOPs of one token's forward pass: the blocks' linears without experts (`dense`), its experts, and the LM head."""
 
     dense: float
     experts: float
@@ -25,7 +25,7 @@ class TokenFlops:
 
 @lru_cache(maxsize=64)
 def token_flops(model: HfConfig) -> TokenFlops:
-    """2 FLOPs for each parameter that a token meets (Kaplan et al. 2020, arXiv 2001.08361, table 1). Looking up its embedding is free."""
+    """Return 2 FLOPs per parameter that a token uses (Kaplan et al. 2020, arXiv 2001.08361, table 1). The embedding lookup is free."""
     alone = ParallelSection()
     used = expert_parameters(model) * model.experts.per_token / model.experts.count if model.experts else 0
     embedding = model.padded_vocab(1) * model.hidden_size
@@ -35,7 +35,8 @@ def token_flops(model: HfConfig) -> TokenFlops:
 
 @lru_cache(maxsize=1024)
 def attention_flops(model: HfConfig, length: float) -> float:
-    """Forward pass of causal attention in one sequence of `length` tokens: half of the scores' square, or the window's band of it."""
+    """Return the FLOPs of causal attention's forward pass over one sequence of `length` tokens: half of the score square, or the
+    window's band."""
     total = 0.0
     for layer in range(model.num_layers):
         window = min(model.window(layer) or length, length)
@@ -45,9 +46,11 @@ def attention_flops(model: HfConfig, length: float) -> float:
 
 
 def model_flops(model: HfConfig, prompt: float, response: float, frozen: bool = False) -> float:
-    """Forward and backward pass of one sample, the backward one taken as two forward ones, nothing recomputed: what MFU counts (Chowdhery
-    et al. 2022, arXiv 2204.02311, appendix B), with the LM head for response tokens alone. `frozen` weights have no gradients of their own,
-    as below adapters, whose own products are nothing."""
+    """Return the FLOPs of one sample's forward and backward pass, without recompute, as MFU counts them.
+
+    The backward pass counts as two forward passes (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), and the LM head for response
+    tokens only. With `frozen` base weights, below adapters, weights have no gradients; the adapters' own FLOPs are ignored.
+    """
     flops = token_flops(model)
     products = (prompt + response) * flops.blocks + response * flops.head
     return (2 if frozen else 3) * products + 3 * attention_flops(model, prompt + response)

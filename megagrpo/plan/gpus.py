@@ -1,4 +1,4 @@
-"""What a GPU can do by its maker's data sheet, in a server with eight of them, and what share of it programs get."""
+"""GPU peaks from data sheets, for servers with eight GPUs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peaks: dense TFLOP/s (half of the figure with sparsity), memory in GB/s, links in GB/s and one direction; `network` is one GPU's
-    share of its server's network cards. `source` names the documents. `memory_gib` is what CUDA reports of it, rounded down."""
+    """Peak rates of one GPU: dense TFLOP/s (half of the figure with sparsity), memory in GB/s, links in GB/s per direction.
+
+    `network_gb_per_s` is one GPU's share of its server's network cards. `memory_gib` is the memory that CUDA reports, rounded down.
+    `source` names the documents.
+    """
 
     name: str
     bf16_tflops: float
-    fp8_tflops: float  # 0: none
+    fp8_tflops: float  # 0: the GPU has no FP8
     memory_gib: float
     memory_gb_per_s: float
     nvlink_gb_per_s: float
     network_gb_per_s: float
     source: str
-    mxfp8: bool = False  # whether it multiplies numbers of which 32 share a scale
-    hopper: bool = False  # what the kernels of `train.fused_logprobs` are for
+    mxfp8: bool = False  # supports MXFP8 (32 elements share a scale)
+    hopper: bool = False  # can run the kernels of `train.fused_logprobs`
 
 
 GPUS = {

@@ -1,4 +1,4 @@
-"""What the trainer's ranks take of a node's own memory: for checkpoints, for moments that stay off the GPU, for what leaves it."""
+"""Predicts the host memory of the trainer's ranks: for checkpoints, for offloaded moments, and for state and activations off the GPU."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ MOVED = ("weights", "optimizer", "reference")  # to the host while vLLM generate
 
 
 def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: int = GPUS_PER_NODE, gpu: bool = False) -> dict[str, float]:
-    """GiB of the fullest node: `saving`, at the peak of putting a checkpoint together; `writing`, held until it is written while training
-    goes on (0 without `run.async_save`); `moments` that `train.optimizer_offload` keeps there; `offload`, pinned, for what `train.offload`
-    moves there from a `gpu`; `activations`, pinned too, of `model.offload_activations`. Python and libraries are not counted.
+    """Return GiB of RAM on the fullest node, by purpose. Python and libraries are not counted.
 
-    Of a sharded optimizer one of the ranks that share parameters gathers masters and moments, in float32 (`fully_reshardable`), one buffer
-    after the other: from each rank its own part of a buffer, and there one of the three as it came, the one before, and joined. What gloo
-    itself takes for that, as much as one of them, is not counted. That rank writes: with `run.async_save` a copy of weights, masters and
-    moments, else of the weights alone.
+    - `saving`: peak while a checkpoint is assembled.
+    - `writing`: held until the checkpoint is written while training goes on (0 without `run.async_save`).
+    - `moments`: kept there by `train.optimizer_offload`.
+    - `offload`: pinned, state that `train.offload` moves there from a `gpu`.
+    - `activations`: pinned too, of `model.offload_activations`.
+
+    With a sharded optimizer one of the ranks that share parameters gathers masters and moments in float32 (`fully_reshardable`), one
+    buffer after the other. Every rank holds its own part of the buffer. The gathering rank also holds three whole float32 tensors: the
+    parts as received, the tensor before, and the joined one. gloo itself needs about as much as one of them, which is not counted. The
+    gathering rank writes. With `run.async_save` it copies weights, masters and moments, otherwise only weights.
     """
     p = config.parallel
     if config.lora.enabled:
@@ -42,8 +46,8 @@ def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: i
     turns = gpu and takes_turns(config)
     moved = moved_bytes(config, model, world_size) if turns else [0.0] * p.pp
     activations = activation_bytes(config, model) if gpu else [0.0] * p.pp
-    beside = GIB * engine_memory(config, model)["vllm_weights"] if turns else 0.0  # of the server on the same GPU, which sleeps meanwhile
-    for rank in range(world_size):  # numbered tp fastest, then cp, dp, pp; for experts those of a stage etp fastest, then ep
+    beside = GIB * engine_memory(config, model)["vllm_weights"] if turns else 0.0  # weights of the sleeping server on the same GPU
+    for rank in range(world_size):  # ranks go tp fastest, then cp, dp, pp; a stage's expert ranks go etp fastest, then ep
         stage, place = divmod(rank, world_size // p.pp)
         outside = _Shard(trained[stage], place // p.tp, world_size // (p.pp * p.tp))
         inside = _Shard(experts[stage], place // (p.expert_tp * p.ep), world_size // p.expert_parallel_size)
@@ -54,13 +58,16 @@ def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: i
 
 
 def moved_bytes(config: RunConfig, model: HfConfig, world_size: int) -> list[float]:
-    """Of a rank of each stage, what waits in the host's memory while vLLM generates (`train.offload`)."""
+    """Return, per stage, the bytes of one rank that wait in host memory while vLLM generates (`train.offload`)."""
     return [sum(parts.values()) for parts in _moved(config, model, world_size)]
 
 
 def copied_bytes(config: RunConfig, model: HfConfig, world_size: int) -> list[float]:
-    """Of a rank of each stage, what `train.offload` copies in each step: all of it to the GPU, and to the host what steps change, which are
-    no weights under adapters, and of a reference the steps that it moves in."""
+    """Return, per stage, the bytes of one rank that `train.offload` copies in each step.
+
+    Everything is copied to the GPU. Only state that steps change is copied to the host: under adapters only the adapters' weights, and
+    the reference only in the steps that move it.
+    """
     a, copied = config.algorithm, []
     adapters = stage_adapters(model, config.parallel, config.lora) if config.lora.enabled else None
     for stage, parts in enumerate(_moved(config, model, world_size)):
@@ -76,7 +83,7 @@ def _moved(config: RunConfig, model: HfConfig, world_size: int) -> list[dict[str
 
 
 def activation_bytes(config: RunConfig, model: HfConfig) -> list[float]:
-    """Of a rank of each stage, what `model.offload_activations` keeps on the host when it keeps most."""
+    """Return, per stage, the peak bytes of one rank that `model.offload_activations` keeps on the host."""
     tokens, (_, kept, _) = config.train.max_tokens_per_micro_batch / config.parallel.cp, activation_elements(config, model, gpu=True)
     layers = [len(own) * in_flight(config, stage) for stage, own in enumerate(layers_of_ranks(model, config.parallel))]
     share = config.model.offload_activations
@@ -85,7 +92,7 @@ def activation_bytes(config: RunConfig, model: HfConfig) -> list[float]:
 
 @dataclass(frozen=True)
 class _Shard:
-    """Trained parameters that a rank holds, which of their `copies` it has."""
+    """Trained parameters that a rank holds, and the number of this copy among `copies`."""
 
     size: int
     copy: int
@@ -93,7 +100,7 @@ class _Shard:
 
 
 def _rank(config: RunConfig, shards: list[_Shard], chunk: int) -> dict[str, float]:
-    """Bytes of one rank, whose largest buffer is that of `chunk` parameters."""
+    """Return the bytes of one rank by purpose. Its largest buffer has `chunk` parameters."""
     train, element = config.train, weight_bytes(config)
     weights = element * (2 if config.algorithm.sync_ref_model else 1)
     state = (4 if train.optimizer == "muon" else 8) + (4 if train.distributed_optimizer or element < 4 else 0)

@@ -1,6 +1,6 @@
-"""What a rank of the trainer and a vLLM server hold: arithmetic on shapes.
+"""Predicts the memory of a trainer rank and of a vLLM server from shapes.
 
-Weights, gradients and optimizer state are exact, activations are an estimate (the tensors that the backward pass keeps), kernels'
+Weights, gradients and optimizer state are exact. Activations are an estimate (the tensors that the backward pass keeps). Kernels'
 workspaces are not counted.
 """
 
@@ -21,22 +21,24 @@ from megagrpo.plan.shapes import (
 )
 
 GIB = 2**30
-PREFILL_TOKENS = 8192  # of one batch of vLLM's, by its default on large GPUs
-MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}  # of both, with their share of two scales
-FP8_BYTES = 2  # of a weight that is multiplied in FP8: rounded along its rows and along its columns, kept for the next time
-NOT_OFFLOADED = 2  # layers whose activations are on the GPU whatever model.offload_activations says: the one at work, and its neighbour
-STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # of a weight, with its share of a scale
+PREFILL_TOKENS = 8192  # tokens in one prefill batch of vLLM, its default on large GPUs
+MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}  # bytes of both moments of a parameter, with their share of two scales
+FP8_BYTES = 2  # bytes of a weight's cached FP8 copies: one rounded along rows, one along columns
+NOT_OFFLOADED = 2  # layers whose activations stay on the GPU despite model.offload_activations: the running one and its neighbour
+STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # bytes of a stored weight, with its share of a scale
 
 
 def trainer_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) -> dict[str, dict[str, float]]:
-    """Phase -> part -> GiB of the trainer, in each phase on the rank of the pipeline stage that needs most."""
+    """Return phase -> part -> GiB of the trainer, each phase on the rank of the pipeline stage that needs most."""
     stages = stage_memory(config, model, dp, gpu)
     return {phase: max((stage[phase] for stage in stages), key=lambda parts: sum(parts.values())) for phase in stages[0]}
 
 
 def stage_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) -> list[dict[str, dict[str, float]]]:
-    """Of a rank of each pipeline stage, phase -> part -> GiB. `auto` precision is taken as bf16. Without a `gpu` attention is ours in plain
-    torch, which keeps more."""
+    """Return, per pipeline stage, phase -> part -> GiB of one rank. `auto` precision counts as bf16.
+
+    Without a `gpu` attention is our torch version, which keeps more activations.
+    """
     p = config.parallel
     held = zip(
         layers_of_ranks(model, p),
@@ -53,7 +55,7 @@ def stage_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) 
 
 
 def weight_bytes(config: RunConfig) -> int:
-    """Bytes of a weight in the trainer; `auto` precision is taken as bf16."""
+    """Return the bytes of one weight in the trainer; `auto` precision counts as bf16."""
     return 4 if config.model.precision == "fp32" else 2
 
 
@@ -72,15 +74,16 @@ def _stage_memory(
     given: float,
     gpu: bool,
 ) -> dict[str, dict[str, float]]:
-    """That of a rank of one stage with so many parameters; `given` are the bytes that it sends in a sync."""
+    """Return phase -> part -> GiB of one rank of a stage with these parameter counts. `given` is the number of bytes that it sends in a
+    weight sync."""
     p, train = config.parallel, config.train
     parameters = outside + experts + adapters
     trained, trained_experts = (adapters, 0) if config.lora.enabled else (outside, experts)
     copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
     element = weight_bytes(config)
-    # Muon keeps one moment of a matrix; that the embeddings keep two is left out.
+    # Muon keeps one moment of a matrix. The embeddings' second moment is ignored.
     moment_bytes = 4 if train.optimizer == "muon" else 0 if train.optimizer_offload else MOMENT_BYTES[train.optimizer_state_dtype]
-    optimizer_bytes = moment_bytes + (0 if element == 4 else 4)  # and master weights beside bf16
+    optimizer_bytes = moment_bytes + (0 if element == 4 else 4)  # bf16 weights have float32 masters
     stored = 0 if config.model.base_storage == "none" else linears
     saved = in_fp8 * (element - (FP8_BYTES if gpu else 1)) if config.model.fp8_param else 0
     resident = {
@@ -99,8 +102,8 @@ def _stage_memory(
         layers_kept -= max(0.0, layers_kept - NOT_OFFLOADED) * config.model.offload_activations
     activations = layers_kept * kept + passing + (one_layer if config.model.recompute == "full" else 0)
     logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, element) if stage == p.pp - 1 else (0, 0, 0)
-    # What a rank sends is copied out of its weights first.
-    # The moments come with the first step. The sharded optimizer moves weights into buffers of its own before there are masters.
+    # load: moments do not exist before the first step, and the sharded optimizer copies weights to its buffers before masters exist.
+    # sync: a rank copies the bytes that it sends out of its weights first.
     largest = model.padded_vocab(p.tp) // p.tp * model.hidden_size * element
     masters = resident["optimizer"] * (optimizer_bytes - moment_bytes) / optimizer_bytes
     moved = min(chunk, max(trained, trained_experts)) * element if train.distributed_optimizer else 0
@@ -116,7 +119,7 @@ def _stage_memory(
 
 
 def in_flight(config: RunConfig, stage: int) -> float:
-    """Micro-batches whose backward pass is still to come when a stage holds most of them, of all its layers."""
+    """Return the peak number of micro-batches of a stage, counted with all its layers, whose backward pass has not run yet."""
     p = config.parallel
     if p.vpp > 1:  # interleaved 1F1B: chunks of layers / (pp vpp)
         return (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
@@ -124,11 +127,12 @@ def in_flight(config: RunConfig, stage: int) -> float:
 
 
 def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) -> tuple[float, float, float]:
-    """Bytes that the LM head takes for log-probs, that it takes in a train step, and that exact KL keeps of the reference for a whole step.
+    """Return the LM head's bytes for log-probs, its bytes in a train step, and the bytes that exact KL keeps of the reference for a
+    whole step.
 
-    Logits of a chunk of tokens, in float32; with exact KL of both models, with top-p their exponentials too. Fused log-probs write none
-    without gradients, and with them 2 bytes each into limited scratch. In a train step also the gradient of the head, summed in float32
-    and then cast.
+    They hold a chunk's logits in float32: with exact KL those of both models, with top-p their exponentials too. Fused log-probs write
+    no logits without gradients; with gradients they write 2 bytes each to scratch of limited size. A train step adds the head's
+    gradient, summed in float32 and then cast.
     """
     cp, algorithm, rollout, train = config.parallel.cp, config.algorithm, config.rollout, config.train
     exact = algorithm.beta > 0 and algorithm.full_kl
@@ -144,14 +148,15 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
 
 
 def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[float, float, float]:
-    """Elements per token: that one layer keeps without recomputation, that it keeps with the configured one, that come and go in the pass
-    through its MLP, forward or backward.
+    """Return elements per token: kept by one layer without recompute, kept with the configured recompute, and temporary in a pass
+    through its MLP.
 
-    The residual and the normed input of attention and of the MLP, and what they give where that is normalised too; q, k and v as one
-    tensor, q and k again when they are turned, the attention's output; gate, up and silu(gate) up. Ours on a CPU, for sequences above 128
-    tokens, keeps copies of q, of k and v for every query head, and the output twice; q, k and v themselves only for a norm of theirs.
-    Latents are kept before and after their norm. A token that goes through k experts has k MLPs, each with a copy of its input and output,
-    spread evenly over the ranks. Beside an adapter the outputs of a projection, of its adapter and of both exist at once.
+    Attention and MLP each keep the residual and the normed input, and their output if it is normalised too. Attention keeps q, k and v
+    as one tensor, q and k again after rotation, and its output. The MLP keeps gate, up and silu(gate) up. Our CPU attention, for
+    sequences above 128 tokens, keeps copies of q, and of k and v for every query head, and the output twice; it keeps q, k and v
+    themselves only if they are normalised. Latents are kept before and after their norm. A token that uses k experts has k MLPs, each
+    with a copy of its input and output, spread evenly over the ranks. With an adapter the outputs of the projection, of the adapter and
+    their sum exist at once.
     """
     tp = config.parallel.tp
     shards = tp if config.parallel.sequence_parallel else 1
@@ -176,11 +181,11 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
 
 
 def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = None) -> int:
-    """Elements of one sequence of `tokens` tokens in the KV cache of one of `tp` vLLM devices. A device keeps at least one whole head, and
-    with latent attention the whole latent.
+    """Return the KV cache elements of one sequence of `tokens` tokens on one of `tp` vLLM devices.
 
-    Of a layer with a window vLLM keeps the tokens that one sees before its own, and those of the batch under way, up to `prefill` of them;
-    None: all of them, as where whole prompts are one batch.
+    A device keeps at least one whole head; with latent attention it keeps the whole latent. For a layer with a window vLLM keeps the
+    tokens that a token sees before its own, and up to `prefill` tokens of the current batch. `prefill` None: it keeps all tokens, as
+    when whole prompts are one batch.
     """
     element = model.mla.kv_rank + model.mla.rope_dim if model.mla else 2 * model.head_dim * max(1, model.num_kv_heads // tp)
     windows = [model.window(layer) for layer in range(model.num_layers)]
@@ -189,29 +194,32 @@ def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = Non
 
 
 def kv_bytes(config: RunConfig, model: HfConfig, tokens: int, prefill: int | None = None) -> int:
-    """Bytes of one sequence in the KV cache of one of the run's vLLM devices: `kv_elements` in the dtype that vLLM computes in."""
+    """Return the KV cache bytes of one sequence on one of the run's vLLM devices: `kv_elements` in vLLM's compute dtype."""
     return engine_element(config) * kv_elements(model, config.rollout.tp, tokens, prefill)
 
 
 def engine_element(config: RunConfig) -> int:
-    """Bytes of one number that vLLM computes with: 2 beside quantized weights, else those of a weight in the trainer."""
+    """Return the bytes of one element in vLLM's compute dtype: 2 with quantized weights, else as in the trainer."""
     return weight_bytes(config) if config.rollout.quantization == "none" else 2
 
 
 def block_bytes(config: RunConfig) -> int:
-    """Bytes of one element of a block's linears in vLLM; without the scales of FP8, which are a thousandth."""
+    """Return the bytes of one element of a block's linears in vLLM, without FP8's scales, which are a thousandth."""
     return engine_element(config) if config.rollout.quantization == "none" else 1
 
 
 def engine_bytes(config: RunConfig, model: HfConfig) -> int:
-    """Bytes of the whole model in vLLM, which quantizes the blocks alone, not embedding and output layer."""
+    """Return the bytes of the whole model in vLLM. vLLM quantizes only the blocks, not embedding and output layer."""
     outer = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
     return engine_element(config) * outer + block_bytes(config) * (num_parameters(model) - outer)
 
 
 def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) -> dict[str, float]:
-    """GiB of a vLLM server on each of its GPUs: weights, and the KV cache, which gets the rest of the server's share of a GPU of `gpu` GiB;
-    None: of the longest sequence, the least that it needs."""
+    """Return the GiB of weights and KV cache of a vLLM server on each of its GPUs.
+
+    The cache gets the rest of the server's share of a GPU of `gpu` GiB. With `gpu` None it is the minimum: one sequence of the greatest
+    length.
+    """
     tp = config.rollout.tp
     weights = engine_bytes(config, model) / tp / GIB
     least = kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS) / GIB
@@ -220,13 +228,16 @@ def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) 
 
 
 def takes_turns(config: RunConfig) -> bool:
-    """Whether a GPU's memory is the trainer's while vLLM sleeps, and vLLM's while it generates (`train.offload`)."""
+    """Whether trainer and vLLM use a GPU's memory in turns: vLLM sleeps during training, the trainer offloads during generation
+    (`train.offload`)."""
     return config.rollout.placed == "colocated" and config.train.offload is not False
 
 
 def on_shared_gpu(config: RunConfig, memory: dict[str, dict[str, float]], engine: dict[str, float]) -> dict[str, dict[str, float]]:
-    """The phases of a GPU that a trainer rank shares with a server, which holds `engine` while it generates. Where they take turns the
-    trainer has left by then, and all but its weights when vLLM takes them in."""
+    """Return the phases of a GPU that a trainer rank shares with a server, which holds `engine` while it generates.
+
+    If they take turns, the trainer is offloaded by then. While vLLM loads weights, only the trainer's weights are on the GPU.
+    """
     if not takes_turns(config):
         return memory | {"generate": memory["generate"] | engine}
     given = {part: memory["sync"][part] for part in ("weights", "staging")}
@@ -234,8 +245,10 @@ def on_shared_gpu(config: RunConfig, memory: dict[str, dict[str, float]], engine
 
 
 def smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]]) -> float:
-    """GiB of a GPU where the trainer fits, beside vLLM's share when they share it and do not take turns, and the share of a server that the
-    run starts holds vLLM's weights and one sequence."""
+    """Return the GiB that a GPU needs for the trainer and vLLM.
+
+    A shared GPU without turns holds both at once. The share of a server that the run starts must hold vLLM's weights and one sequence.
+    """
     rollout, engine = config.rollout, engine_memory(config, model)
     share, turns = rollout.gpu_memory_utilization, takes_turns(config)
     trainer = max(sum(parts.values()) for parts in (on_shared_gpu(config, memory, engine) if turns else memory).values())

@@ -1,5 +1,5 @@
-"""Seconds of a forward and a backward pass of the trainer: for each layer and micro-batch the products, the memory that everything between
-them reads and writes, the host that starts the kernels, and the messages. The formulas are in docs/plan.md."""
+"""Predicts the seconds of the trainer's forward and backward pass. It counts, per layer and micro-batch, matrix products, memory traffic
+between them, kernel launches by the host, and messages. The formulas are in docs/plan.md."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from megagrpo.plan.links import HOST_GB_PER_S, Links, layer_seconds
 from megagrpo.plan.memory import activation_elements, weight_bytes
 from megagrpo.plan.workload import Lengths
 
-DENSE_EFFICIENCY = 0.6  # share of the peak that products of large matrices get
+DENSE_EFFICIENCY = 0.6  # share of the peak that products of large matrices reach
 ATTENTION_EFFICIENCY = 0.5
-EXPERT_EFFICIENCY = 0.45  # of many narrow matrices, one for each expert
-FP8_GAIN = 0.5  # of what the peak in FP8 has above that in bf16, the share that products get: operands are rounded first
-IMBALANCE = 1.5  # tokens of the fullest rank's experts over those of the average, where ranks share experts out
-BANDWIDTH = 0.8  # share of the memory's peak
-TOUCHES = 4  # times that a tensor which a layer keeps is read or written in a forward pass
-LAYER_STARTS = 0.3e-3  # seconds in which the host starts one layer's kernels, in one direction
-EXPERT_LAYER_STARTS = 1.5e-3  # of a layer with experts, where it also waits to learn how many tokens each one gets
+EXPERT_EFFICIENCY = 0.45  # the same share for many narrow matrices, one for each expert
+FP8_GAIN = 0.5  # share of FP8's advantage in peak over bf16 that products reach; rounding operands takes the rest
+IMBALANCE = 1.5  # tokens on the fullest rank's experts / average tokens, with expert parallelism
+BANDWIDTH = 0.8  # share of the peak memory bandwidth that kernels reach
+TOUCHES = 4  # reads and writes per kept tensor of a layer in a forward pass
+LAYER_STARTS = 0.3e-3  # seconds that the host takes to launch one layer's kernels, in one direction
+EXPERT_LAYER_STARTS = 1.5e-3  # the same for a layer with experts, where the host also waits for the token counts
 
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Of all samples of a step: a forward pass, a backward pass with what it recomputes and what both wait for activations on their way to
-    the host and back, and the share of both that stages of the pipeline stand still."""
+    """Seconds of the passes over all samples of a step: `forward`, and `backward` with recompute and the wait for offloaded activations.
+
+    `bubble` is the share of both in which pipeline stages are idle.
+    """
 
     forward: float
     backward: float
@@ -36,13 +38,15 @@ class PassSeconds:
 
 
 def fill(config: RunConfig, lengths: Lengths) -> float:
-    """Share of a micro-batch's budget that whole samples fill: half of one is left over on average, or all but one."""
+    """Return the share of a micro-batch's budget that whole samples fill. On average half a sample's room, or all but one sample's, is
+    left over."""
     share = min(1.0, lengths.sample / config.train.max_tokens_per_micro_batch)
     return max(share, 1 - share / 2)
 
 
 def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths) -> PassSeconds:
-    """For a layout that fits the model and the ranks. Of one optimizer step's micro-batches, all data-parallel replicas have as many."""
+    """Return the seconds of a layout that fits the model and the ranks. Every data-parallel replica has equally many micro-batches per
+    step."""
     p, recompute = config.parallel, config.model.recompute
     samples = config.rollout.prompts_per_step * config.rollout.num_generations
     dp = world_size // p.model_parallel_size
@@ -50,13 +54,13 @@ def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, 
     budget = config.train.max_tokens_per_micro_batch
     per_update = samples * lengths.sample / dp / slices
     count = max(p.pp, ceil(per_update / (budget * fill(config, lengths))))  # micro-batches of one pass of one replica
-    # Ranks that share out experts wait for each other in every layer, so for the fullest of their micro-batches.
+    # Expert-parallel ranks wait for each other in every layer, so the fullest of their micro-batches sets the time.
     waits = model.experts is not None and p.ep * p.expert_tp > p.tp * p.cp
     tokens = min(budget, per_update) if waits else per_update / count
     cost = _Layers(config, model, gpu, tokens / p.cp, lengths)
     forward, talk = cost.forward, cost.messages
     kept = {"none": 0.0, "selective": cost.attention, "full": max(forward, cost.starts) + talk}[recompute]
-    trained = 1 if config.lora.enabled else 2  # products of the backward pass: with adapters weights have no gradients
+    trained = 1 if config.lora.enabled else 2  # backward products per forward one: with adapters weights have no gradients
     backward = max(trained * cost.products + 2 * (cost.attention + cost.traffic), cost.starts) + talk + kept
     backward += sum(max(0.0, cost.copies - seconds) for seconds in (max(forward, cost.starts), backward))
     handed = (p.pp > 1) * p.vpp * Links(gpu).seconds(tokens / p.cp * cost.token_bytes / p.tp, p.tp * p.cp * dp + 1)
@@ -69,8 +73,10 @@ def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, 
 
 
 class _Layers:
-    """All layers' forward pass of one micro-batch, of which a context-parallel rank has `tokens`: seconds of its parts on one rank, as if
-    the rank had all stages."""
+    """Seconds of all layers' forward pass of one micro-batch, by part, on one rank, as if the rank had all stages.
+
+    `tokens` is the number of tokens of a context-parallel rank.
+    """
 
     def __init__(self, config: RunConfig, model: HfConfig, gpu: Gpu, tokens: float, lengths: Lengths):
         p, flops, element = config.parallel, token_flops(model), weight_bytes(config)
@@ -99,7 +105,7 @@ class _Layers:
 
 
 def fp8_time(config: RunConfig, model: HfConfig, gpu: Gpu) -> float:
-    """What becomes of a second of products: 1 without FP8, less with it where layers use it."""
+    """Return the factor on the seconds of products: 1 without FP8, less with FP8 in proportion to its layers."""
     if config.model.fp8_recipe == "none":
         return 1.0
     share = 1 - len({layer % model.num_layers for layer in config.model.bf16_layers}) / model.num_layers

@@ -1,4 +1,4 @@
-"""What stands in the way of a run."""
+"""Finds problems and notes of a config, its model and its number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from megagrpo.rewards.target import Target, did_you_mean
 
 
 def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
-    """A number of ranks that the layout does not divide, and a micro-batch that padding cuts below the longest sample."""
+    """Return problems of a number of ranks that the layout does not divide, and of a micro-batch that alignment cuts below the longest
+    sample."""
     p, problems = config.parallel, []
     if world_size % p.model_parallel_size:
         nearest = [str(n) for n in _multiples(p.smallest_world, world_size)]
@@ -45,7 +46,7 @@ def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
 
 
 def _align_factors(config: RunConfig) -> list[str]:
-    """What `config.micro_batch_align` is made of."""
+    """Return the factors of `config.micro_batch_align`, as text."""
     p, recipe = config.parallel, config.model.fp8_recipe
     if recipe == "none":
         return ["2 x parallel.cp"] * (p.cp > 1) + ["parallel.tp"] * p.sequence_parallel
@@ -55,7 +56,7 @@ def _align_factors(config: RunConfig) -> list[str]:
 
 
 def layout_notes(config: RunConfig, world_size: int) -> list[Problem]:
-    """What costs time, and stops nothing: padding, and ranks without samples."""
+    """Return notes on settings that cost time but stop nothing: padding, and ranks without samples."""
     p, r, notes = config.parallel, config.rollout, []
     if config.max_model_len % p.sequence_align:
         said = f"the longest sample, {config.max_model_len} tokens, is padded to a multiple of 2 x cp = {p.sequence_align}, as all others"
@@ -81,13 +82,13 @@ def vocabulary_notes(config: RunConfig, model: HfConfig) -> list[Problem]:
 
 
 def _multiples(of: int, near: int) -> list[int]:
-    """The positive multiples of `of` on both sides of `near`."""
+    """Return the positive multiples of `of` on both sides of `near`."""
     below = near // of * of
     return [n for n in (below, below + of) if n]
 
 
 def expert_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
-    """What a mixture of experts needs or excludes, and what only such a model has."""
+    """Return requirements and limits of a mixture of experts that the config violates, and expert settings on a model without experts."""
     p, coefficient = config.parallel, config.algorithm.router_aux_loss_coef
     balance, problems = ("algorithm.router_aux_loss_coef",), []
     if model.experts and config.train.optimizer == "muon":
@@ -108,7 +109,8 @@ def expert_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
 
 
 def adapter_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
-    """Projections that are named although experts have them."""
+    """Return problems of LoRA's target modules: unknown projections, projections inside experts, and modules that vLLM takes no adapter
+    for."""
     named = [] if config.lora.target_modules == "all-linear" else config.lora.projections
     inside = [name for name in named if name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
     problems, targets = [], ("lora.target_modules",)
@@ -132,7 +134,7 @@ def adapter_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
 
 
 def fp8_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
-    """Linears too narrow for products in FP8, and layers that are named but not there."""
+    """Return problems of linears too narrow for FP8 products, and of named layers that do not exist."""
     m, align, problems = config.model, config.model.width_align, []
     if m.fp8_recipe == "none":
         return []
@@ -153,7 +155,7 @@ def fp8_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
 
 
 def gpu_problems(config: RunConfig, gpu: Gpu) -> list[Problem]:
-    """Recipes of FP8 that the GPU does not have, and kernels that are for others."""
+    """Return FP8 recipes and kernels that the GPU does not support."""
     recipe, problems = config.model.fp8_recipe, []
     if recipe != "none" and not (gpu.fp8_tflops and (recipe != "mxfp8" or gpu.mxfp8)):
         others = "none, tensorwise, delayed or blockwise" if gpu.fp8_tflops else "none"
@@ -164,7 +166,7 @@ def gpu_problems(config: RunConfig, gpu: Gpu) -> list[Problem]:
 
 
 def _linear_sizes(config: RunConfig, model: HfConfig) -> dict[str, float]:
-    """Inputs and outputs of the blocks' linears on one rank, by what makes them."""
+    """Return the input and output sizes of the blocks' linears on one rank, by the config values that make them."""
     p, mla, heads = config.parallel, model.mla, model.num_heads / config.parallel.tp
     sizes: dict[str, float] = {"hidden_size": model.hidden_size}
     if mla:
@@ -185,7 +187,7 @@ def _linear_sizes(config: RunConfig, model: HfConfig) -> dict[str, float]:
 
 
 def storage_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
-    """What keeps weights from being stored in fewer bits."""
+    """Return what prevents storing weights in fewer bits (`model.base_storage`)."""
     storage, tp = config.model.base_storage, config.parallel.tp
     if model.experts:
         return [Problem(("model.base_storage",), f"{storage} is for linears, and {model.family} has experts; choose none")]
@@ -196,7 +198,7 @@ def storage_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
 
 
 def reward_problems(config: RunConfig) -> list[Problem]:
-    """Reward functions of unknown names, and files that do not exist or do not define the function."""
+    """Return unknown reward names, and files that do not exist or do not define the function."""
     problems: list[Problem] = []
     for i, reward in enumerate(config.rewards.functions):
         key = f"rewards.functions.{i}.function"
@@ -208,7 +210,10 @@ def reward_problems(config: RunConfig) -> list[Problem]:
 
 
 def undefined(target: Target, key: str) -> list[Problem]:
-    """A name that the file of `target` does not define. The file is parsed and not run, so what a star import brings stays open."""
+    """Return the problem of a name that the file of `target` does not define.
+
+    The file is parsed, not run, so the names of a star import remain unknown.
+    """
     if not target.location.endswith(".py"):
         return []
     try:
@@ -216,7 +221,7 @@ def undefined(target: Target, key: str) -> list[Problem]:
     except SyntaxError as error:
         return [Problem((key,), f"{target.location}, line {error.lineno}: not valid Python: {error.msg}", rule=18)]
     except (OSError, ValueError):
-        return []  # the run says why
+        return []  # the run reports the error
     defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
     names = set(defined) | {node.id for node in body if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     names |= {alias.asname or alias.name for node in body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
@@ -228,7 +233,7 @@ def undefined(target: Target, key: str) -> list[Problem]:
 
 
 def multi_turn_problems(config: RunConfig) -> list[Problem]:
-    """Schedulers, tools and environments of unknown names."""
+    """Return unknown names of schedulers, tools and environments."""
     named = {key: getattr(config.multi_turn, key) for key in ("scheduler", "environment")}
     known = {key: name for key, name in named.items() if name is not None}
     try:
@@ -241,7 +246,7 @@ def multi_turn_problems(config: RunConfig) -> list[Problem]:
 
 
 def rollout_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
-    """What the servers cannot cut or hold of this model."""
+    """Return what the servers cannot shard or hold of this model."""
     r, problems = config.rollout, []
     shared_out = r.enable_expert_parallel
     valid = [tp for tp in range(1, model.num_heads + 1) if vllm_can_split(model, tp, shared_out)]
@@ -276,18 +281,18 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
 
 
 def vllm_can_split(model: HfConfig, tp: int, experts_shared_out: bool = False) -> bool:
-    """Whether vLLM starts on `model` with `tp` workers; with `experts_shared_out` each of them has whole experts."""
+    """Whether vLLM starts on `model` with `tp` workers; with `experts_shared_out` each worker has whole experts."""
     whole = not any(size % tp for size in (model.num_heads, _vllm_vocab(model), *_mlp_widths(model, experts_shared_out)))
     return whole and (model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0)
 
 
 def _vllm_vocab(model: HfConfig) -> int:
-    """vLLM pads the vocabulary to a multiple of 64, then cuts it."""
+    """Return vLLM's vocabulary size: it pads the vocabulary to a multiple of 64 before sharding."""
     return -(-model.vocab_size // 64) * 64
 
 
 def _mlp_widths(model: HfConfig, experts_shared_out: bool) -> list[int]:
-    """Sizes of MLPs that vLLM cuts."""
+    """Return the widths of MLPs that vLLM shards."""
     everywhere = all(map(model.has_experts, range(model.num_layers)))
     dense = [] if everywhere else [model.intermediate_size]
     if model.experts is None:
@@ -297,7 +302,7 @@ def _mlp_widths(model: HfConfig, experts_shared_out: bool) -> list[int]:
 
 
 def cache_problems(config: RunConfig, ram: float) -> list[Problem]:
-    """KV caches of servers without GPUs that do not fit into the `ram` GiB of their machine."""
+    """Return the problem of KV caches, on servers without GPUs, that exceed the `ram` GiB of their machine."""
     r = config.rollout
     if r.urls or r.servers * r.kv_cache_gb <= ram:
         return []
@@ -309,7 +314,7 @@ KEPT_IN_RAM = {"offload": "train.offload", "moments": "train.optimizer_offload",
 
 
 def too_little_ram(host: dict[str, float], ram: float) -> list[Problem]:
-    """What ranks of a node keep in its RAM, GiB by name, where that does not fit into `ram`."""
+    """Return the problem of a node whose ranks keep more in RAM (`host`, GiB by purpose) than `ram`."""
     kept = {key: host[name] for name, key in KEPT_IN_RAM.items() if host[name]}
     if sum(kept.values()) <= ram:
         return []
@@ -320,7 +325,7 @@ def too_little_ram(host: dict[str, float], ram: float) -> list[Problem]:
 
 
 def too_big(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float) -> Problem:
-    """What to change for a rank, or vLLM, to fit `gpu` GiB."""
+    """Return the problem of a trainer rank or vLLM server that does not fit `gpu` GiB, with the keys to change."""
     r = config.rollout
     trainer = max(sum(parts.values()) for parts in memory.values())
     cuts = "parallel.tp, parallel.ep, parallel.pp or parallel.cp" if model.experts else "parallel.tp, parallel.pp or parallel.cp"

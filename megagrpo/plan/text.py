@@ -1,4 +1,4 @@
-"""The rows of a plan, for people."""
+"""Formats a plan as text."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megagrpo.plan.search import Candidate
 from megagrpo.plan.shapes import adapted_projections, num_active_parameters, num_parameters, stage_adapters
 from megagrpo.plan.times import StepTimes
 
-WIDTH = 100  # columns of a line
+WIDTH = 100  # columns per line
 
 
 def wrapped(line: str, indent: int) -> list[str]:
-    """`line` cut at spaces into lines of at most `WIDTH` columns; all but the first begin with `indent` spaces. A long word stays whole."""
+    """Wrap `line` at spaces to `WIDTH` columns; later lines are indented by `indent` spaces. A long word stays whole."""
     how = dict(break_long_words=False, break_on_hyphens=False)
     return textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent, **how) if len(line) > WIDTH else [line.rstrip()]
 
 
 def machine_text(config: RunConfig, world_size: int, gpu: float | None) -> str:
-    """Which machine the plan assumes."""
+    """Return the machine that the plan assumes."""
     if gpu is None:
         return f"no GPUs: {world_size} rank(s) share the RAM of a host; gpu_memory_gb=80 or --gpu h100 plans for GPUs"
     r, servers = config.rollout, ""
@@ -69,7 +69,7 @@ def rollout_text(config: RunConfig) -> str:
 
 
 def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
-    """What a server that the run starts has on each of its GPUs, and how many sequences that is."""
+    """Return the weights and KV cache on each GPU of a server that the run starts, and the number of sequences that fit."""
     held, r = engine_memory(config, model, gpu), config.rollout
     fit = int(held["kv_cache"] * GIB / kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS))
     wanted = min(r.max_num_seqs, ceil(r.prompts_per_step * r.num_generations / r.servers))
@@ -80,7 +80,7 @@ def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
 
 
 def weights_text(config: RunConfig, gpu: bool | None) -> str:
-    """Which way weights take on one host, and why; on GPUs and without when `gpu` is None."""
+    """Return the weight sync's transport on one host and its reason; with and without GPUs when `gpu` is None."""
     told = {}
     for there, where in ((True, "on GPUs"), (False, "without GPUs")):
         if gpu in (there, None):
@@ -116,7 +116,7 @@ def gpu_text(config: RunConfig, smallest: float) -> str:
 
 
 def host_text(host: dict[str, float]) -> str:
-    """What the trainer takes of RAM on the node where it takes most."""
+    """Return the trainer's RAM on the fullest node."""
     kept = f"{host['moments']:.1f} GiB for moments, " if host["moments"] else ""
     kept += f"{host['offload']:.1f} GiB, pinned, for what leaves the GPUs while vLLM generates, " if host["offload"] else ""
     kept += f"{host['activations']:.1f} GiB, pinned, for activations, " if host["activations"] else ""
@@ -125,7 +125,7 @@ def host_text(host: dict[str, float]) -> str:
 
 
 def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
-    phases = sorted(memory, key="generate".__eq__)  # what is the server's alone comes last
+    phases = sorted(memory, key="generate".__eq__)  # parts that only the server has come last
     known = dict.fromkeys(part for phase in phases for part, size in memory[phase].items() if size)
     parts = [part for part in known if part != "total"] + ["total"]
     beside = ", and of the vLLM server on its GPU" * ("kv_cache" in known)
@@ -136,7 +136,7 @@ def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
 
 
 def times_table(times: StepTimes) -> Sequence[str]:
-    """Seconds of each phase, and what follows from them."""
+    """Return the seconds of each phase, tokens per second, MFU and idle share."""
     names = [*times.seconds, "step"]
     seconds = times.seconds | {"step": times.step}
     return [
@@ -149,7 +149,7 @@ def times_table(times: StepTimes) -> Sequence[str]:
 
 
 def search_table(found: Sequence[Candidate]) -> Sequence[str]:
-    """The layouts, the fastest first, as the keys that make the config so."""
+    """Return the layouts, fastest first, as config overrides."""
     lines = [
         "the fastest layouts that fit; of nearly equal ones those of fewer stages first",
         f"{'step s':>9}{'train s':>9}{'GiB':>7}  overrides",

@@ -1,6 +1,6 @@
-"""Seconds of each phase of a step on a kind of GPU, predicted by arithmetic. The formulas are in docs/plan.md.
+"""Predicts the seconds of each phase of a step on a kind of GPU. The formulas are in docs/plan.md.
 
-Efficiencies are named constants, of no machine of ours: docs/plan.md holds them against steps that others have published.
+Efficiencies are named constants, not measured by us; docs/plan.md compares the predictions with steps that others published.
 """
 
 from __future__ import annotations
@@ -20,27 +20,30 @@ from megagrpo.plan.shapes import expert_parameters, num_parameters, stage_expert
 from megagrpo.plan.workload import Lengths
 
 PREFILL_EFFICIENCY = 0.5
-DECODE_BANDWIDTH = 0.7  # share of the memory's peak when decoding
-EXPERT_DECODE_BANDWIDTH = 0.5  # when it reads many narrow experts for a few tokens each
-DECODE_STEP_SECONDS = 4e-3  # of vLLM's own in each step: scheduling, sampling
-LAYER_SECONDS = 20e-6  # kernels' starts in each layer of a decoding step
-SLEEP_SECONDS = 3.0  # for a colocated server to sleep and wake up, both together
-STORAGE_GB_PER_S = 2.0  # that one node reads weights at
+DECODE_BANDWIDTH = 0.7  # share of the peak memory bandwidth when decoding
+EXPERT_DECODE_BANDWIDTH = 0.5  # the same when it reads many narrow experts for a few tokens each
+DECODE_STEP_SECONDS = 4e-3  # vLLM's overhead per decoding step: scheduling, sampling
+LAYER_SECONDS = 20e-6  # kernel launches per layer of a decoding step
+SLEEP_SECONDS = 3.0  # a colocated server's sleep and wake-up together
+STORAGE_GB_PER_S = 2.0  # rate at which one node reads weights
 CURVE_POINTS = 64
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """`seconds`: phase -> seconds; load happens once, the others in each step. `mfu`: of the train phase, of the trainer's GPUs; `idle`:
-    share of all GPUs' time in a step in which they wait, for the other side or in a pipeline's bubble."""
+    """`seconds` is phase -> seconds; load happens once, the others in each step.
+
+    `mfu` is the train phase's, on the trainer's GPUs. `idle` is the share of all GPUs' time per step spent waiting, for the other side
+    or in a pipeline bubble.
+    """
 
     seconds: dict[str, float]
     gpus: int
-    tokens: float  # of all samples of a step
+    tokens: float  # tokens of all samples of a step
     mfu: float
     idle: float
-    bubble: float  # share of the train phase
-    ahead: bool = False  # generation goes on while the trainer computes
+    bubble: float  # idle share of the train phase
+    ahead: bool = False  # asynchronous: generation overlaps with training
 
     @property
     def computing(self) -> float:
@@ -53,17 +56,17 @@ class StepTimes:
 
     @property
     def tokens_per_gpu(self) -> float:
-        """Tokens of samples per second of a step and GPU, prompts included."""
+        """Sample tokens, prompts included, per second of a step and GPU."""
         return self.tokens / self.step / self.gpus
 
 
 def server_gpus(config: RunConfig) -> int:
-    """GPUs that generate."""
+    """Return the number of GPUs that generate."""
     return (len(config.rollout.urls) or config.rollout.servers) * config.rollout.tp
 
 
 def step_times(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, generate: float | None = None) -> StepTimes:
-    """The prediction for a layout that fits the model and `world_size` ranks; `generate`: its seconds, when they are known."""
+    """Predict a step of a layout that fits the model and `world_size` ranks. `generate` gives the generation seconds if already known."""
     a, samples = config.algorithm, config.rollout.prompts_per_step * config.rollout.num_generations
     passes = pass_seconds(config, model, world_size, gpu, lengths)
     forward, backward, fraction = passes.forward, passes.backward, passes.bubble
@@ -89,7 +92,7 @@ def step_times(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, le
 
 
 def _update_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> float:
-    """Reduce the gradients of one optimizer step, in float32, read and write the optimizer's state, gather the weights."""
+    """Return the seconds of one optimizer step: reduce float32 gradients, read and write the optimizer's state, all-gather the weights."""
     p, links = config.parallel, Links(gpu)
     dp = world_size // p.model_parallel_size
     outside, experts = max(stage_parameters(model, p)), max(stage_experts(model, p))
@@ -106,11 +109,11 @@ def _update_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gp
 
 
 def generate_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> float:
-    """Of a step's responses: prefill by FLOPs, then decoding steps, each as long as to read weights and cache."""
+    """Return the seconds to generate a step's responses: prefill by FLOPs, then decoding steps bound by reading weights and cache."""
     r = config.rollout
     servers = len(r.urls) or r.servers
     each = ceil(r.prompts_per_step * r.num_generations / servers)
-    prompts = ceil(each / r.num_generations)  # the group shares its prompt's cache
+    prompts = ceil(each / r.num_generations)  # the responses of a group share their prompt's cache
     flops, peak = token_flops(model), gpu.bf16_tflops * 1e12 * r.tp
     prefill = prompts * (lengths.prompt * flops.blocks + attention_flops(model, lengths.prompt)) / (peak * PREFILL_EFFICIENCY)
     slots = min(r.max_num_seqs, _cached_sequences(config, model, gpu, lengths))
@@ -121,30 +124,38 @@ def generate_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Leng
 
 
 def _drained_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths, each: int, slots: int) -> float:
-    """Decoding of a server until the last of its `each` responses, and of the other servers', has ended, `slots` at once: as long as some
-    wait every slot is taken, then their number falls as the distribution of lengths does."""
-    queued = (each - slots) * lengths.response / slots  # steps in which every slot is taken
+    """Return a server's decoding seconds until the last of its `each` responses, and of the other servers' responses, has ended.
+
+    `slots` sequences decode at once. While requests wait, every slot is busy; then the number falls with the distribution of lengths.
+    """
+    queued = (each - slots) * lengths.response / slots  # steps in which every slot is busy
     total = queued * _decode_seconds(config, model, gpu, slots, lengths.prompt + lengths.response / 2)
     scale = exponential_mean(lengths.response, lengths.longest)
     width = lengths.longest / CURVE_POINTS
     for i in range(CURVE_POINTS):
         place = (i + 0.5) * width
-        left = exp(-place / scale) if scale else 1.0  # share of responses that are longer
-        going = 1 - (1 - left) ** (config.rollout.prompts_per_step * config.rollout.num_generations)  # the chance that any is
+        left = exp(-place / scale) if scale else 1.0  # share of responses that are longer than `place`
+        going = 1 - (1 - left) ** (config.rollout.prompts_per_step * config.rollout.num_generations)  # probability that any still runs
         total += width * going * _decode_seconds(config, model, gpu, max(1.0, slots * left), lengths.prompt + place)
     return total
 
 
 def _steady_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths, each: int, slots: int) -> float:
-    """Decoding of a server that goes on with the next steps' responses while this one's last are under way: every slot is taken always. The
-    longest response has all the steps that it may be older than its policy."""
+    """Return a server's decoding seconds when the next steps' responses start while this step's last ones run, so every slot is always
+    busy.
+
+    The longest response may take as many steps as it may be stale.
+    """
     one = _decode_seconds(config, model, gpu, slots, lengths.prompt + lengths.response / 2)
     return max(each * lengths.response / slots, lengths.longest / (1 + config.rollout.max_staleness)) * one
 
 
 def exponential_mean(mean: float, longest: float) -> float:
-    """Of the exponential distribution whose values, cut at `longest`, have this mean: the share of responses under way after so many
-    tokens falls like exp(-tokens / it). 0 stands for: all are as long as possible."""
+    """Return the scale of the exponential distribution that has this mean when truncated at `longest`.
+
+    The share of responses still running after some tokens falls like exp(-tokens / scale). 0 means that all responses have the greatest
+    length.
+    """
     if mean >= 0.999 * longest:
         return 0.0
     low, high = mean, 1000 * longest
@@ -155,19 +166,19 @@ def exponential_mean(mean: float, longest: float) -> float:
 
 
 def _cached_sequences(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> int:
-    """Sequences of average length that a server's KV cache holds at once, at least one."""
+    """Return the number of average sequences that a server's KV cache holds at once, at least one."""
     r = config.rollout
     room = r.gpu_memory_utilization * gpu.memory_gib * GIB - engine_bytes(config, model) / r.tp
     return max(1, int(room / max(1, kv_bytes(config, model, int(lengths.sample)))))
 
 
 def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, context: float) -> float:
-    """One decoding step of a server for `batch` sequences of `context` tokens."""
+    """Return the seconds of one decoding step of a server for `batch` sequences of `context` tokens."""
     tp, experts = config.rollout.tp, model.experts
     of_experts = block_bytes(config) * expert_parameters(model)
     read = (engine_bytes(config, model) - of_experts) / tp + batch * kv_bytes(config, model, int(context))
     reading = read / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH)
-    if experts:  # each token chooses per_token of count experts: how many of them does a batch touch
+    if experts:  # a batch touches this share of the experts
         touched = of_experts * (1 - (1 - experts.per_token / experts.count) ** batch)
         reading += touched / tp / (gpu.memory_gb_per_s * 1e9 * EXPERT_DECODE_BANDWIDTH)
     flops = token_flops(model)
@@ -177,8 +188,11 @@ def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, 
 
 
 def sync_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> float:
-    """The busiest end of a weight sync: a rank sends its part of what all servers want, a worker gets its part of the model. `megagrpo plan
-    --weight-sync` finds both exactly. With what `train.offload` copies to the host before responses, and back after them."""
+    """Return the seconds of the busiest end of a weight sync, plus the copies of `train.offload` to the host and back.
+
+    A rank sends its part of the weights to all servers; a worker receives its part of the model. `megagrpo plan --weight-sync` computes
+    both exactly.
+    """
     r = config.rollout
     size = num_parameters(model) * weight_bytes(config)
     received = size / r.tp
@@ -189,7 +203,7 @@ def sync_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) 
 
 
 def _load_seconds(config: RunConfig, model: HfConfig, world_size: int) -> float:
-    """Each node reads what its ranks hold."""
+    """Return the seconds for each node to read its ranks' weights."""
     p = config.parallel
     held = max(o + e for o, e in zip(stage_parameters(model, p), stage_experts(model, p), strict=True)) * 2
     return held * min(world_size, GPUS_PER_NODE) / (STORAGE_GB_PER_S * 1e9)

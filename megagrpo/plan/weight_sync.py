@@ -1,6 +1,6 @@
-"""What one weight sync of a config moves, before there is a GPU: the plan itself, its balance, and the seconds that links allow.
+"""Plans one weight sync of a config without a GPU: the transfers, their balance, and the seconds at a given link speed.
 
-Exact but for the seconds: those are of the busiest link alone, at a stated speed, with nothing else on the wire.
+The plan is exact except for the seconds. They count only the busiest link, at the stated speed, without other traffic.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from megagrpo.plan.cuts import EngineLayout, wanted_boxes
 from megagrpo.plan.shapes import model_shape
 from megagrpo.transfer.plan import Transfers, plan_transfers
 
-LINK_GB_PER_S = 50.0  # GB/s into and out of each device: one 400 Gbit/s network card
-MESSAGE_SECONDS = 20e-6  # to start one message
+LINK_GB_PER_S = 50.0  # rate into and out of each device: one 400 Gbit/s network card
+MESSAGE_SECONDS = 20e-6  # latency of one message
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The transfers of one sync from `num_sources` trainer ranks to `num_workers` engine workers, at `element_bytes` an element."""
+    """The transfers of one sync from `num_sources` trainer ranks to `num_workers` engine workers, at `element_bytes` per element."""
 
     transfers: Transfers
     engine: EngineLayout
     num_sources: int
     num_workers: int
-    wanted: int  # elements that the workers want, all together
+    wanted: int  # elements that all workers load, summed
     element_bytes: int
 
     def seconds(self, link_gb_per_s: float) -> tuple[float, str]:
-        """Seconds that the busiest end needs for its bytes and messages, and which end that is. Sending and receiving overlap."""
+        """Return the seconds that the busiest end needs for its bytes and messages, and the name of that end. Sending and receiving
+        overlap."""
         sources, workers, _ = self.transfers.messages
         ends = {}
         for kind, index, elements, count in (
@@ -49,7 +50,7 @@ class SyncPlan:
 
 
 def plan_sync(model: HfConfig, parallel: ParallelSection, world_size: int, engine: EngineLayout, element_bytes: int) -> SyncPlan:
-    """The plan for these two layouts. ValueError when the model cannot be cut into either."""
+    """Return the plan for these two layouts. Raises ValueError when the model cannot be sharded into either."""
     alone = init_layout(ParallelSection())
     try:
         shapes, held = held_boxes(model, parallel, world_size, alone)
@@ -61,7 +62,7 @@ def plan_sync(model: HfConfig, parallel: ParallelSection, world_size: int, engin
 
 
 def rows_of(config: RunConfig, world_size: int, link_gb_per_s: float | None = None) -> list[tuple[str, str]]:
-    """The rows that a config's plan gets. ValueError when vLLM cannot cut the model as `rollout` says."""
+    """Return the rows that `megagrpo plan` shows. Raises ValueError when vLLM cannot shard the model as `rollout` says."""
     r = config.rollout
     engine = EngineLayout(tp=r.tp, ep=r.tp if r.enable_expert_parallel else 1, servers=r.servers)
     element_bytes = 4 if config.model.precision == "fp32" else 2
@@ -70,7 +71,7 @@ def rows_of(config: RunConfig, world_size: int, link_gb_per_s: float | None = No
 
 
 def sync_rows(made: SyncPlan, link_gb_per_s: float = LINK_GB_PER_S) -> list[tuple[str, str]]:
-    """The plan in a few lines, for people."""
+    """Return the plan as (name, text) rows."""
     moved, one, engine = made.transfers, made.element_bytes, made.engine
     links = moved.links()
     _, _, messages = moved.messages
@@ -89,7 +90,7 @@ def sync_rows(made: SyncPlan, link_gb_per_s: float = LINK_GB_PER_S) -> list[tupl
 
 
 def _spread(totals: np.ndarray, who: str) -> str:
-    """Mean and maximum, and how far apart they are."""
+    """Return mean, maximum and their ratio, as text."""
     return f"{_bytes(totals.mean())} by each {who} on average, {_bytes(totals.max())} at most: {totals.max() / totals.mean():.2f} x"
 
 

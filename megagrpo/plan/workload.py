@@ -1,4 +1,4 @@
-"""What a step has to do, as far as it decides the seconds: how long prompts and responses are."""
+"""The lengths of prompts and responses that a step processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megagrpo.config import RunConfig
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts and responses, on average, and the longest response there may be."""
+    """Average tokens of prompts and responses, and the greatest response length."""
 
     prompt: float
     response: float
@@ -21,6 +21,6 @@ class Lengths:
 
 
 def expected_lengths(config: RunConfig, prompt: float | None = None, response: float | None = None) -> Lengths:
-    """Half of what the config allows where nothing is known."""
+    """Return the given average lengths; where one is missing, half of the config's limit."""
     longest = config.max_response_length
     return Lengths(prompt or config.rollout.max_prompt_length / 2, min(response or longest / 2, longest), longest)
