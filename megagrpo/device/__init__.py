@@ -1,9 +1,10 @@
-"""The device seam: the only room that knows whether there is a GPU. Importing it prepares the platform before megatron-core is imported.
+"""The device seam: the only package that knows whether there is a GPU. Importing it prepares the platform before megatron-core is
+imported.
 
-With a GPU nothing is patched. Without one, `install()` gives megatron-core 0.19 a CPU and gloo platform: megatron-core writes
-`torch.cuda...` and `device="cuda"` literally in about 200 places and offers no switch, so the names it calls are pointed at the CPU.
-`torch.cuda.is_available()` stays False, hence other libraries keep their own CPU paths. Each patch says who needs it and when it can go;
-all of them go when megatron-core has a CPU platform of its own.
+With a GPU nothing is patched. Without one, `install()` gives megatron-core 0.19 a CPU and gloo platform. megatron-core hard-codes
+`torch.cuda...` and `device="cuda"` in about 200 places and offers no switch, so the names it calls are redirected to the CPU.
+`torch.cuda.is_available()` stays False, so other libraries keep their own CPU paths. Each patch says who needs it and when it can go;
+all can go when megatron-core has a CPU platform of its own.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def has_gpu() -> bool:
 
 
 def device() -> torch.device:
-    """The device of this rank's tensors."""
+    """Return the device of this rank's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _CPU
 
 
 def backend() -> str:
-    """The torch.distributed backend that moves tensors of `device()`."""
+    """Return the torch.distributed backend that moves tensors of `device()`."""
     return "nccl" if has_gpu() else "gloo"
 
 
@@ -51,7 +52,7 @@ def select_local_device() -> None:
 
 
 def visible_gpus() -> list[str] | None:
-    """Ids of this host's GPUs as CUDA_VISIBLE_DEVICES names them; None on a machine without one."""
+    """Return the ids of this host's GPUs as CUDA_VISIBLE_DEVICES names them; None on a machine without one."""
     if not has_gpu():
         return None
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -59,12 +60,13 @@ def visible_gpus() -> list[str] | None:
 
 
 def gpu_memory_gb() -> float | None:
-    """Memory of this process's GPU in GiB; None on a machine without one."""
+    """Return the memory of this process's GPU in GiB; None on a machine without one."""
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30 if has_gpu() else None
 
 
 def resolve_precision(precision: str) -> torch.dtype:
-    """Compute dtype for `model.precision`; "auto" is bf16 where the hardware multiplies bf16, float32 elsewhere."""
+    """Return the compute dtype of `model.precision`; "auto" is bf16 where the hardware multiplies bf16, float32 elsewhere. Raises
+    ValueError for another name."""
     if precision == "auto":
         precision = "bf16" if _multiplies_bf16() else "fp32"
     if precision not in ("bf16", "fp32"):
@@ -73,7 +75,7 @@ def resolve_precision(precision: str) -> torch.dtype:
 
 
 def engine_precision(trainer: torch.dtype) -> torch.dtype:
-    """What the engine computes in: the trainer's dtype, or float32 from the same weights on CPUs whose bf16 products are emulated."""
+    """Return the engine's compute dtype: the trainer's, or float32 on CPUs that emulate bf16 products."""
     return trainer if _multiplies_bf16() else torch.float32
 
 
@@ -88,7 +90,10 @@ def _multiplies_bf16() -> bool:
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left right, `total` in float32 and the factors narrower. On a GPU in one product that rounds nothing in between."""
+    """Compute total += left right in place, `total` [n, m] in float32, `left` [n, k] and `right` [k, m] in a narrower dtype.
+
+    On a GPU one product does it, without rounding in between.
+    """
     if has_gpu():
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
@@ -96,20 +101,22 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 def memory_gb() -> float:
-    """Peak memory of this process so far in GiB: of the GPU where there is one, resident memory otherwise."""
+    """Return the peak memory of this process so far in GiB: GPU memory if there is a GPU, resident memory otherwise."""
     if has_gpu():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 def block_elements() -> int:
-    """Float32 numbers that elementwise work should take at a time: what stays in a CPU core's cache; on a GPU so many that launching the
-    kernels costs nothing."""
+    """Return the number of float32 elements that elementwise work should process at a time.
+
+    On a CPU they fit into a core's cache; on a GPU they make launching the kernels cheap.
+    """
     return 2**24 if has_gpu() else 2**18
 
 
 def host_memory_gb() -> float:
-    """RAM of this host in GiB, or what this process's container may take of it."""
+    """Return the RAM of this host in GiB, or this container's limit if lower."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as limit:  # "max" where there is none
         size = min(size, int(limit.read()))
@@ -117,12 +124,12 @@ def host_memory_gb() -> float:
 
 
 def host_bytes(count: int) -> torch.Tensor:
-    """So many bytes of the host's memory, uninitialised, between which and the device copies run at full speed."""
+    """Return uninitialised host memory [count] uint8; pinned with a GPU, so that copies to and from the device run at full speed."""
     return torch.empty(count, dtype=torch.uint8, pin_memory=has_gpu())
 
 
 def release_memory() -> None:
-    """Give freed memory that allocators hold back to the device or to the system."""
+    """Return memory that allocators cache to the device or the system."""
     if has_gpu():
         torch.cuda.empty_cache()
     else:
@@ -130,14 +137,16 @@ def release_memory() -> None:
 
 
 def make_deterministic() -> None:
-    """From here on every operation gives the same bits each time, or raises when it has no way to. Call it before the first process group
-    and the first product: NCCL, cuBLAS and Transformer Engine read the environment when they start. What the user has set there stays.
+    """Make every later operation give the same bits each time, or raise when it cannot.
+
+    Call it before the first process group and the first product: NCCL, cuBLAS and Transformer Engine read the environment when they
+    start. NCCL_ALGO and CUBLAS_WORKSPACE_CONFIG keep a value that the user has set.
     """
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # the order of a sum over ranks must not be tuned anew in each run
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # otherwise NCCL may tune the order of a sum over ranks again in each run
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing is read before it is written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no code reads memory before writing it
 
 
 def is_deterministic() -> bool:
@@ -151,8 +160,7 @@ def has_transformer_engine() -> bool:
 
 
 def fp8_problem(recipe: str) -> str | None:
-    """Why this GPU or its software cannot multiply as `recipe`, as `model.fp8_recipe` names it, says; None when they can, and without a
-    GPU."""
+    """Return why this GPU or its software does not support `recipe` of `model.fp8_recipe`; None if it does, and None without a GPU."""
     if not has_gpu():
         return None
     if not has_transformer_engine():
@@ -165,8 +173,10 @@ def fp8_problem(recipe: str) -> str | None:
 
 
 def no_fused_kernels() -> str | None:
-    """Why our Triton kernels cannot run here; None where they can: on Hopper GPUs, whose shared memory they are cut for, or anywhere under
-    Triton's interpreter, which is for tests."""
+    """Return why our Triton kernels cannot run here; None where they can.
+
+    They run on Hopper GPUs, whose shared memory they are tuned for, or on any CPU under Triton's interpreter, for tests.
+    """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not has_gpu():
@@ -180,12 +190,12 @@ def interprets_triton() -> bool:
 
 
 def num_processors() -> int:
-    """Multiprocessors of this rank's GPU; without one a few, so that what is split among them is so everywhere."""
+    """Return the number of multiprocessors of this rank's GPU; 4 without one, so that work is split on a CPU too."""
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count if has_gpu() else 4
 
 
 def quiet() -> None:
-    """Leave out notices of Megatron, and of torch about the collectives Megatron calls: a person who trains can do nothing about them."""
+    """Silence notices of Megatron, and torch's about the collectives that Megatron calls. Users cannot act on them."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="`torch.distributed.", category=FutureWarning)
 
@@ -201,27 +211,31 @@ def install() -> None:
         _patch_torch()
         _patch_megatron()
     _report_writes_in_process()
-    # Megatron's last choice, torch.optim.AdamW, cannot be checkpointed by its distributed optimizer.
+    # Megatron falls back to torch.optim.AdamW, which its distributed optimizer cannot checkpoint.
     if not _has_fused_adam():
         _use_own_adam()
 
 
 def _report_writes_in_process() -> None:
-    """Threads of this process write checkpoints, so a queue of the process is enough for what they report. Megatron spawns a manager
-    process per rank for it, which takes five seconds and 700 MB and outlives a killed rank."""
+    """Make checkpoint writers report through a queue of this process, which suffices because threads of this process write checkpoints.
+
+    Megatron spawns a manager process per rank for it, which takes five seconds and 700 MB and outlives a killed rank.
+    """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async.get_write_results_queue = lambda mp_mode=None: queue.Queue()
 
 
 def _has_fused_adam() -> bool:
-    """Whether megatron-core finds a fused Adam itself: Transformer Engine's first, NVIDIA apex's second. The module
-    amp_C marks NVIDIA's apex; the package called apex on the Python index is another project."""
+    """Whether megatron-core finds a fused Adam itself: Transformer Engine's first, NVIDIA apex's second.
+
+    The module amp_C identifies NVIDIA's apex; the package called apex on the Python index is another project.
+    """
     return has_gpu() and any(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "amp_C"))
 
 
 def _use_own_adam() -> None:
-    """Hand megatron-core an Adam whose checkpoint layout is APEX's. Can go when its distributed optimizer loads torch.optim.AdamW."""
+    """Give megatron-core an Adam whose checkpoint layout is APEX's. Can go when its distributed optimizer loads torch.optim.AdamW."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -233,7 +247,7 @@ def _use_own_adam() -> None:
 
 
 def choose_float32_products() -> None:
-    """Have oneDNN multiply float32 matrices where `cpu.this_cpu` says so, and MKL elsewhere.
+    """Make oneDNN multiply float32 matrices where `cpu.this_cpu` says so, and MKL elsewhere.
 
     torch has two interfaces for this setting and refuses a mix. emerging_optimizers, whose Muon sets and restores it, uses this older
     one, and so does every caller here. "medium" permits bf16 products, but oneDNN computes them on CPUs with AMX only.
@@ -242,7 +256,7 @@ def choose_float32_products() -> None:
 
 
 class _Stream:
-    """Stands for a CUDA stream and event: a CPU runs in order and is always done."""
+    """Stand-in for a CUDA stream and event: a CPU runs in order and is always done."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -269,7 +283,7 @@ class _Stream:
 
 
 def _on_cpu(factory):
-    """`factory` with device="cuda" read as the CPU and pinned memory, which needs a driver, left out."""
+    """Wrap `factory`: device="cuda" means the CPU, and pin_memory, which needs a driver, is dropped."""
 
     @functools.wraps(factory)
     def wrapped(*args, **kwargs):
@@ -283,9 +297,9 @@ def _on_cpu(factory):
 
 
 def _patch_torch() -> None:
-    """Names of torch that megatron-core calls without asking whether there is a GPU."""
+    """Patch names of torch that megatron-core calls without asking whether there is a GPU."""
     cuda = torch.cuda
-    # Written as device=torch.cuda.current_device() by every layer.
+    # Every layer writes device=torch.cuda.current_device().
     cuda.current_device = lambda: _CPU
     # DDP buckets, pipeline schedules, checkpoint writer.
     cuda.Stream = cuda.Event = _Stream
@@ -309,7 +323,7 @@ def _patch_torch() -> None:
 
 
 def _megatron_sees_cuda_types(tensor_type):
-    """Tensor.type() for megatron.core, whose optimizers sort parameters by the string "torch.cuda.FloatTensor"."""
+    """Wrap Tensor.type() for megatron.core, whose optimizers sort parameters by the string "torch.cuda.FloatTensor"."""
     names = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
 
     def wrapped(self, dtype=None, *args, **kwargs):
@@ -322,7 +336,7 @@ def _megatron_sees_cuda_types(tensor_type):
 
 
 def _patch_megatron() -> None:
-    """Functions of megatron-core that cannot be reached through torch."""
+    """Patch functions of megatron-core that cannot be reached through torch."""
     # Megatron decorates small functions with torch.compile on import; on a CPU that costs seconds and gains nothing.
     compile_function, torch.compile = torch.compile, lambda function=None, *args, **kwargs: function or (lambda inner: inner)
     try:
@@ -333,25 +347,25 @@ def _patch_megatron() -> None:
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
     finally:
         torch.compile = compile_function
-    # Indexes torch.cuda.default_generators in a queued call: on a CPU it would never run, and recomputed dropout would differ.
+    # Megatron's version indexes torch.cuda.default_generators in a queued call, which never runs on a CPU: recomputed dropout would differ.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # Warns that the CPU's generator moved inside a GPU one; here they are the same.
+    # Megatron warns that the CPU's generator changed while the GPU's was forked; here they are the same generator.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
-    # Advises a package that does not install on every CPU machine.
+    # Megatron recommends a package that does not install on every CPU machine.
     logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(lambda record: "NVRx" not in record.getMessage())
-    # Falls back to torch.norm, which is inexact on a CPU: the clipped gradient would be too long by as much.
+    # Megatron falls back to torch.norm, which is too small on a CPU (see norms.py): the clipped gradient would be too long by as much.
     clip_grads.l2_norm_impl = multi_tensor_l2norm
-    # gloo joins tensors that are gathered together, and makes numbers of the bytes of weights in FP8 where others are bf16.
+    # gloo concatenates tensors that are gathered together, and converts the bytes of FP8 weights to numbers if others are bf16.
     param_and_grad_buffer.dist_all_gather_func = _gather_alone
-    # all_to_all_single wants a sequence of numbers; Megatron makes one only of tensors that it moves away from a GPU.
+    # all_to_all_single needs a sequence of numbers; Megatron converts only tensors that it moves away from a GPU.
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy_where_asked
-    # gloo gathers tensors of one length only; an expert that several tensor-parallel ranks hold gets another length from each. Can go
-    # with a gloo that gathers ragged tensors.
+    # gloo gathers tensors of equal length only, but the ranks that share an expert send it different lengths. Can go with a gloo that
+    # gathers ragged tensors.
     mappings._gather_along_first_dim = functools.partial(_gather_ragged, mappings._gather_along_first_dim)
 
 
 def _gather_alone(whole, part, group, async_op: bool) -> None:
-    """Gather now, also where torch would wait for what else is to be gathered."""
+    """Gather now, even where torch would wait to combine several gathers."""
     assert not async_op, "weights are gathered before the next step begins"
     group._allgather_base(whole, part).wait()
 
@@ -361,7 +375,7 @@ def _as_numpy_where_asked(tensor, as_numpy: bool = False, record_stream: bool = 
 
 
 def _gather_ragged(gather, tensor, group, output_split_sizes=None, use_global_buffer=False):
-    """Megatron's gather along the first dimension, in which every rank pads to the longest and what is padding is cut out again."""
+    """Megatron's gather along the first dimension: every rank pads to the longest part, and the padding is cut out again."""
     if group.size() == 1 or output_split_sizes is None:
         return gather(tensor, group, None, use_global_buffer)
     longest = max(output_split_sizes)
@@ -372,7 +386,7 @@ def _gather_ragged(gather, tensor, group, output_split_sizes=None, use_global_bu
 
 
 def _import_quietly() -> None:
-    """Import what every run needs without the advice, from a dozen modules, to install GPU packages."""
+    """Import the modules that every run needs, without the advice from a dozen modules to install GPU packages."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -381,6 +395,6 @@ def _import_quietly() -> None:
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
 
 
-# megatron-core warns of its own internals on import and in every step; nobody who uses this package can act on it.
+# megatron-core warns of its own internals on import and in every step; users of this package cannot act on the warnings.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 install()

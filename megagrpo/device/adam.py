@@ -1,5 +1,5 @@
-"""AdamW on torch's fused kernel in the shape of APEX's FusedAdam: `step` lives in the param group, the one layout that Megatron's
-distributed optimizer saves and loads."""
+"""AdamW on torch's fused kernel with the state layout of APEX's FusedAdam: `step` is in the param group. Megatron's distributed
+optimizer saves and loads this layout only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the CPU decides: four choices of a run without a GPU, made by one function.
+"""Choices that depend on the CPU: four choices of a run without a GPU, made by one function.
 
-A float32 run computes the same on every CPU but for rounding. These four choices differ: what `model.precision: auto` means, the dtype
-that vLLM computes in, whether bf16 products are widened to float32, and which library multiplies float32 matrices.
+A float32 run computes the same on every CPU except for rounding. These four choices differ: the meaning of `model.precision: auto`,
+vLLM's compute dtype, whether bf16 products are widened to float32, and the library that multiplies float32 matrices.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ KINDS = {
 
 
 def this_cpu() -> Cpu:
-    """The choices for this CPU, or for the kind that MEGAGRPO_CPU names. ConfigError when MEGAGRPO_CPU names no kind."""
+    """Return the choices for this CPU, or for the kind that MEGAGRPO_CPU names. Raises ConfigError when MEGAGRPO_CPU names no kind."""
     return KINDS[kind()]
 
 
 def kind() -> str:
-    """The name in `KINDS` of this CPU's kind, or the one that MEGAGRPO_CPU names. ConfigError when MEGAGRPO_CPU names no kind."""
+    """Return the name in `KINDS` of this CPU's kind, or the one that MEGAGRPO_CPU names. Raises ConfigError when MEGAGRPO_CPU names no
+    kind."""
     named = os.environ.get(VARIABLE)
     if not named:
         return _kind_of(_flags())
@@ -53,7 +54,7 @@ def kind() -> str:
 
 
 def _kind_of(flags: frozenset[str]) -> str:
-    """The kind of a CPU with these instruction-set flags and this vendor."""
+    """Return the kind of a CPU with these instruction-set flags and this vendor."""
     bf16 = bool(flags & {"avx512_bf16", "amx_bf16"})
     # The float32 setting permits bf16 products, which oneDNN computes where the CPU has AMX: such a CPU keeps MKL.
     if "AuthenticAMD" in flags and "avx512f" in flags and "amx_bf16" not in flags:
@@ -63,7 +64,7 @@ def _kind_of(flags: frozenset[str]) -> str:
 
 @functools.cache
 def _flags() -> frozenset[str]:
-    """Instruction-set flags of this CPU as Linux reports them, and its vendor; empty where there is no /proc/cpuinfo."""
+    """Return this CPU's vendor and instruction-set flags as Linux reports them; empty without /proc/cpuinfo."""
     try:
         with open("/proc/cpuinfo") as lines:
             fields = [line.partition(":")[2].split() for line in lines if line.startswith(("flags", "vendor_id"))]

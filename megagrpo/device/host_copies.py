@@ -1,4 +1,4 @@
-"""Bytes between device and host that move beside what is computed."""
+"""Copies between device and host that overlap with computation."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ Event = torch.cuda.Event
 
 
 class HostCopies:
-    """Copies on a stream of their own, in the order in which they are asked for. Who gives or gets tensors keeps them until `wait`."""
+    """Runs copies on its own CUDA stream, in the order of the calls. The caller must keep sources and targets alive until `wait`."""
 
     def __init__(self):
         self._stream = torch.cuda.Stream()
 
     def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """Copies of bytes as the device holds them once everything asked of it so far is computed; when they are complete."""
+        """Start copies of uint8 tensors to host memory, after all work queued on the device so far; return them and the event of
+        completion."""
         hosts = [device.host_bytes(source.numel()) for source in sources]
         return hosts, self._copy(sources, hosts)
 
     def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """The same way back."""
+        """Start copies of uint8 host tensors to the device; return them and the event of completion."""
         targets = [torch.empty(host.shape, dtype=host.dtype, device=device.device()) for host in hosts]
         return targets, self._copy(hosts, targets)
 
     def wait(self, event: Event) -> None:
-        """Have the device compute nothing more before the copies are complete."""
+        """Make the device's current stream wait until the copies are complete."""
         torch.cuda.current_stream().wait_event(event)
 
     def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Event:
-        # The memory of the targets may still be read, and the sources still be written, by what was asked for before.
+        # Work queued earlier may still read the targets' memory or write the sources.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for source, target in zip(sources, targets, strict=True):

@@ -1,5 +1,5 @@
-"""Tensors whose memory leaves the device for a while. They stay what they are, and so does every view of them: their storage is emptied in
-place, and gets its bytes back in place. Reading one meanwhile is an error or garbage."""
+"""Offloads tensors from the device for a while. The tensors and their views remain valid objects: their storage is emptied in place and
+refilled in place. Reading an offloaded tensor is an error or returns garbage."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor, UntypedStorage
 
 import megagrpo.device as device
 
-PIECE_BYTES = 2**28  # pinned memory comes in powers of two
+PIECE_BYTES = 2**28  # pinned memory is allocated in powers of two
 
 
 class HostMemory:
-    """Memory of the host that the device copies from and to, in pieces; it grows, and is used again."""
+    """Host memory for copies from and to the device, in pieces; it grows and is reused."""
 
     def __init__(self):
         self.pieces: list[Tensor] = []
 
     def part(self, start: int, size: int) -> Iterator[tuple[Tensor, slice]]:
-        """The bytes from `start` on, a piece at a time: a view [n] of it, and which of the `size` bytes it is for."""
+        """Yield the bytes from `start`, piece by piece: a view [n] uint8 of the piece, and the slice of the `size` bytes that it holds."""
         done = 0
         while done < size:
             number, place = divmod(start + done, PIECE_BYTES)
@@ -32,15 +32,15 @@ class HostMemory:
 
 
 class Away:
-    """Storages that have left the device: `move` keeps their bytes in the host's memory, `drop` keeps nothing. `bring_back` undoes both;
-    what was dropped is zero then."""
+    """Storages that are off the device: `move` keeps their bytes in host memory, `drop` keeps nothing. `bring_back` restores both;
+    dropped storages are then zero."""
 
     def __init__(self):
         self._host = HostMemory()
-        self._storages: dict[int, tuple[UntypedStorage, int, int | None]] = {}  # with their size, and where their bytes are
-        self._copied: dict[int, tuple[UntypedStorage, int]] = {}  # where the host has the bytes of each; held, so a key stays its own
-        self._version: int | None = None  # of these
-        self.used = 0  # bytes in the host's memory
+        self._storages: dict[int, tuple[UntypedStorage, int, int | None]] = {}  # offloaded: (storage, size, host offset; None if dropped)
+        self._copied: dict[int, tuple[UntypedStorage, int]] = {}  # (storage, host offset); the reference keeps the key unique
+        self._version: int | None = None  # version of the copied contents
+        self.used = 0  # bytes used of host memory
 
     @property
     def is_empty(self) -> bool:
@@ -48,13 +48,15 @@ class Away:
         return not self._storages
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage has left."""
+        """Whether the tensor's storage is offloaded."""
         return tensor.untyped_storage()._cdata in self._storages
 
     @torch.no_grad()
     def move(self, tensors: Iterable[Tensor], version: int | None = None) -> None:
-        """Move what of these tensors' storages is on the device, each once. What the host has of the same `version` of their contents is
-        not copied again; without one that is nothing."""
+        """Offload the storages of these tensors that are on the device, each once.
+
+        A storage that the host already holds in the same `version` is not copied again. With `version` None all are copied.
+        """
         if version != self._version:
             self._forget()
             self._version = version
@@ -66,14 +68,14 @@ class Away:
 
     @torch.no_grad()
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Free what of these tensors' storages is on the device."""
+        """Free the storages of these tensors that are on the device, without a copy."""
         for key, storage in self._still_there(tensors):
             self._storages[key] = storage, storage.nbytes(), None
             _empty(storage)
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Fill all storages again."""
+        """Restore all storages on the device."""
         while self._storages:
             storage, size, start = next(reversed(self._storages.values()))
             if storage.nbytes() != size:
@@ -93,7 +95,7 @@ class Away:
         self.used = 0
 
     def _copy(self, storage: UntypedStorage) -> int:
-        """Where the host has its bytes now."""
+        """Copy a storage to host memory and return its host offset."""
         size, start = storage.nbytes(), self.used
         for host, part in self._host.part(start, size):
             host.copy_(_bytes(storage)[part], non_blocking=True)
@@ -105,7 +107,7 @@ class Away:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-    """The storages of these tensors that are on the device and hold something, each once, by what tells it from others."""
+    """Return the non-empty storages of these tensors that are on the device, each once, keyed by their address."""
     kind, found = device.device().type, {}
     for tensor in tensors:
         if tensor.device.type == kind and (storage := tensor.untyped_storage()).nbytes():
@@ -114,10 +116,10 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
 
 
 def _empty(storage: UntypedStorage) -> None:
-    """Give a storage's memory back, in the order of the device's work: what a copy still reads is given to nobody before it is over."""
+    """Free a storage's memory in the order of the device's work: the allocator reuses it only after pending copies have read it."""
     if storage.resizable():
         storage.resize_(0)
-    else:  # NumPy has looked into it, on a CPU: there is no memory to win, but who reads it now is to notice
+    else:  # on a CPU, when NumPy shares it: no memory can be freed, so garbage makes reads visible
         _bytes(storage).fill_(255)
 
 

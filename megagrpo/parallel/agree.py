@@ -1,4 +1,4 @@
-"""Doing something on some ranks so that it succeeds on all or fails on all: nobody waits for a rank that gave up."""
+"""Runs an action on some ranks so that it succeeds on all ranks or fails on all, and no rank hangs waiting for a failed one."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from megagrpo.parallel.layout import Layout
 
 
 class RankError(RuntimeError):
-    """Something failed on another rank; the text names the rank and its error."""
+    """An action failed on another rank; the text names the rank and its error."""
 
 
 def together[T](layout: Layout, action: Callable[[], T], here: bool = True) -> list[T | None]:
-    """Run `action` where `here` is true; what each rank's gave, in rank order (None where it did not run), on every rank. Collective.
+    """Run `action` where `here` is true; return every rank's result in rank order on every rank, None where it did not run. Collective.
 
-    When it raises on any rank every rank raises: the failing one its own error, the others a RankError that names it.
+    If it raises on any rank, every rank raises: the failing rank its own error, the others a RankError that names the failing rank.
+    Results must be picklable.
     """
     result, failure = _attempt(action, here)
     return [value for value, _ in _agree(layout, result, failure)]
 
 
 def own_part[T](layout: Layout, action: Callable[[], T], here: bool = True) -> T | None:
-    """As `together`, but each rank gets only what its own `action` gave, which need not be picklable."""
+    """Like `together`, but return only this rank's own result, which need not be picklable."""
     result, failure = _attempt(action, here)
     _agree(layout, None, failure)
     return result

@@ -1,6 +1,6 @@
-"""One owner of the parallel geometry: which ranks exist, which groups they form, and the few object messages between them.
+"""Owns the parallel geometry: the ranks, their process groups, and the few object messages between them.
 
-This file and `device/` are the only ones that touch `megatron.core.parallel_state`.
+Only this file and `device/` use `megatron.core.parallel_state`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # iso
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes, ranks and groups of the tensor (tp), context (cp), data (dp) and pipeline (pp) axes. Ranks are numbered in this order,
-    tp fastest.
+    """Sizes, ranks and groups of the tensor (tp), context (cp), data (dp) and pipeline (pp) axes. Ranks are numbered in this order, tp
+    fastest.
 
-    A replica is the tp x cp x pp ranks that work on the same micro-batches; dp x cp ranks hold the same weights. `cpu_group`, of the
-    whole world, carries Python objects over gloo.
-    Experts see the same ranks in other groups: each stage's tp x cp x dp ranks are etp (inside an expert) x ep (over experts) x copies.
+    A replica is the tp x cp x pp ranks that work on the same micro-batches; dp x cp ranks hold the same weights. `cpu_group` spans the
+    world and carries Python objects over gloo. Experts use the same ranks in other groups: each stage's tp x cp x dp ranks are etp
+    (inside an expert) x ep (over experts) x copies.
     """
 
     world_size: int
@@ -51,7 +51,7 @@ class Layout:
     ep_rank: int
     etp_size: int
     etp_rank: int
-    expert_copy: int  # this rank's number among those that hold the same experts
+    expert_copy: int  # this rank's index among the ranks with the same experts
     cpu_group: dist.ProcessGroup
     process_groups: ProcessGroupCollection
 
@@ -67,17 +67,17 @@ class Layout:
 
     @property
     def is_dp_leader(self) -> bool:
-        """Whether this rank speaks for its replica, with the engine for one."""
+        """Whether this rank represents its replica, for example towards the engine."""
         return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == 0
 
     @property
     def dp_cp_size(self) -> int:
-        """How many ranks hold the same weights."""
+        """Number of ranks that hold the same weights."""
         return self.dp_size * self.cp_size
 
     @property
     def dp_cp_rank(self) -> int:
-        """This rank's number among those that hold the same weights."""
+        """This rank's index among the ranks that hold the same weights."""
         return self.dp_rank * self.cp_size + self.cp_rank
 
     def chunk_is_first(self, chunk: int) -> bool:
@@ -89,9 +89,10 @@ class Layout:
         return self.is_last_stage and chunk == self.vpp - 1
 
     def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
-        """`obj` of every rank of the world, in rank order. Picklable objects only.
+        """Gather `obj`, which must be picklable, from every rank of the world, in rank order. Collective.
 
-        LateRanks when some have not come `within` so many seconds; the world is of no use any more then. Without, the limit of the world.
+        Raises LateRanks when some ranks have not joined `within` this many seconds; the world is then unusable. Without `within` the
+        world's own timeout applies.
         """
         if within is not None and self.world_size > 1:
             self._await_all(within)
@@ -103,7 +104,7 @@ class Layout:
         try:
             dist.monitored_barrier(group=self.cpu_group, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
         except RuntimeError as error:
-            late = re.search(r"Ranks ([\d, ]+) failed to pass", str(error))  # which rank 0 alone is told
+            late = re.search(r"Ranks ([\d, ]+) failed to pass", str(error))  # only rank 0 gets this text
             raise LateRanks([int(rank) for rank in late[1].split(",")] if late else [], seconds) from error
 
     def barrier(self) -> None:
@@ -111,18 +112,18 @@ class Layout:
         dist.barrier(group=self.cpu_group)
 
     def release(self) -> None:
-        """Forget the groups of the axes, so that another layout can be formed in the same world."""
+        """Destroy the groups of the axes, so that another layout can be initialised in the same world."""
         parallel_state.destroy_model_parallel()
 
     def close(self) -> None:
-        """Leave all process groups. A process that exits without it may abort in the communication library's destructor."""
+        """Destroy all process groups. A process that exits without this may abort in the communication library's destructor."""
         self.release()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 class LateRanks(TimeoutError):
-    """Some ranks were late; `ranks` are their numbers on rank 0, and empty on others."""
+    """Raised when some ranks missed a timeout. On rank 0 `ranks` holds their numbers; on other ranks it is empty."""
 
     def __init__(self, ranks: list[int], seconds: float):
         self.ranks = ranks
@@ -131,10 +132,10 @@ class LateRanks(TimeoutError):
 
 
 def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
-    """Form the process groups of this job and seed each rank's generators.
+    """Create the process groups of this job and seed each rank's generators.
 
-    The world is the launcher's (or that of any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT), a default process
-    group that exists already, or this one process. Raises ValueError when tp x cp x pp, or ep x etp x pp, does not divide the world.
+    The world is that of any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, an existing default process group, or this
+    one process. Raises ValueError when tp x cp x pp, or ep x etp x pp, does not divide the world.
     """
     timeout = timedelta(minutes=parallel.timeout_minutes)
     device.select_local_device()
@@ -151,7 +152,7 @@ def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
             f"parallel: ep {parallel.ep} x etp {parallel.expert_tp} x pp {parallel.pp} = {parallel.expert_parallel_size} does not divide "
             f"the world of {world_size} ranks; start a multiple of {parallel.expert_parallel_size} ranks or lower ep or etp"
         )
-    # Megatron gives every subgroup its own timeout and ignores the one of the world.
+    # Megatron sets a timeout for every subgroup and ignores the world's.
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -195,5 +196,5 @@ def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:
 
 
 def _cpu_world(timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group over all ranks: the default group when it is one."""
+    """Return a gloo group over all ranks: the default group if it uses gloo, else a new one."""
     return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(timeout=timeout, backend="gloo")

@@ -1,4 +1,4 @@
-"""Layouts of worlds that are not there: what each of a thousand ranks would be, in one process and without communication."""
+"""Layouts of planned worlds: the layout of each of, say, a thousand ranks, in one process and without communication."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # isort:
 
 @dataclass(frozen=True)
 class Group:
-    """Stands in for a process group while a model is built: it has a size and this rank's place, and nobody to talk to."""
+    """A stand-in for a process group while a model is built: it has a size and this rank's index, but no communication."""
 
     places: int
     place: int
@@ -28,9 +28,10 @@ class Group:
 
 
 def imagined_layouts(alone: Layout, parallel: ParallelSection, world_size: int) -> Iterator[tuple[list[int], Layout]]:
-    """(ranks, layout) for each set of ranks that hold the same weights, stage by stage. `alone` is this process's own layout, of one rank.
+    """Yield (ranks, layout) for each set of ranks that hold the same weights, stage by stage.
 
-    Ranks are numbered tp, cp, dp, pp from fastest to slowest; a stage's ranks are etp, ep, copies for the experts.
+    `alone` is this process's own layout of one rank. Ranks are numbered tp, cp, dp, pp from fastest to slowest; a stage's ranks are etp,
+    ep, copies for the experts.
     """
     a_stage = world_size // parallel.pp
     for stage in range(parallel.pp):
@@ -62,7 +63,8 @@ def imagined_layouts(alone: Layout, parallel: ParallelSection, world_size: int) 
 
 
 def _known(places: int, place: int) -> Group:
-    """A group that torch's book of groups holds, where Megatron looks for this process's place in it: torch gives no other way in."""
+    """Return a group that is registered in torch's group table, where Megatron looks up this process's rank. torch has no public way to
+    register it."""
     group = Group(places, place)
     distributed_c10d._world.pg_group_ranks[group] = {0: place}
     return group

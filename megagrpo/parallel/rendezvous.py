@@ -1,8 +1,8 @@
-"""How the ranks of a run find each other, on which interface they listen, and how they know each other's messages.
+"""Rendezvous of a run's ranks: how they find each other, the interface they listen on, and how they authenticate messages.
 
-On one node the ranks meet in a file, and gloo listens on loopback alone. On several nodes they join the store that the launcher serves.
-torch sends Python objects between ranks as pickles, which run code when they are read. With a secret each pickle carries a code
-(HMAC-SHA256), and a pickle without the right code is not read.
+On one node the ranks meet in a file, and gloo listens on loopback only. On several nodes they join the store that the launcher serves.
+torch sends Python objects between ranks as pickles, and reading a pickle runs code. With a secret each pickle carries an authentication
+code (HMAC-SHA256), and a pickle without the right code is not read.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 FOLDER_VARIABLE = "MEGAGRPO_RENDEZVOUS"  # launch/rendezvous.py makes the folder and sets this
-TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "MEGAGRPO_TOKEN", "MEGAGRPO_TOKEN_FILE"  # those of engine/access.py
+TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "MEGAGRPO_TOKEN", "MEGAGRPO_TOKEN_FILE"  # the same variables as in engine/access.py
 LOOPBACK = "lo"
 CODE_BYTES = 32
 
 
 def join_world(backend: str, timeout: timedelta) -> None:
-    """Form the default process group: in the launcher's folder, in the store of MASTER_ADDR, or of this one process.
+    """Create the default process group: through the launcher's folder, through the store at MASTER_ADDR, or of this one process.
 
-    ValueError on several nodes without a token: their ranks sign with it what they send each other.
+    Raises ValueError on several nodes without a token, with which ranks sign their messages.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     folder = os.environ.get(FOLDER_VARIABLE)
@@ -44,7 +44,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
 
 
 def _shared_token() -> bytes:
-    """The token that all nodes of a run know."""
+    """Return the token that all nodes of a run share. Raises ValueError when there is none or its file cannot be read."""
     file, token = os.environ.get(TOKEN_FILE_VARIABLE), os.environ.get(TOKEN_VARIABLE, "").encode()
     try:
         token = Path(file).read_bytes().strip() if file else token
@@ -59,16 +59,16 @@ def _shared_token() -> bytes:
 
 
 def stay_on_this_host() -> None:
-    """Have gloo listen on loopback alone, also where the environment names another interface."""
+    """Make gloo listen on loopback only, even if the environment names another interface."""
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
 
 
 def sign_objects(secret: bytes) -> None:
-    """Sign every object that torch.distributed sends from now on, and refuse to read an object without its code."""
+    """Sign every object that torch.distributed sends from now on, and refuse to read an object without a valid code."""
     key = hmac.digest(secret, b"objects between ranks", "sha256")
 
     class Signing:
-        """Writes a pickle after its code; torch uses it as `pickle.Pickler`."""
+        """Writes an authentication code, then the pickle. torch uses it as `pickle.Pickler`."""
 
         def __init__(self, file: IO[bytes]):
             self._file = file
@@ -78,7 +78,7 @@ def sign_objects(secret: bytes) -> None:
             self._file.write(hmac.digest(key, pickled, "sha256") + pickled)
 
     class Checking:
-        """Reads a pickle whose code is right; torch uses it as `pickle.Unpickler`. UnpicklingError for any other bytes."""
+        """Reads a pickle with a valid code. torch uses it as `pickle.Unpickler`. Raises UnpicklingError for any other bytes."""
 
         def __init__(self, file: IO[bytes]):
             self._file = file

@@ -1,8 +1,9 @@
-"""Run a function on N ranks of this machine that find their process group ready, and leave nothing behind.
+"""Runs a function on N ranks of this machine with an initialised process group, and cleans up afterwards.
 
-Without a GPU the ranks are forks: torch and megatron-core are imported once, so a rank costs a tenth of a second and not the thirteen
-seconds of a fresh interpreter. What starts threads or a process group belongs into a rank then, not into the caller: a fork keeps the
-locks of threads that it does not have. A CUDA driver does not survive a fork, so on GPUs the ranks are fresh interpreters.
+Without a GPU the ranks are forks: torch and megatron-core are imported once, so a rank takes a tenth of a second to start in place of
+the thirteen seconds of a fresh interpreter. Code that starts threads or a process group must then run in a rank, not in the caller: a
+fork inherits the locks of threads that it does not have. A CUDA driver does not survive a fork, so on GPUs the ranks are fresh
+interpreters.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from megagrpo import device
 from megagrpo.parallel.rendezvous import stay_on_this_host
 from megagrpo.process.parent_death import end_with_parent
 
-# Above and here: imported before the forks, once for all. Megatron's optimizer would import the last one in each rank, torch the first.
+# torch._dynamo and this module are imported before the forks: otherwise torch and Megatron's optimizer import them in each rank.
 import megatron.core.models.mimo.optimizer  # noqa: F401  # isort: skip
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or did not finish; the message holds its traceback."""
+    """Raised when a rank raised, died or did not finish in time; the message holds its traceback."""
 
 
 def run_ranks(
     function: Callable[..., Any], n: int, *args, timeout: float = 120.0, env: dict[str, str] | None = None, start: str | None = None
 ) -> list[Any]:
-    """`function(*args)` on `n` ranks at once; what each returned (picklable), in rank order.
+    """Run `function(*args)` on `n` ranks at once; return the ranks' results (picklable) in rank order.
 
-    A rank finds a default process group ready, which `init_layout` uses. The first failure kills the others and raises RankFailed with the
-    failing rank's traceback; so does a rank that is not done after `timeout` seconds. Ranks die with the caller, whatever kills it.
-    `start` is "fork" or "spawn", for which function and arguments must be picklable; the machine decides when it is empty.
+    Each rank has a default process group, which `init_layout` uses. The first failure kills the others and raises RankFailed with the
+    failing rank's traceback; so does a rank that has not finished after `timeout` seconds. Ranks die with the caller, even if the caller
+    is killed. `start` is "fork" or "spawn"; "spawn" needs a picklable function and arguments. None chooses by machine.
     """
     context = multiprocessing.get_context(start or ("spawn" if device.has_gpu() else "fork"))
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
@@ -57,7 +58,7 @@ def run_ranks(
             for rank in range(n):
                 ranks[rank] = context.Process(target=_rank, args=(rank, n, Path(folder), os.getpid(), function, args))
                 with _environment(env or {}), warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)  # torch keeps two idle helper threads; no rank needs them
+                    warnings.simplefilter("ignore", DeprecationWarning)  # torch warns of its two idle helper threads, which no rank needs
                     ranks[rank].start()
             _wait(ranks, Path(folder), timeout)
         finally:
@@ -70,7 +71,7 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """The environment that a rank is born with; a fresh interpreter reads it when it imports torch."""
+    """Context manager: the environment that a rank starts with. A fresh interpreter reads it when it imports torch."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -84,7 +85,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def _wait(ranks: dict[int, BaseProcess], folder: Path, timeout: float) -> None:
-    """Return when every rank has ended well; RankFailed as soon as one has not."""
+    """Wait until every rank has exited with code 0. Raises RankFailed as soon as one has not, or after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while running := [rank for rank, process in ranks.items() if process.exitcode is None]:
         if any(process.exitcode for process in ranks.values()):
@@ -97,9 +98,9 @@ def _wait(ranks: dict[int, BaseProcess], folder: Path, timeout: float) -> None:
 
 
 def _explain(ranks: dict[int, BaseProcess], folder: Path) -> str:
-    """Which rank failed first, as far as that can be told: one that died without a word, or raised something else than that its
-    connection to a peer was lost."""
-    time.sleep(0.2)  # let the peers write theirs
+    """Describe the rank that failed first, as far as this is known: one that died without a traceback, or one whose error is not a lost
+    connection to a peer."""
+    time.sleep(0.2)  # let the other ranks write their tracebacks
     texts = {int(file.name.removeprefix("error_")): file.read_text() for file in folder.glob("error_*")}
     for rank, process in ranks.items():
         if process.exitcode and rank not in texts:
@@ -111,9 +112,9 @@ def _explain(ranks: dict[int, BaseProcess], folder: Path) -> str:
 
 
 def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable, args: tuple) -> None:
-    """The life of one rank; never returns."""
+    """Run one rank and exit the process; never returns."""
     end_with_parent(parent)
-    gc.freeze()  # the collector would touch, and so copy, every page of what the fork has inherited
+    gc.freeze()  # the garbage collector would touch, and so copy, every page that the fork inherits
     code = 1
     try:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
@@ -134,4 +135,4 @@ def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable, args
         sys.stderr.flush()
         for child in multiprocessing.active_children():
             child.terminate()
-        os._exit(code)  # no destructors: a fork's belong to its parent
+        os._exit(code)  # skip destructors: a fork's objects belong to its parent
