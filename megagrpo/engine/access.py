@@ -23,8 +23,7 @@ SHORTEST = 16  # characters of a token
 SIOCGIFADDR = 0x8915
 OPEN_ROUTE = "/health"
 REFUSAL = (
-    "this server answers those who send its token: name the file that holds it by rollout.token_file, or put it into the environment as "
-    f"{TOKEN_VARIABLE}"
+    f"this server requires its token: set rollout.token_file to the file that holds it, or set the environment variable {TOKEN_VARIABLE}"
 )
 
 
@@ -42,7 +41,7 @@ def read_token(file: str | Path | None, key: str = "rollout.token_file") -> str 
     try:
         with open(file) as opened:
             if stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & 0o077:
-                raise ValueError(f"{key}: others than its owner may open {file}; chmod 600 it")
+                raise ValueError(f"{key}: {file} is readable by other users; run chmod 600 on it")
             return _checked(opened.read().strip(), f"{key}: {file}")
     except OSError as error:
         raise ValueError(f"{key}: {file} cannot be read: {error.strerror}") from error
@@ -50,7 +49,7 @@ def read_token(file: str | Path | None, key: str = "rollout.token_file") -> str 
 
 def _checked(token: str, what: str) -> str:
     if len(token) < SHORTEST or not (token.isascii() and token.isprintable()) or " " in token:
-        raise ValueError(f"{what}: a token is one word of {SHORTEST} or more characters; `openssl rand -hex 32` makes one")
+        raise ValueError(f"{what}: a token must be one word of {SHORTEST} or more characters; `openssl rand -hex 32` generates one")
     return token
 
 
@@ -66,7 +65,9 @@ def address_of(interface: str) -> str:
             told = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:
             known = ", ".join(sorted(name for _, name in socket.if_nameindex()))
-            raise ValueError(f"rollout.interface: {interface} has no IPv4 address here ({error.strerror}); there are {known}") from error
+            raise ValueError(
+                f"rollout.interface: {interface} has no IPv4 address here ({error.strerror}); choose one of {known}"
+            ) from error
     return socket.inet_ntoa(told[20:24])
 
 
@@ -84,7 +85,7 @@ class TokenGuard:
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]):
         token = read_token(None)
         if token is None:
-            raise ValueError(f"{GUARD}: there is no token; put one into {TOKEN_VARIABLE}, or the name of its file into {FILE_VARIABLE}")
+            raise ValueError(f"{GUARD}: no token is set; set {TOKEN_VARIABLE} to it, or {FILE_VARIABLE} to the name of its file")
         self._app, self._expected = app, headers(token)["Authorization"].encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

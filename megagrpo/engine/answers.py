@@ -26,25 +26,25 @@ def read_choices(answer: httpx.Response, n: int, max_tokens: int) -> list[dict[s
     try:
         choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n)):
-            raise Garbage(f"{len(choices)} responses came; {n} were asked for")
+            raise Garbage(f"got {len(choices)} responses; {n} were requested")
         for choice in choices:
             _check(choice, max_tokens)
     except Garbage:
         raise
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         start = answer.text[:80].replace("\n", " ")
-        raise Garbage(f"this is no answer to a prompt ({type(error).__name__}): {start!r}") from error
+        raise Garbage(f"not a response to a prompt ({type(error).__name__}): {start!r}") from error
     return choices
 
 
 def _check(choice: dict[str, Any], max_tokens: int) -> None:
     ids, content = choice["token_ids"], (choice["logprobs"] or {}).get("content") or ()
     if not all(type(token) is int and token >= 0 for token in ids) or not isinstance(choice["finish_reason"], str):
-        raise Garbage(f"token ids or the reason of the end are none: {str(choice)[:80]}")
+        raise Garbage(f"invalid token_ids or finish_reason: {str(choice)[:80]}")
     if len(ids) > max_tokens:
-        raise Garbage(f"{len(ids)} tokens came; {max_tokens} were asked for")
+        raise Garbage(f"got {len(ids)} tokens; at most {max_tokens} were requested")
     if ids != [entry["token_id"] for entry in content] or not all(isinstance(entry["logprob"], int | float) for entry in content):
-        raise Garbage(f"{len(ids)} tokens came with log-probs of {len(content)} others")
+        raise Garbage(f"the {len(ids)} token ids do not match the {len(content)} log-prob entries")
 
 
 def is_broken_off(choice: dict[str, Any]) -> bool:

@@ -273,7 +273,7 @@ class VllmEngine(Updates):
         if answer.status_code >= 500:
             return await self._failed(client, url, job, error_text(answer))
         if answer.status_code != 200:
-            raise EngineError(f"{self._name(url)} refused prompt {job.prompt.prompt_id}: {error_text(answer)}")
+            raise EngineError(f"{self._name(url)} rejected prompt {job.prompt.prompt_id}: {error_text(answer)}")
         params = job.body["sampling_params"]
         try:
             choices = read_choices(answer, params["n"], params["max_tokens"])
@@ -316,7 +316,7 @@ class VllmEngine(Updates):
             return
         job.failures += 1
         if not self.patience or job.failures >= ATTEMPTS:
-            raise EngineError(f"{self._name(url)} did not answer within {self.timeout:.0f} s (rollout.request_timeout)") from error
+            raise EngineError(f"{self._name(url)} did not respond within {self.timeout:.0f} s (rollout.request_timeout)") from error
         self.leave_out(url)
 
     def _rollout(self, url: str, job: _Job, choice: dict[str, Any]) -> Rollout:
@@ -324,7 +324,7 @@ class VllmEngine(Updates):
         ids = tuple(choice["token_ids"])
         logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
         if choice["finish_reason"] not in ("stop", "length"):
-            raise EngineError(f"{self._name(url)} ended prompt {prompt.prompt_id} for the reason {choice['finish_reason']!r}")
+            raise EngineError(f"{self._name(url)} ended prompt {prompt.prompt_id} with finish_reason {choice['finish_reason']!r}")
         if choice["finish_reason"] == "length" and len(ids) < limit and "cut" not in choice:
             raise EngineError(
                 f"{self._name(url)} has no room for prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens and a response of {limit}; "
@@ -333,7 +333,7 @@ class VllmEngine(Updates):
         if not ids:
             raise EngineError(f"{self._name(url)} sent a response without tokens for prompt {prompt.prompt_id}")
         if not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
-            raise EngineError(f"{self._name(url)} sent log-probs that are none for prompt {prompt.prompt_id}: {logprobs}")
+            raise EngineError(f"{self._name(url)} sent invalid log-probs (NaN, inf or > 0) for prompt {prompt.prompt_id}: {logprobs}")
         version, *later = self._versions(url, job, choice)
         return Rollout(prompt, ids, logprobs, choice["finish_reason"], version[1], self.decode(ids), later_versions=tuple(later))
 

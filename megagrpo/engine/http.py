@@ -105,9 +105,9 @@ class Servers:
         try:
             answer = await request
         except httpx.TimeoutException as error:
-            raise ServerTimeout(f"{self._name(url)} did not answer {path} within {seconds or self.timeout:g} s") from error
+            raise ServerTimeout(f"{self._name(url)} did not respond to {path} within {seconds or self.timeout:g} s") from error
         except httpx.HTTPError as error:
-            raise NoAnswer(f"{self._name(url)} did not answer {path}: {error!r}") from error
+            raise NoAnswer(f"{self._name(url)} did not respond to {path}: {error!r}") from error
         if answer.status_code == 404 and optional:
             return None
         if answer.status_code != 200:
@@ -119,7 +119,7 @@ class Servers:
                 raise ValueError(content)
             return answer.json() if content.startswith("application/json") else None
         except ValueError as error:
-            raise NoAnswer(f"{self._name(url)} answered no JSON to {path}: {answer.text[:80]!r}") from error
+            raise NoAnswer(f"{self._name(url)} sent a response to {path} that is not JSON: {answer.text[:80]!r}") from error
 
     async def _each(self, verb: Callable[..., Coroutine], *args: Any, only: Collection[str] | None = None) -> list[Any]:
         """Run `verb` on every live server, or on those in `only`, concurrently. The first error is raised after all of them have
@@ -143,7 +143,7 @@ class Servers:
 
     def _alive(self) -> list[str]:
         if not (living := self._living()):
-            raise EngineDeadError("no vLLM server answers any more: " + ", ".join(map(self._name, self.urls)))
+            raise EngineDeadError("no vLLM server responds any longer: " + ", ".join(map(self._name, self.urls)))
         return living
 
     def _name(self, url: str) -> str:
@@ -243,7 +243,7 @@ def check_urls(urls: Sequence[str]) -> None:
             return await asyncio.gather(*(answers(client, url) for url in urls))
 
     if silent := [url for url, answered in zip(urls, asyncio.run(check()), strict=True) if not answered]:
-        raise ValueError(f"rollout.urls: {', '.join(silent)} does not answer; start it, or leave rollout.urls empty to have one started")
+        raise ValueError(f"rollout.urls: {', '.join(silent)} does not respond; start it, or leave rollout.urls empty to have one started")
 
 
 async def answers(client: httpx.AsyncClient, url: str) -> bool:

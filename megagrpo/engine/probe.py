@@ -25,17 +25,17 @@ def check_plugin(urls: Sequence[str], token: str | None = None, quantization: st
         if answer.status_code == 401:
             raise ValueError(f"rollout.urls: {url} rejected this run's token: {error_text(answer)}")
         if answer.status_code == 404:
-            raise ValueError(f"rollout.urls: {url} has no routes for new weights (vLLM 0.25 or later has); start it with {NEEDED}")
+            raise ValueError(f"rollout.urls: {url} has no weight update routes (vLLM 0.25 or later has them); start it with {NEEDED}")
         if answer.status_code != 200:
             said = " ".join(answer.text.split())[:300]
-            raise ValueError(f"rollout.urls: {url} cannot take weights from here; start it with {NEEDED}. It says: {said}")
+            raise ValueError(f"rollout.urls: {url} cannot receive weights; start it with {NEEDED}. Response: {said}")
         answer = _post(url, "collective_rpc", {"method": "quantization"}, token)
         if answer.status_code != 200:
             said = " ".join(answer.text.split())[:300]
-            raise ValueError(f"rollout.urls: {url} lacks {VERBS}, of this version. It says: {said}")
+            raise ValueError(f"rollout.urls: {url} lacks {VERBS} of this version. Response: {said}")
         if (its := _first_result(url, answer)) != quantization:
             raise ValueError(
-                f"rollout.quantization: {quantization} is not what {url} has been started with, which is {its}; set it to that, or "
+                f"rollout.quantization: {quantization} differs from {url}, which was started with {its}; set it to that, or "
                 "start the server with `megagrpo serve` and this config"
             )
 
@@ -43,11 +43,9 @@ def check_plugin(urls: Sequence[str], token: str | None = None, quantization: st
 def _post(url: str, route: str, body: dict[str, object], token: str | None) -> httpx.Response:
     """Send a POST request and return the response. Raises ValueError when the server does not respond."""
     try:
-        return httpx.post(
-            f"{url.rstrip('/')}/{route}", json=body, headers=headers(token), timeout=60, trust_env=False, verify=CERTIFICATES
-        )
+        return httpx.post(f"{url.rstrip('/')}/{route}", json=body, headers=headers(token), timeout=60, trust_env=False, verify=CERTIFICATES)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ValueError(f"rollout.urls: {url} does not answer: {error!r}; start it, or name another") from error
+        raise ValueError(f"rollout.urls: {url} does not respond: {error!r}; start it, or name another") from error
 
 
 def _first_result(url: str, answer: httpx.Response) -> object:
@@ -56,4 +54,4 @@ def _first_result(url: str, answer: httpx.Response) -> object:
         return answer.json()["results"][0]
     except (ValueError, LookupError, TypeError):
         said = " ".join(answer.text.split())[:100]
-        raise ValueError(f"rollout.urls: {url} answers what no vLLM does ({said!r}); name the address of a vLLM server") from None
+        raise ValueError(f"rollout.urls: {url} is not a vLLM server (response: {said!r}); name the address of a vLLM server") from None

@@ -30,10 +30,10 @@ async def read_tool_calls(
             try:
                 answer = await client.post(f"{url}{PATH}", json=_request(turns[place], tools))
             except httpx.TransportError as error:
-                raise EngineError(f"vLLM server {url} did not answer {PATH}: {error!r}") from error
+                raise EngineError(f"vLLM server {url} did not respond to {PATH}: {error!r}") from error
         if answer.status_code != 200:
             raise EngineError(
-                f"vLLM server {url} reads no tool calls: {answer.text[:300]}; it must be started with --enable-scale-out, "
+                f"vLLM server {url} cannot parse tool calls: {answer.text[:300]}; it must be started with --enable-scale-out, "
                 "--enable-auto-tool-choice, --tool-call-parser and a tokenizer"
             )
         return _calls(answer.json())

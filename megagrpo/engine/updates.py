@@ -315,4 +315,4 @@ def _raise_worker_errors(reports: list[dict[str, Any]], server: str) -> None:
 
 
 def _standing(update: WeightUpdate, server: str) -> str:
-    return "".join(f"; worker {worker} stands at {place}" for worker, place in update.standing(server).items())
+    return "".join(f"; worker {worker} is stuck in: {place}" for worker, place in update.standing(server).items())

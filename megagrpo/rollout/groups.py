@@ -57,7 +57,7 @@ def draw_rollouts(
         partial = config.algorithm.dynamic_sample_fallback == "partial" and useful
         say(
             f"warning: step {step + 1}: {len(useful)} of {wanted} groups differ in reward after {rounds} rounds of dynamic sampling; "
-            f"training on {'these' if partial else 'the first that were drawn'} (algorithm.dynamic_sample_fallback)"
+            f"training on {'these' if partial else 'the first groups drawn'} (algorithm.dynamic_sample_fallback)"
         )
         if not partial:
             chosen = groups_of(drawn, group)[:wanted]

@@ -57,7 +57,7 @@ class Pulse:
     def end_hung(self, say: Callable[[str], None]) -> None:
         """Kill servers that hang. Each is first reported to `say`, one line per server."""
         for server, words in self._hung():
-            say(f"vLLM server {server.url} {words}; ending it")
+            say(f"vLLM server {server.url} {words}; killing it")
             server.end()
 
     def _hung(self) -> list[tuple[Server, str]]:
@@ -83,13 +83,13 @@ class Pulse:
         this = server.supervisor.pid  # process id of the supervisor: a restarted server has another one
         if not well:
             limit = SILENT_SECONDS if this in self._have_answered else self._launcher.startup_timeout
-            return f"has answered no health check for {limit:g} s" if self._servers.goes_on(this) > limit else ""
+            return f"has not passed a health check for {limit:g} s" if self._servers.goes_on(this) > limit else ""
         self._have_answered.add(this)
         self._servers.heard(this)
         if engine_well:
             self._engines.heard(this)
         elif self._engines.goes_on(this) > self._engine_seconds:
-            return f"answers, but its engine has said nothing for {self._engine_seconds:g} s (rollout.weight_sync_timeout)"
+            return f"is up, but its engine has not responded for {self._engine_seconds:g} s (rollout.weight_sync_timeout)"
         return ""
 
 

@@ -216,7 +216,7 @@ class Launcher:
                     progress(f"warning: {self.start_again(place)}")
                     self._rename(place)  # safe to rename: no client knows the server yet
                 elif now - server.started > self.startup_timeout:
-                    self._give_up(server, f"did not answer within {self.startup_timeout:.0f} s (rollout.startup_timeout)")
+                    self._give_up(server, f"did not respond within {self.startup_timeout:.0f} s (rollout.startup_timeout)")
             waiting = [place for place in waiting if not healthy(self.servers[place].address)]
             if waiting and now - begun - told >= 5:
                 told = now - begun
@@ -257,8 +257,8 @@ class Launcher:
         if self._moved is not None:
             self._moved.write({each.url: each.address for each in self.servers if each.address != each.url})
         return (
-            f"vLLM server {server.url} {server.fate}{where}; starting it again, {self.restarts[server.url]} of {self.max_restarts} times "
-            f"(rollout.max_restarts); its log: {server.log}"
+            f"vLLM server {server.url} {server.fate}{where}; restarting it, {self.restarts[server.url]} of {self.max_restarts} times "
+            f"(rollout.max_restarts); log: {server.log}"
         )
 
     def _rename(self, index: int) -> None:

@@ -47,12 +47,12 @@ class Watcher:
     def _look(self) -> None:
         dead, joining, urls = self.engine.dead - self.engine.waiting, self.engine.joining, self.engine.urls
         for url in sorted(set(self._urls) - set(urls)):
-            self.say(f"vLLM server {url} is asked no more (rollout.urls_file)")
+            self.say(f"vLLM server {url} removed (rollout.urls_file)")
         for url in sorted(dead - self._out):
             if url in joining:
-                self.say(f"vLLM server {url} is to join, once it answers and has the current weights (rollout.urls_file)")
+                self.say(f"vLLM server {url} will join when healthy and synced (rollout.urls_file)")
             else:
-                self.say(f"warning: vLLM server {url} is left out until it answers as it should")
+                self.say(f"warning: vLLM server {url} excluded until it responds correctly")
         self._out, self._urls = dead, urls
         for url in sorted(dead):
             if not self.engine.barred(url) and healthy(url):
@@ -80,7 +80,7 @@ class Watcher:
 
     def _not_filled(self, url: str, error: Exception) -> None:
         self.engine.leave_out(url)
-        self.say(f"warning: vLLM server {url} did not take the current weights and stays out: {error}")
+        self.say(f"warning: vLLM server {url} did not load the current weights; still excluded: {error}")
 
 
 class Keeper(Watcher):
@@ -133,7 +133,7 @@ class Keeper(Watcher):
             else:
                 limit = self.launcher.startup_timeout if url in self._starting else SILENT_SECONDS
                 if self._silence.goes_on(url) > limit:
-                    self.say(f"warning: vLLM server {url} has said nothing for {limit:g} s; ending it")
+                    self.say(f"warning: vLLM server {url}: no response for {limit:g} s; killing it")
                     server.end()
         else:
             self._settled(url)
@@ -146,8 +146,8 @@ class Keeper(Watcher):
             if len(self._given_up) == len(self.launcher.servers):
                 self.engine.patience = 0.0
             self.say(
-                f"warning: vLLM server {url} {server.fate} and stays so after {self.launcher.restarts[url]} restarts "
-                f"(rollout.max_restarts); its log: {server.log}"
+                f"warning: vLLM server {url} {server.fate}; restart limit {self.launcher.restarts[url]} reached "
+                f"(rollout.max_restarts); log: {server.log}"
             )
             return
         with self._lock:
@@ -167,5 +167,5 @@ class Keeper(Watcher):
         self.engine.unsettled.discard(url)
 
     def _not_filled(self, url: str, error: Exception) -> None:
-        self.say(f"warning: vLLM server {url} did not take the current weights, ending it: {error}")
+        self.say(f"warning: vLLM server {url} did not load the current weights; killing it: {error}")
         next(server for server in self.launcher.servers if server.url == url).end()

@@ -115,7 +115,7 @@ def _check_quantization(quantization: str, model_folder: Path) -> None:
     if load_hf_config(model_folder).experts:
         key, usable = f"{key} of a model with experts", ["none"]
     if quantization not in usable:
-        raise ValueError(f"{key} is what vLLM does on GPUs, and there are none here; set it to {' or '.join(usable)}")
+        raise ValueError(f"{key} needs a GPU in vLLM, and this machine has none; set it to {' or '.join(usable)}")
 
 
 def servers_sleep(config: RunConfig) -> bool:
@@ -162,7 +162,7 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
     if (path / "config.json").is_file():
         return path, None
     if not (path / STATE_FILE).is_file():
-        raise ValueError(f"--checkpoint: {path} is no checkpoint of a run, no Hugging Face folder and no adapter")
+        raise ValueError(f"--checkpoint: {path} is not a checkpoint, a Hugging Face folder or an adapter")
     say(f"exporting {path.resolve()}")
     try:
         # On the CPU: there the structure of every layer can be built without allocating its weights.
@@ -189,7 +189,9 @@ class Serving:
         weights are chosen although `rollout.urls` names servers, which already have theirs."""
         urls = named_urls(self._config.rollout.urls, self._config.rollout.urls_file)
         if urls and (checkpoint or adapter):
-            raise ValueError(f"rollout.urls: {', '.join(urls)} serve what they have; leave out --checkpoint and --adapter, or the urls")
+            raise ValueError(
+                f"rollout.urls: {', '.join(urls)} already have their weights; leave out --checkpoint and --adapter, or the urls"
+            )
         check_urls(urls)
         self._token = read_token(self._config.rollout.token_file)
         self._scratch = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="megagrpo_serving_")))

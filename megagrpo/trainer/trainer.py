@@ -188,13 +188,13 @@ class Trainer:
         """Count and report a skipped optimizer step, with the Hugging Face name of the tensor that was not finite."""
         self.state.skipped_steps += 1
         self.state.skipped_in_a_row += 1
-        tensor, where = error.tensor, "of no gradient, but of the loss"
+        tensor, where = error.tensor, "in the loss, not in a gradient"
         if tensor is not None:
             found = next((blocks for name, _, blocks in self.weights() if name == tensor.name), [])
             names = sorted({block.name for block in self.layout.all_gather_objects(found)[tensor.rank]}) or [tensor.name]
             where = f"in the {tensor.kind} of {', '.join(names)} on rank {tensor.rank}"
         self.writer.message(
-            f"warning: step {self.state.step + 1}: optimizer step skipped, no weight has changed: NaN or infinity {where}; "
+            f"warning: step {self.state.step + 1}: optimizer step skipped, weights unchanged: NaN or infinity {where}; "
             f"loss {error.metrics['loss']:g}; skipped in a row {self.state.skipped_in_a_row} of "
             f"{self.config.train.max_skipped_steps} allowed"
         )
@@ -215,7 +215,7 @@ class Trainer:
         """Raise BrokenTraining on every rank when too many optimizer steps in a row were skipped."""
         if self.state.skipped_in_a_row >= self.config.train.max_skipped_steps:
             raise BrokenTraining(
-                f"train.max_skipped_steps: {self.state.skipped_in_a_row} optimizer steps in a row met NaN or infinity; the warnings name "
+                f"train.max_skipped_steps: {self.state.skipped_in_a_row} optimizer steps in a row had NaN or infinity; the warnings name "
                 "the tensors. Resume from a checkpoint with a lower train.learning_rate, or look into a step with debug.dump_steps"
             )
 
@@ -240,7 +240,7 @@ class Trainer:
             except WeightSyncError as error:
                 if not self.collector.stop_requested():
                     raise
-                self.writer.message(f"no weights were sent: servers were ended with the run. {error}")
+                self.writer.message(f"weight sync skipped: servers were stopped with the run. {error}")
                 return
         self.state.weight_version = version
         if self.collector.engine is not None:

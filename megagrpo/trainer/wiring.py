@@ -123,9 +123,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         reference_folder = _reference_folder(config, hf_config, tokenizer)
         dialogues = own_part(layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader)
         tools, columns = together(layout, lambda: (dialogues.tools, dialogues.columns) if dialogues else ([], []), here=first)[0]
-        prompts = PromptSource(
-            config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, tools=tools
-        )
+        prompts = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, tools=tools)
         held_out = load_sets(config, tokenizer, tools, columns)
         rewards = own_part(layout, lambda: _rewards(config, base_folder, prompts.columns, held_out, resources), here=layout.is_dp_leader)
 
@@ -298,8 +296,8 @@ def _reference_folder(config: RunConfig, model: HfConfig, tokenizer: Tokenizer) 
         different = [f"token {i}: {one!r}, {other!r}" for i, (one, other) in enumerate(pairs) if one != other][:1]
     if different:
         raise ValueError(
-            f"model.reference_path: {folder} is not of the policy's architecture and vocabulary (policy, reference): "
-            f"{'; '.join(different)}. Name weights that are, or leave it empty to keep the policy's first ones"
+            f"model.reference_path: {folder} differs from the policy in architecture or vocabulary (policy, reference): "
+            f"{'; '.join(different)}. Name weights that match, or leave it empty to use the policy's initial weights"
         )
     return folder
 

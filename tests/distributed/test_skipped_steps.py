@@ -200,7 +200,7 @@ def _bad_loss_alone(case):
 
 
 def test_a_bad_loss_with_good_gradients_is_skipped_too():
-    assert "of no gradient, but of the loss; loss inf" in run_ranks(_bad_loss_alone, 1, CASES[0])[0][0]
+    assert "in the loss, not in a gradient; loss inf" in run_ranks(_bad_loss_alone, 1, CASES[0])[0][0]
 
 
 def _bad_step_after_step(case):
@@ -210,7 +210,7 @@ def _bad_step_after_step(case):
         training.step()
         training.trainer.stop_if_broken()
     training.step()
-    with pytest.raises(BrokenTraining, match=r"train\.max_skipped_steps: 5 optimizer steps in a row met NaN"):
+    with pytest.raises(BrokenTraining, match=r"train\.max_skipped_steps: 5 optimizer steps in a row had NaN"):
         training.trainer.stop_if_broken()
 
 

@@ -111,7 +111,7 @@ def test_a_server_that_is_killed_while_it_generates_ahead_costs_no_response(tmp_
             if "vllm_main.py" in (words := open(f"/proc/{pid}/cmdline").read()) and "supervisor.py" not in words:
                 os.kill(pid, signal.SIGKILL)
         run = trainer.wait(seconds=240)
-    assert run.code == 0 and "starting it again, 1 of 3 times" in run.out, run.err
+    assert run.code == 0 and "restarting it, 1 of 3 times" in run.out, run.err
     assert texts(run) == synchronous[0][: 8 * GROUPS * GROUP]
 
 

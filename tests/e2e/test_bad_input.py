@@ -35,8 +35,11 @@ CASES = {
     ),
     "reward argument": (["rewards.functions=[{function: exact_number, args: {speed: 2}}]"], ["args.speed", "no such argument"]),
     "prompts too long": (["rollout.max_prompt_length=3"], ["data.train", "rollout.max_prompt_length 3"]),
-    "no server": (["rollout.urls=[http://127.0.0.1:9]"], ["rollout.urls", "http://127.0.0.1:9", "does not answer"]),
-    "no scheme": (["rollout.urls=[localhost]"], ["rollout.urls.0", "localhost does not begin with http://", "write it as http://HOST:PORT"]),
+    "no server": (["rollout.urls=[http://127.0.0.1:9]"], ["rollout.urls", "http://127.0.0.1:9", "does not respond"]),
+    "no scheme": (
+        ["rollout.urls=[localhost]"],
+        ["rollout.urls.0", "localhost does not begin with http://", "write it as http://HOST:PORT"],
+    ),
 }
 
 

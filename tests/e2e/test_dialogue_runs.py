@@ -152,7 +152,9 @@ def test_evaluation_alone_has_the_same_turns(talkative, tmp_path):
 
 
 def test_a_server_without_a_parser_is_named():
-    with pytest.raises(EngineError, match=f"vLLM server {world.server()} reads no tool calls: .*must be started with .*--tool-call-parser"):
+    with pytest.raises(
+        EngineError, match=f"vLLM server {world.server()} cannot parse tool calls: .*must be started with .*--tool-call-parser"
+    ):
         VllmEngine([world.server()], str).read_tool_calls([[5, 6]], [])
 
 

@@ -114,7 +114,7 @@ def test_two_workers_agree_on_scales_at_every_sync(pair_of_two_workers):
 def test_a_run_asks_whether_its_servers_were_started_so(pair):
     urls = pair[0].engine.urls
     check_plugin(urls, quantization=FP8)
-    with pytest.raises(ValueError, match=f"rollout.quantization: none is not what {urls[0]} has been started with, which is {FP8}"):
+    with pytest.raises(ValueError, match=f"rollout.quantization: none differs from {urls[0]}, which was started with {FP8}"):
         check_plugin(urls)
 
 

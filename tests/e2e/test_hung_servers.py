@@ -54,8 +54,8 @@ def test_a_server_whose_engine_is_stopped_is_started_again_and_one_that_works_is
         watching.join()
         launcher.stop()
     ending, again = capsys.readouterr().err.splitlines()[-2:]
-    assert "answers, but its engine has said nothing for 6 s (rollout.weight_sync_timeout); ending it" in ending
-    assert "starting it again, 1 of 1 times" in again
+    assert "is up, but its engine has not responded for 6 s (rollout.weight_sync_timeout); killing it" in ending
+    assert "restarting it, 1 of 1 times" in again
 
 
 def stop_the_engine_at_the_tenth_prompt():
@@ -77,9 +77,9 @@ def stop_the_engine_at_the_tenth_prompt():
 def test_a_run_whose_engine_hangs_in_generation_ends_its_server_and_takes_the_same_steps(tmp_path):
     options = ["run.max_steps=4", f"rollout.weight_sync_timeout={ENGINE_SECONDS:g}"]
     plain = world.train(tmp_path / "plain", *options, prepare=look_often, launched=True)
-    assert plain.code == 0 and "ending it" not in plain.out, plain.err
+    assert plain.code == 0 and "killing it" not in plain.out, plain.err
     run = world.train(tmp_path / "hung", *options, prepare=stop_the_engine_at_the_tenth_prompt, launched=True)
     assert run.code == 0, run.err
-    assert "answers, but its engine has said nothing for 6 s (rollout.weight_sync_timeout); ending it" in run.out
-    assert "starting it again, 1 of 3 times" in run.out and "is back, with weight version 3" in run.out
+    assert "is up, but its engine has not responded for 6 s (rollout.weight_sync_timeout); killing it" in run.out
+    assert "restarting it, 1 of 3 times" in run.out and "is back, with weight version 3" in run.out
     assert_same_steps(run, plain)

@@ -79,12 +79,10 @@ def served(engine: VllmEngine) -> list[str]:
 @pytest.mark.full
 def test_a_run_whose_weights_such_a_server_cannot_take_does_not_start(engine, tmp_path):
     check_plugin([world.server()])
-    with pytest.raises(
-        ValueError, match=r"http://[\d.:]+ cannot take weights from here; start it with --weight-transfer-config '\{\"backend\""
-    ):
+    with pytest.raises(ValueError, match=r"http://[\d.:]+ cannot receive weights; start it with --weight-transfer-config '\{\"backend\""):
         check_plugin(engine.urls)
     refused = world.train(tmp_path, f"rollout.urls={engine.urls}")
-    assert refused.code == 2 and f"rollout.urls: {engine.urls[0]} cannot take weights from here" in refused.err
+    assert refused.code == 2 and f"rollout.urls: {engine.urls[0]} cannot receive weights" in refused.err
 
 
 @pytest.mark.full

@@ -95,7 +95,7 @@ def test_a_server_that_dies_is_left_out_and_back_with_the_current_weights(launch
         more_steps(tmp_path)
         assert requests_served(url, TOKEN) > before
         run = stopped(trainer)
-    assert f"vLLM server {url} is left out until it answers as it should" in run.out
+    assert f"vLLM server {url} excluded until it responds correctly" in run.out
     assert_undisturbed(run, tmp_path / "plain", words)
 
 
@@ -134,7 +134,7 @@ def test_when_all_servers_are_gone_the_run_saves_what_it_has_and_goes_on_when_th
         run = trainer.wait()
     assert run.code == 1 and 2 < time.monotonic() - began < 20, run.err
     named = ", ".join(f"vLLM server {url}" for url in launcher.urls)
-    assert f"rank 0 stops: no vLLM server answers any more: {named}" in run.err and "Traceback" not in run.err
+    assert f"rank 0 stops: no vLLM server responds any longer: {named}" in run.err and "Traceback" not in run.err
     steps = len(run.metrics)
     assert run.saved == [f"step_{steps:06d}"]
     start_again(launcher, 0, 1)

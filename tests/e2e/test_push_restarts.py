@@ -81,7 +81,7 @@ def test_a_push_whose_server_dies_is_done_over_when_it_is_back(read):
     assert re.search(
         r"^warning: a vLLM server died during a weight sync; restarting the sync: .*phase (update|finish): vLLM server http", told
     )
-    assert "starting it again, 1 of 3 times" in kept.said[0] and "is back and waits for the next weight sync" in kept.said[1]
+    assert "restarting it, 1 of 3 times" in kept.said[0] and "is back and waits for the next weight sync" in kept.said[1]
 
 
 @pytest.mark.full
@@ -123,8 +123,8 @@ def test_a_push_to_two_servers_one_of_which_dies_goes_on_with_the_other():
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("/pause?mode=wait", r"rank 0: waiting for worker 0 of {url}: .*; phase pause: vLLM server {url} .*did not answer /pause"),
-        ("/update_weight_version", r"phase resume: vLLM server {url} .*did not answer /update_weight_version within 4 s"),
+        ("/pause?mode=wait", r"rank 0: waiting for worker 0 of {url}: .*; phase pause: vLLM server {url} .*did not respond to /pause"),
+        ("/update_weight_version", r"phase resume: vLLM server {url} .*did not respond to /update_weight_version within 4 s"),
     ],
     ids=["pause", "resume"],
 )

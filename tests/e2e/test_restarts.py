@@ -89,7 +89,7 @@ def test_a_server_that_is_killed_in_the_middle_comes_back_with_the_current_weigh
         killer.join()
         assert sampled(engine) == sampled_fresh()
     assert kept.asked_before == [0] and len(kept.said) == 2
-    assert "starting it again, 1 of 3 times (rollout.max_restarts)" in kept.said[0]
+    assert "restarting it, 1 of 3 times (rollout.max_restarts)" in kept.said[0]
     assert kept.said[1].endswith(f"is back, with weight version {engine.weight_version}")
 
 
@@ -213,7 +213,7 @@ def test_a_server_that_dies_at_the_first_or_the_last_tensor_is_told_by_name_wher
     with WeightSync(server.engine, OneRank(), "float32") as sync:
         halted = halt(server.engine.urls[0], 0, "update", read)
         threading.Thread(target=lambda: (wait_for(lambda: is_halted(halted)), kill_all(server.launcher.servers[0]))).start()
-        with pytest.raises(WeightSyncError, match=r"version 1 did not reach .*phase (update|finish): vLLM server http.*did not answer"):
+        with pytest.raises(WeightSyncError, match=r"version 1 did not reach .*phase (update|finish): vLLM server http.*did not respond"):
             sync.push(shards(fresh.folder), 1)
     server.launcher.stop()
     again = connect(launch(folder, f"llama_again{read}"), folder)

@@ -49,7 +49,7 @@ def test_a_run_whose_server_is_killed_takes_the_same_steps(transport, tmp_path):
         run = trainer.wait(seconds=240)
     assert run.code == 0, run.err
     back = "is back, with weight version" if transport == "shared_memory" else "is back and waits for the next weight sync"
-    assert "starting it again, 1 of 3 times" in run.out and back in run.out
+    assert "restarting it, 1 of 3 times" in run.out and back in run.out
     assert_same_steps(run, plain)
 
 
@@ -59,7 +59,7 @@ def test_a_run_whose_server_may_not_be_started_again_ends_and_names_it(tmp_path)
         world.wait_for(lambda: world.steps_done(tmp_path) >= 1, "first step")
         kill_server(trainer.pid)
         run = trainer.wait(seconds=60)
-    assert run.code == 1 and ("no vLLM server answers any more" in run.err or "did not reach the engine" in run.err), run.err
+    assert run.code == 1 and ("no vLLM server responds any longer" in run.err or "did not reach the engine" in run.err), run.err
 
 
 def assert_same_steps(run, plain):
@@ -80,7 +80,7 @@ def test_a_run_whose_server_hangs_in_a_sync_ends_it_and_takes_the_same_steps(tmp
     plain = world.train(tmp_path / "plain", *options)
     run = world.train(tmp_path / "hung", *options, prepare=hang_in_the_third_update, launched=True)
     assert run.code == 0, run.err
-    assert "has said nothing for 2 s; ending it" in run.out and "starting it again, 1 of 3 times" in run.out
+    assert "no response for 2 s; killing it" in run.out and "restarting it, 1 of 3 times" in run.out
     assert_same_steps(run, plain)
 
 
@@ -121,6 +121,6 @@ def test_two_ranks_that_ask_a_server_that_is_killed_give_it_its_weights_again_to
         kill_server(killed.pid)
     run = world.finish(killed, tmp_path / "killed", seconds=240)
     assert run.code == 0, run.err
-    assert "starting it again, 2 of 3 times" in run.out
+    assert "restarting it, 2 of 3 times" in run.out
     assert [row["completion"] for row in run.completions] == [row["completion"] for row in plain.completions]
     assert [line["loss"] for line in run.metrics] == [line["loss"] for line in plain.metrics]

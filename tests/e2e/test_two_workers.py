@@ -159,11 +159,13 @@ def test_an_update_that_both_workers_refuse_leaves_no_answer_behind(two_workers)
         pytest.param(
             "start",
             0,
-            r"phase start: .* did not answer /start_weight_update within 3 s .*worker 0 stands at start$",
+            r"phase start: .* did not respond to /start_weight_update within 3 s .*worker 0 is stuck in: start$",
             marks=pytest.mark.full,
         ),
-        ("update", 5, r"phase update: .* did not answer /update_weights within 3 s .*worker 1 stands at the load of model\."),
-        pytest.param("finish", 0, r"phase finish: .* did not answer /finish_weight_update within 3 s .*worker 1", marks=pytest.mark.full),
+        ("update", 5, r"phase update: .* did not respond to /update_weights within 3 s .*worker 1 is stuck in: the load of model\."),
+        pytest.param(
+            "finish", 0, r"phase finish: .* did not respond to /finish_weight_update within 3 s .*worker 1", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_worker_that_hangs_is_named_with_its_phase_and_tensor(two_workers, moment, passes, place, monkeypatch):
@@ -190,7 +192,7 @@ def test_a_server_that_is_killed_while_it_works_is_a_dead_engine(two_workers):
     for pid in family:
         os.kill(pid, signal.SIGKILL)
     engine = VllmEngine(two_workers.launcher.urls, str, logs=two_workers.launcher.logs)
-    with pytest.raises(EngineDeadError, match=r"no vLLM server answers any more: .*qwen2/vllm_0\.log"):
+    with pytest.raises(EngineDeadError, match=r"no vLLM server responds any longer: .*qwen2/vllm_0\.log"):
         engine.generate(PROMPTS, 1, replace(SamplingParams(1.0, 24), max_tokens=64), seed=0)
     server.supervisor.wait(20)
     assert not [file for file in files if Path(file).exists()]

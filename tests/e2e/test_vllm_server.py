@@ -92,7 +92,7 @@ def test_a_response_ends_with_its_stop_token_or_at_the_limit(fresh):
 
 
 def test_a_prompt_that_does_not_fit_is_refused_with_the_servers_reason(fresh):
-    with pytest.raises(EngineError, match=r"vLLM server http.*vllm_0.log.* refused prompt 77: .*128"):
+    with pytest.raises(EngineError, match=r"vLLM server http.*vllm_0.log.* rejected prompt 77: .*128"):
         fresh.engine.generate([Prompt(77, (5,) * 140, "")], 1, GREEDY, seed=0)
 
 

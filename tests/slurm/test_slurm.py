@@ -153,7 +153,7 @@ def test_a_job_outlives_a_server_and_when_cancelled_leaves_nothing_and_stays_can
     kill_server(job)
     wait(lambda: " is back" in printed.read_text(), job, printed, "return of the server")
     log = tmp_path / "cancelled.jobs" / job / "attempt_0" / "servers.log"
-    assert "was killed by SIGKILL; starting it again, 1 of 3 times (rollout.max_restarts)" in log.read_text()
+    assert "was killed by SIGKILL; restarting it, 1 of 3 times (rollout.max_restarts)" in log.read_text()
     before = steps_of(tmp_path / "cancelled")
     wait(lambda: steps_of(tmp_path / "cancelled") >= before + 3, job, printed, "steps with it")
     family = processes_of(job)

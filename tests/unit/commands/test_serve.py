@@ -41,8 +41,8 @@ def test_a_server_that_dies_is_started_again_and_with_the_last_one_for_good_it_e
     watching.join(timeout=20)
     assert ended == [False]
     first, second = capsys.readouterr().err.splitlines()
-    assert f"warning: vLLM server {stand.urls[0]} was killed by SIGKILL; starting it again, 1 of 1 times (rollout.max_restarts)" in first
-    assert f"{stand.urls[0]} was killed by SIGKILL and stays so after 1 restarts (rollout.max_restarts); its log: " in second
+    assert f"warning: vLLM server {stand.urls[0]} was killed by SIGKILL; restarting it, 1 of 1 times (rollout.max_restarts)" in first
+    assert f"{stand.urls[0]} was killed by SIGKILL; restart limit 1 reached (rollout.max_restarts); log: " in second
 
 
 @pytest.mark.parametrize("wedged", [pytest.param(False, id="stopped", marks=pytest.mark.full), pytest.param(True, id="wedged")])
@@ -65,9 +65,9 @@ def test_a_server_that_hangs_is_ended_and_started_again(wedged, tmp_path, monkey
         end.set()
         watching.join()
     ending, again = capsys.readouterr().err.splitlines()
-    engine = "answers, but its engine has said nothing for 0.6 s (rollout.weight_sync_timeout)"
-    words = engine if wedged else "has answered no health check for 0.5 s"
-    assert ending == f"warning: vLLM server {again.split()[3]} {words}; ending it" and "starting it again, 1 of 1 times" in again
+    engine = "is up, but its engine has not responded for 0.6 s (rollout.weight_sync_timeout)"
+    words = engine if wedged else "has not passed a health check for 0.5 s"
+    assert ending == f"warning: vLLM server {again.split()[3]} {words}; killing it" and "restarting it, 1 of 1 times" in again
 
 
 def test_time_in_which_nobody_listened_is_no_silence(monkeypatch):

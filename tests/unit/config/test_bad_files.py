@@ -101,11 +101,11 @@ def test_a_server_that_is_no_vllm_is_named(answer):
     with server(answer.encode(), "text/html" if answer.startswith("<") else "application/json") as url:
         with pytest.raises(ValueError) as caught:
             check_plugin([url])
-    assert str(caught.value).startswith(f"rollout.urls: {url} answers what no vLLM does (") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"rollout.urls: {url} is not a vLLM server (") and "\n" not in str(caught.value)
 
 
 def test_an_address_that_is_none_is_named_by_the_probe():
-    with pytest.raises(ValueError, match=r"^rollout\.urls: http://127\.0\.0\.1:99999 does not answer: "):
+    with pytest.raises(ValueError, match=r"^rollout\.urls: http://127\.0\.0\.1:99999 does not respond: "):
         check_plugin(["http://127.0.0.1:99999"])
 
 

@@ -60,7 +60,7 @@ def test_every_route_but_the_health_check_wants_the_token(guard, path):
 
 def test_a_guard_without_a_token_does_not_start_and_one_with_it_hands_it_to_no_child(monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    with pytest.raises(ValueError, match="there is no token; put one into MEGAGRPO_TOKEN, or the name of its file"):
+    with pytest.raises(ValueError, match="no token is set; set MEGAGRPO_TOKEN to it, or MEGAGRPO_TOKEN_FILE to the name of its file"):
         TokenGuard(None)
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     assert read_token(None) == TOKEN and TOKEN_VARIABLE not in os.environ and read_token(None) is None
@@ -73,13 +73,13 @@ def test_a_token_file_is_for_its_owner_alone_and_holds_one_long_word(monkeypatch
     file.touch(0o600)
     for bad in ("", "short", "two words that are long", "a-word-with-an-ä-in-it-1234"):
         file.write_text(bad)
-        with pytest.raises(ValueError, match="a token is one word of 16 or more characters"):
+        with pytest.raises(ValueError, match="a token must be one word of 16 or more characters"):
             read_token(file)
     file.write_text(TOKEN + "\n")
     monkeypatch.setenv("MEGAGRPO_TOKEN_FILE", str(file))
     assert read_token(file) == TOKEN and TokenGuard(None) and headers(None) == {}
     file.chmod(0o640)
-    with pytest.raises(ValueError, match=r"others than its owner may open .*; chmod 600 it"):
+    with pytest.raises(ValueError, match=r".* is readable by other users; run chmod 600 on it"):
         read_token(file)
 
 
@@ -102,7 +102,7 @@ def test_a_launched_server_gets_its_token_by_a_pipe_and_neither_by_its_environme
 
 def test_an_interface_is_named_and_has_an_address():
     assert address_of("lo") == "127.0.0.1"
-    with pytest.raises(ValueError, match=r"rollout\.interface: nope0 has no IPv4 address here .*; there are .*lo"):
+    with pytest.raises(ValueError, match=r"rollout\.interface: nope0 has no IPv4 address here .*; choose one of .*lo"):
         address_of("nope0")
 
 

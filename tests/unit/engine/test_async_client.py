@@ -112,7 +112,7 @@ def test_a_response_that_was_broken_off_before_its_first_token_is_asked_for_agai
 
 
 def test_nothing_is_broken_off_where_responses_are_kept():
-    with scripted([choice([5], "abort", ("7", 0, 1))]) as (url, _), pytest.raises(EngineError, match="for the reason 'abort'"):
+    with scripted([choice([5], "abort", ("7", 0, 1))]) as (url, _), pytest.raises(EngineError, match="with finish_reason 'abort'"):
         ask(url, in_flight="keep")
 
 

@@ -84,7 +84,7 @@ def test_a_slow_connection_is_waited_for(servers):
 
 
 @pytest.mark.parametrize(
-    ("mode", "told"), [("html", "no answer to a prompt .*<html>"), ("error", "out of order"), ("fewer", "1 responses came")]
+    ("mode", "told"), [("html", "not a response to a prompt .*<html>"), ("error", "out of order"), ("fewer", "got 1 responses")]
 )
 def test_where_nobody_answers_right_the_end_says_what_came(mode, told, servers):
     with pytest.raises(EngineError, match=f"failed, after 3 attempts, on prompt 0: .*{told}"):
@@ -132,7 +132,7 @@ def test_when_all_are_gone_the_run_waits_as_long_as_it_was_told_and_names_them()
     for process in both:
         threading.Timer(0.1, process.kill).start()
     began = time.monotonic()
-    with pytest.raises(EngineDeadError, match=f"no vLLM server answers any more: .*{both[0].url}, .*{both[1].url}"):
+    with pytest.raises(EngineDeadError, match=f"no vLLM server responds any longer: .*{both[0].url}, .*{both[1].url}"):
         generate(engine)
     assert 1.0 <= time.monotonic() - began < 10
 
@@ -155,7 +155,7 @@ def test_servers_of_others_are_given_the_current_weights_before_they_are_asked_a
         while engine.dead and time.monotonic() < deadline:
             time.sleep(0.01)
     assert filled == [back.url] * 2 and engine.dead == set()
-    assert said[0].endswith("is left out until it answers as it should") and "did not take the current weights" in said[1]
+    assert said[0].endswith("excluded until it responds correctly") and "did not load the current weights" in said[1]
     assert said[2].endswith("is back, with weight version 3")
 
 
@@ -192,9 +192,9 @@ def test_servers_that_join_and_leave_are_told_of_once(servers, tmp_path):
             engine.follow()
             wait_for(turn + 1)
     assert said == [
-        f"vLLM server {second.url} is to join, once it answers and has the current weights (rollout.urls_file)",
+        f"vLLM server {second.url} will join when healthy and synced (rollout.urls_file)",
         f"vLLM server {second.url} has joined, with weight version 3",
-        f"vLLM server {first.url} is asked no more (rollout.urls_file)",
+        f"vLLM server {first.url} removed (rollout.urls_file)",
     ]
 
 

@@ -59,7 +59,7 @@ def test_without_gpus_servers_quantize_by_channel_alone(kind, tmp_path, monkeypa
     monkeypatch.setattr(serving.device, "visible_gpus", lambda: None)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert "fp8_per_channel" in launched(tmp_path, config())
-    with pytest.raises(ValueError, match=rf"rollout\.quantization: {kind} is what vLLM does on GPUs, .* set it to none or fp8_per_channel"):
+    with pytest.raises(ValueError, match=rf"rollout\.quantization: {kind} needs a GPU in vLLM, .* set it to none or fp8_per_channel"):
         launched(tmp_path, config(kind))
 
 
@@ -69,9 +69,7 @@ def test_without_gpus_servers_quantize_no_experts_and_say_so_before_they_start(k
     experts = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | experts))
     assert "--quantization" not in launched(tmp_path, config("none"))
-    with pytest.raises(
-        ValueError, match=rf"rollout\.quantization: {kind} of a model with experts is what vLLM does on GPUs, .* set it to none$"
-    ):
+    with pytest.raises(ValueError, match=rf"rollout\.quantization: {kind} of a model with experts needs a GPU in vLLM, .* set it to none$"):
         launched(tmp_path, config(kind))
     monkeypatch.setattr(serving.device, "visible_gpus", lambda: ["0"])
     assert kind in launched(tmp_path, config(kind))

@@ -278,7 +278,7 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(options, tmp_p
         launcher.later = launcher.well
         launcher.start()
         assert launcher.wait(said.append) == launcher.urls and all(map(launcher_module.healthy, launcher.urls))
-    killed = [line for line in said if "was killed by SIGKILL; starting it again, 1 of 1 times (rollout.max_restarts)" in line]
+    killed = [line for line in said if "was killed by SIGKILL; restarting it, 1 of 1 times (rollout.max_restarts)" in line]
     assert len(killed) == 2 and all(line.startswith("warning: vLLM server http://127.0.0.1:") for line in killed)
 
 
@@ -301,7 +301,7 @@ def test_a_server_whose_port_was_taken_restarts_at_a_fresh_port_and_clients_foll
             address = launcher.servers[0].address
             assert launcher.urls == [url] != [address]
             fresh = address.rpartition(":")[2]
-            assert f"{url} was killed by SIGKILL, and another process took its port (new port {fresh}); starting it again" in line
+            assert f"{url} was killed by SIGKILL, and another process took its port (new port {fresh}); restarting it" in line
             wait_until(lambda: launcher_module.healthy(address))
             assert asyncio.run(client._each(answers)) == [True]
         launcher.servers[0].end()
@@ -373,6 +373,6 @@ def test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key(tmp_p
     settings = load_config(Path(__file__).parents[3] / "configs" / "quickstart.yaml", ["rollout.startup_timeout=0.5"])
     with make_launcher(settings, tmp_path, tmp_path / "logs", "float32") as launcher:
         launcher.start()
-        with pytest.raises(EngineStartError, match=r"did not answer within 0 s \(rollout\.startup_timeout\)"):
+        with pytest.raises(EngineStartError, match=r"did not respond within 0 s \(rollout\.startup_timeout\)"):
             launcher.wait()
         assert launcher.servers == []

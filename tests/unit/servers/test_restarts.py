@@ -101,7 +101,7 @@ def test_a_server_is_started_again_at_its_address_filled_and_then_alive(stand):
             kill(stand.servers[0])
             wait_until(lambda: len(said) == 2 * time_)  # noqa: B023
             assert filled == stand.urls * time_ and engine.dead == set()
-    assert "was killed by SIGKILL; starting it again, 1 of 2 times (rollout.max_restarts); its log: " in said[0]
+    assert "was killed by SIGKILL; restarting it, 1 of 2 times (rollout.max_restarts); log: " in said[0]
     assert said[1].endswith("is back, with weight version 0")
 
 
@@ -111,9 +111,9 @@ def test_a_server_that_ends_again_and_again_is_given_up_and_the_engine_waits_no_
     stand.max_restarts = 2
     with Keeper(stand, engine, lambda url: True, said.append):
         kill(stand.servers[0])
-        with pytest.raises(EngineDeadError, match="no vLLM server answers any more"):
+        with pytest.raises(EngineDeadError, match="no vLLM server responds any longer"):
             engine.generate([Prompt(0, (5, 6), "")], 1, SamplingParams(0.0, 4), seed=0)
-    assert len(said) == 3 and "exit code 3 and stays so after 2 restarts (rollout.max_restarts)" in said[2]
+    assert len(said) == 3 and "exit code 3; restart limit 2 reached (rollout.max_restarts)" in said[2]
 
 
 def test_a_server_that_does_not_take_the_weights_is_ended(stand):
@@ -125,7 +125,7 @@ def test_a_server_that_does_not_take_the_weights_is_ended(stand):
     with Keeper(stand, engine, refill, said.append):
         kill(stand.servers[0])
         wait_until(lambda: len(said) == 3)
-    assert "did not take the current weights, ending it: phase update: worker 0: no" in said[1] and "after 1 restarts" in said[2]
+    assert "did not load the current weights; killing it: phase update: worker 0: no" in said[1] and "restart limit 1 reached" in said[2]
     assert engine.dead == set(stand.urls)
 
 
@@ -146,7 +146,7 @@ def test_a_server_that_is_there_and_says_nothing_is_ended_and_started_again(stan
     engine.dead.add(stand.urls[0])  # a request had found no answer
     with Keeper(stand, engine, lambda url: True, said.append):
         wait_until(lambda: len(said) == 3)
-    assert "has said nothing for 0.2 s; ending it" in said[0] and "starting it again" in said[1] and "is back" in said[2]
+    assert "no response for 0.2 s; killing it" in said[0] and "restarting it" in said[1] and "is back" in said[2]
 
 
 @pytest.mark.parametrize("wedged", [False, True], ids=["stopped", "wedged"])
@@ -166,8 +166,8 @@ def test_a_server_that_hangs_while_nobody_asks_it_anything_is_ended_and_started_
             wait_until(lambda: launcher.restarts)
             (tmp_path / "wedged").unlink()
             wait_until(lambda: len(said) == 3)
-    words = "answers, but its engine has said nothing for 0.6 s" if wedged else "has answered no health check for 0.5 s"
-    assert words in said[0] and "starting it again, 1 of 1 times" in said[1] and "is back" in said[2]
+    words = "is up, but its engine has not responded for 0.6 s" if wedged else "has not passed a health check for 0.5 s"
+    assert words in said[0] and "restarting it, 1 of 1 times" in said[1] and "is back" in said[2]
     assert not engine.dead
 
 
@@ -189,7 +189,7 @@ def test_a_server_that_ends_while_others_sleep_is_started_when_they_wake(stand):
         time.sleep(0.3)
         assert not stand.servers[0].alive and not said
         assert engine.workers() == {stand.urls[0]: 2}  # no other is left: it is started, and takes part
-    assert not engine.asleep and "starting it again" in said[0]
+    assert not engine.asleep and "restarting it" in said[0]
 
 
 def test_a_server_that_starts_is_not_waited_for_at_the_end(stand, monkeypatch):
@@ -224,4 +224,4 @@ def test_who_has_servers_sleep_waits_until_a_silent_one_has_ended(stand, monkeyp
     with Keeper(stand, engine, lambda url: True, said.append):
         wait_until(lambda: engine.unsettled)
         engine.sleep()
-        assert told == [False] and len(said) == 1 and "has said nothing for 0.5 s; ending it" in said[0]
+        assert told == [False] and len(said) == 1 and "no response for 0.5 s; killing it" in said[0]
