@@ -83,7 +83,7 @@ class Conversation:
             raise ValueError(f"the scheduler gave no messages with a role and a content: {messages[last:]!r:.200}")
         if content == before[last]["content"]:
             if not added or added[-1]["role"] == "assistant":
-                raise ValueError("the scheduler goes on but adds nothing that the policy could answer")
+                raise ValueError("the scheduler continues but adds no message that the policy could answer")
             self.add_messages(added, follow_ups)
         elif added:
             raise ValueError("the scheduler changed the policy's last message and added others; it may do one of the two")

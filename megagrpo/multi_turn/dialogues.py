@@ -59,7 +59,7 @@ def make_dialogues(config: RunConfig, tokenizer: Tokenizer, base_folder: Path, r
     players = resources.enter_context(Players(config.multi_turn, base_folder))
     names = display_names(config.rewards.functions)
     if taken := sorted(set(names) & set(players.columns)):
-        raise ValueError(f"rewards.functions: `{taken[0]}` is the name of the rewards that multi_turn gives; give the function another")
+        raise ValueError(f"rewards.functions: `{taken[0]}` is already the name of a multi_turn reward; give the function another name")
     if not names and not players.columns:
         raise ValueError("rewards.functions: nothing gives rewards; name a function, or give the environment a method `get_reward`")
     follow_ups = FollowUps(tokenizer, template, players.tools, users=players.has_scheduler)
@@ -132,7 +132,9 @@ class DialogueEngine:
             opening[-1] = opening[-1] | {"content": opening[-1]["content"] + said}
             token_ids = self._tokenizer.render(opening, None, self._dialogues.chat_template, self.players.tools)
             if len(token_ids) > longest:
-                reason = f"with what `reset` says its prompt has {len(token_ids)} tokens, rollout.max_prompt_length {longest}"
+                reason = (
+                    f"its prompt has {len(token_ids)} tokens with the text of `reset`; the limit is {longest} (rollout.max_prompt_length)"
+                )
                 self.players.break_off(conversation, reason)
                 continue
             prompt = conversation.prompt

@@ -102,7 +102,7 @@ def _answer(function: Callable, arguments: Arguments) -> tuple[list, bool, float
             return messages, done, None
         case (list() as messages, bool() as done, reward):
             return messages, done, None if reward is None else reward_of(reward)
-    raise TypeError(f"a scheduler gives (messages, done) or (messages, done, reward), not {answer!r:.200}")
+    raise TypeError(f"a scheduler must return (messages, done) or (messages, done, reward), not {answer!r:.200}")
 
 
 def _accepted(function: Callable, arguments: Arguments) -> Arguments:
@@ -248,7 +248,7 @@ def _live(channel: Channel, scheduler: Target | None, scheduler_args: Arguments,
         try:
             channel.send(answer)
         except (TypeError, ValueError, RecursionError) as error:
-            channel.send({"failure": f"what it gave cannot be sent: {error}"})
+            channel.send({"failure": f"its result cannot be sent: {error}"})
 
 
 class _Episode:
@@ -265,7 +265,7 @@ class _Episode:
             said = [_settled(p.reset(**_accepted(p.reset, arguments))) for p in players if hasattr(p, "reset")]
             said = [text for text in said if text is not None]
             if wrong := [text for text in said if not isinstance(text, str)]:
-                raise TypeError(f"reset gives text or None, not {wrong[0]!r:.200}")
+                raise TypeError(f"reset must return text or None, not {wrong[0]!r:.200}")
             return "".join(said) if said else None
         if verb == "step":
             return _answer(self.scheduler.step, arguments)

@@ -107,7 +107,7 @@ class Players:
         """End a conversation that cannot continue. The first one since `begin` is logged."""
         conversation.ended = "failed"
         if not self._failed:
-            log.warning("multi_turn: the response to prompt %d broke off: %s", conversation.prompt.prompt_id, reason)
+            log.warning("multi_turn: the response to prompt %d failed: %s", conversation.prompt.prompt_id, reason)
         self._failed = self._failed or reason
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ def tool_schema(function: Callable) -> dict[str, Any]:
     name = function.__name__
     summary, described = _docstring(function)
     if not summary:
-        raise ValueError(f"tool `{name}` has no docstring; say in one what it does, with an `Args:` section")
+        raise ValueError(f"tool `{name}` has no docstring; describe the tool in one, with an `Args:` section")
     hints = get_type_hints(function)
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():

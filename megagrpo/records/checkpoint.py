@@ -287,7 +287,7 @@ def _naming_the_one_before(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         before = ["its beginning", *(other.name for other in checkpoints(path.parent) if other.name < path.name)][-1]
-        raise CheckpointError(f"{error}. Without that folder the run goes on from {before}") from error
+        raise CheckpointError(f"{error}. Without that folder the run continues from {before}") from error
 
 
 def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:

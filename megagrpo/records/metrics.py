@@ -121,7 +121,7 @@ class MetricsWriter:
             return
         self._failed.add(name)
         try:
-            warn(f"warning: {name} failed and may be incomplete; training goes on. {type(error).__name__}: {error}")
+            warn(f"warning: {name} failed and may be incomplete; training continues. {type(error).__name__}: {error}")
         except OSError:
             pass  # stderr is closed
 

@@ -39,7 +39,7 @@ class RunLock:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 file = self._path.open("a+")
             except OSError as error:
-                said = f"{self.folder} cannot be made or written to: {error.strerror}"
+                said = f"{self.folder} cannot be created or written to: {error.strerror}"
                 raise ValueError(f"run.output_dir: {said}; name another folder") from None
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

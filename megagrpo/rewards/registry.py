@@ -42,7 +42,7 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
     dotted = BUILT_IN.get(function, function)
     if not _IMPORT_PATH.fullmatch(dotted):
         said = (
-            f"`{function}` is no reward function{did_you_mean(function, BUILT_IN)}; known: {', '.join(BUILT_IN)}; "
+            f"`{function}` is not a known reward function{did_you_mean(function, BUILT_IN)}; known: {', '.join(BUILT_IN)}; "
             "your own: package.module:function, path/file.py:function, or a name from rewards.plugins; models: model:PATH or http://..."
         )
         raise ProblemError(Problem((key,), said, rule=18))
@@ -57,7 +57,7 @@ def locate(name: str, key: str, kind: str, built_in: Mapping[str, str]) -> Targe
     dotted = built_in.get(name, name)
     if not _IMPORT_PATH.fullmatch(dotted):
         known = f"known: {', '.join(built_in)}; your own: " if built_in else "give it as "
-        said = f"`{name}` is no {kind}{did_you_mean(name, built_in)}; {known}package.module:name or path/file.py:name"
+        said = f"`{name}` is not a known {kind}{did_you_mean(name, built_in)}; {known}package.module:name or path/file.py:name"
         raise ProblemError(Problem((key,), said))
     return Target(*_split(dotted))
 

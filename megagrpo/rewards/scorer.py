@@ -111,7 +111,7 @@ class RewardScorer:
         """Raise ValueError when a function needs a column that is not in `columns`, the data set's column names after renaming."""
         present = list(columns)
         problems = [
-            f"rewards.functions: reward `{function.name}` wants column {' or '.join(f'`{name}`' for name in alternatives)}; "
+            f"rewards.functions: reward `{function.name}` needs column {' or '.join(f'`{name}`' for name in alternatives)}; "
             f"the data set has {', '.join(present)}{did_you_mean(alternatives[0], present)}; rename with data.columns"
             for function in self._functions
             for alternatives in function.signature["needs"]

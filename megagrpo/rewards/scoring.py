@@ -118,7 +118,7 @@ class Scoring:
         sample = {"prompt": rollout.prompt.messages, "completion": rollout.text, **rollout.prompt.columns}
         given = "was left out" if tally.values[i] is None else f"scored {tally.values[i]:g}"
         log.warning(
-            "reward `%s` %s for prompt %d (more of the kind are only counted, in rewards/%s/%s): %s\n%s",
+            "reward `%s` %s for prompt %d (further failures of this kind are only counted, in rewards/%s/%s): %s\n%s",
             *(function.name, given, rollout.prompt.prompt_id, function.name, counter, reason),
             "\n".join(f"  {name:<12}{_short(repr(value))}" for name, value in sample.items()),
         )
@@ -209,7 +209,7 @@ class Work:
 def _too_large(value: float | None, weight: float) -> str:
     if value is None or abs(value * weight) <= LARGEST:
         return ""
-    return f"it gave {value:g}, which with weight {weight:g} is beyond ±{LARGEST:g}"
+    return f"it returned {value:g}, which with weight {weight:g} is beyond ±{LARGEST:g}"
 
 
 def _short(text: str) -> str:

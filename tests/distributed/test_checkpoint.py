@@ -324,7 +324,7 @@ def test_a_damaged_checkpoint_is_named_in_one_line_on_every_rank(model, tmp_path
         for name, (_, message) in DAMAGES.items():
             assert re.search(message, said[name]), said[name]
             assert "Traceback" not in said[name] and len(said[name].splitlines()) == 1
-            assert "fit" in message or said[name].endswith(". Without that folder the run goes on from step_000001")
+            assert "fit" in message or said[name].endswith(". Without that folder the run continues from step_000001")
 
 
 def test_a_folder_without_its_state_counts_for_none(tmp_path):

@@ -60,7 +60,7 @@ def test_an_empty_data_set_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("wants_proof", ["wants column `proof`", "the data set has answer"]), ("no_such_function", ["no_such_function", "low_bytes"])],
+    [("wants_proof", ["needs column `proof`", "the data set has answer"]), ("no_such_function", ["no_such_function", "low_bytes"])],
 )
 def test_a_reward_function_of_ones_own_that_does_not_fit(name, words, tmp_path):
     refused(world.train(tmp_path, f"rewards.functions.0.function={world.folder()}/rewards.py:{name}"), *words)

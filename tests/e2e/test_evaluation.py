@@ -64,7 +64,7 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_a_resumed_run_knows_it(
         ),
         (
             "evaluation={sets: {bad: {source: FOLDER/few.jsonl}}}",
-            "evaluation.sets.bad: rewards.functions: reward `low_bytes` wants column `answer`; the data set has",
+            "evaluation.sets.bad: rewards.functions: reward `low_bytes` needs column `answer`; the data set has",
         ),
         (
             "evaluation={sets: {bad: {source: FOLDER/eval.jsonl, max_completion_length: 500}}}",

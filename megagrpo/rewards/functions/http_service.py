@@ -42,7 +42,7 @@ class JsonService:
                 answer = await self._client.post(self.url, content=content, headers=self._headers)
                 if answer.status_code == 200:
                     return answer.json()
-                reason = f"it answered {answer.status_code}: {answer.text[:300]}"
+                reason = f"it responded with status {answer.status_code}: {answer.text[:300]}"
                 if answer.status_code not in _AGAIN:
                     raise ServiceError(f"{self.url}: {reason}")
                 wait = _asked_wait(answer, wait)
@@ -51,7 +51,7 @@ class JsonService:
             except httpx.TransportError as error:
                 reason = repr(error)
             except json.JSONDecodeError as error:
-                reason = f"its answer is no JSON: {error}"
+                reason = f"its response is not JSON: {error}"
             if attempt < self._retries:
                 await asyncio.sleep(min(wait, _LONGEST_WAIT))
         raise ServiceError(f"{self.url}: {reason} ({self._retries + 1} attempts)")

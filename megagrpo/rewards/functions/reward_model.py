@@ -38,7 +38,7 @@ class RewardModel:
         if model.config.num_labels != 1:
             raise ValueError(f"model:{path}: it has {model.config.num_labels} labels; a reward model has one (num_labels 1)")
         if report["missing_keys"]:
-            raise ValueError(f"model:{path}: no reward model, its weights lack {', '.join(sorted(report['missing_keys']))}")
+            raise ValueError(f"model:{path}: not a reward model: its weights lack {', '.join(sorted(report['missing_keys']))}")
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         model.config.pad_token_id = self._tokenizer.pad_token_id

@@ -91,7 +91,9 @@ def _revealed(url: str, headers: dict[str, str]) -> dict[str, str]:
     for name, value in headers.items():
         if not value.startswith("$"):
             if SECRET.search(name):
-                raise ValueError(f"{url}: args.headers.{name} is a secret that everybody reads; write $NAME, an environment variable's")
+                raise ValueError(
+                    f"{url}: args.headers.{name} is a secret in a file that others can read; write $NAME, an environment variable's"
+                )
             found[name] = value
         elif (found.setdefault(name, os.environ.get(value[1:], ""))) == "":
             raise ValueError(f"{url}: args.headers.{name} is {value}, and the environment has no {value[1:]}; export it")

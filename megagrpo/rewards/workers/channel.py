@@ -133,7 +133,7 @@ class Channel:
         try:
             return (json.loads(text),)
         except (ValueError, RecursionError):
-            raise ProtocolError("it sent something that is no JSON") from None
+            raise ProtocolError("it sent a message that is not JSON") from None
 
 
 def _frame(message: Any, longest: int) -> bytes:
@@ -183,7 +183,7 @@ def as_json(value: Any) -> Any:
             return as_json(base(value))
     if hasattr(value, "tolist"):
         return as_json(value.tolist())
-    raise TypeError(f"a {kind.__module__}.{kind.__qualname__} cannot be passed to a worker; make it numbers, text, lists or dicts")
+    raise TypeError(f"a {kind.__module__}.{kind.__qualname__} cannot be passed to a worker; convert it to numbers, text, lists or dicts")
 
 
 def from_json(value: Any) -> Any:

@@ -164,7 +164,7 @@ class Worker:
                     raise ProtocolError(f"it sent a malformed {kind}")
                 del self.running[number]
                 return [(call, Outcome(kind, value, seconds))]
-        raise _Unasked("it sent a message that answers no call under way")
+        raise _Unasked("it sent a message that belongs to no open call")
 
     def _lost(self, reason: str = "", blames: bool = True) -> list[tuple[Call, Outcome | None]]:
         lost = list(self.running.values())

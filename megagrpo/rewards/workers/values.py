@@ -18,15 +18,15 @@ def reward_of(value: Any) -> float:
     if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise TypeError(f"it gave a {type(value).__name__}, {value!r:.100}, and not a number")
+        raise TypeError(f"it returned a {type(value).__name__}, {value!r:.100}, and not a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"it gave {number}, which is no finite number")
+        raise ValueError(f"it returned {number}, which is not finite")
     if abs(number) > LARGEST:
-        raise ValueError(f"it gave {number:g}; a reward must lie within ±{LARGEST:g}, or the statistics of a step overflow float32")
+        raise ValueError(f"it returned {number:g}; a reward must lie within ±{LARGEST:g}, or the statistics of a step overflow float32")
     return number
 
 
@@ -37,10 +37,10 @@ def rewards_of(values: Any, count: int) -> list[float | str | None]:
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str | bytes | dict | set | frozenset) or not isinstance(values, Iterable):
-        raise TypeError(f"it gave a {type(values).__name__}; a reward function gives a list, one number or None per completion")
+        raise TypeError(f"it returned a {type(values).__name__}; a reward function returns a list, one number or None per completion")
     values = list(values)
     if len(values) != count:
-        raise ValueError(f"gave {len(values)} rewards for {count} completions")
+        raise ValueError(f"returned {len(values)} rewards for {count} completions")
     return [None if value is None else _reward_or_problem(value) for value in values]
 
 

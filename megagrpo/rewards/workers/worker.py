@@ -210,7 +210,7 @@ def _reply(channel: Channel, number: int, answer: list[Any], seconds: float) -> 
     try:
         channel.send([number, *answer, seconds])
     except (TypeError, ValueError, RecursionError) as error:
-        channel.send([number, "error", f"what it gave cannot be sent: {error}", seconds])
+        channel.send([number, "error", f"its result cannot be sent: {error}", seconds])
 
 
 async def serve_coroutines(channel: Channel) -> None:

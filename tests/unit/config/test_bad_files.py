@@ -123,7 +123,7 @@ def test_a_run_folder_that_cannot_be_made_is_named():
     lock = RunLock(folder := Path("/proc/nope/run"))
     with pytest.raises(ValueError) as caught:
         lock.take()
-    assert str(caught.value).startswith(f"run.output_dir: {folder} cannot be made or written to: ")
+    assert str(caught.value).startswith(f"run.output_dir: {folder} cannot be created or written to: ")
     assert str(caught.value).endswith("; name another folder")
 
 

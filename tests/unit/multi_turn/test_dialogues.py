@@ -225,7 +225,7 @@ def test_an_environment_that_hangs_or_dies_costs_its_own_response_only(players, 
         first, second = table.use_tools(both, [[call(method), call("add", amount=1)], [call("add", amount=1)]])
     assert reason in contents(first)[0] and "its process has ended" in contents(first)[1]
     assert (both[0].ended, both[1].ended) == ("failed", "") and contents(second)[0].startswith("1 in")
-    assert f"the response to prompt 0 broke off: {reason}" in caplog.text
+    assert f"the response to prompt 0 failed: {reason}" in caplog.text
     table.finish(both)
     assert [c.rewards for c in both] == [{"Counter": 0.0}, {"Counter": 0.5}] and both[1].ended == ""
 
@@ -258,9 +258,12 @@ def test_episodes_die_with_their_worker_and_a_killed_worker_is_noticed_at_once(p
         (dict(scheduler="NoReset"), "the class `NoReset` must have a method `step`"),
         (dict(scheduler="ask_again", scheduler_args={"mor": "x"}), "`ask_again` takes no argument `mor`; it takes messages, turn"),
         (dict(tools=["divide", "divide"]), "two tools are called `divide`"),
-        (dict(tools=["calculater"]), r"multi_turn.tools.0: `calculater` is no tool; did you mean `calculator`\?; known: calculator"),
-        (dict(scheduler="math_tip"), "multi_turn.scheduler: `math_tip` is no scheduler; did you mean `math_tip_trick`"),
-        (dict(environment="Board"), "multi_turn.environment: `Board` is no environment; give it as package.module:name"),
+        (
+            dict(tools=["calculater"]),
+            r"multi_turn.tools.0: `calculater` is not a known tool; did you mean `calculator`\?; known: calculator",
+        ),
+        (dict(scheduler="math_tip"), "multi_turn.scheduler: `math_tip` is not a known scheduler; did you mean `math_tip_trick`"),
+        (dict(environment="Board"), "multi_turn.environment: `Board` is not a known environment; give it as package.module:name"),
         (dict(tools=["nowhere.py:f"]), "multi_turn.tools.0: no file .*nowhere.py"),
     ],
     ids=lambda value: str(value)[:40],
@@ -287,7 +290,7 @@ def test_a_scheduler_that_fails_ends_the_response_and_the_run_goes_on(players, c
     with caplog.at_level(logging.WARNING):
         assert table.schedule(both) == [None, None]
     assert [c.ended for c in both] == ["failed", "failed"]
-    assert reason in caplog.text and caplog.text.count("broke off") == 1
+    assert reason in caplog.text and caplog.text.count("the response to prompt") == 1
     table.finish(both)
     assert [c.rewards for c in both] == [{"turns": None}] * 2
 
@@ -521,7 +524,7 @@ def test_what_reset_says_is_at_the_end_of_the_prompt(tokenizer, players):
 @pytest.mark.parametrize(
     ("functions", "section", "problem"),
     [
-        ([dict(function="format", name="turns")], dict(scheduler="ask_again"), "`turns` is the name of the rewards that multi_turn gives"),
+        ([dict(function="format", name="turns")], dict(scheduler="ask_again"), "`turns` is already the name of a multi_turn reward"),
         ([], dict(environment="Mute"), "nothing gives rewards; name a function, or give the environment a method `get_reward`"),
     ],
 )

@@ -84,7 +84,6 @@ def told(made: Plan) -> list[str]:
     return list(map(str, made.problems))
 
 
-
 def config(folder: Path, *overrides: str):
     return load_config(REPOSITORY / "configs" / "quickstart.yaml", [f"model.path={folder}", *overrides])
 
@@ -391,12 +390,12 @@ def test_context_parallelism_shares_the_activations_and_the_sharded_optimizer(fo
 
 def test_an_unknown_reward_is_a_problem_with_its_place(folder):
     (problem,) = told(plan(config(folder, "rewards.functions.0.function=exact_numbr"), 1))
-    assert problem.startswith("rewards.functions.0.function: `exact_numbr` is no reward function; did you mean `exact_number`?")
+    assert problem.startswith("rewards.functions.0.function: `exact_numbr` is not a known reward function; did you mean `exact_number`?")
 
 
 def test_unknown_tools_and_schedulers_are_reported_with_the_key(folder):
     (problem,) = told(plan(config(folder, "multi_turn.tools=[calculater]"), 1))
-    assert problem.startswith("multi_turn.tools.0: `calculater` is no tool; did you mean `calculator`?")
+    assert problem.startswith("multi_turn.tools.0: `calculater` is not a known tool; did you mean `calculator`?")
     assert told(plan(config(folder, "multi_turn.scheduler=math_tip_trick"), 1)) == []
 
 

@@ -96,7 +96,7 @@ def test_a_sink_that_fails_is_named_once_the_others_go_on_and_only_files_are_tri
     writer._sinks = {"service": Broken(), **writer._sinks}
     for step in (1, 2, 3):
         writer.step(step, STEP)
-    message = f"warning: service failed and may be incomplete; training goes on. {type(error).__name__}: {error}\n"
+    message = f"warning: service failed and may be incomplete; training continues. {type(error).__name__}: {error}\n"
     assert capsys.readouterr().err == message and len(called) == calls
     assert len(lines(tmp_path / "metrics.jsonl")) == 3
 

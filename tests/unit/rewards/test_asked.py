@@ -53,7 +53,7 @@ def test_the_task_shows_columns_and_leaves_braces_in_answers_alone(tmp_path, mon
     with serving(lambda body: says("score = 2")) as server:
         args = {"template": str(tmp_path / "task.txt"), "low": -2, "high": 2, "api_key_env": "MY_KEY"}
         with scorer(judge(server, **args)) as s:
-            with pytest.raises(ValueError, match="wants column `solution`"):
+            with pytest.raises(ValueError, match="needs column `solution`"):
                 s.check_columns(["answer"])
             batch = rollouts("{prompt} {x}", messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}], solution="42")
             assert rewards(s.score(batch)) == [1.0]
@@ -77,7 +77,7 @@ def test_a_judge_is_asked_again_after_every_kind_of_passing_failure():
     [
         (lambda body: (500, "broken"), "answered 500: broken (2 attempts)", 2),
         (lambda body: (401, "no key"), "answered 401: no key", 1),
-        (lambda body: (200, "no json"), "its answer is no JSON", 2),
+        (lambda body: (200, "no json"), "its response is not JSON", 2),
         (lambda body: says("I would rather not."), "no score in the judge's answer: 'I would rather not.'", 1),
         (lambda body: says("Score: 11"), "the judge's score 11 is not from 0 to 10", 1),
         (lambda body: (200, {"error": "x"}), "no choices in its answer", 1),
@@ -155,7 +155,7 @@ def test_any_address_may_answer_with_rewards(monkeypatch):
         }
         with scorer(served) as s:
             assert s.names == ["reward"]
-            with pytest.raises(ValueError, match="wants column `level`"):
+            with pytest.raises(ValueError, match="needs column `level`"):
                 s.check_columns([])
             assert rewards(s.score(rollouts("a", "bb", "skip", level="xx"))) == [3.0, 4.0, None]
             assert rewards(s.score(rollouts("\ud800", messages=[{"role": "user", "content": "Q"}], level=""))) == [1.0]
@@ -190,7 +190,7 @@ def test_options_of_a_served_model_are_checked(options, reason):
 
 
 def test_a_secret_is_sent_from_the_environment_and_not_from_the_config():
-    with pytest.raises(ValueError, match=r"args\.headers\.Authorization is a secret that everybody reads; write \$NAME"):
+    with pytest.raises(ValueError, match=r"args\.headers\.Authorization is a secret in a file that others can read; write \$NAME"):
         ServedReward("http://127.0.0.1:9/r", headers={"Authorization": "Bearer k-1"})
     with pytest.raises(ValueError, match="the environment has no OF_NOBODY; export it"):
         ServedReward("http://127.0.0.1:9/r", headers={"X-Key": "$OF_NOBODY"})

@@ -208,15 +208,15 @@ def test_numbers_and_other_types_survive_the_way_to_a_worker_exactly():
     assert from_json(theirs.receive(5)) == value and [math.copysign(1, x) for x in floats[:2]] == [1, -1]
     nan, number = theirs.receive(5)
     assert math.isnan(nan) and number == 0.1 + 0.2
-    with pytest.raises(TypeError, match=r"a builtins\.object cannot be passed to a worker; make it numbers, text, lists or dicts"):
+    with pytest.raises(TypeError, match=r"a builtins\.object cannot be passed to a worker; convert it to numbers, text, lists or dicts"):
         as_json({"column": object()})
 
 
 def test_what_is_no_message_is_refused_without_being_read_as_code():
     for junk, problem in (
         (struct.pack(">I", LONGEST + 1), "announced a message of"),
-        (struct.pack(">I", 5) + b"{nope", "no JSON"),
-        (struct.pack(">I", 5000) + b"9" * 5000, "no JSON"),  # an integer that Python refuses to read
+        (struct.pack(">I", 5) + b"{nope", "not JSON"),
+        (struct.pack(">I", 5000) + b"9" * 5000, "not JSON"),  # an integer that Python refuses to read
     ):
         ours, theirs = socket.socketpair()
         theirs.sendall(junk)
@@ -242,13 +242,13 @@ def test_a_column_that_cannot_be_passed_is_an_error_of_the_call_and_names_the_ty
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("3.5", "it gave a str, '3.5', and not a number"),
-        ({"a": 1}, "it gave a dict, {'a': 1}, and not a number"),
-        ([1], "it gave a list, [1], and not a number"),
-        (1e308, "it gave 1e+308; a reward must lie within ±1e+15, or the statistics of a step overflow float32"),
-        (-1e16, "it gave -1e+16; a reward must lie within"),
-        (10**400, "it gave inf, which is no finite number"),
-        (math.nan, "it gave nan, which is no finite number"),
+        ("3.5", "it returned a str, '3.5', and not a number"),
+        ({"a": 1}, "it returned a dict, {'a': 1}, and not a number"),
+        ([1], "it returned a list, [1], and not a number"),
+        (1e308, "it returned 1e+308; a reward must lie within ±1e+15, or the statistics of a step overflow float32"),
+        (-1e16, "it returned -1e+16; a reward must lie within"),
+        (10**400, "it returned inf, which is not finite"),
+        (math.nan, "it returned nan, which is not finite"),
     ],
 )
 def test_a_value_that_is_no_reward_is_named(value, problem):
@@ -261,19 +261,19 @@ def test_a_value_that_is_no_reward_is_an_error_of_its_sample(folder, caplog):
     with scorer(folder, f"{folder}/mine.py:odd") as s:
         assert rewards_named(s.score(rollouts("x", *odd, "y")), "odd") == [1.0, *[0.0] * len(odd), 1.0]
         assert s.metrics()["rewards/odd/exceptions"] == len(odd)
-    assert "it gave a str, '3.5', and not a number" in caplog.text
+    assert "it returned a str, '3.5', and not a number" in caplog.text
 
 
 def test_rewards_that_are_no_list_are_an_error_and_their_type_is_named(folder, caplog):
     with scorer(folder, f"{folder}/mine.py:a_dict", f"{folder}/mine.py:a_string") as s:
         assert [r.reward for r in s.score(rollouts("a", "b"))] == [0.0, 0.0]
-    assert "TypeError: it gave a dict; a reward function gives a list" in caplog.text and "it gave a str; a reward" in caplog.text
+    assert "TypeError: it returned a dict; a reward function returns a list" in caplog.text and "it returned a str; a reward" in caplog.text
 
 
 def test_a_weight_that_makes_a_reward_too_large_is_an_error(folder, caplog):
     with scorer(folder, {"function": f"{folder}/mine.py:half_a_million", "weight": 4.0}) as s:
         assert [r.reward for r in s.score(rollouts("a"))] == [0.0]
-    assert "it gave 5e+14, which with weight 4 is beyond ±1e+15" in caplog.text
+    assert "it returned 5e+14, which with weight 4 is beyond ±1e+15" in caplog.text
 
 
 def test_numbers_of_numpy_and_torch_are_rewards():
@@ -327,7 +327,7 @@ def test_an_episode_that_forks_answers_once(players):
 def test_an_environment_that_gives_text_for_a_reward_gets_0(players, caplog):
     conversation, _ = play(players, "text")
     players.finish([conversation])
-    assert conversation.rewards == {"Episode": 0.0} and "it gave a str, 'high', and not a number" in caplog.text
+    assert conversation.rewards == {"Episode": 0.0} and "it returned a str, 'high', and not a number" in caplog.text
 
 
 def test_the_package_receives_no_pickles_from_other_processes():

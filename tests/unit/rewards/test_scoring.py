@@ -208,7 +208,7 @@ def test_classes_are_made_once_with_args_and_then_called(folder):
         s.check_columns(columns)
         scored = s.score(rollouts("abc", columns=columns))
         assert scored[0].rewards == {"Length": 32.0, "Asynchronous": 4.0, "SwiftStyle": 1.0}
-        with pytest.raises(ValueError, match="`Length` wants column `answer`"):
+        with pytest.raises(ValueError, match="`Length` needs column `answer`"):
             s.check_columns(["solution"])
     with pytest.raises(
         ValueError, match=r"functions\[0\].args.scales: `Length` has no such argument; did you mean `scale`\?; it takes scale"
