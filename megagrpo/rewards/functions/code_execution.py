@@ -1,4 +1,4 @@
-"""The reward for programs that work: a completion's Python, run in a sandbox against tests or expected output."""
+"""A reward for working programs: a completion's Python code runs in a sandbox against tests or expected output."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ _PYTHON = ("", "python", "py", "python3")
 
 
 class CodeExecution:
-    """1.0 where the completion's program passes all tests of column `tests`, or prints column `expected_output`; else 0.0. None for a row
-    without either. With `partial` the share of tests that pass.
+    """Returns 1.0 when the completion's program passes all tests of column `tests`, or prints column `expected_output`; else 0.0. Returns
+    None for a row with neither. With `partial` it returns the share of passed tests.
 
-    The program is the last fenced block of Python, or the whole completion without a fence. `tests` is Python (an `assert`, or several
-    lines), a list of such, a list of `{"input", "output"}`, a dict with lists `inputs` and `outputs`, or any of these as JSON. Python tests
-    run after the program in the same process, together in `seconds`; each input runs the program anew, in `seconds`, and its output is
-    compared here, white space at line ends and at the end left out.
+    The program is the last fenced Python block, or the whole completion without a fence. `tests` is Python (one or more `assert` lines), a
+    list of such texts, a list of `{"input", "output"}`, a dict with lists `inputs` and `outputs`, or any of these as JSON.
 
-    `sandbox: required` raises ValueError when the kernel does not give every guarantee; `best_effort` logs the missing ones."""
+    Python tests run after the program in the same process, within `seconds` in total. Each input runs the program again, within `seconds`.
+    Its output is compared here; white space at line ends and at the end is ignored.
+
+    `sandbox: required` raises ValueError when the kernel lacks a guarantee of the sandbox; `best_effort` logs the missing ones.
+    """
 
     needs_columns = (("tests", "expected_output"),)
     completions_per_call = 1  # so that slow programs do not use up each other's deadline
@@ -84,7 +86,7 @@ class CodeExecution:
 
 
 def program_of(text: str) -> str:
-    """The last fenced block of Python; the whole text when it has no fence; nothing when its fences hold other languages."""
+    """Return the last fenced Python block; the whole text without any fence; "" when all fences are of other languages."""
     blocks = _FENCE.findall(text)
     if not blocks:
         return text
@@ -92,7 +94,7 @@ def program_of(text: str) -> str:
 
 
 def read_tests(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:
-    """Tests of a row as Python and as pairs of input and output. ValueError for what is neither."""
+    """Return a row's tests as Python texts and as pairs of input and output. Raises ValueError for another format."""
     if tests is None:
         return [], []
     if isinstance(tests, str):

@@ -1,7 +1,8 @@
-r"""The five rewards of the Unsloth notebook for GSM8K, which add up to 3.5: <reasoning> and <answer> tags around a whole number.
+r"""The five rewards of the Unsloth notebook for GSM8K, 3.5 in total: <reasoning> and <answer> tags around a whole number.
 
-Each scores exactly as the notebook's function does, oddities included, unless `fixed` is true; docstrings say what that mends. The
-notebook prints the first completion of each batch; here the console and completions.jsonl show them."""
+Each scores exactly as the notebook's function does, including its errors. `fixed: true` corrects them as the docstrings describe. The
+notebook prints the first completion of each batch; here the console and completions.jsonl show completions.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ _WHOLE = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)")
 
 
 def xml_answer(text: str) -> str:
-    """What stands between the last <answer> and the next </answer>, stripped; the whole text without tags."""
+    """Return the text between the last <answer> and the next </answer>, stripped; the whole text without tags."""
     return text.split("<answer>")[-1].split("</answer>")[0].strip()
 
 
 def xmlcount(completions: list, fixed: bool = False) -> list[float]:
-    r"""0.125 for each of the four tags on lines of their own that occurs exactly once, minus 0.001 per character after </answer>.
+    r"""Return 0.125 for each of the four tags that occurs exactly once on a line of its own, minus 0.001 per character after </answer>.
 
-    The notebook takes the penalty twice: beside "\n<answer>\n" it counts what follows "\n</answer>\n", the whole text where that is
-    missing; beside "\n</answer>" it counts one less than what follows, so that a text which ends there gains 0.001.
-    `fixed` counts the characters after "\n</answer>", but for one final newline, once."""
+    The notebook applies the penalty twice. With "\n<answer>\n" it counts the text after "\n</answer>\n", or the whole text without that
+    tag. With "\n</answer>" it counts one character less than follows, so a text that ends there gains 0.001. `fixed` counts the characters
+    after "\n</answer>" once, without one final newline.
+    """
     return [_xmlcount(text_of(c), fixed) for c in completions]
 
 
@@ -44,33 +46,38 @@ def _xmlcount(text: str, fixed: bool) -> float:
 
 
 def soft_format(completions: list, fixed: bool = False) -> list[float]:
-    """0.5 for a completion that begins with <reasoning>...</reasoning> <answer>...</answer>.
+    """Return 0.5 for a completion that begins with <reasoning>...</reasoning> <answer>...</answer>.
 
-    The notebook's pattern takes no line break inside the tags, so it refuses what its own system prompt asks for; `fixed` takes it."""
+    The notebook's pattern allows no line break inside the tags, so it rejects the format of its own system prompt; `fixed` allows line
+    breaks.
+    """
     pattern = re.compile(_SOFT, re.DOTALL if fixed else 0)
     return [0.5 if pattern.match(text_of(c)) else 0.0 for c in completions]
 
 
 def strict_format(completions: list, fixed: bool = False) -> list[float]:
-    """0.5 for exactly the four tags on lines of their own, around one line of reasoning and one of answer, and a newline at the end.
+    """Return 0.5 for exactly the four tags on lines of their own, around one line of reasoning and one of answer, with a final newline.
 
-    `fixed` allows several lines inside, and a missing final newline."""
+    `fixed` allows several lines inside, and a missing final newline.
+    """
     pattern = re.compile(_STRICT.replace(r"\n$", r"\n?\Z"), re.DOTALL) if fixed else re.compile(_STRICT)
     return [0.5 if pattern.match(text_of(c)) else 0.0 for c in completions]
 
 
 def whole_number(completions: list, fixed: bool = False) -> list[float]:
-    """0.5 where the answer is a whole number: digits only, by `str.isdigit`, which takes a superscript two and refuses "-5".
+    """Return 0.5 when the answer is a whole number by `str.isdigit`, which accepts a superscript two and rejects "-5".
 
-    `fixed` takes ASCII digits, a sign and thousands separators."""
+    `fixed` accepts ASCII digits, a sign and thousands separators.
+    """
     answers = [xml_answer(text_of(c)) for c in completions]
     return [0.5 if (_WHOLE.fullmatch(a) if fixed else a.isdigit()) else 0.0 for a in answers]
 
 
 def correctness(completions: list, answer: list[Any], fixed: bool = False) -> list[float | None]:
-    """2.0 where the answer is the same text as column `answer`, else 0.0.
+    """Return 2.0 when the answer equals the text of column `answer`, else 0.0.
 
-    `fixed` compares numbers, so that "1,000", "1000.0" and "$1000" are 1000, and cannot score (None) an `answer` without a number."""
+    `fixed` compares numbers, so "1,000", "1000.0" and "$1000" equal 1000. It returns None for an `answer` without a number.
+    """
     answers = [xml_answer(text_of(c)) for c in completions]
     if not fixed:
         return [2.0 if a == gold else 0.0 for a, gold in zip(answers, answer, strict=True)]

@@ -1,4 +1,4 @@
-"""Scores of reasoning-gym: every family judges its own answers."""
+"""Scores of reasoning-gym: each task family scores its own answers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 from megagrpo.rewards.functions.text import last_number, text_of
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, which reasoning-gym imports
+    warnings.simplefilter("ignore", SyntaxWarning)  # raised in cellpylib, which reasoning-gym imports
     from reasoning_gym.factory import DATASETS
     from reasoning_gym.utils import extract_answer
 
 
 def reasoning_gym(completions: list, answer: list[Any], metadata: list[dict], question: list[str], extract: str = "tag") -> list[float]:
-    """The family's score, 0 to 1, of the answer in each completion.
+    """Return the task family's score, 0 to 1, of the answer in each completion.
 
-    `extract`: "tag" takes the last <answer>...</answer>, or the whole completion without one; "number" takes the last number.
-    Many families give partial credit to an answer that contains the gold one, so "number" is the stricter choice for arithmetic."""
+    `extract`: "tag" takes the last <answer>...</answer>, or the whole completion without one; "number" takes the last number. Many families
+    give partial credit to an answer that contains the gold one, so "number" is the stricter choice for arithmetic. Raises ValueError for
+    another `extract`.
+    """
     if extract not in ("tag", "number"):
         raise ValueError(f"reasoning_gym: extract {extract!r} must be 'tag' or 'number'")
     rows = zip(completions, answer, metadata, question, strict=True)
@@ -35,12 +37,12 @@ def _extracted(text: str, extract: str) -> str | None:
 
 
 def _plain(number: str) -> str:
-    """ "10.50" as "10.5" and "10.0" as "10"; many families compare text."""
+    """Shorten a decimal, "10.50" to "10.5" and "10.0" to "10", because many families compare text."""
     return number.rstrip("0").rstrip(".") if "." in number else number
 
 
 def _score(answer: str | None, entry: dict) -> float:
-    if answer is None:  # some families raise on it
+    if answer is None:  # some families raise for None
         return 0.0
     return float(_scorer(entry["metadata"]["source_dataset"])(answer, entry=entry))
 

@@ -1,4 +1,4 @@
-"""JSON over HTTP for rewards that others compute: retries with back-off, and errors that name the address."""
+"""JSON over HTTP for rewards from other servers: retries with backoff, and errors that name the address."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ if TYPE_CHECKING:
     import httpx
 
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
-_LONGEST_WAIT = 30.0  # seconds between two attempts, whatever the server asks for
+_LONGEST_WAIT = 30.0  # upper limit on the seconds between two attempts, whatever Retry-After says
 
 
 class ServiceError(RuntimeError):
-    """A service gave no usable answer; the text names its address, the last reason and the attempts."""
+    """A service gave no usable response; the message names its address, the last reason and the number of attempts."""
 
 
 class JsonService:
-    """POSTs to `url`. A refused or dropped connection, a time-out of `timeout` seconds and the codes of an overload are tried `retries`
-    times more, after 0.5, 1, 2, ... seconds with jitter or as the server's Retry-After says. Other codes are errors at once."""
+    """A client that POSTs JSON to `url`.
+
+    It retries up to `retries` times after a refused or dropped connection, a timeout of `timeout` seconds, or an overload status. It waits
+    0.5, 1, 2, ... seconds with jitter, or as the server's Retry-After says. Other error codes fail at once.
+    """
 
     def __init__(self, url: str, timeout: float, retries: int, headers: dict[str, str] | None = None, first_wait: float = 0.5):
         self.url, self._timeout, self._retries, self._first_wait = url, timeout, retries, first_wait
@@ -30,10 +33,10 @@ class JsonService:
         self._client: httpx.AsyncClient | None = None
 
     async def post(self, body: dict[str, Any]) -> Any:
-        """The answer's JSON. ServiceError when there is none."""
-        import httpx  # here, where it is used: a worker that only describes the function starts in half the time
+        """Return the JSON of the response. Raises ServiceError when all attempts fail."""
+        import httpx  # imported late: a worker that only describes the function starts in half the time
 
-        if self._client is None:  # made here, in the loop that uses it
+        if self._client is None:  # created in the event loop that uses it
             self._client = httpx.AsyncClient(timeout=self._timeout, limits=httpx.Limits(max_connections=None))
         content = json.dumps(_encodable(body)).encode()
         for attempt in range(self._retries + 1):

@@ -1,4 +1,4 @@
-"""A language model as judge, asked through any OpenAI-compatible server: vLLM, or a provider."""
+"""A language model as judge, through any OpenAI-compatible server: vLLM or a provider."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class LlmJudge:
-    """The judge's score from `low` to `high`, brought to 0 to 1. None, counted as an exception, where it gives none or does not answer.
+    """Returns the judge's score, scaled from `low`..`high` to 0..1. Returns None, counted as an exception, when the judge fails or gives no
+    score.
 
     `url` is the server's base, such as http://host:8000/v1. `template` is the judge's task, text or a file, with {prompt}, {completion},
-    {low}, {high} and any column in braces. `pattern` finds the score: the first group of its last match. `cache` is an SQLite file that
-    keeps every answer, so that the same question is not asked twice, in other runs too. The key of a provider is read from the
-    environment variable `api_key_env`; `options` are more fields of the request."""
+    {low}, {high} and any column in braces. `pattern` finds the score: the first group of its last match. `cache` is an SQLite file with all
+    answers, so that no question is asked twice, even by another run. A provider's key is read from the environment variable `api_key_env`.
+    `options` are more fields of the request.
+    """
 
     completions_per_call = 1  # so that rewards.concurrency counts requests
     value_of_failure = None
@@ -85,7 +87,7 @@ class LlmJudge:
             "low": f"{self._low:g}",
             "high": f"{self._high:g}",
         }
-        task = _FIELD.sub(lambda field: str(values[field[1]]), self._template)  # braces in what is filled in stay as they are
+        task = _FIELD.sub(lambda field: str(values[field[1]]), self._template)  # braces inside the filled-in values stay
         messages = [{"role": "user", "content": task}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
@@ -101,7 +103,7 @@ class LlmJudge:
             text = answer["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError):
             raise ServiceError(f"{self._service.url}: no choices in its answer: {str(answer)[:300]}") from None
-        self._read(text)  # what holds no score is asked again another time
+        self._read(text)  # an answer without a score is not cached
         if self._cache:
             self._cache.put(key, text)
         return text
@@ -117,7 +119,7 @@ class LlmJudge:
 
 
 class _Cache:
-    """Answers by the hash of their question, in a file that several processes share."""
+    """A file that maps the hash of a question to its answer; several processes share it."""
 
     def __init__(self, path: str):
         file = Path(os.path.expanduser(path))

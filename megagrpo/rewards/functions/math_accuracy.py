@@ -17,10 +17,12 @@ _GOLD = (("solution", "answer"),)
 
 
 def accuracy(completions: list, solution: list[Any] | None = None, answer: list[Any] | None = None) -> list[float | None]:
-    r"""1.0 where math-verify finds the completion equal to column `solution` (or else `answer`), else 0.0; None for an unreadable gold.
+    r"""Return 1.0 when math-verify finds the completion equal to column `solution` (or else `answer`), else 0.0; None for an unparsable
+    gold answer.
 
-    A completion is read from its first <answer>...</answer>, where any expression will do, or else from \boxed{...} or anchored
-    LaTeX (TRL's `accuracy_reward`). A gold such as "(1,2)" or "\frac13" is readable inside $...$ only."""
+    The answer is parsed from the first <answer>...</answer>, where any expression is accepted, or else from \boxed{...} or anchored LaTeX
+    (TRL's `accuracy_reward`). A gold answer such as "(1,2)" or "\frac13" can only be parsed inside $...$.
+    """
     golds = solution if solution is not None else answer
     return [_score(text_of(c), str(gold)) for c, gold in zip(completions, golds, strict=True)]
 
@@ -28,9 +30,11 @@ def accuracy(completions: list, solution: list[Any] | None = None, answer: list[
 def reasoning_accuracy(
     completions: list, solution: list[Any] | None = None, answer: list[Any] | None = None, delimiters: tuple[str, ...] = ("</think>",)
 ) -> list[float | None]:
-    """`accuracy` of what follows the last of the first delimiter that occurs; 0.0 without any: the reasoning never ended.
+    """Return the `accuracy` of the text after the last occurrence of the first delimiter that occurs; 0.0 without any: the reasoning did
+    not end.
 
-    TRL's `reasoning_accuracy_reward`. Only boxed answers and anchored LaTeX count."""
+    TRL's `reasoning_accuracy_reward`. Only boxed answers and anchored LaTeX count.
+    """
     golds = solution if solution is not None else answer
     rewards: list[float | None] = []
     for completion, gold in zip(completions, golds, strict=True):
@@ -53,10 +57,11 @@ def cosine(
     max_len_value_correct: float = 0.5,
     clamp: bool = True,
 ) -> list[float | None]:
-    """`accuracy` scaled by length in tokens: right answers earn less the longer they are, wrong ones lose less; None as `accuracy`.
+    """Return `accuracy` scaled by length in tokens: longer right answers earn less, longer wrong answers lose less; None as in `accuracy`.
 
-    `max_len` is the rollout's maximum unless given. The defaults are TRL's (`get_cosine_scaled_reward`). ms-swift's `cosine` has
-    min_len_value_wrong -0.5, max_len_value_wrong 0.0 and no clamp above `max_len`."""
+    `max_len` defaults to the rollout's maximum. The other defaults are TRL's (`get_cosine_scaled_reward`). ms-swift's `cosine` has
+    min_len_value_wrong -0.5, max_len_value_wrong 0.0 and no clamp above `max_len`.
+    """
     limit = max_completion_length if max_len is None else max_len
     values = (min_len_value_wrong, max_len_value_wrong, min_len_value_correct, max_len_value_correct)
     rights = accuracy(completions, solution, answer)

@@ -11,11 +11,12 @@ from megagrpo.rewards.functions.text import encodable, text_of
 
 
 class RewardModel:
-    """The model's logit for each prompt with its completion (the definition of TRL's reward models).
+    """Returns the model's logit for each prompt with its completion (the definition of TRL's reward models).
 
-    Messages go through the chat template of the model's own tokenizer, plain text is prompt and completion joined; `as_chat` makes a user
-    and an assistant message of those too. No special tokens are added, padding is on the right, and what is above `max_length` tokens is
-    cut. `device` is where it runs: `cpu`, or a GPU such as `cuda:0` that has room beside the trainer and vLLM."""
+    Messages are formatted with the chat template of the model's own tokenizer. A plain-text prompt and its completion are concatenated, or
+    with `as_chat` turned into a user and an assistant message. No special tokens are added, padding is on the right, and texts are
+    truncated to `max_length` tokens. `device` is `cpu`, or a GPU such as `cuda:0` with free memory beside the trainer and vLLM.
+    """
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class RewardModel:
     def __call__(self, prompts: list, completions: list) -> list[float]:
         texts = [self._text(p, c) for p, c in zip(prompts, completions, strict=True)]
         rewards = [0.0] * len(texts)
-        by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # a batch is as wide as its longest
+        by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # sorted, because a batch is padded to its longest text
         for places in batched(by_length, self._batch_size):
             inputs = self._tokenizer(
                 [texts[i] for i in places],

@@ -1,4 +1,4 @@
-"""Rewards of a model that somebody serves: vLLM's /classify and /pooling, or any address that answers the JSON described here."""
+"""Rewards from a reward server: vLLM's /classify and /pooling, or any server with the JSON format described here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ SECRET = re.compile("authorization|cookie|key|token|secret|password", re.IGNOREC
 
 
 class ServedReward:
-    """Asks `url` for the reward of each completion; None where it gives none or fails, which is counted as an exception.
+    """Requests the reward of each completion from `url`. Returns None, counted as an exception, when the server fails or returns null.
 
-    A path that ends in /classify or /pooling is vLLM's, serving a classification model with one label: it gets prompt and completion as
-    text, or as messages for the server's chat template, and the reward is the logit, without activation. Any other address gets
-    {"prompts": [...], "completions": ["...", ...], "columns": {name: [...]}} with the columns named in `columns`, at most `batch_size`
-    completions at a time, and answers {"rewards": [number or null, ...]}.
+    A path that ends in /classify or /pooling belongs to vLLM with a one-label classification model. It gets prompt and completion as text,
+    or as messages for the server's chat template; the reward is the logit, without activation. Any other address gets {"prompts": [...],
+    "completions": ["...", ...], "columns": {name: [...]}} with the columns named in `columns`, for at most `batch_size` completions. It
+    must respond with {"rewards": [number or null, ...]}.
 
-    A value of `headers` that begins with $ names an environment variable, which holds what is sent."""
+    A value of `headers` that begins with $ names an environment variable that holds the value to send.
+    """
 
     value_of_failure = None
 
@@ -64,7 +65,7 @@ class ServedReward:
         return rewards
 
     async def _ask_vllm(self, rows: list[tuple]) -> list[float | None]:
-        """vLLM takes a list of texts in one request, and of chats one at a time; it batches them itself."""
+        """Request rewards from vLLM. One request may have many texts but only one chat; vLLM batches requests itself."""
         common = {**self._model, "use_activation": False, "add_special_tokens": False}
         if self._kind == "pooling":
             common["task"] = "classify"
@@ -85,8 +86,8 @@ class ServedReward:
 
 
 def _revealed(url: str, headers: dict[str, str]) -> dict[str, str]:
-    """The headers with what environment variables hold. ValueError for one that is not set, and for a secret that the config, and with it
-    resolved.yaml, would give away."""
+    """Return the headers with environment variables replaced. Raises ValueError for a variable that is not set, and for a literal secret,
+    which the config and resolved.yaml would expose."""
     found = {}
     for name, value in headers.items():
         if not value.startswith("$"):

@@ -1,4 +1,4 @@
-"""Rewards that need the standard library only. Each takes a batch and gives one float per completion, or None where it cannot score."""
+"""Rewards that need only the standard library. Each returns one float per completion of a batch, or None where it cannot score."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from decimal import Decimal
 from typing import Any
 
-# A minus is a sign only where no number, letter or bracket stands before it: "5-3" ends in 3, "x = -3" in -3.
+# A minus is a sign only when no number, letter or bracket precedes it: "5-3" ends in 3, "x = -3" in -3.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
 _END_OF_THOUGHT = re.compile(r"</think>\s*<answer>")
 _THINK = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
@@ -16,45 +16,48 @@ _REACT = re.compile(r"<think>.*?</think>\s*Action:.*?Action Input:", re.DOTALL)
 
 
 def text_of(completion: str | list[dict[str, str]]) -> str:
-    """The text of a completion, whether it comes as a string or as a list with one assistant message."""
+    """Return the text of a completion, which is a string or a list with one assistant message."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def encodable(text: str) -> str:
-    """The text with a question mark for each lone surrogate, which no UTF-8 can hold."""
+    """Return the text with each lone surrogate, which UTF-8 cannot encode, replaced by a question mark."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def first_answer(text: str) -> str | None:
-    """Content of the first <answer>...</answer>, stripped; None without one."""
+    """Return the content of the first <answer>...</answer>, stripped; None without one."""
     _, opened, rest = text.partition("<answer>")
     content, closed, _ = rest.partition("</answer>")
     return content.strip() if opened and closed else None
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last integer or decimal in `text`, thousands separators allowed ("1,000" is 1000; "3,4" ends in 4); None without one."""
+    """Return the last integer or decimal in `text`; thousands separators are allowed ("1,000" is 1000; "3,4" ends in 4). None without
+    one."""
     matches = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     return Decimal(matches[-1].replace(",", "")) if matches else None
 
 
 def exact_number(completions: list, answer: list[Any]) -> list[float | None]:
-    """1.0 where the last number of the completion equals the last number of column `answer` ("72", 72, "... #### 72"), else 0.0.
+    """Return 1.0 when the completion's last number equals the last number of column `answer` ("72", 72, "... #### 72"), else 0.0.
 
-    None where `answer` holds no number."""
+    Returns None when `answer` has no number.
+    """
     golds = [last_number(str(value)) for value in answer]
     return [None if gold is None else float(last_number(text_of(c)) == gold) for c, gold in zip(completions, golds, strict=True)]
 
 
 def format(completions: list) -> list[float]:
-    """1.0 for exactly `<think>...</think><answer>...</answer>`, white space allowed between the two and nothing before or after.
+    """Return 1.0 for exactly `<think>...</think><answer>...</answer>`; white space is allowed between the two, but not before or after.
 
-    The pattern of DeepSeek-R1's prompt as ms-swift scores it: further tags inside the outermost pair are not refused."""
+    This is the pattern of DeepSeek-R1's prompt as ms-swift scores it: further tags inside the outermost pair are accepted.
+    """
     return [float(_is_r1_format(text_of(c))) for c in completions]
 
 
 def _is_r1_format(text: str) -> bool:
-    """The same as matching `<think>.*?</think>\\s*<answer>.*?</answer>` from end to end, in linear time whatever the text."""
+    """Match `<think>.*?</think>\\s*<answer>.*?</answer>` from end to end, in linear time for any text."""
     if not (text.startswith("<think>") and text.endswith("</answer>")):
         return False
     middle = _END_OF_THOUGHT.search(text, len("<think>"))
@@ -62,22 +65,25 @@ def _is_r1_format(text: str) -> bool:
 
 
 def think_format(completions: list) -> list[float]:
-    """1.0 for a completion that begins with its only `<think>`, closed by `</think>`; anything may follow (TRL's `think_format_reward`)."""
+    """Return 1.0 for a completion that begins with its only `<think>`, closed by `</think>`; any text may follow (TRL's
+    `think_format_reward`)."""
     return [float(_THINK.match(text_of(c)) is not None) for c in completions]
 
 
 def react_format(completions: list) -> list[float]:
-    """1.0 for `<think>...</think>` followed by `Action: ... Action Input: ...` (ms-swift's `react_format`)."""
+    """Return 1.0 for `<think>...</think>` followed by `Action: ... Action Input: ...` (ms-swift's `react_format`)."""
     return [float(_REACT.match(text_of(c)) is not None) for c in completions]
 
 
 def soft_overlong(
     completion_ids: list[list[int]], max_completion_length: int, cache_length: int | None = None, floor: float | None = -1.0
 ) -> list[float]:
-    """DAPO's soft length penalty (eq. 13), in tokens: 0 up to max_completion_length - cache_length, then linear to -1 at the maximum.
+    """Return DAPO's soft length penalty (eq. 13), in tokens: 0 up to max_completion_length - cache_length, then linear to -1 at the
+    maximum.
 
-    `max_completion_length` is the rollout's unless given. `cache_length` defaults to a fifth of it. Longer responses stop at `floor`;
-    `floor: null` lets them fall on, as ms-swift does. With cache_length 0 there is no slope: the floor holds above the maximum."""
+    `max_completion_length` defaults to the rollout's, `cache_length` to a fifth of it. Longer responses get `floor`; with `floor: null` the
+    penalty keeps falling, as in ms-swift. With cache_length 0 there is no slope: above the maximum the penalty is `floor`.
+    """
     cache = max_completion_length // 5 if cache_length is None else cache_length
     if not 0 <= cache <= max_completion_length or (cache == 0 and floor is None):
         low = 1 if floor is None else 0
@@ -102,9 +108,10 @@ def cosine_value(
     max_len_value_correct: float = 0.5,
     clamp: bool = True,
 ) -> float:
-    """From the value at length 0 along half a cosine to the value at `max_len` tokens (Yeo et al. 2025, eq. 1).
+    """Interpolate along half a cosine, from the value at length 0 to the value at `max_len` tokens (Yeo et al. 2025, eq. 1).
 
-    Longer responses stay at the latter; without `clamp` the cosine goes on, so that twice the length earns what length 0 does."""
+    Longer responses keep the value at `max_len`. Without `clamp` the cosine continues, so twice the length earns the value at length 0.
+    """
     if max_len <= 0:
         raise ValueError(f"cosine: max_len {max_len} must be above 0")
     first, last = (min_len_value_correct, max_len_value_correct) if correct else (min_len_value_wrong, max_len_value_wrong)
@@ -113,21 +120,22 @@ def cosine_value(
 
 
 def repetition(completions: list, n_grams: int = 3, max_penalty: float = -1.0) -> list[float]:
-    """The share of word n-grams that occurred before, times `max_penalty`: 0 without repetition (ms-swift's `repetition`).
+    """Return the share of repeated word n-grams times `max_penalty`: 0 without repetition (ms-swift's `repetition`).
 
-    Words are what white space separates, in lower case; a text of fewer than `n_grams` words scores 0."""
+    Words are separated by white space and lowercased. A text of fewer than `n_grams` words scores 0.
+    """
     _check_repetition("repetition", "n_grams", n_grams, max_penalty)
     return [max_penalty * repeated_share(text_of(c).lower().split(), n_grams) for c in completions]
 
 
 def token_repetition(completion_ids: list[list[int]], ngram_size: int = 3, max_penalty: float = -1.0) -> list[float]:
-    """The share of token n-grams that occurred before, times `max_penalty` (TRL's `get_repetition_penalty_reward`)."""
+    """Return the share of repeated token n-grams times `max_penalty` (TRL's `get_repetition_penalty_reward`)."""
     _check_repetition("token_repetition", "ngram_size", ngram_size, max_penalty)
     return [max_penalty * repeated_share(ids, ngram_size) for ids in completion_ids]
 
 
 def repeated_share(sequence: Sequence[Hashable], n: int) -> float:
-    """1 - distinct n-grams / all n-grams; 0 for a sequence shorter than `n`."""
+    """Return 1 - distinct n-grams / all n-grams; 0 for a sequence shorter than `n`."""
     total = len(sequence) - n + 1
     if total <= 0:
         return 0.0

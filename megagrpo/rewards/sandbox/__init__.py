@@ -1,1 +1,1 @@
-"""A process that the kernel confines, for programs of completions. Importing this package imports nothing else."""
+"""A process that the kernel confines, for the programs of completions. Importing this package imports nothing else."""

@@ -23,7 +23,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x8000000, 0x10000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-SECCOMP = {"x86_64": 317, "aarch64": 277}  # the number of the call
+SECCOMP = {"x86_64": 317, "aarch64": 277}  # number of the system call
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER = 1, 8
 
 
@@ -52,7 +52,7 @@ def limit_resources(job, file_bytes):
 
 
 def enter_namespaces():
-    """A user namespace with no network device, and mounts of its own. False where the kernel or a container forbids it."""
+    """Enter a user namespace without network devices and with its own mounts. Returns False where the kernel or a container forbids it."""
     uid, gid = os.getuid(), os.getgid()
     if not succeeded(LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS)):
         return False
@@ -66,7 +66,7 @@ def enter_namespaces():
 
 
 def mount_read_only(job):
-    """Make a root of its own: the readable files, read-only, and the job's folder, in memory and limited. False where that fails."""
+    """Mount a new root: the readable files, read-only, and the job's folder, in limited memory. Returns False when that fails."""
     try:
         return _mount_read_only(job)
     except OSError:  # an unmapped user cannot create files in a new file system
@@ -97,7 +97,7 @@ def _mount_read_only(job):
         if not any(succeeded(mount(None, inside.encode(), None, flags | more, None)) for more in locked):
             return False
     os.makedirs(root + folder)
-    limits = f"size={job['file_mb']}m,nr_inodes={job['max_files'] + 1},mode=700"  # the folder itself is one of them
+    limits = f"size={job['file_mb']}m,nr_inodes={job['max_files'] + 1},mode=700"  # the folder itself counts as one inode
     if not succeeded(mount(b"tmpfs", (root + folder).encode(), b"tmpfs", MS_NOSUID | MS_NODEV, limits.encode())):
         return False
     if not succeeded(mount(None, root.encode(), None, MS_REMOUNT | MS_RDONLY, None)):
@@ -116,7 +116,8 @@ def drop_capabilities():
 
 
 def restrict_files(job):
-    """Landlock (Linux 5.13): read the readable, everything in the job's folder, nothing else. False where the kernel lacks it."""
+    """Restrict file access with Landlock (Linux 5.13): read access to the readable files, full access to the job's folder. Returns False
+    where the kernel lacks Landlock."""
     create, add, restrict = 444, 445, 446
     version = min(LIBC.syscall(create, None, ctypes.c_size_t(0), 1), job["landlock_abi"])
     if version < 1:
@@ -154,8 +155,9 @@ def restrict_files(job):
 def filter_calls(calls, counts, limits_files, mailbox):
     """Install the filters of `system_calls`. With `counts`, send a listener to the parent through `mailbox`, the descriptor of a socket.
 
-    Returns whether calls are denied and whether the parent counts. A process has one listener at most: where a container's runtime listens
-    already, the parent cannot. The second filter denies what sends the listener, so it comes after that."""
+    Returns whether calls are denied and whether the parent counts. A process has at most one listener, so the parent cannot count where a
+    container's runtime already listens. The second filter denies the call that sends the listener, so it is installed afterwards.
+    """
     machine = os.uname().machine
     if machine not in calls.ARCHITECTURES or sys.maxsize <= 2**32:
         return False, False
@@ -170,7 +172,7 @@ def filter_calls(calls, counts, limits_files, mailbox):
 
 
 def install(instructions, flags=0):
-    """Install a packed filter. Returns the descriptor of its listener, or 0 where none is asked for; below 0 when it fails."""
+    """Install a packed filter. Returns the descriptor of its listener, 0 without a listener, or a negative number when it fails."""
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
     program = struct.pack("HxxxxxxQ", len(instructions) // 8, ctypes.addressof(buffer))
     return LIBC.syscall(SECCOMP[os.uname().machine], SECCOMP_SET_MODE_FILTER, flags, program)
@@ -180,7 +182,7 @@ def install(instructions, flags=0):
 
 
 def feed_input(text):
-    """Make `text` what the program reads from standard input."""
+    """Make `text` the program's standard input."""
     file = os.memfd_create("input")
     os.write(file, text) if len(text) < 65536 else open(file, "wb", closefd=False).write(text)
     os.lseek(file, 0, os.SEEK_SET)
@@ -190,7 +192,7 @@ def feed_input(text):
 
 
 def execute(job, report):
-    """Run the program, then each of its tests in the same names. What the tests gave goes to `report`, with the job's token."""
+    """Run the program, then each of its tests in the same namespace. Results go to `report`, with the job's token."""
     names = {"__name__": "__main__", "__builtins__": __builtins__}
     ended = None
     try:
@@ -222,7 +224,7 @@ def main():
     os.chdir(job["folder"])
     feed_input(job["input"].encode("utf-8", "replace"))
     sys.path.append(job["package"])
-    from megagrpo.rewards.sandbox import system_calls  # now: its file cannot be read behind the walls
+    from megagrpo.rewards.sandbox import system_calls  # import now: the file cannot be read after the restrictions are in place
 
     sys.path[:] = job["path"]
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

@@ -1,7 +1,6 @@
-"""Count what a sandboxed program creates: the kernel asks this process before each of its new threads and files (seccomp's listener).
+"""Counts the threads and files that a sandboxed program creates: the kernel asks this process before each one (seccomp user notification).
 
-The calls' flags come in registers, so the program cannot change them after they were looked at. The kernel drops a question whose process
-has died.
+A call's flags are in registers, so the program cannot change them after the check. The kernel drops a request whose process has died.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ _QUESTION, _ANSWER = struct.Struct("QIIiIQ6Q"), struct.Struct("QqiI")  # struct 
 
 
 class Counts:
-    """Answers for the process `pid`: up to `max_threads` at a time, up to `max_files` creations in all. A context manager.
+    """Answers the requests of process `pid`: up to `max_threads` at a time, up to `max_files` creations in total. A context manager.
 
-    `mailbox` is the socket by which the process sends the listener. Until then `fileno()` is the mailbox, afterwards the listener."""
+    `mailbox` is the socket through which the process sends the listener. `fileno()` is the mailbox until then, and the listener afterwards.
+    """
 
     def __init__(self, mailbox: socket.socket, pid: int, max_threads: int, max_files: int):
         self._mailbox, self._pid, self._max_threads, self._files_left = mailbox, pid, max_threads, max_files
@@ -31,7 +31,7 @@ class Counts:
         self._starting: set[int] = set()  # threads whose new thread may not exist yet
 
     def fileno(self) -> int:
-        """The descriptor to wait for; -1 when closed."""
+        """Return the descriptor to poll; -1 when closed."""
         return self._mailbox.fileno() if self._listener is None else self._listener
 
     def __enter__(self) -> Counts:
@@ -43,7 +43,7 @@ class Counts:
             os.close(self._listener)
 
     def answer(self) -> bool:
-        """Take the listener or answer one call, when `fileno()` can be read. False when no more come."""
+        """Receive the listener or answer one call; call this when `fileno()` is readable. Returns False when no more calls come."""
         if self._listener is None:
             _, descriptors, _, _ = socket.recv_fds(self._mailbox, 64, 1)
             self._listener = next(iter(descriptors), None)
@@ -64,7 +64,7 @@ class Counts:
         return any(event & select.POLLHUP for _, event in poll.poll(0))
 
     def _thread(self, asking: int) -> int:
-        """0 or the error for a thread that starts another. A thread that asks again has started its last one."""
+        """Return 0 or the error for a thread that starts another. A thread that asks again has finished starting its previous one."""
         try:
             alive = {int(entry) for entry in os.listdir(f"/proc/{self._pid}/task")}
         except OSError:
@@ -76,7 +76,7 @@ class Counts:
         return 0
 
     def _file(self) -> int:
-        """0 or the error for a call that can create a file."""
+        """Return 0 or the error for a call that can create a file."""
         if self._files_left <= 0:
             return EDQUOT
         self._files_left -= 1

@@ -1,4 +1,4 @@
-"""Run untrusted programs in a process that the kernel confines (`child`), and find out what this kernel cannot guarantee."""
+"""Runs untrusted programs in a process that the kernel confines (`child`), and finds the guarantees that this kernel cannot give."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from megagrpo.process.scratch import remove_tree
 from megagrpo.rewards.sandbox.counts import Counts
 
 WALLS = ("namespaces", "mounts", "landlock", "seccomp", "counts")
-LANDLOCK_ABI = 6  # the newest that is used; a test sets an older one
-COUNTS_SINCE = (5, 5)  # the Linux that lets a counted call go on
-FEW_FILES = 16  # that a program may create where its folder lies on a disk, each of `file_mb` / FEW_FILES
+LANDLOCK_ABI = 6  # newest Landlock version in use; a test sets an older one
+COUNTS_SINCE = (5, 5)  # the Linux version that can let a counted call continue
+FEW_FILES = 16  # limit on files where the folder is on a disk; each may have `file_mb` / FEW_FILES
 _CHILD = str(Path(__file__).with_name("child.py"))
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use. `seconds` are on the clock, processor time is bounded by the next whole number.
+    """Resource limits of a program. `seconds` is wall-clock time; CPU time is limited to the next whole number.
 
-    `file_mb` and `max_files` (folders count) hold for all files together, deleted ones that are still open included."""
+    `file_mb` and `max_files` (folders count) limit all files together, including deleted ones that are still open.
+    """
 
     seconds: float = 5.0
     memory_mb: int = 512
@@ -47,10 +48,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ran:
-    """How a program ended: `ended` is "done" (also after an exception), "time", "output" or "died".
+    """The result of a program. `ended` is "done" (also after an exception), "time", "output" or "died".
 
-    `passed` has one entry per test; without tests one that says whether the program ran to its end; empty when it ended earlier.
-    `walls` says of each wall whether it was in place."""
+    `passed` has one entry per test; without tests it has one entry, whether the program ran to its end. It is empty when the program ended
+    earlier. `walls` tells for each restriction whether it was in place.
+    """
 
     ended: str
     stdout: str
@@ -61,7 +63,7 @@ class Ran:
 def run(
     program: str, limits: Limits, tests: list[str] | None = None, stdin: str = "", walls: tuple[str, ...] = WALLS, packages: bool = True
 ) -> Ran:
-    """Run a Python program, then `tests` (Python too) in the same names, in a folder of its own that is removed afterwards."""
+    """Run a Python program, then `tests` (also Python) in the same namespace, in a temporary folder that is removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="megagrpo_code_"))
     try:
         (folder / "work").mkdir()
@@ -123,7 +125,7 @@ def _watch(job: dict, folder: Path, limits: Limits) -> Ran:
 
 
 def _read(process: subprocess.Popen, reports: int, counts: Counts, limits: Limits) -> tuple[str, bytes, bytes]:
-    """Read what the program prints and reports and answer its counted calls, until it ends or reaches a limit."""
+    """Read the program's output and reports, and answer its counted calls, until it ends or reaches a limit."""
     deadline = time.monotonic() + limits.seconds
     texts = {process.stdout.fileno(): b"", reports: b""}
     unread = set(texts)
@@ -151,7 +153,7 @@ def _read(process: subprocess.Popen, reports: int, counts: Counts, limits: Limit
 
 
 def _messages(report: bytes) -> Iterator[dict]:
-    """The reports of the process. The program can write to the same descriptor, so anything may be in between."""
+    """Parse the reports of the process. The program can write to the same descriptor, so any bytes may be in between."""
     for line in report.splitlines():
         try:
             message = json.loads(line)
@@ -162,7 +164,8 @@ def _messages(report: bytes) -> Iterator[dict]:
 
 
 def _results(reported: list[Any], count: int) -> list[bool]:
-    """What the one report with the token says: `count` booleans. Empty when there is another number of reports or anything else in one."""
+    """Return the `count` booleans of the one report with the token. Empty when the number of such reports is not one, or the report is
+    malformed."""
     if len(reported) != 1 or not isinstance(reported[0], list) or len(reported[0]) != count:
         return []
     return reported[0] if all(type(passed) is bool for passed in reported[0]) else []
@@ -177,14 +180,14 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _linux() -> tuple[int, int]:
-    """Version of the running kernel."""
+    """Return the version of the running kernel."""
     major, minor = re.match(r"(\d+)\.(\d+)", os.uname().release).groups()
     return int(major), int(minor)
 
 
 @cache
 def _module_path(packages: bool) -> list[str]:
-    """Where programs import from: the standard library and, with `packages`, what is installed beside this package."""
+    """Return the import path of programs: the standard library and, with `packages`, the packages installed beside this one."""
     paths = sysconfig.get_paths()
     standard = [paths["stdlib"], paths["platstdlib"], str(Path(paths["stdlib"]) / "lib-dynload")]
     return list(dict.fromkeys(standard + ([paths["purelib"], paths["platlib"]] if packages else [])))
@@ -192,7 +195,7 @@ def _module_path(packages: bool) -> list[str]:
 
 @cache
 def _readable(packages: bool) -> list[str]:
-    """Files that Python needs to run."""
+    """Return the files that Python needs to run."""
     prefixes = [sys.base_prefix, *_module_path(packages), sysconfig.get_config_var("LIBDIR") or "/usr/lib"]
     system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime"]
     devices = ["/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"]

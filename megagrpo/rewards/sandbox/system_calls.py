@@ -1,4 +1,4 @@
-"""The seccomp filters of a sandboxed program: which system calls fail, and which the parent counts. The stricter answer of both holds.
+"""The seccomp filters of a sandboxed program: which system calls fail, and which the parent counts. The stricter of both results applies.
 
 Numbers are pairs (x86_64, aarch64), None where the architecture has no such call. The kernel reads commands and flags as 32 bits, so the
 filter compares the low 32 bits of an argument. Calls of other ABIs of the same machine (i386, x32, 32-bit ARM) kill the process or fail.
@@ -7,7 +7,7 @@ filter compares the low 32 bits of an argument. Calls of other ABIs of the same 
 import struct
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number, column of the tables below
-NEWEST = 462  # of the calls that these tables know; a later one fails as on an older kernel
+NEWEST = 462  # the newest call in these tables; later calls fail as on an older kernel
 DENIED = {
     "socket": (41, 198),
     "connect": (42, 203),
@@ -140,19 +140,19 @@ Code = list[tuple[int, int, int, int]]  # instructions: code, jump if true, jump
 
 
 def fail(error: int) -> int:
-    """The action that makes a call fail with `error`."""
+    """Return the action that makes a call fail with `error`."""
     return 0x50000 | error
 
 
 def build_counter(machine: str, limits_files: bool) -> Code:
-    """The filter by which the parent answers each new thread and, with `limits_files`, each call that can create a file."""
+    """Build the filter that lets the parent answer each new thread and, with `limits_files`, each call that can create a file."""
     audit, column = ARCHITECTURES[machine]
     code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), _give(ALLOW), (_LOAD, 0, 0, 0), *_call(CLONE[column], [_give(COUNT)])]
     return [*code, *(_creations(column, COUNT) if limits_files else []), _give(ALLOW)]
 
 
 def build_filter(machine: str, pid: int, counts: bool, limits_files: bool) -> Code:
-    """The filter of denied calls for the process `pid`. With `limits_files` and without `counts`, calls that can create a file fail."""
+    """Build the filter of denied calls for process `pid`. With `limits_files` and without `counts`, calls that can create a file fail."""
     audit, column = ARCHITECTURES[machine]
     code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), _give(KILL), (_LOAD, 0, 0, 0)]
     code += [(_AT_LEAST, 0, 1, NEWEST + 1), _give(fail(ENOSYS))]  # also every call of the x32 ABI
@@ -180,13 +180,13 @@ def build_filter(machine: str, pid: int, counts: bool, limits_files: bool) -> Co
 
 
 def _creations(column: int, action: int, *checks: Code) -> Code:
-    """Take `action` for calls that can create a file, and run `checks` as `_opens` does."""
+    """Apply `action` to calls that can create a file, and run `checks` as `_opens` does."""
     code = [step for numbers in CREATES.values() for step in _call(numbers[column], [_give(action)])]
     return code + _opens(column, [(_ANY_BIT, 0, 1, O_CREAT | O_TMPFILE), _give(action)], *checks)
 
 
 def _opens(column: int, *checks: Code) -> Code:
-    """Run each of `checks` on the flags of `open` and `openat`, and allow what passes all."""
+    """Run each of `checks` on the flags of `open` and `openat`; allow calls that pass all."""
     code = []
     for numbers, flags in ((OPEN, 1), (OPENAT, 2)):
         code += _call(numbers[column], [*(step for check in checks for step in (_argument(flags), *check)), _give(ALLOW)])
@@ -194,7 +194,7 @@ def _opens(column: int, *checks: Code) -> Code:
 
 
 def pack(code: Code) -> bytes:
-    """`code` as the kernel reads it: struct sock_filter, 8 bytes each."""
+    """Encode `code` for the kernel: struct sock_filter, 8 bytes each."""
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
 
@@ -207,15 +207,15 @@ def _argument(index: int) -> tuple[int, int, int, int]:
 
 
 def _call(number: int | None, body: Code) -> Code:
-    """Run `body`, which returns on every path, for the call of this number."""
+    """Run `body`, which returns on every path, for the call with this number."""
     return [] if number is None else [(_EQUAL, 0, len(body), number), *body]
 
 
 def _only(index: int, values: tuple[int, ...], error: int) -> Code:
-    """Allow these values of an argument; others fail with `error`."""
+    """Allow these values of an argument; other values fail with `error`."""
     return [_argument(index), *(step for v in values for step in ((_EQUAL, 0, 1, v), _give(ALLOW))), _give(fail(error))]
 
 
 def _all_but(index: int, values: tuple[int, ...], error: int) -> Code:
-    """These values of an argument fail with `error`; others pass."""
+    """Make these values of an argument fail with `error`; other values pass."""
     return [_argument(index), *(step for v in values for step in ((_EQUAL, 0, 1, v), _give(fail(error)))), _give(ALLOW)]
