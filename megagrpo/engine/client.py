@@ -44,7 +44,7 @@ class VllmEngine(Updates):
     `decode` turns response ids into text. Each server works on up to `max_num_seqs` sequences; a free server takes the next prompt. When a
     server stops responding, its prompts go to other servers. It gets requests again once it has the current weights. `model` is the model
     name to request, such as an adapter that the servers started with. With `any_version` the weight versions of responses are not checked,
-    because other clients may have updated the weights. All other options are those of `Updates`.
+    because other clients may have updated the weights. All other options are passed to `Updates`.
 
     `generate` is thread-safe. With `in_flight` it may also run during a weight update.
     """

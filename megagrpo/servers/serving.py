@@ -1,4 +1,4 @@
-"""vLLM servers for a model: those of a training run, and those of commands that only generate."""
+"""vLLM servers for training runs, and for commands that only generate."""
 
 from __future__ import annotations
 
