@@ -78,7 +78,7 @@ def readable(size: int) -> str:
 
 
 class Checkpointer:
-    """Saves and restores one run's checkpoints in `folder`. The newest `keep` checkpoints and that of the best evaluation are kept.
+    """Saves and restores one run's checkpoints in `folder`. It keeps the newest `keep` checkpoints and the best one.
 
     Each checkpoint has a copy of the config and tokenizer of `model_folder`, so that it can be exported without that folder.
     """

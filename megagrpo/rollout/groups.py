@@ -67,7 +67,7 @@ def draw_rollouts(
 def ask_ahead(collector: Collector, prompts: PromptSource, config: RunConfig, sampling: SamplingParams, step: int, steps: int) -> None:
     """Request generation for the `steps` steps after `step` steps, up to the end of the run. Does nothing without asynchronous generation.
 
-    Seeds equal those of a synchronous run when every step draws the same number of prompts (no `algorithm.dynamic_sample`).
+    Seeds are the same as in a synchronous run when every step draws the same number of prompts (no `algorithm.dynamic_sample`).
     """
     if not config.rollout.max_staleness or collector.pool is None:
         return

@@ -238,7 +238,7 @@ class WorkerPool:
                 self._end(self._wait(feed), on_done)
                 if feed is not None:
                     self._enqueue(feed.take())
-        finally:  # after an interrupt, late results must not be taken for those of the next calls
+        finally:  # after an interrupt, late results must not be taken for results of the next calls
             for worker in self._workers:
                 if worker.running:
                     worker.restart()
