@@ -67,7 +67,7 @@ def test_a_run_continues_from_an_adapter_which_is_its_reference(run, tmp_path):
     assert more.code == 0, more.err
     assert more.metrics[0]["kl"] == pytest.approx(0, abs=1e-7) and more.metrics[0]["reward"] > run.metrics[0]["reward"] + 0.1
     refused = world.train(tmp_path / "other", *LORA, "lora.rank=4", f"lora.adapter_path={adapter}")
-    assert refused.code == 2 and "lora.rank: 4, and the adapter in" in refused.err
+    assert refused.code == 2 and "lora.rank: 4, but the adapter in" in refused.err
 
 
 @pytest.mark.full
