@@ -217,7 +217,7 @@ def test_dropout_drops_the_same_on_all_ranks_and_only_in_training(parallel, made
 
 BROKEN = {
     "lora.rank: 5, but the adapter in .* has 4; set it to 4": (dict(rank=5), {}),
-    "lora.alpha: 10.0, and the adapter": ({}, dict(lora_alpha=3)),
+    "lora.alpha: 10.0, but the adapter": ({}, dict(lora_alpha=3)),
     "has use_dora True; only plain LoRA": ({}, dict(use_dora=True)),
     "has peft_type LOHA": ({}, dict(peft_type="LOHA")),
     "lora.target_modules: .*lora_A.weight is only in the model": ({}, {}),  # a tensor is left out
