@@ -1,4 +1,4 @@
-"""The families of models that can be trained, one file each; a file with a `FAMILY` in this folder is all that a new one takes."""
+"""The families of models that can be trained, one file each. A new family needs only a file with a `FAMILY` in this folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Blocks: which part of which Hugging Face tensor lives where in a Megatron parameter.
+"""Blocks: the parts of Hugging Face tensors that a Megatron parameter holds, and their place in it.
 
-Hugging Face tensor space is the common coordinate system of loading, exporting and live weight sync. A rule turns one local
-parameter into blocks without communication; a family's file says which rule belongs to which parameter. Imports no torch.
+Hugging Face tensor space is the common coordinate system of loading, exporting and live weight sync. A rule turns one local parameter
+into blocks without communication. A family's file assigns rules to parameters. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Block:
     """The part `box` of the Hugging Face tensor `name` with full shape `shape`.
 
-    It lies in a local parameter seen as `grid`, at places [at, at + count) of `axis`, dimensions then permuted by `order` if that is
-    given. Plain data: two blocks are equal when they say the same, and they travel by pickle.
+    It is stored in a local parameter viewed as `grid`, at indices [at, at + count) of `axis`; then the dimensions are permuted by
+    `order`, if given. Plain data: blocks with equal fields are equal, and they can be pickled.
     """
 
     name: str
@@ -42,41 +42,44 @@ class Block:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What cuts this block out of the whole Hugging Face tensor."""
+        """The slices that select this block in the whole Hugging Face tensor."""
         return tuple(map(slice, *self.box))
 
     def view(self, param: Tensor) -> Tensor:
-        """The elements of this block inside `param`, writable, in the order of the Hugging Face tensor; their shape may be finer
-        than `block_shape`: compare through reshape."""
+        """Return a writable view of this block's elements inside `param`, in the order of the Hugging Face tensor.
+
+        Its shape may have more dimensions than `block_shape`: compare through reshape.
+        """
         view = param.view(self.grid).narrow(self.axis, self.at, self.count)
         return view if self.order is None else view.permute(self.order)
 
     def read(self, param: Tensor) -> Tensor:
-        """This block as a contiguous tensor of `block_shape`; a copy unless it already lies that way in `param`."""
+        """Return this block as a tensor of `block_shape` in param's dtype; a copy unless `param` already stores it in this order."""
         return self.view(param).reshape(self.block_shape)
 
 
 @dataclass(frozen=True)
 class Local:
-    """What a rule may know about one parameter of this rank. Of the parameter it reads the shape and Megatron's marks only."""
+    """The inputs of a rule: one parameter of this rank. A rule reads only its shape and Megatron's attributes."""
 
     param: Tensor
-    tp_size: int  # of the group that cuts this parameter: another one for experts
+    tp_size: int  # size of the group that shards this parameter (experts have another group)
     tp_rank: int
     hf: HfConfig
-    expert: int | None = None  # number of the expert it belongs to, over all ranks
+    expert: int | None = None  # global index of the expert that it belongs to
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which tensors a parameter is a part of, by name ({L} stands for the decoder block, {E} for the expert), and its blocks."""
+    """Names of the tensors that a parameter is a part of ({L} stands for the decoder block, {E} for the expert), and the function to its
+    blocks."""
 
     names: tuple[str, ...]
     blocks: Callable[[Local], list[Block]]
 
 
 def same(name: str) -> Rule:
-    """One tensor, cut along Megatron's partition dimension or held whole by every tensor-parallel rank."""
+    """One tensor, sharded along Megatron's partition dimension or replicated on every tensor-parallel rank."""
 
     def blocks(local: Local) -> list[Block]:
         p = local.param
@@ -92,7 +95,7 @@ def same(name: str) -> Rule:
 
 
 def vocab(name: str) -> Rule:
-    """A tensor with one row per token. Megatron pads the vocabulary; rows past the real one belong to no block."""
+    """A tensor with one row per token. Megatron pads the vocabulary; padding rows belong to no block."""
 
     def blocks(local: Local) -> list[Block]:
         rows, width = local.param.shape
@@ -107,8 +110,11 @@ def vocab(name: str) -> Rule:
 
 
 def qkv(pattern: str) -> Rule:
-    """Megatron interleaves by group, [group][its queries, key, value][head_dim], and cuts between groups; Hugging Face keeps three
-    tensors, with {p} in `pattern` for q, k and v, or without it one that has all queries above all keys above all values."""
+    """Queries, keys and values of attention in one Megatron parameter.
+
+    Megatron interleaves by group, [group][its queries, key, value][head_dim], and shards between groups. Hugging Face keeps three
+    tensors, with {p} in `pattern` for q, k and v; without {p} it keeps one with all queries above all keys above all values.
+    """
     names = tuple(dict.fromkeys(pattern.replace("{p}", p) for p in "qkv"))
 
     def blocks(local: Local) -> list[Block]:
@@ -117,7 +123,7 @@ def qkv(pattern: str) -> Rule:
         grid = (groups, queries + 2, hf.head_dim, *rest)
         found, above = [], 0
         for p, at, count in zip("qkv", (0, queries, queries + 1), (queries, 1, 1), strict=True):
-            rows = count * hf.head_dim  # of one group
+            rows = count * hf.head_dim  # rows of one group
             total = (rows if len(names) == 3 else (queries + 2) * hf.head_dim) * hf.num_kv_heads
             start, full = above + rows * groups * local.tp_rank, (total, *rest)
             name, box = pattern.replace("{p}", p), cut(full, 0, start, start + rows * groups)
@@ -129,8 +135,10 @@ def qkv(pattern: str) -> Rule:
 
 
 def gated(gate: str, up: str) -> Rule:
-    """Megatron stacks this rank's rows of the gate above its rows of the up projection. With one name for both, so does that tensor with
-    all their rows."""
+    """Gate and up projection in one Megatron parameter: this rank's rows of the gate above its rows of the up projection.
+
+    With one name for both, the Hugging Face tensor likewise has all gate rows above all up rows.
+    """
     names = tuple(dict.fromkeys((gate, up)))
 
     def blocks(local: Local) -> list[Block]:
@@ -147,17 +155,17 @@ def gated(gate: str, up: str) -> Rule:
 
 
 def with_last_dim(block: Block, size: int) -> Block:
-    """The block of a tensor, and of a parameter, with one more dimension that it has all of."""
+    """Return the block of a tensor and parameter that have one more dimension, held whole."""
     assert block.order is None
     (lo, hi), grid = block.box, (*block.grid, size)
     return dataclasses.replace(block, shape=(*block.shape, size), box=((*lo, 0), (*hi, size)), grid=grid)
 
 
 def in_layer(block: Block, layer: int | None, expert: int | None = None) -> Block:
-    """The block with {L} and {E} in its name filled in."""
+    """Return the block with {L} and {E} in its name filled in."""
     return dataclasses.replace(block, name=named(block.name, layer, expert))
 
 
 def named(pattern: str, layer: int | None, expert: int | None = None) -> str:
-    """`pattern` with {L} and {E} filled in."""
+    """Return `pattern` with {L} and {E} filled in."""
     return pattern.replace("{L}", str(layer)).replace("{E}", str(expert))

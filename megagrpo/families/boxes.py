@@ -1,6 +1,6 @@
-"""Boxes: rectangular parts of a tensor, and the arithmetic on them. No tensors, no communication.
+"""Boxes: rectangular parts of a tensor, and arithmetic on them. No tensors, no communication.
 
-A box is a pair (lo, hi) of index tuples and stands for the elements lo <= i < hi.
+A box is a pair (lo, hi) of index tuples and contains the elements lo <= i < hi.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of a whole tensor."""
+    """Return the box of a whole tensor."""
     return (0,) * len(shape), tuple(shape)
 
 
 def cut(shape: Sequence[int], dim: int, start: int, stop: int) -> Box:
-    """The box of places [start, stop) of dimension `dim`, whole in every other."""
+    """Return the box of indices [start, stop) along dimension `dim`, whole in every other dimension."""
     lo, hi = list(whole(shape)[0]), list(shape)
     lo[dim], hi[dim] = start, stop
     return tuple(lo), tuple(hi)
 
 
 def size(box: Box) -> int:
-    """Number of elements."""
+    """Return the number of elements."""
     return math.prod(max(b - a, 0) for a, b in zip(*box, strict=True))
 
 
 def extent(box: Box) -> tuple[int, ...]:
-    """Shape of the box."""
+    """Return the shape of the box."""
     return tuple(b - a for a, b in zip(*box, strict=True))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What both hold, or None."""
+    """Return the intersection, or None if it is empty."""
     lo = tuple(map(max, a[0], b[0]))
     hi = tuple(map(min, a[1], b[1]))
     return (lo, hi) if all(x < y for x, y in zip(lo, hi, strict=True)) else None
 
 
 def subtract(a: Box, b: Box) -> list[Box]:
-    """What `a` holds and `b` does not, as disjoint boxes."""
+    """Return the elements of `a` outside `b`, as disjoint boxes."""
     common = intersect(a, b)
     if common is None:
         return [a]
@@ -55,7 +55,7 @@ def subtract(a: Box, b: Box) -> list[Box]:
 
 
 def missing(box: Box, parts: Iterable[Box]) -> list[Box]:
-    """The elements of `box` that none of `parts` holds, as disjoint boxes; empty when the parts cover it."""
+    """Return the elements of `box` that no box of `parts` contains, as disjoint boxes; empty when the parts cover it."""
     rest = [box]
     for part in parts:
         rest = [piece for old in rest for piece in subtract(old, part)]
@@ -65,5 +65,5 @@ def missing(box: Box, parts: Iterable[Box]) -> list[Box]:
 
 
 def brackets(box: Box) -> str:
-    """The box as it is written in Python: [0:4, 8:16]."""
+    """Return the box in Python's notation: [0:4, 8:16]."""
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(*box, strict=True)) + "]"

@@ -1,4 +1,4 @@
-"""A model's `config.json` in the words this project uses, and the rules that a parallel layout must obey for it.
+"""Reads a model's `config.json` into an `HfConfig`, and checks the rules that a parallel layout must satisfy for it.
 
 Imports no torch, so `plan.py` can check a run on a login node.
 """
@@ -18,9 +18,9 @@ from megagrpo.families.family import COMMON, Family, common_fields, layer_type_p
 from megagrpo.families.keys import class_problems, key_problems
 
 ROTARY = ("rope_scaling", "rope_parameters")
-MODEL = ("model",)  # the keys of a problem about what is in the model's folder
+MODEL = ("model",)  # keys of a problem with the model's folder
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "q_lora_rank", "sliding_window")
-# Type of values in config.json -> the keys that have it or null, and its name.
+# Type of values in config.json -> the keys with this type or null, and the type's name.
 _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
     dict: (("rope_scaling", "rope_parameters"), "an object of keys and values"),
     list: (("layer_types", "mlp_only_layers"), "a list"),
@@ -44,7 +44,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 class Sizes(Protocol):
-    """The part of the `parallel` section that the model must agree with."""
+    """The fields of the `parallel` section that the model must fit."""
 
     tp: int
     pp: int
@@ -55,12 +55,12 @@ class Sizes(Protocol):
 
 
 def load_hf_config(folder: str | Path) -> HfConfig:
-    """`folder/config.json` parsed. Raises ValueError when it is missing, broken, or of a model that is not supported."""
+    """Parse `folder/config.json`. Raises ValueError when it is missing, broken, or of an unsupported model."""
     return parse_hf_config(read_raw_config(folder))
 
 
 def read_raw_config(folder: str | Path) -> dict[str, Any]:
-    """`folder/config.json` as a dict. Raises ValueError when it is missing or broken."""
+    """Read `folder/config.json` as a dict. Raises ValueError when it is missing or broken."""
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -76,7 +76,7 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
 
 
 def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
-    """The architecture that a config.json describes. Raises ValueError, listing every reason, when it is not supported."""
+    """Return the architecture that a config.json describes. Raises ValueError, listing every reason, when it is not supported."""
     problems = architecture_problems(raw)
     if problems:
         raise ProblemError(*of_model(problems))
@@ -85,12 +85,12 @@ def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
 
 
 def of_model(lines: Sequence[str]) -> list[Problem]:
-    """The lines of `architecture_problems` as problems."""
+    """Convert the lines of `architecture_problems` to problems."""
     return [Problem(MODEL, line.removeprefix("model: "), rule=19) for line in lines]
 
 
 def architecture_problems(raw: dict[str, Any]) -> list[str]:
-    """Why this config.json cannot be trained, one line each; empty when it can."""
+    """Return why this config.json cannot be trained, one line each; empty when it can."""
     family = FAMILIES.get(raw.get("model_type"))
     if family is None:
         return [_unknown(raw)]
@@ -111,7 +111,7 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
 
 
 def _unsupported(config: HfConfig) -> list[str]:
-    """What Megatron does not compute of a model whose config.json is sound."""
+    """Return what Megatron cannot compute of a model whose config.json is valid."""
     problems = []
     if config.rotary_dim % 2 or not config.rotary_dim:
         problems.append(f"model: {config.rotary_dim} dimensions of each head are rotated; the number must be even and positive")
@@ -123,7 +123,7 @@ def _unsupported(config: HfConfig) -> list[str]:
 
 
 def _no_numbers(family: Family, raw: dict[str, Any]) -> list[str]:
-    """Values of the wrong type: sizes, numbers, lists, objects, and a dtype that torch does not know."""
+    """Return values of the wrong type: sizes, numbers, lists, objects, and a dtype that torch does not know."""
     typed = {key for keys, _ in _TYPES.values() for key in keys}
     sizes = {key: raw[key] for key in family.required if key in raw and key not in typed and (key, raw[key]) != ("q_lora_rank", None)}
     sizes |= {key: raw[key] for key in _OPTIONAL_SIZES if raw.get(key) is not None}
@@ -146,14 +146,14 @@ def _no_numbers(family: Family, raw: dict[str, Any]) -> list[str]:
 
 
 def _rope_types(raw: dict[str, Any]) -> list[Any]:
-    """Every kind of rotary scaling that config.json names, also those that another key overrides here: vLLM may read them."""
+    """Return every kind of rotary scaling in config.json, also those that another key overrides here: vLLM may read them."""
     tables = [raw.get(key) or {} for key in ROTARY]
     tables += [value for table in tables for value in table.values() if isinstance(value, dict)]
     return [table[name] for table in tables for name in ("rope_type", "type") if table.get(name) not in (None, "default")]
 
 
 def _unknown(raw: dict[str, Any]) -> str:
-    """The refusal of a model_type that no family has. A family is advised only if the model's class is exactly the family's."""
+    """Return the error for a model_type without a family. It suggests a family only if the model's class is exactly the family's."""
     kind, classes = raw.get("model_type"), raw.get("architectures") or []
     classes = list(map(str, classes)) if isinstance(classes, list) else [str(classes)]
     if isinstance(text := raw.get("text_config"), dict):
@@ -174,13 +174,13 @@ def _unknown(raw: dict[str, Any]) -> str:
 
 
 def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[Problem]:
-    """Why this model cannot be cut into `parallel`, with the valid values; empty when it can."""
+    """Return why this model cannot be sharded into `parallel`, with the valid values; empty when it can."""
     if lines := architecture_problems(raw):
         return of_model(lines)
     tp, hf_config = parallel.tp, parse_hf_config(raw)
     problems = of_model(_unsupported(hf_config))
     sizes = {"num_attention_heads": hf_config.num_heads, "num_key_value_heads": hf_config.num_kv_heads}
-    rules = {"num_attention_heads": 1, "num_key_value_heads": 2}  # all others are widths of an MLP
+    rules = {"num_attention_heads": 1, "num_key_value_heads": 2}  # the rule of all other keys, widths of an MLP, is 3
     if not all(map(hf_config.has_experts, range(hf_config.num_layers))):
         sizes["intermediate_size"] = hf_config.intermediate_size
     if hf_config.experts and hf_config.experts.shared_size:
@@ -208,7 +208,7 @@ def _stage_problems(layers: int, parallel: Sizes) -> list[Problem]:
 
 
 def stage_layers(layers: int, parallel: Sizes) -> list[int]:
-    """Decoder layers of each pipeline stage, virtual ones included, in model order."""
+    """Return the number of decoder layers of each pipeline stage, virtual ones included, in model order."""
     stages = parallel.pp * parallel.vpp
     if parallel.pipeline_layers is None:
         return [layers // stages] * stages
@@ -217,7 +217,7 @@ def stage_layers(layers: int, parallel: Sizes) -> list[int]:
 
 
 def nearly_even(layers: int, stages: int) -> list[int]:
-    """`stages` numbers that sum to `layers`; what is over goes to middle stages first, because the first one embeds and the last one has
+    """Return `stages` numbers that sum to `layers`. The remainder goes to middle stages first, because the first embeds and the last has
     the LM head."""
     favoured = [*range(1, stages - 1), 0][: layers % stages]
     return [layers // stages + (stage in favoured) for stage in range(stages)]
@@ -243,7 +243,7 @@ def _expert_problems(family: str, experts: Experts | None, parallel: Sizes) -> l
 
 
 def projections(hf_config: HfConfig) -> dict[str, tuple[str, ...]]:
-    """Megatron's linears outside of experts, and the projections, as in q_proj, that Hugging Face keeps the weights of each in."""
+    """Return Megatron's linears outside of experts, each with its Hugging Face projections, for example q_proj."""
     table = FAMILIES[hf_config.family].table(hf_config)
     linears = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     rules = {linear: table[f"{linear}.weight"] for linear in linears if f"{linear}.weight" in table}
@@ -251,8 +251,10 @@ def projections(hf_config: HfConfig) -> dict[str, tuple[str, ...]]:
 
 
 def architecture_differences(one: HfConfig, other: HfConfig) -> list[str]:
-    """What keeps two models from being the same function of their weights, as `key: value of one, value of other`. The length they were
-    trained for and the dtype on disk may differ."""
+    """Return the differences that make two models different functions of their weights, as `key: value of one, value of other`.
+
+    Training length and dtype on disk may differ.
+    """
     names = [f.name for f in fields(HfConfig) if f.compare and f.name not in ("max_positions", "dtype")]
     pairs = [(name, getattr(one, name), getattr(other, name)) for name in names]
     ropes = [{key: value for key, value in rope(config.raw).items() if key != "type"} for config in (one, other)]

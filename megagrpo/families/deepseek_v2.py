@@ -1,4 +1,5 @@
-"""DeepSeek-V2, V2.5 and V2-Lite: experts by the softmax of the router's logits, from the best groups of experts where it says so."""
+"""DeepSeek-V2, V2.5 and V2-Lite: experts by the softmax of the router's logits, from the best groups of experts where config.json asks
+for groups."""
 
 from __future__ import annotations
 

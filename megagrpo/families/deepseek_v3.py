@@ -1,6 +1,6 @@
-"""DeepSeek-V3, R1 and their kin: experts by the sigmoid of the router's logits, chosen by that and a bias that training does not move.
+"""DeepSeek-V3, R1 and derived models: experts by the sigmoid of the router's logits plus a bias that training does not change.
 
-The layers behind the last one, for predicting several tokens at a time, are left out.
+The layers after the last decoder layer, which predict several tokens at a time, are dropped.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from megagrpo.families import latent
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.family import Family, Raw
 
-_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # transformers does not read these, vLLM does
-_DEFAULTS = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor")  # those of transformers are not ours
+_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM reads these keys, transformers does not
+_DEFAULTS = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor")  # required: transformers' defaults differ from ours
 
 
 def _problems(raw: Raw) -> list[str]:

@@ -1,4 +1,4 @@
-"""The table of a Llama-like decoder, which most families share, and the parts that they add to it. Imports no torch."""
+"""The table of a Llama-like decoder, which most families share, and optional parts of it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAYER = "model.layers.{L}."
 ATTENTION = LAYER + "self_attn."
 MLP = LAYER + "mlp."
 
-# Transformer Engine keeps a norm inside the linear that follows it: two keys for one tensor.
+# Transformer Engine keeps a norm inside the next linear, so two keys stand for one tensor.
 DENSE: Table = {
     EMBEDDING: vocab("model.embed_tokens.weight"),
     HEAD: vocab("lm_head.weight"),
@@ -36,7 +36,7 @@ QK_NORM: Table = {
 
 
 def experts(folder: str, gate: str, up: str, down: str) -> Table:
-    """The router and every expert, one tensor per projection and expert, in the folder that Hugging Face gives them."""
+    """The router and every expert, one tensor per projection and expert, under `folder` as in Hugging Face's names."""
     each = f"{LAYER}{folder}.experts.{{E}}."
     return {
         "mlp.router.weight": same(f"{LAYER}{folder}.gate.weight"),

@@ -1,4 +1,5 @@
-"""A family of models: how to read its config.json, and which Megatron parameter is which of its tensors. Imports no torch."""
+"""The description of a model family: how to read its config.json, and the mapping from Megatron's parameters to its tensors. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -13,10 +14,9 @@ Raw = dict[str, Any]  # config.json as read
 Table = dict[str, Rule]
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-FULL, SLIDING = "full_attention", "sliding_attention"  # of config.json's layer_types
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of config.json's layer_types
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-# The keys of config.json that are read for every family: by `common_fields` and `rope`, by Megatron's configuration, and by
-# `families.keys`.
+# Keys of config.json that are read for every family: by `common_fields`, `rope`, Megatron's configuration and `families.keys`.
 COMMON = (
     *("model_type", "architectures", "auto_map", *REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings", "dtype", "torch_dtype"),
@@ -25,8 +25,8 @@ COMMON = (
 _DROPOUT = (0, "dropout is not supported; set it to 0")
 _HEAD_NORMS = (False, "norms of queries and keys are not supported")
 _SCALED = "a scale of the model's own, as in Granite, MiniCPM or Cohere, is not supported"
-# Key of config.json -> the value that the model code of this project implements, and what other values would need. A family that reads
-# or ignores a key is exempt from its row.
+# Key of config.json -> the one value that this project's model code implements, and the error for other values. The row does not apply
+# to a family that reads or ignores the key.
 FIXED: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "only silu is supported"),
     "mlp_bias": (False, "a bias in the MLP is not supported"),
@@ -66,15 +66,17 @@ FIXED: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """One file of this folder describes one family in a `FAMILY` of this kind; nothing else has to be told of it.
+    """The description of one family; each file of this folder assigns one to `FAMILY`, and nothing else needs to know the family.
 
-    `table` maps names of HybridModel's parameters, without "decoder.layers.N.", to rules. `read` gives the fields of HfConfig in which
-    config.json says something of its own, `problems` why such a model cannot be trained. `keys` are the keys that these two read beside
-    `COMMON`, `ignored` keys that change nothing in this family, `fixed` keys with the one value that is supported, beside `FIXED`: every
-    other key is refused (`families.keys`). `dropped` gives regular expressions of tensors that files of this family may hold and that are
-    left out with a message.
-    `rope_types` are the kinds of rotary scaling that are supported. Positions turn all of each head, or where `partial_rotary_factor` is
-    given, the share that config.json names, this one where it names none.
+    - `table` maps names of HybridModel's parameters, without "decoder.layers.N.", to rules.
+    - `read` returns the fields of HfConfig that differ from `common_fields`.
+    - `problems` returns why such a model cannot be trained.
+    - `keys` are the keys that `read` and `problems` use besides `COMMON`.
+    - `ignored` keys change nothing in this family.
+    - `fixed` keys have one supported value, besides `FIXED`. Every other key is rejected (`families.keys`).
+    - `dropped` returns regular expressions of tensors that files may hold and that are skipped with a message.
+    - `rope_types` are the supported kinds of rotary scaling.
+    - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the whole head.
     """
 
     model_type: str
@@ -92,12 +94,12 @@ class Family:
 
     @property
     def fixed_values(self) -> dict[str, tuple[Any, str]]:
-        """Key of config.json -> the one value that is supported, and what is said of others: `FIXED` as far as it applies, and `fixed`."""
+        """Key of config.json -> its one supported value and the error for others: the rows of `FIXED` that apply, and `fixed`."""
         return {key: rule for key, rule in FIXED.items() if key not in (*self.keys, *self.ignored)} | self.fixed
 
 
 def common_fields(family: Family, raw: Raw) -> dict[str, Any]:
-    """Fields of HfConfig by the keys that all families share."""
+    """Return the fields of HfConfig from the keys that all families share."""
     rotary = rope(raw)
     return dict(
         family=raw["model_type"],
@@ -120,34 +122,37 @@ def common_fields(family: Family, raw: Raw) -> dict[str, Any]:
 
 
 def rope(raw: Raw) -> dict[str, Any]:
-    """Rotary parameters with `rope_type` and `rope_theta`, from transformers 5's `rope_parameters` or the older two keys."""
+    """Return the rotary parameters with `rope_type` and `rope_theta`, from transformers 5's `rope_parameters` or the older two keys."""
     old = {"rope_theta": raw.get("rope_theta", 10000.0)} | (raw.get("rope_scaling") or {})
     new = raw.get("rope_parameters") or {}
-    found = old | ((new.get(FULL) or {}) if FULL in new else new)  # of blocks without a window, where config.json tells them apart
+    found = old | ((new.get(FULL) or {}) if FULL in new else new)  # with one set per kind of block: the one of blocks without a window
     return found | {"rope_type": found.get("rope_type") or found.get("type") or "default"}
 
 
 def rotated_share(raw: Raw, default: float) -> float:
-    """The share of each head that positions turn, which config.json has beside or among the rotary parameters."""
+    """Return the share of each head that is rotated. config.json has it beside or inside the rotary parameters."""
     shares = (rope(raw).get("partial_rotary_factor"), raw.get("partial_rotary_factor"), default)
     return next(share for share in shares if share is not None)
 
 
 def kv_heads(raw: Raw) -> int:
-    """Key and value heads; a config.json from before they were told apart has as many as query heads."""
+    """Return the number of key and value heads. A config.json without the key has as many as query heads."""
     return raw.get("num_key_value_heads") or raw["num_attention_heads"]
 
 
-EXPERT_KEYS = ("num_experts", "num_local_experts", "num_experts_per_tok")  # that `num_experts` and `expert_problems` read
+EXPERT_KEYS = ("num_experts", "num_local_experts", "num_experts_per_tok")  # read by `num_experts` and `expert_problems`
 
 
 def num_experts(raw: Raw) -> int:
-    """Experts of a mixture, by either of the two names that families give it."""
+    """Return the number of experts of a mixture, from either of its two key names."""
     return raw.get("num_experts") or raw["num_local_experts"]
 
 
 def windows(raw: Raw, size: int | None, slides: Callable[[int], bool] | None = None) -> tuple[int | None, ...]:
-    """`HfConfig.windows`: `size` in every block; given `slides`, where `layer_types` says so, or without that key where `slides(block)`."""
+    """Return `HfConfig.windows`: `size` in every block, or with `slides` only in sliding blocks.
+
+    `layer_types` names the sliding blocks; without that key `slides(block)` decides.
+    """
     blocks = range(raw["num_hidden_layers"])
     if size is None:
         return ()
@@ -158,7 +163,7 @@ def windows(raw: Raw, size: int | None, slides: Callable[[int], bool] | None = N
 
 
 def layer_type_problems(family: Family, raw: Raw) -> list[str]:
-    """What is wrong with `layer_types`, if config.json has it: a kind of attention for each block."""
+    """Return what is wrong with `layer_types`, the kind of attention of each block, if config.json has it."""
     types = raw.get("layer_types") or []
     if "layer_types" not in family.keys and (SLIDING in types or (types and raw.get("sliding_window"))):
         return [
@@ -174,7 +179,7 @@ def layer_type_problems(family: Family, raw: Raw) -> list[str]:
 
 
 def expert_problems(raw: Raw, *required: tuple[str, ...]) -> list[str]:
-    """What config.json lacks of a mixture of experts; of each of `required` one key must be there."""
+    """Return the keys of a mixture of experts that config.json lacks. Of each tuple in `required` one key must be present."""
     required = (("num_experts_per_tok",), ("num_experts", "num_local_experts"), *required)
     problems = [f"model: config.json lacks {' or '.join(keys)}" for keys in required if not any(raw.get(key) for key in keys)]
     if problems:

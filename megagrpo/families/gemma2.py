@@ -16,12 +16,12 @@ SANDWICH: Table = DENSE | {
 }
 GEMMA_FIXED = {"hidden_activation": ("gelu_pytorch_tanh", "only gelu_pytorch_tanh is supported")}
 GEMMA_KEYS = ("query_pre_attn_scalar", "sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping")
-# Older files name the exact function in `hidden_act`; the tanh approximation is meant all the same.
+# Older files name the exact gelu in `hidden_act`, but the models use the tanh approximation.
 GEMMA_IGNORED = ("hidden_act", "sliding_window_size")
 
 
 def gemma_fields(raw: Raw) -> dict[str, Any]:
-    """What the Gemma families have in common, beside the table. Config.json may leave out what is the default."""
+    """Return the fields that the Gemma families share. config.json may leave out default values."""
     return dict(
         head_dim=raw.get("head_dim") or 256,
         tied_embeddings=raw.get("tie_word_embeddings", True),
@@ -34,7 +34,7 @@ def gemma_fields(raw: Raw) -> dict[str, Any]:
 
 
 def cap_problems(raw: Raw) -> list[str]:
-    """Caps of scores and logits that are no caps."""
+    """Return caps of scores and logits with invalid values (0 or less)."""
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     given = {key: raw[key] for key in caps if isinstance(raw.get(key), (int, float))}
     return [f"model: {key} is {cap} in config.json; it must be above 0, or null" for key, cap in given.items() if cap <= 0]

@@ -1,4 +1,4 @@
-"""Gemma 3, the text model: a Gemma 2 with head norms in place of caps, and rotary angles of their own in blocks with a window."""
+"""Gemma 3, the text model: Gemma 2 with head norms in place of caps, and separate rotary angles in blocks with a window."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SCORE_CAP = "attn_logit_softcapping"
 
 
 def _local_rope(raw: Raw) -> dict[str, Any]:
-    """Rotary parameters of the blocks with a window."""
+    """Return the rotary parameters of the blocks with a window."""
     old = {"rope_theta": raw.get("rope_local_base_freq", 10000.0)}
     return old | ((raw.get("rope_parameters") or {}).get(SLIDING) or {})
 
@@ -42,6 +42,6 @@ FAMILY = Family(
     read=_read,
     problems=_problems,
     keys=(*(key for key in GEMMA_KEYS if key != _SCORE_CAP), "sliding_window_pattern", "rope_local_base_freq"),
-    ignored=(*GEMMA_IGNORED, "_sliding_window_pattern"),  # written by transformers beside the layer_types that it made of it
+    ignored=(*GEMMA_IGNORED, "_sliding_window_pattern"),  # transformers writes it beside the layer_types that it derived from it
     fixed=GEMMA_FIXED | HAS_HEAD_NORMS | {_SCORE_CAP: (None, "transformers and vLLM do not apply it here; remove it")},
 )

@@ -1,4 +1,4 @@
-"""GLM-4-9B of 2024 and GLM-Edge: a GLM-4-0414 that does not normalise what attention and MLP give."""
+"""GLM-4-9B of 2024 and GLM-Edge: GLM-4-0414 without norms on the outputs of attention and MLP."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GLM-4-0414: gate and up projection in one weight, biases on queries, keys and values, positions that turn neighbours in a part of each
-head, and a norm of what attention and MLP give."""
+"""GLM-4-0414: gate and up projection in one weight, biases on queries, keys and values, partial rotation of neighbouring dimensions, and
+norms on the outputs of attention and MLP."""
 
 from __future__ import annotations
 

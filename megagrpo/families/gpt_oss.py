@@ -1,5 +1,7 @@
-"""GPT-OSS: a bias in every linear and router, a learned share of attention that goes nowhere (the sinks), and experts with a clamped gate,
-of which files hold all of a block in one tensor, transposed, with the columns of gate and up projection in turns."""
+"""GPT-OSS: a bias in every linear and router, sinks (a learned share of attention that contributes 0), and experts with a clamped gate.
+
+Files hold all experts of a block in one tensor, transposed, with the columns of gate and up projection interleaved.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ from megagrpo.families.family import EXPERT_KEYS, FULL, SLIDING, Family, Raw, ex
 
 
 def _of_expert(local: Local, *dims: tuple[int, int, int]) -> tuple[tuple[int, ...], Box]:
-    """Shape of a tensor of all experts, and the box of this one, whose other dimensions are `dims`: (length, start, stop) each."""
+    """Return the shape of a tensor of all experts, and the box of this expert; `dims` are (length, start, stop) of the other dimensions."""
     lengths, starts, stops = zip(*dims, strict=True)
     return (local.hf.experts.count, *lengths), ((local.expert, *starts), (local.expert + 1, *stops))
 
 
 def _gate_up(name: str) -> Rule:
-    """Of each expert [H, 2 I], or the bias [2 I]: even columns are the gate's, odd ones the up projection's. Megatron keeps this rank's
-    rows of the gate above those of the up projection."""
+    """Gate and up projection of each expert [H, 2 I], or their bias [2 I]: even columns are the gate's, odd ones the up projection's.
+
+    Megatron keeps this rank's rows of the gate above its rows of the up projection.
+    """
 
     def blocks(local: Local) -> list[Block]:
         rows, rest = local.param.shape[0] // 2, tuple(local.param.shape[1:])
@@ -32,7 +36,7 @@ def _gate_up(name: str) -> Rule:
 
 
 def _down(name: str) -> Rule:
-    """Of each expert [I, H], of which Megatron keeps columns of the transpose; or the bias [H], which every rank holds whole."""
+    """Down projection of each expert [I, H], or its bias [H]. Megatron shards columns of the transpose; every rank holds the whole bias."""
 
     def blocks(local: Local) -> list[Block]:
         width, *rows = local.param.shape
@@ -93,7 +97,7 @@ FAMILY = Family(
     read=_read,
     problems=_problems,
     keys=("sliding_window", "layer_types", *EXPERT_KEYS),
-    ignored=("experts_per_token", "initial_context_length"),  # names of the first release for what other keys say
+    ignored=("experts_per_token", "initial_context_length"),  # the first release's names of other keys
     fixed=_FIXED,
-    rope_types=("yarn",),  # vLLM's model knows no other
+    rope_types=("yarn",),  # vLLM's model supports no other
 )

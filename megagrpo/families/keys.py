@@ -1,4 +1,4 @@
-"""The keys of config.json: a family reads some, others change nothing, every other one is refused by name. Imports no torch."""
+"""Checks the keys of config.json: a family reads some, others change nothing, and every other key is rejected by name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HARMLESS = frozenset(
     "do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty "
     "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences exponential_decay_length_penalty max_length "
     "min_length max_new_tokens remove_invalid_values use_cache cache_implementation return_dict_in_generate output_scores "
-    # What transformers returns beside logits, and the losses that it adds to those.
+    # Outputs of transformers besides logits, and losses that it adds.
     "output_hidden_states output_attentions output_router_logits return_dict use_return_dict router_aux_loss_coef router_z_loss_coef "
     "aux_loss_alpha seq_aux "
     # Classification heads, which a language model lacks.
@@ -29,11 +29,11 @@ HARMLESS = frozenset(
     "use_reentrant_checkpointing neftune_noise_alpha "
     # Other names for the length that vLLM and transformers only use as a limit.
     "max_sequence_length max_seq_len seq_length model_max_length "
-    # The key that each dimension of latent attention's queries adds up to, computed by transformers and written back.
+    # Sum of the dimensions of latent attention's queries, computed by transformers and written back.
     "qk_head_dim".split()
 )
 _ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# Kind of rotary scaling -> its parameters that transformers and vLLM read alike. `finetuned` is a note in the first Yarn releases.
+# Kind of rotary scaling -> the parameters that transformers and vLLM read alike. `finetuned` is a comment in the first Yarn releases.
 ROPE_KEYS = {
     "default": _ROPE,
     "linear": (*_ROPE, "factor", "original_max_position_embeddings"),
@@ -43,7 +43,7 @@ ROPE_KEYS = {
         *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
         *("mscale", "mscale_all_dim", "finetuned"),
     ),
-    # phi3 refuses four of these with reasons of its own.
+    # phi3 rejects four of these with its own messages.
     "longrope": (
         *_ROPE,
         *("short_factor", "long_factor", "original_max_position_embeddings"),
@@ -53,19 +53,18 @@ ROPE_KEYS = {
 
 
 def key_problems(family: Family, raw: Raw) -> list[str]:
-    """Keys of config.json with a value that this family's code does not implement, one line each; empty when there are none.
+    """Return keys of config.json with a value that this family's code does not implement, one line each.
 
-    A key passes when the family reads it, when it changes nothing, when its value is the one that the code implements, or when it is an
-    unknown one with the value null.
+    A key passes if the family reads it, if it changes nothing, if its value is the implemented one, or if it is unknown and null.
     """
     fixed = family.fixed_values
-    # Null means off, so it passes where off is what is implemented: transformers takes is_causal=null for false.
+    # Null means off, so it passes only where off is the implemented value: transformers reads is_causal=null as false.
     wrong = [
         f"{_has(family, key, raw[key])}; {fix}"
         for key, (value, fix) in fixed.items()
         if key in raw and raw[key] != value and not (raw[key] is None and not value)
     ]
-    known = HARMLESS.union(COMMON, family.keys, family.ignored, fixed, ["layer_types"])  # which layer_type_problems judges
+    known = HARMLESS.union(COMMON, family.keys, family.ignored, fixed, ["layer_types"])  # layer_type_problems checks it
     unknown = [f"{_has(family, key, value)}, {_UNKNOWN}" for key, value in raw.items() if key not in known and value is not None]
     return wrong + unknown + _rope_problems(family, raw)
 
@@ -82,7 +81,7 @@ def _has(family: Family, key: str, value: Any) -> str:
 
 
 def _rope_problems(family: Family, raw: Raw) -> list[str]:
-    """Unknown rotary parameters, of all blocks or, where they are told apart by the kind of attention, of each kind."""
+    """Return unknown rotary parameters, of all blocks, or of each kind of attention if config.json separates them."""
     problems = []
     for place in ("rope_scaling", "rope_parameters"):
         given = raw.get(place) or {}
@@ -90,7 +89,7 @@ def _rope_problems(family: Family, raw: Raw) -> list[str]:
         parts = {f"{place}.{kind}": given[kind] for kind in (FULL, SLIDING) if by_kind and kind in given}
         for name, parameters in (parts or {place: given}).items():
             kind = rope({"rope_parameters": parameters or {}} if parts else raw)["rope_type"]
-            known = ROPE_KEYS.get(kind, parameters or ())  # an unknown kind is refused by itself
+            known = ROPE_KEYS.get(kind, parameters or ())  # an unknown kind has its own error
             problems += [
                 f"{_has(family, f'{name}.{key}', value)}, {_UNKNOWN}"
                 for key, value in (parameters if isinstance(parameters, dict) else {}).items()
@@ -100,7 +99,7 @@ def _rope_problems(family: Family, raw: Raw) -> list[str]:
 
 
 def class_problems(family: Family, raw: Raw) -> list[str]:
-    """Why the model's class is not the family's: vLLM goes by `architectures`, and remote code (`auto_map`) may compute anything."""
+    """Return why the model's class is not the family's: vLLM goes by `architectures`, and remote code (`auto_map`) may compute anything."""
     problems, name = [], family.architecture
     classes, remote = raw.get("architectures"), raw.get("auto_map")
     if classes and name not in (classes if isinstance(classes, list) else [classes]):

@@ -1,4 +1,4 @@
-"""What the DeepSeek families share: latent attention, and experts beside an MLP that every token goes through. Imports no torch."""
+"""Shared code of the DeepSeek families: latent attention, and experts with a shared MLP for every token. Imports no torch."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ LATENT_FIXED = {
 
 
 def table(hf: HfConfig) -> Table:
-    """Of a model as `read` describes it."""
+    """Return the table of a model that `read` describes."""
     queries = _QUERIES_FROM_LATENT if hf.mla.query_rank else _QUERIES
     return _COMMON | queries | (_BIAS if hf.experts and hf.experts.bias else {})
 
 
 def read(raw: Raw, **routing: Any) -> dict[str, Any]:
-    """Fields of HfConfig; `routing` are fields of Experts in which the families differ."""
+    """Return the fields of HfConfig. `routing` holds the fields of Experts in which the families differ."""
     kv_rank, nope_dim, rope_dim, value_dim = (raw[key] for key in _LATENT)
     mixture = Experts(
         count=raw["n_routed_experts"],
@@ -60,12 +60,12 @@ def read(raw: Raw, **routing: Any) -> dict[str, Any]:
 
 
 def groups(raw: Raw) -> dict[str, int]:
-    """Fields of Experts on groups."""
+    """Return the fields of Experts about groups."""
     return dict(groups=raw.get("n_group") or 1, groups_per_token=raw.get("topk_group") or 1)
 
 
 def problems(raw: Raw) -> list[str]:
-    """Why such a model cannot be trained."""
+    """Return why such a model cannot be trained."""
     found = [f"model: config.json lacks {key}" for key in _EXPERTS if not raw.get(key)]
     if found or any(key not in raw for key in LATENT_REQUIRED):
         return found

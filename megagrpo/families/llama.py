@@ -1,4 +1,4 @@
-"""Llama 2, 3 and their kin (SmolLM2 is one): the pattern of the other families."""
+"""Llama 2, 3 and derived models, for example SmolLM2: the base of the other families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral: a Llama whose attention may be limited to a window, of 4096 tokens when config.json says nothing."""
+"""Mistral: a Llama whose attention may have a window, of 4096 tokens if config.json does not set one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral: a Mistral with a mixture of experts in every block. The weights of a token's experts always add up to 1."""
+"""Mixtral: a Mistral with a mixture of experts in every block. The weights of a token's experts always sum to 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _read(raw: Raw) -> dict[str, Any]:
         normalized=True,
         blocks=frozenset(range(raw["num_hidden_layers"])),
     )
-    # transformers has other defaults for this family than for a Llama.
+    # transformers has other defaults for this family than for Llama.
     defaults = dict(norm_eps=raw.get("rms_norm_eps", 1e-5), rope_theta=rope({"rope_theta": 1e6} | raw)["rope_theta"])
     return defaults | dict(experts=mixture, windows=windows(raw, raw.get("sliding_window")))
 

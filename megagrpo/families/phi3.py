@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (both are called phi3): a Llama with fused projections, whose positions may turn a part of each head."""
+"""Phi-3 and Phi-4 (both are called phi3): a Llama with fused projections, which may rotate only a part of each head."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAMILY = Family(
     table=lambda hf: _TABLE,
     read=lambda raw: dict(windows=windows(raw, raw.get("sliding_window"))),
     problems=_problems,
-    required=(*REQUIRED, "rms_norm_eps"),  # transformers has another default for it than for other families
+    required=(*REQUIRED, "rms_norm_eps"),  # transformers has another default for it in this family
     keys=("sliding_window", "original_max_position_embeddings"),
     fixed=dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1, "only 1, as in Phi-4-mini, is supported")),
     rope_types=("default", "longrope"),

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values. A window counts only with `use_sliding_window`, and from a block on."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values. A window applies only with `use_sliding_window`, and only from some block on."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 from megagrpo.families.dense import DENSE, QKV_BIAS
 from megagrpo.families.family import Family, Raw, windows
 
-UPPER_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")  # that `upper_windows` reads
+UPPER_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")  # read by `upper_windows`
 
 
 def window(raw: Raw) -> int | None:
-    """Tokens that one sees in the blocks with a window, as the other Qwen families have it too; None without."""
+    """Return the number of tokens that a token sees in blocks with a window; None without a window. Other Qwen families use it too."""
     return raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
 
 
 def upper_windows(raw: Raw) -> dict[str, Any]:
-    """The windows of a dense Qwen: block `max_window_layers` is the first with one, where `layer_types` says nothing else."""
+    """Return the windows of a dense Qwen: block `max_window_layers` is the first with one, unless `layer_types` says otherwise."""
     return dict(windows=windows(raw, window(raw), lambda block: block >= raw.get("max_window_layers", 28)))
 
 

@@ -1,4 +1,4 @@
-"""Qwen3: queries and keys are normalised head by head."""
+"""Qwen3: queries and keys are normalised per head."""
 
 from __future__ import annotations
 

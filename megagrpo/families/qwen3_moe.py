@@ -1,4 +1,4 @@
-"""Qwen3-MoE: a Qwen3 with a mixture of experts in some blocks, in all of them when config.json says nothing."""
+"""Qwen3-MoE: a Qwen3 with a mixture of experts in some blocks; in all blocks if config.json does not name any."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ FAMILY = Family(
         *EXPERT_KEYS,
         *("moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "use_sliding_window", "sliding_window"),
     ),
-    ignored=("max_window_layers",),  # all blocks have the window, or none
+    ignored=("max_window_layers",),  # all blocks have the window, or no block
     fixed=HAS_HEAD_NORMS,
 )

