@@ -1,5 +1,5 @@
-"""Every quantity of a dumped step beside its recomputed twin, in the order in which the step makes them: the first that differs is where
-to look."""
+"""Compares every quantity of a dumped step with its recomputed value, in the order in which the step computes them. The first difference
+shows where to look."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megagrpo.types import Dialogue, Prompt, Rollout
 
 
 def check_step(step: Step) -> Iterator[Check]:
-    """All checks of a step, in order, as they are done: the costly ones come last."""
+    """Yield all checks of a step, in order, as they finish. Expensive checks come last."""
     yield _tokens(step)
     if len(step.updates) > 1:
         yield _slices(step)
@@ -48,7 +48,8 @@ def check_step(step: Step) -> Iterator[Check]:
 
 
 def _tokens(step: Step) -> Check:
-    """Lengths within their limits, endings that fit their reasons, text that is the tokens' text, and the batch's tokens those sampled."""
+    """Check lengths against their limits, finish reasons against endings, text against tokens, and the batch's tokens against the
+    sampled ones."""
     tokenizer, note = _tokenizer(step)
     problems = [(problem, f"sample {i}") for i, sample in enumerate(step.samples) for problem in _sample_problems(sample, step, tokenizer)]
     for update in step.updates:
@@ -83,7 +84,7 @@ def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) ->
 
 
 def _slices(step: Step) -> Check:
-    """The optimizer steps of each iteration train on every sample once."""
+    """Check that the optimizer steps of each iteration train on every sample once."""
     width, everyone = step.config.algorithm.steps_per_generation, range(len(step.samples))
     problems = []
     for start in range(0, len(step.updates), width):
@@ -94,7 +95,7 @@ def _slices(step: Step) -> Check:
 
 
 def _masks(step: Step, update: Update) -> Check:
-    """Loss tokens are those that the policy wrote, each once; of samples that teach nothing none, where they are left out."""
+    """Check that the loss tokens are the policy's tokens, each once. Samples without effect have none where they are left out."""
     left_out = step.config.algorithm.leaves_out_zero_advantage
     expected = {
         (i, token)
@@ -111,8 +112,10 @@ def _masks(step: Step, update: Update) -> Check:
 
 
 def _with_kl(step: Step, table: list[list[float | None]]) -> list[list[float | None]]:
-    """One more reward for each sample that has any: the sum of log(old / reference) over its tokens, from the dumped rows, which have
-    checks of their own."""
+    """Return the table with one more reward for each scored sample: the sum of log(old / reference) over its tokens.
+
+    It is computed from the dumped rows, which have checks of their own.
+    """
     kl = [0.0] * len(table)
     for update in step.updates[: step.config.algorithm.steps_per_generation]:
         log_ratios = update.rows["old_logprobs"].double() - update.rows["ref_logprobs"].double()
@@ -122,13 +125,13 @@ def _with_kl(step: Step, table: list[list[float | None]]) -> list[list[float | N
 
 
 def _listed(quantity: str, count: int, problems: list[tuple[str, str]], note: str = "") -> Check:
-    """A check of yes and no: the difference is how many are wrong, of which the first is shown."""
+    """Return a yes/no check: its difference is the number of wrong items, and it shows the first one."""
     first, place = problems[0] if problems else ("", "")
     return Check(quantity, count, not problems, float(len(problems)), EXACT, place, first, "", note=note)
 
 
 def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
-    """The rewards of each sample by function, with their weights; of functions that are not ours, or ask somebody, the dumped ones."""
+    """Return each sample's rewards by function, their weights, and the check. Dumped rewards stand in for user functions and for judges."""
     functions = step.config.rewards.functions
     names = display_names(functions)
     again = [i for i, f in enumerate(functions) if f.function in REPEATABLE]
@@ -138,7 +141,7 @@ def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
         section = RewardsSection(functions=[functions[i] for i in again], timeout=step.config.rewards.timeout, workers=1)
         with RewardScorer(section, step.config.rollout.max_completion_length) as scorer:
             for sample, (row, scored) in enumerate(zip(values, scorer.score([_rollout(s) for s in step.samples]), strict=True)):
-                for i, value in zip(again, scored.rewards.values(), strict=False):  # then those of turns
+                for i, value in zip(again, scored.rewards.values(), strict=False):  # rewards of turns follow in the row
                     pairs.append((row[i], value, f"sample {sample} {names[i]}"))
                     row[i] = value
     weights = [f.weight for f in functions]
@@ -165,7 +168,7 @@ def _rollout(sample: Sample) -> Rollout:
 
 
 def _numbers(step: Step, rows: Rows, result: Recomputed) -> Iterator[Check]:
-    """What the model computed, token by token and as a whole."""
+    """Check the model's outputs, per token and in total."""
     tolerances, update = TOLERANCES[step.dtype], rows.update
     for quantity, name, recomputed in (
         ("policy log-probs", "policy_logprobs", result.policy_logprobs),

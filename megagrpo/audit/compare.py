@@ -1,4 +1,4 @@
-"""One quantity of a dump beside its recomputed twin, and how far apart they may be."""
+"""Compares one quantity of a dump with its recomputed value, within a tolerance."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from torch import Tensor
 from megagrpo.audit.saved import Step, Update
 
 EXACT = 0.0
-ROUNDING = 1e-6  # of one number stored in float32
-SUMMING = 1e-5  # of the mean of many
+ROUNDING = 1e-6  # tolerance of one number stored in float32
+SUMMING = 1e-5  # tolerance of a mean of many numbers
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """How far a run may be from float64: log-probs, entropy and exact KL of one token, and on average over tokens, in nats; the loss
-    relative to its tokens' mean absolute value; the gradient norm relative; the gradient of one tensor relative, in the Euclidean norm."""
+    """Allowed distances of a run from float64.
+
+    `token` and `average` apply to log-probs, entropy and exact KL, of one token and on average over tokens, in nats. `loss` is relative
+    to the tokens' mean absolute loss. `grad_norm` is relative. `gradient` is relative in the Euclidean norm of one tensor.
+    """
 
     token: float
     average: float
@@ -36,9 +39,11 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Check:
-    """One quantity: how many numbers were compared, and of the one that is furthest off (by its tolerance) the place, both values, their
-    difference and what was allowed; the `average` difference, and what was allowed where it is limited too. `note` says how it was
-    compared where that is a choice."""
+    """The result of one comparison: the number of values, and the value furthest beyond its tolerance.
+
+    For that value it holds the place, both values, their difference and the allowed difference. `average` is the mean difference, with
+    its limit if there is one. `note` names the method where there are several.
+    """
 
     quantity: str
     count: int
@@ -63,8 +68,11 @@ def compare(
     average: float | None = None,
     note: str = "",
 ) -> Check:
-    """Numbers pairwise. Allowed is `tolerance` times `size`, or times the recomputed number where that is larger; a
-    tensor of tolerances [n] is what is allowed itself. `average` limits the mean difference. NaN equals NaN only."""
+    """Compare numbers pairwise.
+
+    The allowed difference is `tolerance` times `size`, or times the recomputed number if larger. A tensor of tolerances [n] is the
+    allowed difference itself. `average` limits the mean difference. NaN equals only NaN.
+    """
     found, expected = (torch.as_tensor(values, dtype=torch.float64) for values in (dumped, recomputed))
     if not expected.numel():
         return Check(quantity, 0, True, 0.0, 0.0 if isinstance(tolerance, Tensor) else tolerance * size, note=note)
@@ -83,5 +91,5 @@ def compare(
 
 
 def named(quantity: str, step: Step, update: Update) -> str:
-    """The quantity with the number of the optimizer step, where the dumped step has several."""
+    """Return the quantity's name, with the number of the optimizer step if the dumped step has several."""
     return quantity if len(step.updates) == 1 else f"{quantity}, optimizer step {update.number}"

@@ -1,8 +1,8 @@
-"""One GRPO step written out as the papers have it, in float64, a sample at a time: transformers' model, the full softmax, torch's autograd.
+"""One GRPO step written as in the papers, in float64, one sample at a time: transformers' model, the full softmax, torch's autograd.
 
-No packing, no chunks, no parallelism, and nothing that the trainer computes with: this is what it is measured against. The loss is in
-`naive_loss`, the advantages in `naive_advantages`. transformers computes rotary angles, and the routing of mixtures of experts, in float32
-whatever the weights are.
+It uses no packing, chunks or parallelism, and none of the trainer's code, because the trainer is measured against it. The loss is in
+`naive_loss`, the advantages in `naive_advantages`. transformers computes rotary angles, and the routing of mixtures of experts, in
+float32 whatever the weights' dtype.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from megagrpo.config import AlgorithmSection, RolloutSection
 
 
 def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Module:
-    """The weights in `folder`, rounded to `dtype` as the trainer holds them, in a float64 model. Under longrope the `longest` sequence of
-    the run decides by which angles positions turn, as it does in vLLM; left to itself transformers decides for each sequence."""
+    """Return a float64 model with the weights in `folder`, first rounded to `dtype` as in the trainer.
+
+    Under longrope the run's `longest` sequence selects the rotary angles, as in vLLM; transformers alone would select them for each
+    sequence.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM  # slow to import
     from transformers.masking_utils import eager_mask
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     AttentionInterface.register("naive", _attention)
     AttentionMaskInterface.register("naive", eager_mask)
-    kernels = dict(attn_implementation="naive", experts_implementation="eager")  # the grouped products of experts know no float64
+    kernels = dict(attn_implementation="naive", experts_implementation="eager")  # grouped products of experts do not support float64
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **kernels).double().eval()
     for module in model.modules():  # transformers would round to float32 on the way
         if hasattr(module, "variance_epsilon"):
@@ -33,8 +36,8 @@ def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Modul
         elif type(module).__name__.startswith("Gemma") and type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(_centred_rms_norm, module)
         elif longest and getattr(module, "rope_type", None) == "longrope":
-            module.original_inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, seq_len=longest)  # what it has for short sequences
-    model.get_input_embeddings().padding_idx = None  # torch gives that token no gradient, and chat models pad with one that ends turns
+            module.original_inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, seq_len=longest)  # its angles for short sequences
+    model.get_input_embeddings().padding_idx = None  # torch gives the padding token no gradient, but chat models pad with an end token
     return model
 
 
@@ -58,9 +61,12 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """softmax(scaling q k^T + mask) v, scores x with a softcap made softcap tanh(x / softcap): query [1, h, L, d], key and value
-    [1, g, L, d] -> [1, L, h, d], as transformers calls it. The mask says what a token sees, windows included. `s_aux` [h] are scores of
-    sinks, which take their share of the weights and give nothing."""
+    """softmax(scaling q k^T + mask) v with transformers' signature: query [1, h, L, d], key and value [1, g, L, d] -> [1, L, h, d],
+    float64.
+
+    With a softcap scores x become softcap tanh(x / softcap). The mask covers windows too. `s_aux` [h] are scores of sinks, which take a
+    share of the weights and contribute 0.
+    """
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     scores = scaling * query @ key.transpose(2, 3)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -71,8 +77,10 @@ def _attention(
 
 
 def log_softmax(model: nn.Module, token_ids: Tensor, rollout: RolloutSection) -> Tensor:
-    """[L - 1, V] log-probs of every next token of one sample, of the distribution that `rollout` samples from; those that it never
-    samples are at -1e30, but for the sample's own."""
+    """Return log-probs [L - 1, V] of every next token of one sample, in the distribution that `rollout` samples from.
+
+    Tokens that it never samples have -1e30, except the sample's own tokens.
+    """
     logits = model(token_ids[None]).logits[0, :-1] / rollout.temperature
     if rollout.truncates:
         logits = logits.masked_fill(~_kept(logits.detach(), rollout).scatter(1, token_ids[1:, None], True), -1e30)
@@ -80,7 +88,7 @@ def log_softmax(model: nn.Module, token_ids: Tensor, rollout: RolloutSection) ->
 
 
 def _kept(logits: Tensor, rollout: RolloutSection) -> Tensor:
-    """[n, V] bool: what min-p leaves, of it top-k, of it top-p, which adds up the largest until they reach it."""
+    """Return [n, V] bool: the tokens that min-p keeps, then top-k, then top-p, which takes the largest until they sum to p."""
     ordered, order = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     left = ordered * (ordered >= rollout.min_p * ordered[:, :1])
     if rollout.top_k:
@@ -90,21 +98,24 @@ def _kept(logits: Tensor, rollout: RolloutSection) -> Tensor:
 
 
 def router_probabilities(model: nn.Module, token_ids: Tensor, places: Tensor) -> Tensor:
-    """[layers x Lr, E]: what each router of a mixture of experts makes of the tokens before those at `places` [Lr]."""
+    """Return [layers x Lr, E]: the probabilities of each router of a mixture of experts at the tokens before `places` [Lr]."""
     layers = model(token_ids[None], output_router_logits=True).router_logits
     return torch.cat([layer[places - 1] for layer in layers]).softmax(dim=-1)
 
 
 def balancing_slope(probabilities: Tensor, experts_per_token: int) -> Tensor:
-    """[E]: derivative of E sum_i f_i P_i by every row [E] of `probabilities`; f_i, how often expert i is taken per row, is a constant and
-    P_i the mean of the rows."""
+    """Return [E]: the derivative of E sum_i f_i P_i by every row [E] of `probabilities` [rows, E].
+
+    f_i, the number of times that expert i is taken per row, is a constant. P_i is the mean of the rows.
+    """
     rows, experts = probabilities.shape
     taken = probabilities.topk(experts_per_token).indices.flatten().bincount(minlength=experts).to(probabilities.dtype)
     return experts * taken / rows**2
 
 
 def kl_term(policy: Tensor, reference: Tensor, picked: Tensor, ratio: Tensor, algorithm: AlgorithmSection) -> Tensor:
-    """[Lr] the KL term of each response token. policy, reference [Lr, V] log-probs; picked, ratio [Lr] of the sampled tokens."""
+    """Return [Lr]: the KL term of each response token. policy and reference are [Lr, V] log-probs; picked [Lr] are the sampled tokens'
+    ids, ratio [Lr] their probability ratios."""
     if algorithm.kl_estimator == "full_forward":
         return (reference.exp() * (reference - policy)).sum(dim=-1)
     if algorithm.kl_estimator == "full_reverse":
@@ -113,7 +124,8 @@ def kl_term(policy: Tensor, reference: Tensor, picked: Tensor, ratio: Tensor, al
 
 
 def estimated_kl(d: Tensor, ratio: Tensor, algorithm: AlgorithmSection) -> Tensor:
-    """The KL term of tokens with d = reference - policy log-prob and the probability ratio to the policy that was sampled; of one shape."""
+    """Return the KL term of tokens with d = reference - policy log-prob and the probability ratio to the sampling policy; all have one
+    shape."""
     clamped = d.clamp(-20, 20)
     estimates = {
         "k1": -d,
@@ -126,7 +138,7 @@ def estimated_kl(d: Tensor, ratio: Tensor, algorithm: AlgorithmSection) -> Tenso
 
 
 def mismatch(old: Tensor, rollout: Tensor) -> dict[str, float]:
-    """Means over tokens [K] of how far apart trainer and engine are, after NeMo-RL."""
+    """Return means over tokens [K] of the difference between trainer and engine log-probs, as in NeMo-RL."""
     p, q = old.exp(), rollout.exp()
     m = (p + q) / 2
 

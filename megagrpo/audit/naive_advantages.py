@@ -1,4 +1,5 @@
-"""Rewards to advantages, a response at a time, as `algorithm.advantage_estimator` and its neighbours are meant. NaN is no reward."""
+"""Converts rewards to advantages, one response at a time, as the descriptions of `algorithm.advantage_estimator` and related keys define
+them. NaN means no reward."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ STD_EPSILON = 1e-4
 
 
 def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float:
-    """Of the functions that could score; NaN when none could."""
+    """Return the weighted sum of the functions that scored; NaN if no function did."""
     scored = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
     return sum(scored) if scored else math.nan
 
@@ -20,7 +21,7 @@ def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> f
 def advantages(
     table: Sequence[Sequence[float | None]], weights: Sequence[float], group_size: int, algorithm: AlgorithmSection
 ) -> list[float]:
-    """One for each row of `table`, which holds the rewards of one response by function; responses to one prompt are next to each other."""
+    """Return one advantage per row of `table`, which holds one response's rewards by function. Responses to one prompt are adjacent."""
     if algorithm.multi_objective_aggregation == "normalize_then_sum":
         return _whiten(_sums_of_normalized(table, weights, group_size))
     rewards = [weighted_sum(row, weights) for row in table]
@@ -39,7 +40,7 @@ def advantages(
 
 
 def _compared(reward: float, others: Sequence[float], estimator: str) -> float:
-    """The reward minus the mean of its group, or for rloo of the group's others; 0 where all are equal."""
+    """Return the reward minus the mean of its group, for rloo minus the mean of the group's others; 0 if all rewards are equal."""
     known = _known(others)
     if math.isnan(reward) or all(other == reward for other in known):
         return math.nan if math.isnan(reward) else 0.0
@@ -47,7 +48,7 @@ def _compared(reward: float, others: Sequence[float], estimator: str) -> float:
 
 
 def _divided(value: float, among: Sequence[float]) -> float:
-    """By the unbiased standard deviation of `among`; 0 for no value, undivided where there is nothing to compare with."""
+    """Return the value divided by the unbiased standard deviation of `among`; 0 for NaN, undivided with fewer than two known values."""
     known = _known(among)
     if math.isnan(value) or len(known) < 2:
         return 0.0 if math.isnan(value) else value
@@ -55,7 +56,7 @@ def _divided(value: float, among: Sequence[float]) -> float:
 
 
 def _whiten(values: Sequence[float]) -> list[float]:
-    """Over the whole batch."""
+    """Normalise over the whole batch: subtract the mean, divide by the standard deviation."""
     known = _known(values)
     if len(set(known)) < 2:
         return [0.0] * len(values)
@@ -63,7 +64,7 @@ def _whiten(values: Sequence[float]) -> list[float]:
 
 
 def _sums_of_normalized(table: Sequence[Sequence[float | None]], weights: Sequence[float], group_size: int) -> list[float]:
-    """GDPO: every function's rewards normalised within their group, then the weighted sum; NaN for a response that none could score."""
+    """Normalise every function's rewards within their group (GDPO), then return the weighted sums; NaN for a response without any score."""
     sums = [math.nan if all(value is None for value in row) else 0.0 for row in table]
     for column, weight in enumerate(weights):
         for start in range(0, len(table), group_size):

@@ -1,5 +1,5 @@
-"""The loss of one response in float64, as the papers have it: every `loss_type`, ratio, mask and correction. What depends on other
-responses, `WholeStep`, is given."""
+"""The loss of one response in float64, as in the papers: every `loss_type`, ratio, mask and correction. Values that depend on other
+responses come in as `WholeStep`."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ SEQUENCE_MEANS = ("grpo", "sapo", "gmpo")
 
 @dataclass(frozen=True)
 class Response:
-    """The tokens that the policy wrote of one response, [Lr] each; log-probs and entropy of the policy carry a gradient."""
+    """The policy's tokens of one response, [Lr] each. Log-probs and entropy of the policy carry a gradient."""
 
     logprobs: Tensor
-    old: Tensor  # of the policy when it was sampled
-    rollout: Tensor  # the engine's, NaN where it gave none
+    old: Tensor  # log-probs of the policy that sampled it
+    rollout: Tensor  # the engine's log-probs, NaN where it reported none
     entropy: Tensor
-    places: Tensor  # in the response
+    places: Tensor  # positions of the tokens
     advantage: float
 
 
 @dataclass
 class WholeStep:
-    """What the loss of a response takes from the others of its optimizer step."""
+    """Values that a response's loss takes from the other responses of its optimizer step."""
 
-    entropy_threshold: float = -math.inf  # tokens below count nowhere in the policy term
-    bonus: float = 0.0  # what an entropy takes off the step's loss
+    entropy_threshold: float = -math.inf  # tokens with less entropy are left out of the policy term
+    bonus: float = 0.0  # weight of a token's entropy, subtracted from the step's loss
     real_slopes: list[float] = field(default_factory=list)  # derivative of REAL's loss by the score of each response
     real_loss: float = 0.0
 
 
 def policy_term(of: Response, algorithm: AlgorithmSection, threshold: float) -> Tensor:
-    """[Lr] what each token of a response is worth minimising for."""
+    """Return [Lr]: the policy term of each token of a response."""
     losses = LOSSES.get(algorithm.loss_type, _clipped)(of, algorithm)
     if algorithm.off_policy_mask_threshold is not None and of.advantage < 0:
         if left_behind(of, algorithm) > algorithm.off_policy_mask_threshold:
@@ -51,26 +51,28 @@ def policy_term(of: Response, algorithm: AlgorithmSection, threshold: float) -> 
 
 
 def left_behind(of: Response, algorithm: AlgorithmSection) -> float:
-    """How far the policy has left the response: mean log(sampled / policy)."""
+    """Return how far the policy has moved from the response: mean log(sampled / policy)."""
     sampled = of.old if algorithm.importance_correction == "off" else of.rollout
     return torch.where(sampled.isnan(), 0.0, sampled - of.logprobs).mean().item()
 
 
 def share(loss_type: str, length: int) -> int:
-    """What the tokens of a response of this length are divided by before the step's denominator."""
+    """Return the divisor of a response's tokens before the step's denominator, given its length."""
     return length if loss_type in SEQUENCE_MEANS else 1
 
 
 def denominator(response_lengths: Sequence[int], loss_type: str, max_completion_length: int) -> int:
-    """What the sum over the step is divided by."""
+    """Return the divisor of the sum over the step."""
     if loss_type in TOKEN_MEANS:
         return max(1, sum(response_lengths))
     return max(1, len(response_lengths)) * (max_completion_length if loss_type == "dr_grpo" else 1)
 
 
 def probability_ratio(log_ratio: Tensor, level: str) -> Tensor:
-    """[Lr] policy / old of every token, or of all the response's as one number: their geometric mean (GSPO). With `sequence_token` that
-    number, but each token with the gradient of its own ratio."""
+    """Return [Lr]: policy / old of every token, or the response's geometric mean for all tokens (GSPO).
+
+    With `sequence_token` each token has the geometric mean as value and the gradient of its own ratio.
+    """
     if level == "token":
         return log_ratio.exp()
     mean = log_ratio.mean().expand_as(log_ratio)
@@ -78,7 +80,7 @@ def probability_ratio(log_ratio: Tensor, level: str) -> Tensor:
 
 
 def correction(of: Response, algorithm: AlgorithmSection) -> Tensor:
-    """[Lr] the weight of each token for what the engine sampled from: trainer / engine, held against the band."""
+    """Return [Lr]: each token's weight for the mismatch with the engine, trainer / engine, limited to the configured band."""
     level, action = algorithm.importance_correction.split("_")
     low = algorithm.importance_correction_min or 0.0
     high = algorithm.importance_correction_max or math.inf
@@ -133,7 +135,7 @@ def _gmpo(of: Response, algorithm: AlgorithmSection) -> Tensor:
 
 
 def _fipo(of: Response, algorithm: AlgorithmSection) -> Tensor:
-    """The clipped losses, each weighted by how much likelier what followed has become."""
+    """The clipped losses, each weighted by how much likelier its later tokens have become."""
     log_ratio, span = (of.logprobs - of.old).tolist(), algorithm.fipo_clip_range
     weights = []
     for t, here in enumerate(of.places.tolist()):
@@ -157,7 +159,7 @@ def _upper(algorithm: AlgorithmSection) -> float:
 
 
 def top_threshold(entropies: Sequence[float], top: float) -> float:
-    """The entropy that the `top` share of tokens reach: a quantile, linear between the two tokens around it."""
+    """Return the entropy that the `top` share of tokens reach: a quantile, linear between the two nearest tokens."""
     ordered = sorted(entropies)
     place = (1 - top) * (len(ordered) - 1)
     below = math.floor(place)
@@ -166,7 +168,7 @@ def top_threshold(entropies: Sequence[float], top: float) -> float:
 
 
 def real_loss(scores: Tensor, advantages: Sequence[float], group_size: int) -> Tensor:
-    """REAL of a step whose responses have these scores [N], responses to one prompt next to each other."""
+    """Return REAL's loss of a step whose responses have scores [N] float64. Responses to one prompt are adjacent."""
     losses = [0 * scores.sum()]
     for start in range(0, len(scores), group_size):
         group = list(zip(scores[start : start + group_size], advantages[start : start + group_size], strict=True))

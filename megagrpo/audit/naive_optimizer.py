@@ -1,4 +1,4 @@
-"""AdamW and the learning-rate schedule in float64, as papers and the config's descriptions have them."""
+"""AdamW and the learning-rate schedule in float64, as in the papers and the config's descriptions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from megagrpo.config import TrainSection
 
 
 def learning_rate(number: int, train: TrainSection, total: int) -> float:
-    """The rate of optimizer step `number`, from 1: a linear warm-up, then constant, linear or cosine, which give the step after the last,
-    `total` + 1, the rate `min_learning_rate`."""
+    """Return the rate of optimizer step `number`, from 1: a linear warm-up, then constant, linear or cosine.
+
+    Step `total` + 1, after the last, would have the rate `min_learning_rate`.
+    """
     if number <= train.warmup_steps:
         return train.learning_rate * number / train.warmup_steps
     gone = min(1.0, (number - train.warmup_steps) / (total + 1 - train.warmup_steps))
@@ -23,7 +25,7 @@ def learning_rate(number: int, train: TrainSection, total: int) -> float:
 
 
 def clip_factor(grad_norm: float, train: TrainSection) -> float:
-    """What every gradient is multiplied by, so that the global norm is at most `max_grad_norm`."""
+    """Return the factor on every gradient that limits the global norm to `max_grad_norm`."""
     return min(1.0, train.max_grad_norm / grad_norm) if train.max_grad_norm and grad_norm else 1.0
 
 
@@ -33,19 +35,21 @@ def is_decayed(name: str, dims: int) -> bool:
 
 
 def sizes(before: Sampled) -> Sampled:
-    """The same with the absolute values of what is added up: moments and movements of it are what their rounding is measured by."""
+    """Return `before` with absolute values of all summands. Moments and movements computed from it are the scale of their rounding
+    errors."""
     return replace(before, weight=before.weight.abs(), first=before.first.abs(), gradient=before.gradient.abs())
 
 
 def moments(before: Sampled, train: TrainSection) -> tuple[Tensor, Tensor]:
-    """Adam's two moments after the step that follows `before.gradient`."""
+    """Return Adam's two moments [n] after the step with gradient `before.gradient`."""
     first = train.adam_beta1 * before.first + (1 - train.adam_beta1) * before.gradient
     second = train.adam_beta2 * before.second + (1 - train.adam_beta2) * before.gradient**2
     return first, second
 
 
 def movement(before: Sampled, number: int, decayed: bool, train: TrainSection, total: int) -> Tensor:
-    """[n] what AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) adds to the weights in optimizer step `number`, from 1."""
+    """Return [n]: the change that AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) makes to the weights in optimizer step `number`,
+    from 1."""
     first, second = moments(before, train)
     mean, square = first / (1 - train.adam_beta1**number), second / (1 - train.adam_beta2**number)
     decay = train.weight_decay * before.weight if decayed else 0.0

@@ -1,4 +1,4 @@
-"""A dumped step once more, from its tokens and rewards to its gradient norm, through `naive`."""
+"""Recomputes a dumped step with `naive`, from its tokens and rewards to its gradient norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megagrpo.config import AlgorithmSection
 
 @dataclass(frozen=True)
 class Elements:
-    """Weight and gradient, float64 [n], at the dumped places of a tensor with `dims` dimensions."""
+    """Weight and gradient, float64 [n], at the dumped positions of a tensor with `dims` dimensions."""
 
     weight: Tensor
     gradient: Tensor
@@ -27,7 +27,8 @@ class Elements:
 
 @dataclass
 class Recomputed:
-    """One optimizer step. Rows [Lr] float64 over the tokens that the policy wrote of each sample, None for samples that teach nothing."""
+    """One recomputed optimizer step. Lists hold one row [Lr] float64 per sample, over the policy's tokens; None for samples without
+    effect."""
 
     policy_logprobs: list[Tensor | None] = field(default_factory=list)
     old_logprobs: list[Tensor | None] = field(default_factory=list)
@@ -35,13 +36,14 @@ class Recomputed:
     entropy: list[Tensor | None] = field(default_factory=list)
     kl: list[Tensor | None] = field(default_factory=list)
     loss: float = 0.0
-    loss_size: float = 0.0  # as `loss`, of the terms' absolute values: what its rounding is measured by
+    loss_size: float = 0.0  # `loss` of the terms' absolute values: the scale of its rounding error
     grad_norm: float = 0.0
-    sampled: dict[str, Elements] = field(default_factory=dict)  # by Hugging Face tensor, where the dump has a sample of the optimizer
+    sampled: dict[str, Elements] = field(default_factory=dict)  # by Hugging Face tensor name, if the dump samples the optimizer
 
 
 def recompute(step: Step, advantages: list[float]) -> Iterator[Recomputed]:
-    """Every optimizer step of `step`, with `advantages` of its samples. Two models of float64 are in memory at most, and one gradient."""
+    """Yield every optimizer step of `step`, recomputed with the `advantages` of its samples. At most two float64 models and one gradient
+    are in memory."""
     reference = _model(step, step.reference).requires_grad_(False) if step.config.algorithm.beta else None
     old = _old_logprobs(step) if len(step.updates) > 1 else None
     for update in step.updates:
@@ -54,13 +56,13 @@ def _model(step: Step, folder: Path) -> nn.Module:
 
 @torch.no_grad()
 def _old_logprobs(step: Step) -> list[Tensor]:
-    """[Lr] of each sample, by the weights that generated it: those before the first optimizer step."""
+    """Return [Lr] of each sample, from the weights that generated it: the weights before the first optimizer step."""
     model = _model(step, step.updates[0].weights)
     return [_picked(naive.log_softmax(model, s.token_ids, step.config.rollout)[s.places - 1], s) for s in step.samples]
 
 
 def _picked(policy: Tensor, sample: Sample) -> Tensor:
-    """[Lr] of [Lr, V]: the log-probs of the tokens that were sampled."""
+    """Return [Lr] from [Lr, V]: the log-probs of the sampled tokens."""
     return policy.gather(1, sample.token_ids[sample.places][:, None])[:, 0]
 
 
@@ -93,7 +95,7 @@ def _recompute_update(
         sum(term.sum() for term in terms).backward()
         if slope is not None:
             (naive.router_probabilities(model, sample.token_ids, sample.places) @ slope).sum().backward()
-        of_real = algorithm.loss_type == "real"  # whose value is not the sum of what its gradient is taken of
+        of_real = algorithm.loss_type == "real"  # REAL's value is not the sum of the terms that its gradient comes from
         result.loss += sum(term.sum().item() for term in terms[of_real:])
         result.loss_size += sum(term.detach().abs().sum().item() for term in terms)
         _append(result, response.logprobs, response.old, ref_picked, response.entropy, kl)
@@ -105,7 +107,7 @@ def _recompute_update(
 
 @torch.no_grad()
 def _elements(model: nn.Module, update: Update) -> dict[str, Elements]:
-    """Of every sampled tensor that transformers' model has, as its checkpoints name and shape it."""
+    """Return the sampled elements of every tensor that transformers' model has, with its checkpoints' names and shapes."""
     if not update.optimizer:
         return {}
     weights = {name: parameter for name, parameter in model.named_parameters()}
@@ -120,7 +122,7 @@ def _elements(model: nn.Module, update: Update) -> dict[str, Elements]:
 
 
 def _response(step: Step, index: int, policy: Tensor, advantage: float, old: list[Tensor] | None) -> Response:
-    """Of sample number `index` with `policy` [Lr, V], its log-probs of every next token."""
+    """Return the response of sample `index`; `policy` [Lr, V] are its log-probs of every next token."""
     sample = step.samples[index]
     logprobs = _picked(policy, sample)
     entropy = -(policy.exp() * policy).sum(dim=-1)
@@ -135,7 +137,7 @@ def _response(step: Step, index: int, policy: Tensor, advantage: float, old: lis
 
 
 def _policy_terms(response: Response, whole: WholeStep, index: int, algorithm: AlgorithmSection, share: float) -> list[Tensor]:
-    """[Lr] each: what the policy term adds to the loss, or in REAL what its gradient is taken of, and the entropy bonus."""
+    """Return [Lr] each: the policy term (for REAL the terms of its gradient) and the entropy bonus."""
     if algorithm.loss_type == "real":
         of_policy = whole.real_slopes[index] * (response.logprobs - response.old) / response.old.numel() / algorithm.real_tau
     else:
@@ -145,7 +147,7 @@ def _policy_terms(response: Response, whole: WholeStep, index: int, algorithm: A
 
 @torch.no_grad()
 def _whole_step(step: Step, update: Update, advantages: list[float], model: nn.Module, old: list[Tensor] | None) -> WholeStep:
-    """What the responses' losses take from each other, by running the model on all of them first."""
+    """Compute the values that responses' losses take from each other, by running the model on all of them first."""
     algorithm, whole = step.config.algorithm, WholeStep()
     coefficient = update.metric("entropy_coef") if algorithm.entropy_bonus else 0.0
     if algorithm.top_entropy_quantile == 1 and not coefficient and algorithm.loss_type != "real":
@@ -171,7 +173,7 @@ def _whole_step(step: Step, update: Update, advantages: list[float], model: nn.M
 
 @torch.no_grad()
 def _balancing_slope(step: Step, update: Update, model: nn.Module) -> Tensor:
-    """What the balancing loss adds to the gradient by each probability of a router, [E]."""
+    """Return [E]: the contribution of the balancing loss to the gradient of each router probability."""
     samples = [step.samples[i] for i in update.samples if not step.is_masked(step.samples[i])]
     rows = [naive.router_probabilities(model, sample.token_ids, sample.places) for sample in samples]
     return step.config.algorithm.router_aux_loss_coef * naive.balancing_slope(torch.cat(rows), model.config.num_experts_per_tok)

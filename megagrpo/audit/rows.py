@@ -1,4 +1,4 @@
-"""The rows of a dumped optimizer step, one per loss token, and the metrics that follow from them."""
+"""The rows of a dumped optimizer step, one per loss token, and the metrics computed from them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megagrpo.audit.naive_loss import Response
 from megagrpo.audit.saved import Step, Update
 from megagrpo.config.algorithm import CLIPPED_LOSSES
 
-BORDER = 1e-5  # relative: a ratio this near a bound may lie on its other side in float32
+BORDER = 1e-5  # relative: a ratio this close to a bound may be on its other side in float32
 
 
 class Rows:
-    """The rows of one optimizer step that speak of a token of some sample; others are the masks' matter."""
+    """The rows of one optimizer step that belong to a token of some sample. The check of the masks covers the others."""
 
     def __init__(self, step: Step, update: Update):
         self.step, self.update = step, update
@@ -32,7 +32,7 @@ class Rows:
         return self.update.rows[name][self._valid].double() if name in self.update.rows else None
 
     def recomputed(self, rows: Sequence[Tensor | None]) -> Tensor:
-        """Rows [L] or [Lr] of each sample at the tokens of these rows; NaN where there is none."""
+        """Select from rows [L] or [Lr] of each sample the values at these rows' tokens; NaN where there is no value."""
         whole = []
         for sample, row in zip(self.step.samples, rows, strict=True):
             filled = torch.full((sample.length,), math.nan, dtype=torch.float64)
@@ -42,7 +42,7 @@ class Rows:
         return torch.cat(whole)[self._place]
 
     def ratio(self, log_ratio: Tensor) -> Tensor:
-        """The probability ratio of these tokens as the loss takes it."""
+        """Return the probability ratio [n] of these tokens as the loss computes it."""
         ratio = torch.empty_like(log_ratio)
         for sample in self.sample.unique():
             mine = self.sample == sample
@@ -50,7 +50,7 @@ class Rows:
         return ratio
 
     def compare(self, quantity: str, name: str, rows: Sequence[Tensor | None], tolerance: float = ROUNDING, average: float | None = None):
-        """The check of one kind of row."""
+        """Compare one column of the rows."""
         quantity = named(quantity, self.step, self.update)
         return compare(quantity, self.dumped(name), self.recomputed(rows), tolerance, self._where, average=average)
 
@@ -59,9 +59,9 @@ class Rows:
 
 
 def means(rows: Rows) -> dict[str, tuple[float, float]]:
-    """Metrics over the loss tokens from the dumped rows, under the names they have in metrics.jsonl: whether the ranks' sums came together.
+    """Return metrics over the loss tokens from the dumped rows, named as in metrics.jsonl, to check the ranks' sums.
 
-    Each with how far it may be off for ratios at the border of a bound, which rounding may put on either side.
+    Each comes with its allowed error from ratios close to a bound, which rounding may put on either side.
     """
     if not rows.sample.numel():
         return {}
@@ -82,7 +82,7 @@ def means(rows: Rows) -> dict[str, tuple[float, float]]:
 
 
 def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]]:
-    """Shares of tokens; of sequences, where a sequence has one ratio."""
+    """Return the clipped shares of tokens; of sequences if a sequence has one ratio."""
     algorithm, ratio, advantage = rows.step.config.algorithm, rows.ratio(log_ratio), rows.dumped("advantage")
     by_sequence = algorithm.importance_sampling_level == "sequence"
     weights = torch.full_like(ratio, 1 / len(ratio))
@@ -90,7 +90,8 @@ def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]
         weights = 1 / rows.sample.bincount()[rows.sample].double() / rows.sample.unique().numel()
 
     def share(*sides: tuple[float, int]) -> tuple[float, float]:
-        """Of ratios beyond bounds: (bound, sign), above it where A > 0 for sign 1, below it where A < 0 for sign -1."""
+        """Return the share of ratios beyond the (bound, sign) pairs, and the share close to one: above where A > 0 for sign 1, below
+        where A < 0 for sign -1."""
         beyond = sum(((sign * ratio > sign * bound) & (sign * advantage > 0)).double() for bound, sign in sides)
         near = sum(((ratio / bound - 1).abs() < BORDER).double() if bound else torch.zeros_like(ratio) for bound, _ in sides)
         return (weights * beyond).sum().item(), (weights * near).sum().item()
@@ -104,7 +105,7 @@ def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]
 
 
 def _corrections(rows: Rows, policy: Tensor, old: Tensor) -> dict[str, tuple[float, float]]:
-    """The weights for the engine's mismatch, and the tokens that off-policy masking keeps, a sample at a time."""
+    """Return the weights for the engine's mismatch, and the share of tokens that off-policy masking keeps, one sample at a time."""
     algorithm, rollout, advantage = rows.step.config.algorithm, rows.dumped("rollout_logprobs"), rows.dumped("advantage")
     corrects, threshold = algorithm.importance_correction != "off", algorithm.off_policy_mask_threshold
     weights, kept, near = [], [], 0.0

@@ -1,4 +1,4 @@
-"""Reading what `records/dump.py` has written; the layout of the files is described there."""
+"""Reads the files that `records/dump.py` writes; their layout is described there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megagrpo.config import ConfigError, RunConfig
 
 @dataclass(frozen=True)
 class Sample:
-    """One response with its prompt. `token_ids` and `rollout_logprobs` [L] run over both; `places` [Lr] are those of the tokens that the
-    policy wrote."""
+    """One response with its prompt. `token_ids` and `rollout_logprobs` [L] cover both; `places` [Lr] are the positions of the policy's
+    tokens."""
 
     token_ids: Tensor
     prompt_length: int
@@ -32,7 +32,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Some elements of a trained tensor, at `places` [n] of it flattened, around one optimizer step; float64 [n] each."""
+    """Some elements of a trained tensor around one optimizer step, float64 [n] each, at positions `places` [n] of the flattened tensor."""
 
     places: Tensor
     weight: Tensor
@@ -44,8 +44,8 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step on the samples numbered `samples`. `rows` as the loss saw them, one per loss token; `weights` is where those
-    before it lie."""
+    """One optimizer step on the samples with indices `samples`. `rows` holds the loss's inputs, one row per loss token; `weights` is the
+    folder of the weights before it."""
 
     number: int  # from 1
     samples: list[int]
@@ -53,17 +53,17 @@ class Update:
     denominator: int
     metrics: dict[str, float]
     rows: dict[str, Tensor]
-    optimizer: dict[str, Sampled]  # by Hugging Face tensor; empty where the dump has none
-    steps_before: int | None = None  # optimizer steps that the run had taken
+    optimizer: dict[str, Sampled]  # by Hugging Face tensor name; empty if the dump has no sample
+    steps_before: int | None = None  # optimizer steps of the run before this one
 
     def metric(self, name: str) -> float:
-        """NaN for what the run did not measure: a step that was skipped has no gradient norm."""
+        """Return a metric; NaN if the run did not measure it. A skipped step has no gradient norm."""
         return float(self.metrics.get(name, "nan"))
 
 
 @dataclass(frozen=True)
 class Step:
-    """One dumped step of a run. `model` is what the run started from, `reference` what the reference was in this step."""
+    """One dumped step of a run. `model` is the folder of the run's initial weights, `reference` that of the reference in this step."""
 
     folder: Path
     config: RunConfig
@@ -75,19 +75,19 @@ class Step:
     updates: list[Update]
 
     def is_masked(self, sample: Sample) -> bool:
-        """Whether no token of the sample may be in the loss."""
+        """Whether all tokens of the sample are masked out of the loss."""
         return self.config.algorithm.mask_truncated_completions and sample.text["finish_reason"] == "length"
 
     def loss_lengths(self, update: Update) -> list[int]:
-        """Loss tokens of each sample of an optimizer step."""
+        """Return the number of loss tokens of each sample of an optimizer step."""
         return [0 if self.is_masked(s) else s.places.numel() for s in map(self.samples.__getitem__, update.samples)]
 
 
 def load_step(run: Path, step: int, model: Path | None = None) -> Step:
-    """The dump of one step. `model` is where the model lies that the run started from, None: where it lay then. A reference with weights of
-    its own is looked for where it lay.
+    """Return the dump of one step. `model` overrides the folder of the run's initial model. A reference with its own weights must be at
+    its old path.
 
-    ConfigError, with the steps that are there, when this one is not, and when weights that it needs are gone.
+    Raises ConfigError, naming the dumped steps, when this one does not exist, and when weights that it needs are gone.
     """
     folder = run / "dumps" / f"step_{step:06d}"
     file = folder / "step.json"
@@ -137,7 +137,7 @@ def _optimizer(folder: Path, saved: dict[str, Any]) -> dict[str, Sampled]:
 
 
 def following(step: Step, update: Update) -> Update | None:
-    """The optimizer step after `update`: in the same dump, or the first one of the next step's, if that was dumped."""
+    """Return the optimizer step after `update`: in the same dump, or the first one of the next step, if that was dumped."""
     if update.number < len(step.updates):
         return step.updates[update.number]
     number = int(step.folder.name.removeprefix("step_")) + 1

@@ -1,4 +1,4 @@
-"""The optimizer step after the gradient: learning rate, clipped gradient, Adam's update and moments, beside float64."""
+"""Checks the optimizer step after the gradient against float64: learning rate, clipped gradient, Adam's update and moments."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megagrpo.audit.compare import EXACT, ROUNDING, TOLERANCES, Check, compare, 
 from megagrpo.audit.recompute import Recomputed
 from megagrpo.audit.saved import Sampled, Step, Update, following
 
-UPDATE = 1e-4  # of a weight's movement, which Adam computes in float32
-FLOAT32 = 2.0**-23  # of the weight that the movement is added to
+UPDATE = 1e-4  # tolerance relative to a weight's movement, which Adam computes in float32
+FLOAT32 = 2.0**-23  # tolerance relative to the weight that the movement is added to
 TINY = 1e-30  # second moments below are denormal in float32
-BACKGROUND = 1e-3  # a tensor whose gradient is smaller than this share of all tensors' is measured by theirs
+BACKGROUND = 1e-3  # a tensor with a gradient below this share of all tensors' is compared relative to theirs
 
 
 def check_update(step: Step, update: Update, result: Recomputed) -> Iterator[Check]:
-    """Checks of one optimizer step; a line that names the reason where the update cannot be recomputed."""
+    """Yield the checks of one optimizer step, or one check that says why the update cannot be recomputed."""
     train, number = step.config.train, update.steps_before
     total = step.config.run.max_steps * step.config.algorithm.updates_per_step
     if "grad_norm" in update.metrics and number is not None:
@@ -75,7 +75,7 @@ def _not_recomputed(step: Step, update: Update) -> str:
 
 
 def _gradients(step: Step, update: Update, result: Recomputed, sampled: dict[str, Sampled]) -> Check:
-    """Each tensor's sampled gradient: the norm of the difference over the norm of what is recomputed."""
+    """Compare each tensor's sampled gradient: norm of the difference over norm of the recomputed gradient."""
     factor = naive_optimizer.clip_factor(result.grad_norm, step.config.train)
     expected = {name: factor * result.sampled[name].gradient for name in sampled}
     count = sum(g.numel() for g in expected.values())
@@ -90,12 +90,12 @@ def _gradients(step: Step, update: Update, result: Recomputed, sampled: dict[str
 
 
 def _chained(step: Step, update: Update, sampled: dict[str, Sampled], place: Callable[[int], str]) -> Iterator[Check]:
-    """What the next dumped optimizer step started from: the weights and moments that this one left."""
+    """Check that the next dumped optimizer step started from the weights and moments that this one left."""
     later = following(step, update)
     if later is None or later.optimizer.keys() != update.optimizer.keys() or later.steps_before is None:
         return
     taken = "grad_norm" in update.metrics
-    if later.steps_before != update.steps_before + taken:  # the run was resumed from somewhere else in between
+    if later.steps_before != update.steps_before + taken:  # the run resumed from another checkpoint in between
         return
 
     def both(now: Callable[[Sampled], Tensor], then: Callable[[Sampled], Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,1 @@
-"""One file per subcommand of `megagrpo`: its usage text, and what it runs."""
+"""The subcommands of `megagrpo`, one file each: its usage text and its main function."""

@@ -1,4 +1,4 @@
-"""`megagrpo audit RUN --step N`: is what a run computed in one step what the formulas say?"""
+"""`megagrpo audit RUN --step N`: checks whether a run computed a step as the formulas say."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code of `megagrpo audit`; ConfigError for a wrong command line and for a dump that is not there."""
+    """Run `megagrpo audit` and return its exit code. Raises ConfigError for a wrong command line and for a missing dump."""
     parser = _Parser(prog="megagrpo audit", add_help=False)
     parser.add_argument("run", nargs="?", type=Path)
     parser.add_argument("--step", type=int)
@@ -62,14 +62,14 @@ def main(arguments: list[str]) -> int:
 
 
 def as_json(step: Step, checks: Iterable[Check]) -> dict:
-    """Verdict, first difference and every check; infinity and NaN as text."""
+    """Return verdict, first difference and every check; infinity and NaN as text."""
     rows = [{k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(check).items()} for check in checks]
     first = next((row for row in rows if not row["passed"]), None)
     return {"dump": str(step.folder), "precision": step.dtype, "passed": first is None, "first_difference": first, "checks": rows}
 
 
 def as_text(step: Step, checks: list[Check]) -> str:
-    """A line for every quantity, and what it comes to."""
+    """Return one line for every quantity, and the verdict."""
     tokens = sum(s.places.numel() for s in step.samples)
     layout = " x ".join(f"{axis} {size}" for axis, size in step.layout.items() if size > 1) or "one rank"
     width = max(len(check.quantity) for check in checks)
@@ -88,7 +88,7 @@ def as_text(step: Step, checks: list[Check]) -> str:
 
 
 def verdict(checks: Iterable[Check]) -> str:
-    """One line: that all agree, or the first that does not."""
+    """Return one line: all quantities agree, or the first that differs."""
     first = next((check for check in checks if not check.passed), None)
     if first is None:
         return "agrees: every quantity is within its tolerance"

@@ -1,4 +1,4 @@
-"""`megagrpo eval`: the held-out sets of a config, answered by vLLM alone."""
+"""`megagrpo eval`: evaluates the held-out sets of a config with vLLM alone."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ COLUMNS = ("reward", "completions/mean_length", "completions/clipped_ratio")
 
 
 def main(config: RunConfig, config_path: Path, checkpoint: str | None = None, adapter: str | None = None, output: str | None = None) -> int:
-    """Evaluate every set, print a table, and write metrics and responses as JSON into `output` (a file).
+    """Evaluate every set, print a table, and write metrics and responses as JSON to the file `output`.
 
-    0 when all sets were evaluated, 1 when a server failed on the way, 128 + its number after a signal. ConfigError for what the person
-    who wrote the config or the command can mend.
+    Returns 0 when all sets were evaluated, 1 when a server failed, 128 + the signal's number after a signal. Raises ConfigError for
+    mistakes in the config or the command line.
     """
 
     def command() -> None:
@@ -42,7 +42,7 @@ def main(config: RunConfig, config_path: Path, checkpoint: str | None = None, ad
 def run(
     config: RunConfig, base_folder: Path, checkpoint: str | None, adapter: str | None, resources: ExitStack
 ) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
-    """Metrics as in a run, without `eval/`, and the responses of each set, by its name ("" for data.eval)."""
+    """Return the metrics as in a run, without `eval/`, and the responses of each set by its name ("" for data.eval)."""
     serving = resources.enter_context(Serving(config, warn))
     try:
         folder = serving.find(checkpoint, adapter)
@@ -72,7 +72,7 @@ def run(
 
 
 def response(scored: ScoredRollout) -> dict[str, Any]:
-    """One response as it is written."""
+    """Return one response in the form of the output file."""
     rollout = scored.rollout
     return {
         "prompt_id": rollout.prompt.prompt_id,
@@ -86,7 +86,7 @@ def response(scored: ScoredRollout) -> dict[str, Any]:
 
 
 def table(metrics: dict[str, float], names: Sequence[str]) -> str:
-    """A line for each set: reward, length, share of cut responses, every pass@k and maj@k."""
+    """Return one line per set: reward, length, share of truncated responses, every pass@k and maj@k."""
     by_set = {name: {key.removeprefix(f"{name}/" if name else ""): value for key, value in metrics.items()} for name in names}
     estimates = sorted(
         {key for found in by_set.values() for key in found if key.startswith(("pass@", "maj@")) and "/" not in key}, key=_order
@@ -106,7 +106,7 @@ def _order(estimate: str) -> tuple[bool, int]:
 
 
 def write(path: Path, contents: dict[str, Any]) -> None:
-    """One JSON file, whole or not there. ConfigError when it cannot be written."""
+    """Write one JSON file that is complete or absent. Raises ConfigError when it cannot be written."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

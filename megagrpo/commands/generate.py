@@ -1,4 +1,4 @@
-"""`megagrpo generate`: ask a model, a checkpoint or an adapter something, once or in a conversation."""
+"""`megagrpo generate`: prompts a model, a checkpoint or an adapter, once or in a conversation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from standard input; --interactive, also what happens without a prompt, holds a 
 --checkpoint is latest, best, a checkpoint of a run, or a Hugging Face folder; --adapter a LoRA adapter as PEFT saves it. --set replaces
 values of the config. Responses go to standard output, everything else to standard error. Exit code 2: the config or the command line is
 wrong."""
-PROMPT_ROOM = 2048  # tokens of a conversation with a model that no config speaks of
+PROMPT_ROOM = 2048  # prompt tokens of a conversation when there is no config
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,20 +35,20 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass
 class Chat:
-    """A conversation: `say` gives the answer to a text and remembers both."""
+    """A conversation: `say` returns the answer to a text and stores both."""
 
     engine: Engine
     tokenizer: Tokenizer
     sampling: SamplingParams
     system: str | None
     template: str | None
-    limit: int  # tokens of the whole conversation
+    limit: int  # greatest number of tokens of the whole conversation
     seed: int
     messages: list[dict[str, str]] = field(default_factory=list)
     turns: int = 0
 
     def say(self, text: str) -> str:
-        """The answer. ValueError when the conversation is too long, or cannot be rendered."""
+        """Return the answer. Raises ValueError when the conversation is too long or cannot be rendered."""
         history = [*self.messages, {"role": "user", "content": text}]
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         # Without a template a prompt is plain text, and there is no conversation.
@@ -64,12 +64,15 @@ class Chat:
         return answer
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Clear the conversation."""
         self.messages = []
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code: 0, 1 when a server failed, 128 + its number after a signal. ConfigError for a wrong command line or config."""
+    """Run `megagrpo generate`; return 0, 1 when a server failed, 128 + the signal's number after a signal.
+
+    Raises ConfigError for a wrong command line or config.
+    """
     given = parse(arguments)
     if given is None:
         print(USAGE)
@@ -78,7 +81,7 @@ def main(arguments: list[str]) -> int:
 
 
 def answer(given: argparse.Namespace) -> None:
-    """Start what is to be asked and ask it. ConfigError for what the person who wrote the command can mend."""
+    """Start the servers and run the prompt or the conversation. Raises ConfigError for mistakes in the command line or config."""
     try:
         with Serving(given.config, warn) as serving:
             chat = connect(serving, given)
@@ -91,7 +94,7 @@ def answer(given: argparse.Namespace) -> None:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace | None:
-    """The command line with the config that it means as `config`; None after --help."""
+    """Parse the command line; its config becomes the attribute `config`. Returns None after --help."""
     parser = _Parser(prog="megagrpo generate", add_help=False)
     parser.add_argument("model", nargs="?")
     parser.add_argument("prompt", nargs="?")
@@ -127,7 +130,7 @@ def parse(arguments: list[str]) -> argparse.Namespace | None:
 
 
 def _config_of(given: argparse.Namespace) -> RunConfig:
-    """A config that names the model and is otherwise the default."""
+    """Return a config with the model's name and defaults otherwise."""
     if given.set:
         raise ConfigError("--set: replaces values of a config; CONFIG_OR_MODEL is a model")
     if given.checkpoint:
@@ -137,7 +140,7 @@ def _config_of(given: argparse.Namespace) -> RunConfig:
 
 
 def connect(serving: Serving, given: argparse.Namespace) -> Chat:
-    """A conversation with the servers, once they answer. What the command line leaves open is as the config trains."""
+    """Start the servers and return a conversation with them. The config's training settings fill in what the command line does not set."""
     config: RunConfig = given.config
     rollout, seed = config.rollout, config.run.seed if given.seed is None else given.seed
     folder = serving.find(given.checkpoint, given.adapter)
@@ -158,7 +161,7 @@ def connect(serving: Serving, given: argparse.Namespace) -> Chat:
 
 
 def _give(response: str) -> None:
-    """Print a response: as it is to a file or a program, printable on a terminal."""
+    """Print a response: unchanged to a file or a program, made printable on a terminal."""
     if sys.stdout.isatty():
         show(response)
     else:
@@ -166,7 +169,7 @@ def _give(response: str) -> None:
 
 
 def converse(chat: Chat) -> None:
-    """Answer line by line until the input ends. What cannot be answered is said, and the conversation goes on."""
+    """Answer line by line until the input ends. An error is printed, and the conversation goes on."""
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""`megagrpo serve`: the servers of a config on this machine, for a trainer that runs on others."""
+"""`megagrpo serve`: runs the servers of a config on this machine, for a trainer on other machines."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ LOOK_SECONDS = 0.5
 
 
 def main(config: RunConfig, urls: Path | None = None, logs: Path | None = None, reach: str | None = None, first_gpu: int = 0) -> int:
-    """Starts `rollout.servers` servers on the GPUs from `first_gpu` on and keeps them until SIGTERM or Ctrl-C; the exit code is 0 then,
-    and 1 when all of them have died more often than `rollout.max_restarts`, for whoever started this to start it again.
+    """Start `rollout.servers` servers on the GPUs from `first_gpu` and keep them running until SIGTERM or Ctrl-C.
 
-    They listen on the address that this machine has on the way to `reach`, by default on `rollout.interface`, and answer those who know the
-    token of `rollout.token_file` or the environment. Once all of them answer, the file NODE.url in the folder `urls` holds a line for each.
-    They log into the folder `logs`, else the current one, in a folder of this machine's name. ConfigError, and a file NODE.failed, when one
-    does not start, or there is no token.
+    Returns 0 after a signal, and 1 when every server has exceeded `rollout.max_restarts`, so that the caller can restart the command.
+
+    The servers listen on this machine's address on the route to `reach`, by default on `rollout.interface`. They accept only requests
+    with the token of `rollout.token_file` or the environment. Once all are healthy, the file NODE.url in the folder `urls` holds one
+    line per server. Logs go to a subfolder with this machine's name in `logs`, else in the current folder.
+
+    Raises ConfigError, and writes a file NODE.failed, when a server does not start or there is no token.
     """
     quiet()
     stop = threading.Event()
@@ -60,7 +62,7 @@ def _progress(node: str, stop: threading.Event, text: str) -> None:
 
 
 def write(folder: Path, name: str, text: str) -> None:
-    """A file that is complete or absent."""
+    """Write a file that is complete or absent."""
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{name}"
     unfinished.write_text(text)
@@ -78,9 +80,11 @@ def _launcher(config: RunConfig, logs: Path, reach: str | None, first_gpu: int) 
 
 
 def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> bool:
-    """Starts servers that have died again, as often as the launcher lets it, and ends those that hang, which is `Pulse`'s word. True when
-    asked to stop, False when the last one is gone for good. One that is back has the weights it was started with; the trainer gives it the
-    current ones before it asks it anything."""
+    """Restart servers that died, as often as the launcher allows, and kill those that `Pulse` reports as hung.
+
+    Returns True when asked to stop, False when the last server is gone for good. A restarted server has its initial weights; the trainer
+    sends it the current ones before the first request.
+    """
     gone: set[str] = set()
     pulse = Pulse(launcher, engine_seconds)
     while not stop.wait(LOOK_SECONDS):

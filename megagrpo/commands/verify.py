@@ -1,7 +1,7 @@
-"""`megagrpo verify`: layouts of a run against one process, as a table or as JSON.
+"""`megagrpo verify`: compares layouts of a run with one process, as a table or as JSON.
 
-Alone, it starts the ranks of each layout on this machine. Under launch/ranks.py, or any launcher that sets WORLD_SIZE, every
-layout must fit the ranks that are there, and rank 0 starts the single process beside them.
+By itself it starts the ranks of each layout on this machine. Under launch/ranks.py, or any launcher that sets WORLD_SIZE, every layout
+must fit the existing ranks, and rank 0 starts the single process beside them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from megagrpo.verify.report import Verdict, as_json, as_text, header, summary
 from megagrpo.verify.shrink import plainly, random_samples, shrink_config, shrink_model
 from megagrpo.verify.step import Outcome, take_step
 
-MAX_RANKS = 8  # that one machine without GPUs is asked to run
-TIMEOUT = 600.0  # seconds that one layout may take
+MAX_RANKS = 8  # limit of ranks on one machine without GPUs
+TIMEOUT = 600.0  # limit in seconds for one layout
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layout to prove: the run's config in that layout, its ranks, and the two made small."""
+    """One layout to verify: the run's config in that layout, its ranks, and the shrunken config and model."""
 
     text: str
     config: RunConfig
@@ -51,9 +51,10 @@ class Case:
 def main(
     path: Path, overrides: Sequence[str], layout: Sequence[str] = (), ranks: int | None = None, json: bool = False, full: bool = False
 ) -> int:
-    """0 when every layout computes what one process computes, 1 when one does not; ConfigError for what cannot be tried.
+    """Return 0 when every layout computes what one process computes, 1 when one does not. Raises ConfigError when a layout cannot be
+    tried.
 
-    `layout` holds texts such as "tp=2,pp=2,dp=2"; without any, the config's own layout. `ranks` is their number where dp is not said.
+    `layout` holds texts such as "tp=2,pp=2,dp=2"; empty: the config's own layout. `ranks` is the number of ranks where dp is not given.
     """
     quiet()
     world = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
@@ -63,7 +64,7 @@ def main(
     if world is not None:
         return _in_world(path, cases, json, full)
     _check_machine(cases)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an exception, on which the ranks are ended
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the exception makes run_ranks kill the ranks
     try:
         return _report(path, cases, lambda case: _timed(_on_this_machine, case), OneProcess(), json, full)
     except KeyboardInterrupt:
@@ -72,7 +73,7 @@ def main(
 
 
 def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int | None) -> Case:
-    """ConfigError when the layout is no layout, or the real model cannot be cut that way."""
+    """Return the case of one layout. Raises ConfigError when the text is no layout, or the real model cannot be sharded that way."""
     dp = None
     if layout is not None:
         sizes, dp = parse_layout(layout)
@@ -90,7 +91,8 @@ def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int |
 
 
 def parse_layout(text: str) -> tuple[str, int | None]:
-    """ "tp=2,dp=2,sequence_parallel" -> ("{tp: 2, sequence_parallel: true}" as the config's `parallel` section, dp if it is said)."""
+    """Parse "tp=2,dp=2,sequence_parallel" to ("{tp: 2, sequence_parallel: true}" as the config's `parallel` section, dp if given).
+    Raises ConfigError for an invalid text."""
     words = [word.strip() for word in re.split(r",(?![^\[]*\])", text)]
     pairs = [word.partition("=")[::2] if "=" in word else (word, "true") for word in words]
     dp = dict(pairs).get("dp")
@@ -103,7 +105,7 @@ def parse_layout(text: str) -> tuple[str, int | None]:
 
 
 def layout_text(parallel: ParallelSection, dp: int) -> str:
-    """The layout as `--layout` takes it."""
+    """Return the layout in the form that `--layout` takes."""
     plain = ParallelSection().model_dump()
     said = {key: value for key, value in parallel.model_dump().items() if value != plain[key] and key != "timeout_minutes"}
     if dp > 1 or not said:
@@ -128,7 +130,7 @@ def _on_this_machine(case: Case) -> Outcome:
 
 
 def _in_world(path: Path, cases: Sequence[Case], json: bool, full: bool) -> int:
-    """Every rank takes every layout's step; the first one judges them."""
+    """Take every layout's step on every rank; rank 0 compares the results."""
     outcomes = {case.text: _timed(take_step, case.small, case.model, random_samples()) for case in cases}
     first = dist.get_rank() == 0
     dist.destroy_process_group()
@@ -142,7 +144,7 @@ def _timed(action: Callable, *args) -> tuple[Any, float]:
 
 
 def _report(path: Path, cases: Sequence[Case], step: Callable, one_process: OneProcess, json: bool, full: bool) -> int:
-    """Judge and print one case after the other; `step(case)` gives its outcome and the seconds that took."""
+    """Compare and print one case after the other; `step(case)` returns its outcome and its seconds."""
     verdicts = []
     if not json:
         show(header(cases[0].config, cases[0].model, random_samples()))
@@ -162,18 +164,19 @@ def _report(path: Path, cases: Sequence[Case], step: Callable, one_process: OneP
 
 
 def _rounds(config: RunConfig) -> bool:
-    """Whether products are of less than float32."""
+    """Whether products have less than float32 precision."""
     return config.model.fp8_recipe != "none" or device.resolve_precision(config.model.precision) == torch.bfloat16
 
 
 class OneProcess:
-    """The step that a single process computes, as plainly as it can be done; once for layouts whose shrunken models are the same."""
+    """The step computed by a single process without optimizations, cached for layouts with the same shrunken model."""
 
     def __init__(self, start: str | None = None):
         self._start, self._known = start, {}
 
     def step(self, case: Case) -> tuple[Outcome, Outcome | None]:
-        """In float32 on the CPU; and once more in the precision and on the device of the run, None where these are the same."""
+        """Return the outcome in float32 on the CPU, and the outcome in the run's precision and on its device, None where these are the
+        same."""
         plain = plainly(case.small)
         float32 = dict(precision="fp32", fp8_recipe="none", fp8_format="auto", bf16_layers=[], fp8_param=False)
         exact = plain.model_copy(update=dict(model=plain.model.model_copy(update=float32)))

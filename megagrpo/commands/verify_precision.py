@@ -1,4 +1,4 @@
-"""`megagrpo verify CONFIG --precision`: may this run compute in FP8, and which of its layers had better not?"""
+"""`megagrpo verify CONFIG --precision`: checks whether this run may compute in FP8, and which layers should stay in bf16."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from megagrpo.types import TrainSample
 from megagrpo.verify.layer_tape import PARTS
 from megagrpo.verify.precision import PrecisionErrors, batch_of, measure
 
-THRESHOLD = 0.2  # relative error of what a layer adds to the hidden states; rounding alone is 2 to 13 % of SmolLM2-135M
-OF_GRADIENTS = 3.0  # those of weights may be so many times as far off: more rounded products lie behind them
-ALLOWED_MISMATCH = 1.05  # `token_mult_prob_error` where `rollout.mismatch_threshold` is empty: the gate of NeMo-RL's functional tests
+THRESHOLD = 0.2  # relative error of a layer's contribution to the hidden states; on SmolLM2-135M rounding alone is 2 to 13 %
+OF_GRADIENTS = 3.0  # weight gradients may be this many times as far off: more rounded products precede them
+ALLOWED_MISMATCH = 1.05  # limit of `token_mult_prob_error` if `rollout.mismatch_threshold` is empty, as in NeMo-RL's functional tests
 TOKENS = 2048
 TIMEOUT = 3600.0  # seconds
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a config was found to do in FP8. `mismatch` is what `token_mult_prob_error` may be."""
+    """The result for a config in FP8. `mismatch` is the limit of `token_mult_prob_error`."""
 
     config: RunConfig
     errors: PrecisionErrors
@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def bad_layers(self) -> list[int]:
-        """Decoder layers of which one half is too far off."""
+        """Decoder layers of which one half exceeds the limits."""
         t = self.threshold
         return sorted({e.layer for e in self.errors.layers if e.activation > t or e.gradient > OF_GRADIENTS * t})
 
@@ -55,9 +55,10 @@ class Verdict:
 def main(
     path: Path, overrides: Sequence[str], threshold: float = THRESHOLD, tokens: int = TOKENS, fix: Path | None = None, json: bool = False
 ) -> int:
-    """0 when log-probs and all layers are near enough to the run's own precision, 1 when not; ConfigError for what cannot be tried.
+    """Return 0 when log-probs and all layers are close enough to the run's own precision, 1 when not. Raises ConfigError when it cannot
+    be tried.
 
-    `fix` is the file that gets the config in which the layers that are not stay in bf16; that config is then measured as well, and decides.
+    `fix` is a file for the config in which the bad layers stay in bf16. That config is then measured too, and its result decides.
     """
     quiet()
     config = load_config(path, overrides)
@@ -97,7 +98,7 @@ def main(
 
 
 def _texts(config: RunConfig, folder: Path, tokens: int) -> list[Tensor]:
-    """Prompts of the training data, `tokens` of them in all: text as the model knows it, for which nothing must be generated."""
+    """Return prompts of the training data, `tokens` tokens in all: text that the model knows, without any generation."""
     tokenizer = load_tokenizer(config.model.tokenizer or folder, folder)
     try:
         source = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed)
@@ -123,7 +124,7 @@ def _measure(config: RunConfig, hf_config: HfConfig, folder: Path, samples: Sequ
 
 
 def header(config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample]) -> str:
-    """What is measured, in two lines."""
+    """Return two lines: the model and the batch that are measured."""
     model, dtype = config.model, str(device.resolve_precision(config.model.precision)).removeprefix("torch.")
     kept = f", {len(model.bf16_layers)} kept in {dtype}" if model.bf16_layers else ""
     return (
@@ -134,7 +135,7 @@ def header(config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample
 
 
 def as_text(verdict: Verdict) -> str:
-    """A line for each decoder layer, and what the errors come to."""
+    """Return one line per decoder layer, and the overall errors."""
     errors, limit = verdict.errors, verdict.threshold
     lines = ["", f"{'':9}{'attention':^24}{'mlp':^24}", f"  {'layer':>5}" + f"{'activation':>13}{'gradient':>11}" * 2 + f"{'drift':>11}"]
     by_layer = {(e.layer, e.part): e for e in errors.layers}
@@ -159,6 +160,6 @@ def as_text(verdict: Verdict) -> str:
 
 
 def as_json(path: Path, verdict: Verdict) -> str:
-    """One object: everything that was measured, and the config's layers in bf16."""
+    """Return one JSON object: all measurements, and the config's layers in bf16."""
     values = dict(config=str(path), passed=verdict.passed, bad_layers=verdict.bad_layers, bf16_layers=verdict.config.model.bf16_layers)
     return json_text.dumps(values | asdict(verdict.errors), indent=1)

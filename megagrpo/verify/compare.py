@@ -1,4 +1,4 @@
-"""How far a layout's outcome is from that of one process, and how far it may be."""
+"""Measures the distance between a layout's outcome and that of one process, and sets its tolerance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megagrpo.verify.step import Outcome, relative_error
 
-# How far apart two float32 computations may be, relative to the size of the quantity. The order of float32 sums moves them by 1e-8 to 3e-6;
+# Tolerance between two float32 computations, relative to the size of the quantity. The order of float32 sums moves it by 1e-8 to 3e-6;
 # the mildest fault we know moves a gradient by 1e-2.
 FLOAT32 = {
     "loss": 1e-6,
@@ -18,15 +18,15 @@ FLOAT32 = {
     "replica": 1e-5,  # ranks that hold the same part of a tensor
     "padding": 0.0,  # gradient of the vocabulary's padding
 }
-# Other precisions and devices round more, and how that adds up differs from tensor to tensor. So it is measured: one process in the same
-# precision is that far from one process in float32. A layout may be NOISE times as far; in bfloat16 and FP8 it may always be ROUNDING away.
+# Other precisions and devices round more, by amounts that differ between tensors. These are measured: the distance of one process in the
+# same precision from one process in float32. A layout may be NOISE times as far; in bfloat16 and FP8 it may always be ROUNDING away.
 NOISE, ROUNDING = 3.0, 2.0**-7
-SMALLEST = 1.0  # losses and metrics, in nats or shares, are compared absolutely below this
+SMALLEST = 1.0  # below this, losses and metrics (in nats or shares) are compared absolutely
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far one quantity is from what it should be; NaN is never near enough."""
+    """The error of one quantity and its tolerance. NaN never passes."""
 
     kind: str
     name: str
@@ -39,16 +39,17 @@ class Distance:
 
     @property
     def excess(self) -> float:
-        """Error over tolerance: what sorts distances of different kinds; infinite for NaN."""
+        """Error over tolerance, to sort distances of different kinds; infinite for NaN."""
         if self.error != self.error:
             return float("inf")
         return self.error / self.tolerance if self.tolerance else (float("inf") if self.error else 0.0)
 
 
 def compare(found: Outcome, expected: Outcome, rounded: Outcome | None = None, coarse: bool = False) -> list[Distance]:
-    """The distance of everything that `found` holds from `expected`, one process in float32.
+    """Return the distance of every quantity of `found` from `expected`, one process in float32.
 
-    `rounded` is one process in the precision and on the device of `found`, where these are others: what rounding alone does.
+    `rounded` is one process in the precision and on the device of `found`, if these differ: it measures the effect of rounding alone.
+    Raises ValueError when the outcomes hold different quantities.
     """
     noise = distances(rounded, expected) if rounded is not None else {}
     return [
@@ -64,10 +65,10 @@ def _tolerance(kind: str, noise: float | None, coarse: bool) -> float:
 
 
 def distances(found: Outcome, expected: Outcome) -> dict[tuple[str, str], float]:
-    """(kind, name) -> relative difference. ValueError when the two do not hold the same quantities."""
+    """Return (kind, name) -> relative difference. Raises ValueError when the two outcomes do not hold the same quantities."""
     errors: dict[tuple[str, str], float] = {}
     for name, ours, theirs in _pairs("metrics", found.metrics, expected.metrics):
-        # The largest of all tokens is as exact as a log-prob, not as a mean.
+        # An extreme over tokens is only as exact as a log-prob, not as a mean.
         kind = {"loss": "loss", "grad_norm": "gradient norm"}.get(name, "log-prob" if name.endswith(("/max", "/min")) else "metric")
         errors[kind, name] = abs(ours - theirs) / max(abs(theirs), SMALLEST)
     if found.logprobs.shape != expected.logprobs.shape:
@@ -90,11 +91,11 @@ def _pairs[T](what: str, found: dict[str, T], expected: dict[str, T]) -> list[tu
 
 
 def worst(found: list[Distance]) -> list[Distance]:
-    """Of each kind the distance that uses most of its tolerance, in the order of FLOAT32."""
+    """Return, for each kind, the distance that uses most of its tolerance, in the order of FLOAT32."""
     by_kind = [[d for d in found if d.kind == kind] for kind in FLOAT32]
     return [max(same, key=lambda d: d.excess) for same in by_kind if same]
 
 
 def silent_tensors(outcome: Outcome) -> list[str]:
-    """Tensors without a gradient: nothing is proved about them."""
+    """Return tensors without a gradient, about which the comparison proves nothing."""
     return [name for name, gradient in outcome.gradients.items() if not gradient.norm() > 0]

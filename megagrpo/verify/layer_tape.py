@@ -1,4 +1,4 @@
-"""What every layer of a model gets and gives in one pass; and the same pass with each layer given what another model's layer got."""
+"""Records the inputs and outputs of every layer in one pass, and replays a pass with another model's recorded inputs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from torch import Tensor, nn
 
 from megagrpo.policy.specs import BLOCK
 
-Key = tuple[int, str]  # decoder layer of the whole model, and the half of it
+Key = tuple[int, str]  # decoder layer of the whole model, and its half (see PARTS)
 PARTS = ("attention", "mlp")
 
 
 @dataclass
 class Crossings:
-    """What one layer met, a tensor on the host for each micro-batch in their order: hidden states before and after it [rows, 1, H], what it
-    added to them, and the gradient of those after it."""
+    """The tensors of one layer, on the host, one per micro-batch in order.
+
+    `before` and `after` are the hidden states [rows, 1, H] around it, `added` is the output of its attention or MLP, and `gradient` is
+    the gradient of `after`.
+    """
 
     before: list[Tensor] = field(default_factory=list)
     added: list[Tensor] = field(default_factory=list)
@@ -31,18 +34,19 @@ Tape = dict[Key, Crossings]
 
 
 def layers_of(chunks: Sequence[nn.Module]) -> dict[Key, nn.Module]:
-    """The layers of this rank's bare chunks. A hybrid layer is half a decoder layer: first attention, then the MLP or the experts."""
+    """Return the layers of this rank's bare chunks. A hybrid layer is half a decoder layer: first attention, then the MLP or the
+    experts."""
     found = [layer for chunk in chunks for layer in chunk.decoder.layers]
     return {((layer.layer_number - 1) // BLOCK, PARTS[(layer.layer_number - 1) % BLOCK]): layer for layer in found}
 
 
 @contextlib.contextmanager
 def recording(chunks: Sequence[nn.Module], like: Tape | None = None) -> Iterator[Tape]:
-    """Inside, a forward and backward pass of the chunks is recorded.
+    """Context manager: record a forward and backward pass of the chunks inside it.
 
-    With `like` each layer gets the hidden states, and in the backward pass the gradient, that this tape has: then what differs on the two
-    tapes is each layer's own doing. What the model ends with is no model's result then. Activations must not be recomputed, and both
-    passes bring the same micro-batches in the same order.
+    With `like` each layer gets the hidden states of this tape, and in the backward pass its gradient. The differences between the two
+    tapes are then each layer's own; the model's final output is meaningless. Activations must not be recomputed, and both passes must
+    run the same micro-batches in the same order.
     """
     tape: Tape = defaultdict(Crossings)
     with contextlib.ExitStack() as hooks:
@@ -56,7 +60,7 @@ def recording(chunks: Sequence[nn.Module], like: Tape | None = None) -> Iterator
 
 
 def _hooks(crossings: Crossings, like: Crossings | None) -> tuple[Callable, Callable, Callable]:
-    """The hooks in front of a layer, behind what adds to the hidden states, and behind the layer."""
+    """Return the hooks before a layer, after its attention or MLP, and after the layer."""
 
     def before(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         hidden = kwargs["hidden_states"]
@@ -88,7 +92,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 class _InPlaceOf(torch.autograd.Function):
-    """Another tensor's values, with the gradient sent to the tensor in whose place they are."""
+    """Replaces a tensor's values; the gradient goes to the replaced tensor."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, values: Tensor) -> Tensor:

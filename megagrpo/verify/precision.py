@@ -1,4 +1,4 @@
-"""What FP8 does to a run's model: the same tokens in the run's own precision and in its FP8 recipe, layer by layer."""
+"""Measures the effect of FP8 on a run's model, layer by layer: the same tokens in the run's own precision and in its FP8 recipe."""
 
 from __future__ import annotations
 
@@ -23,31 +23,34 @@ from megagrpo.types import TrainBatch, TrainSample
 from megagrpo.verify.layer_tape import Key, Tape, layers_of, recording
 from megagrpo.verify.step import policy_gradient
 
-CONTEXT = 4  # tokens at the start of a text that do not count: what follows them is a guess in any precision
+CONTEXT = 4  # tokens at the start of a text that do not count: predictions there are guesses in any precision
 Gradients = dict[Key, list[Tensor]]
-Sums = dict[tuple, tuple[float, float]]  # squares of a difference and of what it is a difference from, each summed over elements
+Sums = dict[tuple, tuple[float, float]]  # (sum of squared differences, sum of squared expected values) over elements
 
 
 @dataclass(frozen=True)
 class LayerError:
     """Relative errors |found - expected| / |expected| of one half of a decoder layer, Euclidean norms over the batch.
 
-    `activation` and `gradient` are the layer's own: it is given the hidden states, and the gradient of those it hands on, that it has in
-    the run's own precision. `drift` is what all layers up to this one have done to the hidden states.
+    `activation` and `gradient` are the layer's own errors: its input hidden states and its output's gradient are those of the run's own
+    precision. `drift` is the error of the hidden states after all layers up to this one.
     """
 
     layer: int
-    part: str  # "attention" or "mlp", which experts are too
-    activation: float  # of what it adds to the hidden states
-    gradient: float  # of its weights; 0 where none is trained
+    part: str  # "attention" or "mlp" (or experts)
+    activation: float  # error of its contribution to the hidden states
+    gradient: float  # error of its weights' gradient; 0 without trained weights
     drift: float
 
 
 @dataclass(frozen=True)
 class PrecisionErrors:
-    """`layers` in the model's order; the rest is of the model as it runs, not of layers given their input. Log-probs in nats: mean and
-    largest |difference| of `num_tokens`, and the mean of exp |difference|. `gradient` is the relative error of that of all layers'
-    weights together."""
+    """Errors of a model in FP8. `layers` is in the model's order; the other fields measure the model as it runs, without replayed
+    inputs.
+
+    Log-probs are in nats: mean and largest |difference| over `num_tokens`, and the mean of exp |difference|. `gradient` is the relative
+    error of all layers' weight gradients together.
+    """
 
     layers: list[LayerError]
     num_tokens: int
@@ -58,7 +61,7 @@ class PrecisionErrors:
 
 
 def batch_of(texts: Iterable[Tensor]) -> list[TrainSample]:
-    """Samples of token ids [L] each: every token behind the first few counts, with advantages -1 and 1 in turn."""
+    """Return samples of token ids [L] int64: every token after the first few counts, with advantages -1 and 1 in turn."""
     samples = []
     for index, ids in enumerate(texts):
         mask = torch.arange(ids.numel()) >= min(CONTEXT, ids.numel() - 1)
@@ -67,16 +70,16 @@ def batch_of(texts: Iterable[Tensor]) -> list[TrainSample]:
 
 
 def measure(config: RunConfig, plain: RunConfig, hf_config: HfConfig, folder: Path, samples: Sequence[TrainSample]) -> PrecisionErrors:
-    """The errors of `config`, with `plain`, the same run without FP8, as the measure. Weights are those of the Hugging Face `folder`.
+    """Return the errors of `config` against `plain`, the same run without FP8. Weights come from the Hugging Face `folder`.
 
-    Collective over the world, in the layout of `config`; every rank gets the same. Nothing may be recomputed. No weight changes.
+    Collective over the world, in the layout of `config`; every rank gets the same result. Recompute must be off. No weight changes.
     """
     layout = init_layout(config.parallel, config.run.seed)
     try:
-        batch = pack(samples, packing_rules(config, share_prompts=False), layout.dp_rank, layout.dp_size)  # padded as FP8 wants it
+        batch = pack(samples, packing_rules(config, share_prompts=False), layout.dp_rank, layout.dp_size)  # padded as FP8 requires
         expected, gradients, logprobs = _Passes(plain, layout, hf_config, folder, batch).run()
         passes = _Passes(config, layout, hf_config, folder, batch)
-        passes.run()  # scales that follow what was seen before have seen the batch then
+        passes.run()  # delayed scales have then seen the batch
         found, whole_gradients, found_logprobs = passes.run()
         own, own_gradients, _ = passes.run(like=expected)
         sums = _tensor_sums("activation", own, expected, "added") | _tensor_sums("drift", found, expected, "after")
@@ -99,7 +102,7 @@ class _Passes:
         self.policy.weights_changed()
 
     def run(self, like: Tape | None = None) -> tuple[Tape, Gradients, list[Tensor]]:
-        """(what each layer met, the gradients of its trained weights, this rank's log-probs of the tokens that count)."""
+        """Return (the tape, the gradients of each layer's trained weights, this rank's log-probs of the tokens that count)."""
         policy, logprobs = self.policy, []
 
         with recording(policy.chunks, like) as tape:
@@ -110,7 +113,7 @@ class _Passes:
             for key, layer in layers_of(policy.chunks).items()
         }
         rows = policy.logprobs(self.batch)
-        if self.layout.is_last_stage and self.layout.tp_rank == self.layout.cp_rank == 0:  # the others have the same
+        if self.layout.is_last_stage and self.layout.tp_rank == self.layout.cp_rank == 0:  # the other ranks have the same
             logprobs = [r.cpu()[m.loss_mask] for r, m in zip(rows, self.batch.micro_batches, strict=True)]
         return tape, gradients, logprobs
 
@@ -128,7 +131,7 @@ def _sums(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
 
 
 def _errors(everyone: Sequence[tuple[Sums, list[float]]]) -> PrecisionErrors:
-    """Each rank has seen its own layers, and its own part of what they met."""
+    """Merge the ranks' sums. Each rank covers its own layers and its own tokens."""
     merged = defaultdict(lambda: [0.0, 0.0])
     for sums, _ in everyone:
         for key, pair in sums.items():

@@ -1,4 +1,4 @@
-"""What `megagrpo verify` found, for people and for programs."""
+"""Formats the results of `megagrpo verify` as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megagrpo.types import TrainSample
 from megagrpo.verify.compare import Distance, silent_tensors, worst
 from megagrpo.verify.step import Outcome
 
-MOST_SHOWN = 8  # of the quantities that are wrong
+MOST_SHOWN = 8  # limit of the wrong quantities that are shown
 ABOUT = {"replica": "between ranks that hold the same part of a tensor", "padding": "gradient of the vocabulary's padding"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One layout: its outcome beside that of one process and how far apart they are, or why there is none."""
+    """The result of one layout: its outcome, that of one process and their distances, or the failure."""
 
     layout: str
     ranks: int
@@ -32,12 +32,12 @@ class Verdict:
 
     @property
     def wrong(self) -> list[Distance]:
-        """What is too far off, the worst first."""
+        """Distances above their tolerance, the worst first."""
         return sorted((d for d in self.distances if not d.passed), key=lambda d: -d.excess)
 
     @property
     def unproved(self) -> list[str]:
-        """Tensors that have no gradient even on one process."""
+        """Tensors without a gradient even on one process."""
         return silent_tensors(self.expected) if self.expected else []
 
     @property
@@ -46,7 +46,7 @@ class Verdict:
 
 
 def header(config: RunConfig, model: HfConfig, samples: Sequence[TrainSample]) -> str:
-    """What is run, in two lines."""
+    """Return two lines: the shrunken model and the step."""
     algorithm, tokens = config.algorithm, sum(int(s.response_mask.sum()) for s in samples)
     dtype = str(device.resolve_precision(config.model.precision)).removeprefix("torch.")
     dtype += "" if config.model.fp8_recipe == "none" else f" with FP8 ({config.model.fp8_recipe})"
@@ -59,7 +59,7 @@ def header(config: RunConfig, model: HfConfig, samples: Sequence[TrainSample]) -
 
 
 def as_text(verdict: Verdict, full: bool = False) -> str:
-    """A block of lines; with `full` one for each tensor."""
+    """Return a block of lines; with `full` one line for each tensor."""
     ranks = f"{verdict.ranks} rank{'s' if verdict.ranks > 1 else ''}"
     lines = ["", f"{f'{verdict.layout} on {ranks}':<78}{'difference':>12}{'allowed':>10}"]
     if verdict.failure:
@@ -78,7 +78,7 @@ def _name(distance: Distance) -> str:
 
 
 def _describe(distance: Distance, verdict: Verdict, full: bool) -> str:
-    """What a line is about: the quantity with its value, or of several the worst."""
+    """Return the subject of a line: the quantity with its value, or the worst of several."""
     kind, metrics = distance.kind, verdict.found.metrics
     if kind in ("loss", "gradient norm"):
         return f"{kind:<15}{metrics['loss' if kind == 'loss' else 'grad_norm']:.6g}"
@@ -104,7 +104,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 
 def as_json(path: Path, verdicts: Sequence[Verdict]) -> str:
-    """One object; errors that are NaN or infinite become null."""
+    """Return one JSON object. Errors that are NaN or infinite become null."""
     layouts = [
         dict(
             layout=v.layout,

@@ -1,4 +1,4 @@
-"""A small copy of a run: the same model family, layout, loss and precision, sizes that a laptop computes in a second."""
+"""Shrinks a run: the same model family, layout, loss and precision, with sizes that a laptop computes in a second."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from megagrpo.families.config import HfConfig, parse_hf_config
 from megagrpo.families.family import COMMON, FULL, SLIDING, rope, rotated_share
 from megagrpo.types import TrainSample
 
-VOCABULARY = 101  # prime: no tensor-parallel size divides it, so the padded rows are there
+VOCABULARY = 101  # prime: no tensor-parallel size divides it, so there are padding rows
 MAX_PROMPT, MAX_RESPONSE = 16, 16  # tokens
-CAP = 2.0  # of scores and logits: near what they are here
+CAP = 2.0  # cap of scores and logits, near their size here
 WINDOW = 7  # tokens: shorter than most prompts
 NUM_PROMPTS, GROUP_SIZE = 4, 3
 LOGPROB_CHUNK = 16
 LOGIT_SCALE = 0.4  # about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
 HANG_MINUTES = 5.0
-# The first step of AdamW is lr * gradient / (|gradient| + epsilon). Rates of practice move a weight by less than float32 rounds, and with
-# an epsilon near 0 the step is a sign, which turns the rounding of a zero into a whole step. These make the step follow the gradient.
+# The first step of AdamW is lr * gradient / (|gradient| + epsilon). Usual rates move a weight by less than float32 rounding. With an
+# epsilon near 0 the step is a sign, which turns the rounding error of a zero into a whole step. These values make it follow the gradient.
 LEARNING_RATE, ADAM_EPSILON = 1e-2, 1e-3
 
 
 def shrink_config(config: RunConfig) -> RunConfig:
-    """`config` for the small model and batch. What decides how a step is computed stays: parallelism, precision, recomputation, loss, KL,
-    clipping, sampling temperature, packing, shared prompts, optimizer."""
+    """Return `config` for the small model and batch.
+
+    Settings that decide how a step is computed stay: parallelism, precision, recompute, loss, KL, clipping, sampling temperature,
+    packing, shared prompts, optimizer.
+    """
     longest = MAX_PROMPT + MAX_RESPONSE
     changes: dict[str, dict[str, Any]] = {
         "run": dict(max_steps=100),
@@ -57,13 +60,15 @@ def shrink_config(config: RunConfig) -> RunConfig:
 
 
 def _few_layers(stages: list[int] | None) -> list[int] | None:
-    """Layers of each stage: one of those that have fewest, up to three where there are more."""
+    """Return the layers of each stage: one for the smallest stages, up to three for larger ones."""
     return stages and [min(layers - min(stages) + 1, 3) for layers in stages]
 
 
 def plainly(config: RunConfig) -> RunConfig:
-    """`config` on one process, without what only saves time or memory: nothing recomputed, shared or fused, and sharded only for weights
-    that are rounded from sharded masters."""
+    """Return `config` on one process, without features that only save time or memory: no recompute, sharing, offload or fusion.
+
+    The optimizer is sharded only for FP8 weights, which are rounded from sharded masters.
+    """
     in_chunks = dict(fused_logprobs=False, logprobs_fp8_recipe="none")
     return config.model_copy(
         update=dict(
@@ -75,13 +80,14 @@ def plainly(config: RunConfig) -> RunConfig:
 
 
 def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) -> HfConfig:
-    """A small model of the architecture that `raw`, a config.json, describes, large enough for `parallel`. The widths of hidden states and
-    latents, and what a rank holds of heads and of MLPs, are multiples of `unit`.
+    """Return a small model of the architecture in `raw`, a config.json, large enough for `parallel`.
 
-    Kept: the family with its biases and norms, tied or untied embeddings, query heads per KV head, whether a rank holds several KV heads,
-    whether heads add up to the hidden size, rotary scaling, whether all layers have a window, or some, or none; of a mixture of experts,
-    whether a token has several and a layer none; of latent attention, whether queries come from a latent, and whether experts are chosen
-    by groups.
+    The widths of hidden states and latents, and a rank's parts of heads and MLPs, are multiples of `unit`. It keeps:
+
+    - the family with its biases and norms, tied or untied embeddings, query heads per KV head, and several or one KV heads per rank
+    - whether heads add up to the hidden size, the rotary scaling, and whether all layers have a window, or some, or none
+    - of a mixture of experts, whether a token has several experts and whether some layer has none
+    - of latent attention, whether queries come from a latent, and whether experts are chosen by groups
     """
     real = parse_hf_config(raw)
     kv_heads = parallel.tp * min(2, ceil(real.num_kv_heads / parallel.tp))
@@ -129,7 +135,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
 
 
 def _short_factors(raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """The rotary parameters with as many longrope factors as smaller heads need."""
+    """Return the rotary parameters with the longrope factors that smaller heads need."""
     if rope(raw)["rope_type"] != "longrope":
         return {}
     key, count = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling", int(head_dim * rotated_share(raw, 1.0)) // 2
@@ -137,9 +143,9 @@ def _short_factors(raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
 
 
 def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
-    """The weight called `name`, float32: a function of its arguments alone, so every layout starts from the same model.
+    """Return the weight called `name`, float32. It depends only on the arguments, so every layout starts from the same model.
 
-    Matrices keep the scale of what they are applied to; norms and biases are away from 1 and 0, where an error could hide.
+    Matrices keep the scale of their input. Norms and biases differ from 1 and 0, where an error could hide.
     """
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     noise = torch.randn(shape, generator=generator)
@@ -150,10 +156,10 @@ def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -
 
 
 def random_samples(seed: int = 1) -> list[TrainSample]:
-    """Groups of responses of many lengths to prompts of many lengths, two of them cut at the longest length, a few without advantage, a few
-    with a middle that somebody else wrote.
+    """Return groups of responses with many lengths to prompts of many lengths: two truncated, some with zero advantage, some with
+    foreign tokens in the middle.
 
-    Every token that the policy wrote has a rollout log-prob that no other has: it tells which token a row is about, wherever it was packed.
+    Every token of the policy has a unique rollout log-prob, which identifies the token wherever it was packed.
     """
     generator = torch.Generator().manual_seed(seed)
     samples = []

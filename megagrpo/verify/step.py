@@ -1,4 +1,4 @@
-"""One step of a policy in some layout, and everything it computed as whole Hugging Face tensors."""
+"""Runs one step of a policy in some layout, and collects all results as whole Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step computed; tensors are float64, on the CPU, whole, under their Hugging Face names."""
+    """The results of a step. Tensors are float64, on the CPU, whole, under their Hugging Face names."""
 
-    metrics: dict[str, float]  # loss, gradient norm and what the loss reports
-    logprobs: Tensor  # [N], of every loss token before the step, in an order that no layout changes
-    gradients: Tensors  # of the loss over its denominator, before clipping
-    weights: Tensors  # after the step
+    metrics: dict[str, float]  # loss, gradient norm and the loss's metrics
+    logprobs: Tensor  # [N] of every loss token before the step, in an order that is the same in every layout
+    gradients: Tensors  # gradients of the loss over its denominator, before clipping
+    weights: Tensors  # weights after the step
     disagreement: float  # largest relative difference of a gradient or weight between two ranks that hold the same part of it
     padding: float  # largest gradient of the vocabulary's padding, which belongs to no token
 
@@ -43,17 +43,17 @@ class Outcome:
 def take_step(
     config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample], weights: Callable[[str, tuple], Tensor] | None = None
 ) -> Outcome | None:
-    """One GRPO step on `samples` in the layout of `config`: the outcome on rank 0, None elsewhere.
+    """Take one GRPO step on `samples` in the layout of `config`; return the outcome on rank 0, None elsewhere.
 
-    `weights(name, shape)` gives the model's tensors by Hugging Face name, random ones when empty. The policy is moved away from them, the
-    reference of a KL term is not. Collective over the world, which stays open for another layout.
+    `weights(name, shape)` returns the model's tensors by Hugging Face name; None: random tensors. The policy is moved away from them;
+    the reference of a KL term keeps them. Collective over the world, which stays open for another layout.
     """
     layout = init_layout(config.parallel, config.run.seed)
     try:
         policy, batch, logprobs = prepare(config, hf_config, layout, samples, weights)
         divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
         batch = look_ahead(batch, policy, divisor, config.algorithm.entropy_coef)
-        if config.model.fp8_recipe == "delayed":  # of gradients too; one that is larger than all before would depend on its micro-batch
+        if config.model.fp8_recipe == "delayed":  # gradients' scales too: a new maximum depends on its micro-batch
             policy.backward(batch, make_loss(config), divisor)
         metrics = policy.backward(batch, make_loss(config), divisor)
         gather_gradients(policy.model)
@@ -75,14 +75,14 @@ def prepare(
     samples: Sequence[TrainSample],
     weights: Callable[[str, tuple], Tensor] | None = None,
 ) -> tuple[MegatronPolicy, TrainBatch, list[Tensor | None]]:
-    """(policy, this rank's batch with all that the loss needs, the policy's log-probs of each micro-batch) before a step."""
+    """Return (policy, this rank's batch with all inputs of the loss, the policy's log-probs of each micro-batch) before a step."""
     policy = MegatronPolicy(config, layout, hf_config)
     fill_weights(policy, hf_config, layout, weights or partial(random_tensor, temperature=config.rollout.temperature))
     reference = Reference(policy) if config.algorithm.beta else None
     _move_away(policy)
     policy.weights_changed()
     batch = pack(samples, packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
-    if config.model.fp8_recipe == "delayed":  # scales follow what was met before: the whole batch then, however it is cut
+    if config.model.fp8_recipe == "delayed":  # scales then follow the whole batch, however it is packed
         policy.backward(batch, policy_gradient, batch.num_tokens)
     logprobs = policy.logprobs(batch)
     batch = batch.with_logprobs(old=_old_logprobs(batch, logprobs))
@@ -93,20 +93,20 @@ def prepare(
 def fill_weights(
     policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, weights: Callable[[str, tuple], Tensor] = random_tensor
 ) -> None:
-    """The tensors that `weights(name, shape)` gives, cut for this rank; the vocabulary's padding is 0."""
+    """Fill this rank's parameters with the shards of `weights(name, shape)`; the vocabulary's padding is 0."""
     for _, parameter, found in (*blocks(policy.chunks, hf_config, layout), *adapter_blocks(policy.chunks, hf_config, layout)):
         fill(parameter, found, lambda b: weights(b.name, b.shape)[b.slices])
 
 
 def policy_gradient(inputs: LossInputs) -> LossOutput:
-    """Log-probs by their advantages, which takes nothing that was computed before."""
+    """A loss that needs no earlier computation: minus the sum of log-prob times advantage."""
     rows = inputs.micro_batch
     return LossOutput(-(inputs.policy_logprobs * rows.advantages * rows.loss_mask).sum(), {})
 
 
 @torch.no_grad()
 def _move_away(policy: MegatronPolicy) -> None:
-    """Move the policy away from the reference: a function of each weight alone, so that every layout moves alike."""
+    """Move the policy away from the reference by a function of each weight alone, the same in every layout."""
     for chunk in policy.chunks:
         for parameter in filter(lambda p: p.requires_grad, chunk.parameters()):
             before = dense(parameter) if unrounded(parameter) is None else unrounded(parameter)
@@ -114,19 +114,19 @@ def _move_away(policy: MegatronPolicy) -> None:
 
 
 def _old_logprobs(batch: TrainBatch, logprobs: list[Tensor | None]) -> list[Tensor]:
-    """Old log-probs [T] of each micro-batch, far enough from the policy's to clip some tokens. They depend on the token alone."""
+    """Return old log-probs [T] of each micro-batch, far enough from the policy's to clip some tokens. They depend on the token alone."""
     return [_shifted(m, rows) for m, rows in zip(batch.micro_batches, logprobs, strict=True)]
 
 
 def _shifted(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:
-    if logprobs is None:  # not the last stage, which alone computes losses
+    if logprobs is None:  # only the last stage computes losses
         return torch.zeros(micro_batch.num_tokens)
     noise = torch.sin(micro_batch.position_ids.float() + micro_batch.labels.float())
     return torch.where(micro_batch.loss_mask, logprobs.cpu() + 0.3 * noise, 0.0)
 
 
 def _rows_of_tokens(batch: TrainBatch, logprobs: list[Tensor | None], layout: Layout) -> Tensor | None:
-    """The log-probs of all ranks' loss tokens, sorted by rollout log-prob, which is every token's own; on rank 0."""
+    """Return the log-probs of all ranks' loss tokens, sorted by rollout log-prob, which is unique per token; on rank 0."""
     mine: dict[float, float] = {}
     if layout.is_last_stage and layout.tp_rank == 0:
         for micro_batch, rows in zip(batch.micro_batches, logprobs, strict=True):
@@ -143,8 +143,11 @@ def _rows_of_tokens(batch: TrainBatch, logprobs: list[Tensor | None], layout: La
 def whole_tensors(
     policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, part: Callable[[Tensor], Tensor]
 ) -> tuple[Tensors, float, float]:
-    """(whole tensors, largest relative difference between ranks that hold the same block, largest element that belongs to no block) of
-    `part(parameter)` of every parameter that is trained, put together from every rank's blocks; on rank 0, empty elsewhere."""
+    """Return `part(parameter)` of every trained parameter as whole tensors, merged from all ranks' blocks; on rank 0, empty elsewhere.
+
+    The second result is the largest relative difference between ranks with the same block, the third the largest element outside all
+    blocks.
+    """
     mine, padding = [], 0.0
     for _, parameter, found in trained_blocks(policy.chunks, hf_config, layout):
         tensor = part(parameter).detach().to("cpu", torch.float64, copy=True)
@@ -169,7 +172,7 @@ def whole_tensors(
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|, Euclidean norms; 0 when both are 0."""
+    """Return |found - expected| / |expected|, Euclidean norms; 0 when both are equal."""
     difference = (found - expected).norm().item()
     return difference and difference / max(expected.norm().item(), torch.finfo(torch.float64).tiny)
 
