@@ -63,7 +63,8 @@ class Update:
 
 @dataclass(frozen=True)
 class Step:
-    """One dumped step of a run. `model` is the folder of the run's initial weights, `reference` that of the reference in this step."""
+    """One dumped step of a run. `model` is the folder of the run's initial weights, `reference` the folder of the reference's weights in
+    this step."""
 
     folder: Path
     config: RunConfig

@@ -3,8 +3,8 @@ imported.
 
 With a GPU nothing is patched. Without one, `install()` gives megatron-core 0.19 a CPU and gloo platform. megatron-core hard-codes
 `torch.cuda...` and `device="cuda"` in about 200 places and offers no switch, so the names it calls are redirected to the CPU.
-`torch.cuda.is_available()` stays False, so other libraries keep their own CPU paths. Each patch says who needs it and when it can go;
-all can go when megatron-core has a CPU platform of its own.
+`torch.cuda.is_available()` stays False, so other libraries keep their own CPU paths. Each patch says which code needs it and when it can
+go; all can go when megatron-core has a CPU platform of its own.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Family:
 
     - `table` maps names of HybridModel's parameters, without "decoder.layers.N.", to rules.
     - `read` returns the fields of HfConfig that differ from `common_fields`.
-    - `problems` returns why such a model cannot be trained.
+    - `problems` returns why the model cannot be trained.
     - `keys` are the keys that `read` and `problems` use besides `COMMON`.
     - `ignored` keys change nothing in this family.
     - `fixed` keys have one supported value, besides `FIXED`. Every other key is rejected (`families.keys`).

@@ -65,7 +65,7 @@ def groups(raw: Raw) -> dict[str, int]:
 
 
 def problems(raw: Raw) -> list[str]:
-    """Return why such a model cannot be trained."""
+    """Return why the model cannot be trained."""
     found = [f"model: config.json lacks {key}" for key in _EXPERTS if not raw.get(key)]
     if found or any(key not in raw for key in LATENT_REQUIRED):
         return found

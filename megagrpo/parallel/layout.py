@@ -134,8 +134,8 @@ class LateRanks(TimeoutError):
 def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
     """Create the process groups of this job and seed each rank's generators.
 
-    The world is that of any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, an existing default process group, or this
-    one process. Raises ValueError when tp x cp x pp, or ep x etp x pp, does not divide the world.
+    The world comes from any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, from an existing default process group, or
+    is this one process. Raises ValueError when tp x cp x pp, or ep x etp x pp, does not divide the world.
     """
     timeout = timedelta(minutes=parallel.timeout_minutes)
     device.select_local_device()

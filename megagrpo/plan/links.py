@@ -29,7 +29,7 @@ class Links:
     def reduce_scatter(self, size: float, group: int, stride: int = 1) -> float:
         """Return the seconds of a ring reduce-scatter or all-gather of `size` bytes in total over `group` ranks that are `stride` apart.
 
-        On several nodes every rank of a node has such a ring, over its own share of the network cards.
+        On several nodes every rank of a node has its own ring, over its own share of the network cards.
         """
         if group == 1:
             return 0.0

@@ -1,4 +1,4 @@
-"""Measures the distance between a layout's outcome and that of one process, and sets its tolerance."""
+"""Measures the distance between a layout's outcome and the outcome of one process, and sets its tolerance."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ PARTS = ("attention", "mlp")
 class Crossings:
     """The tensors of one layer, on the host, one per micro-batch in order.
 
-    `before` and `after` are the hidden states [rows, 1, H] around it, `added` is the output of its attention or MLP, and `gradient` is
-    the gradient of `after`.
+    `before` and `after` are the hidden states [rows, 1, H] around the layer. `added` is the output of its attention or MLP. `gradient`
+    is the gradient of `after`.
     """
 
     before: list[Tensor] = field(default_factory=list)

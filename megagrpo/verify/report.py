@@ -20,7 +20,7 @@ ABOUT = {"replica": "between ranks that hold the same part of a tensor", "paddin
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one layout: its outcome, that of one process and their distances, or the failure."""
+    """The result of one layout: its outcome, the outcome of one process, and their distances; or the failure."""
 
     layout: str
     ranks: int

@@ -135,8 +135,8 @@ class TorchAttention(MegatronModule):
     """Causal self-attention as a megatron-core `core_attention` module: packed (thd) or plain (sbhd), no dropout.
 
     It rotates queries and keys by `rotary`; Megatron's own rotation, much slower on packs, is off. `build._set_rotary` sets `rotary` and
-    `softcap`. The window comes from Megatron's configuration. `softmax_offset` holds the sinks [h] of this rank's heads, or None. Its
-    name and checkpoint key equal those of Megatron's own attention.
+    `softcap`. The window comes from Megatron's configuration. `softmax_offset` holds the sinks [h] of this rank's heads, or None.
+    Megatron's own attention has the same parameter name and checkpoint key.
     """
 
     rotary: Rotary | None = None

@@ -1,8 +1,8 @@
 """Linear layers in FP8: Megatron's settings where Transformer Engine runs, and an emulation in torch where it does not.
 
-The emulation rounds the operands of all three products of a linear (forward, gradient of the input, gradient of the weight) to FP8 with
-the recipe's scales, as Transformer Engine 2.20 does, and accumulates in float32. It shows the effect of FP8 on a model's numbers. It is
-slower than no FP8, and it takes the memory of dense numbers.
+The emulation rounds the operands of all three products of a linear: forward, gradient of the input, gradient of the weight. It rounds to
+FP8 with the recipe's scales, as Transformer Engine 2.20 does, and accumulates in float32. It shows the effect of FP8 on a model's
+numbers. It is slower than no FP8, and it takes the memory of dense numbers.
 """
 
 from __future__ import annotations
