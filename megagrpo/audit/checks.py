@@ -78,9 +78,9 @@ def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) ->
     if tokenizer is None or not response:
         return
     if reason == "stop" and response[-1] not in tokenizer.eos_token_ids:
-        yield f"ended with token {response[-1]}, which ends nothing"
+        yield f"ended with token {response[-1]}, which is not an end token"
     if tokenizer.decode(response) != sample.text["response"]:
-        yield "the text is not that of the tokens"
+        yield "the text differs from the decoded tokens"
 
 
 def _slices(step: Step) -> Check:

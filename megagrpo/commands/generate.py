@@ -56,7 +56,7 @@ class Chat:
         token_ids = self.tokenizer.render(prompt, self.system, self.template)
         room = self.limit - len(token_ids)
         if room < 1:
-            raise ValueError(f"the conversation has {len(token_ids)} tokens and the server holds {self.limit}; begin anew with /reset")
+            raise ValueError(f"the conversation has {len(token_ids)} tokens and the server holds {self.limit}; start over with /reset")
         sampling = replace(self.sampling, max_tokens=min(room, self.sampling.max_tokens))
         seed = derive_seed(self.seed, self.turns)
         answer = self.engine.generate([Prompt(0, token_ids, prompt)], 1, sampling, seed)[0][0].text
@@ -113,7 +113,7 @@ def parse(arguments: list[str]) -> argparse.Namespace | None:
     if given.model is None:
         parser.error("needs the YAML of a run, or a model")
     if given.interactive and given.prompt is not None:
-        parser.error(f"--interactive: and the prompt {given.prompt!r} exclude each other")
+        parser.error(f"--interactive: cannot be combined with the prompt {given.prompt!r}; leave one out")
     for name, fits, rule in (
         ("temperature", lambda value: value >= 0, "0 (greedy) or more"),
         ("top_p", lambda value: 0 < value <= 1, "above 0, 1 at most"),

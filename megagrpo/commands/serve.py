@@ -72,7 +72,7 @@ def write(folder: Path, name: str, text: str) -> None:
 def _launcher(config: RunConfig, logs: Path, reach: str | None, first_gpu: int) -> Launcher:
     token = read_token(config.rollout.token_file)
     if token is None:
-        raise ValueError("rollout.token_file: servers for a trainer elsewhere need a token that it knows; `openssl rand -hex 32` makes one")
+        raise ValueError("rollout.token_file: servers for a remote trainer need its token; `openssl rand -hex 32` makes one")
     model = resolve_model(config.model.path)
     return make_launcher(
         config, model, logs, engine_dtype(config), num_ranks=first_gpu, host=reach and own_address(f"http://{reach}"), token=token
@@ -96,8 +96,8 @@ def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> 
                 _warn(launcher.start_again(place))
             else:
                 gone.add(server.url)
-                often = f"after {launcher.restarts[server.url]} restarts (rollout.max_restarts)"
-                _warn(f"vLLM server {server.url} {server.fate} and stays so {often}; its log: {server.log}")
+                limit = f"restart limit {launcher.restarts[server.url]} reached (rollout.max_restarts)"
+                _warn(f"vLLM server {server.url} {server.fate}; {limit}; its log: {server.log}")
         if len(gone) == len(launcher.servers):
             return False
     return True

@@ -164,7 +164,7 @@ def fp8_problem(recipe: str) -> str | None:
     if not has_gpu():
         return None
     if not has_transformer_engine():
-        return "it takes Transformer Engine, which is not installed"
+        return "it needs Transformer Engine, which is not installed"
     from transformer_engine.pytorch import is_fp8_available, is_fp8_block_scaling_available, is_mxfp8_available
 
     available = {"blockwise": is_fp8_block_scaling_available, "mxfp8": is_mxfp8_available}.get(recipe, is_fp8_available)
@@ -181,7 +181,7 @@ def no_fused_kernels() -> str | None:
         return "Triton is not installed"
     if not has_gpu():
         return None if interprets_triton() else "there is no GPU"
-    return None if torch.cuda.get_device_capability()[0] == 9 else f"{torch.cuda.get_device_name()} is no Hopper GPU, as they need"
+    return None if torch.cuda.get_device_capability()[0] == 9 else f"{torch.cuda.get_device_name()} is not a Hopper GPU"
 
 
 def interprets_triton() -> bool:

@@ -65,7 +65,7 @@ def _from_hub(name: str, key: str) -> Path:
             f"network (`hf download {name}`) and name that folder, or unset HF_HUB_OFFLINE",
         ) from e
     except (HfHubHTTPError, HFValidationError) as e:
-        raise _error(key, f"{name} is no local folder and the hub does not give it: {str(e).splitlines()[0]}") from e
+        raise _error(key, f"{name} is not a local folder and cannot be fetched from the hub: {str(e).splitlines()[0]}") from e
 
 
 def _from_package(package: str, key: str) -> Path:

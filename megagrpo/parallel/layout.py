@@ -127,8 +127,8 @@ class LateRanks(TimeoutError):
 
     def __init__(self, ranks: list[int], seconds: float):
         self.ranks = ranks
-        who = f"rank {', '.join(map(str, ranks))}" if ranks else "rank 0, or one that rank 0 names,"
-        super().__init__(f"{who} is not there within {seconds:g} s")
+        who = f"rank {', '.join(map(str, ranks))}" if ranks else "rank 0, or a rank that rank 0 reports,"
+        super().__init__(f"{who} did not join within {seconds:g} s")
 
 
 def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:

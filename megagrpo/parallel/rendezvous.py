@@ -52,8 +52,8 @@ def _shared_token() -> bytes:
         raise ValueError(f"{TOKEN_FILE_VARIABLE}: {file} cannot be read: {error.strerror}") from error
     if not token:
         raise ValueError(
-            f"{TOKEN_FILE_VARIABLE}: on several nodes ranks sign what they send each other with the token in this file, and it names no "
-            "token; `openssl rand -hex 32` makes one. Give every node the same"
+            f"{TOKEN_FILE_VARIABLE}: on several nodes ranks sign their messages with a shared token, and there is no token; "
+            "`openssl rand -hex 32` makes one. Give every node a file with the same token"
         )
     return token
 
@@ -86,7 +86,7 @@ def sign_objects(secret: bytes) -> None:
         def load(self) -> Any:
             code, pickled = self._file.read(CODE_BYTES), self._file.read()
             if not hmac.compare_digest(code, hmac.digest(key, pickled, "sha256")):
-                raise pickle.UnpicklingError("an object between ranks does not carry this run's code; it was not read")
+                raise pickle.UnpicklingError("rejected an object from another rank: its authentication code is not this run's")
             return pickle.loads(pickled)
 
     distributed_c10d._pickler, distributed_c10d._unpickler = Signing, Checking

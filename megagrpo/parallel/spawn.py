@@ -91,7 +91,7 @@ def _wait(ranks: dict[int, BaseProcess], folder: Path, timeout: float) -> None:
         if any(process.exitcode for process in ranks.values()):
             break
         if time.monotonic() > deadline:
-            raise RankFailed(f"ranks {running} are not done after {timeout:g} s")
+            raise RankFailed(f"ranks {running} did not finish within {timeout:g} s")
         time.sleep(0.005)
     if any(process.exitcode for process in ranks.values()):
         raise RankFailed(_explain(ranks, folder))

@@ -127,7 +127,7 @@ def main(
         raise ConfigError(f"--gpu: {gpu} is not known; choose one of {', '.join(GPUS)}")
     if gpu is None and (search or prompt_tokens or response_tokens):
         asked = "--search" if search else "prompt_tokens" if prompt_tokens else "response_tokens"
-        raise ConfigError(f"{asked}: seconds are of a kind of GPU; add --gpu, one of {', '.join(GPUS)}")
+        raise ConfigError(f"{asked}: predicted seconds need a kind of GPU; add --gpu, one of {', '.join(GPUS)}")
     world_size, kind = world_size or config.parallel.smallest_world, GPUS.get(gpu)
     made = plan(config, world_size, gpu_memory_gb or (kind and kind.memory_gib))
     if kind:

@@ -142,7 +142,7 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
         return [_part(name, shape, 0, at, half, *mine) for at in (0, half)]
     if kind in BY_ROWS:
         return [_part(name, shape, 0, 0, shape[0], *mine)]
-    raise ProblemError(Problem(("model",), f"{name}: how vLLM cuts tensors of this kind is not known here"))
+    raise ProblemError(Problem(("model",), f"{name}: unknown how vLLM shards tensors of this kind"))
 
 
 def _part(name: str, shape: tuple[int, ...], dim: int, start: int, length: int, parts: int, part: int) -> Box:

@@ -92,7 +92,7 @@ def expert_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
     p, coefficient = config.parallel, config.algorithm.router_aux_loss_coef
     balance, problems = ("algorithm.router_aux_loss_coef",), []
     if model.experts and config.train.optimizer == "muon":
-        said = f"muon, and {model.family} has experts, which it does not know here; choose adam"
+        said = f"muon does not support the experts of {model.family}; choose adam"
         problems.append(Problem(("train.optimizer",), said))
     if model.experts and model.experts.per_token > model.experts.count:
         said = f"each token goes to {model.experts.per_token} experts (num_experts_per_tok), and there are {model.experts.count}"
@@ -101,8 +101,8 @@ def expert_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
         said = f"{model.family} has experts, which with parallel.tp={p.tp} need it; set it to true"
         problems.append(Problem(("parallel.sequence_parallel", "parallel.tp"), said, rule=7))
     if coefficient and model.experts and (model.experts.sigmoid or model.experts.groups > 1):
-        why = "the loss is for experts chosen by softmax from all there are"
-        problems.append(Problem(balance, f"{coefficient:g}, but {why}, which those of {model.family} are not; set it to 0"))
+        why = "the balancing loss needs experts chosen by softmax, without groups"
+        problems.append(Problem(balance, f"{coefficient:g}, but {why}, unlike those of {model.family}; set it to 0"))
     if coefficient and not model.experts:
         problems.append(Problem(balance, f"{coefficient:g}, but {model.family} has no experts; set it to 0"))
     return problems
@@ -115,7 +115,7 @@ def adapter_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
     inside = [name for name in named if name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
     problems, targets = [], ("lora.target_modules",)
     if config.lora.enabled and model.mla:
-        said = f"{config.lora.rank}, and no projection of {model.family}'s latent attention can have an adapter; set it to 0"
+        said = f"{config.lora.rank}, but adapters do not support {model.family}'s latent attention; set it to 0"
         return [Problem(("lora.rank",), said)]
     own = [name for names in projections(model).values() for name in names]
     if odd := [name for name in named if name not in own and name not in inside * bool(model.experts)]:
@@ -128,8 +128,8 @@ def adapter_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
     if config.model.base_storage != "none":
         problems += storage_problems(config, model)
     if config.lora.enabled and model.experts and inside:
-        said = f"{', '.join(inside)} of {model.family} are in its experts, which have no adapters; leave them out, or choose all-linear, "
-        problems.append(Problem(targets, f"{said}which is everything else"))
+        said = f"{', '.join(inside)} of {model.family} are inside its experts, which have no adapters; leave them out, or choose "
+        problems.append(Problem(targets, f"{said}all-linear, which means all other projections"))
     return problems
 
 
@@ -140,7 +140,7 @@ def fp8_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
         return []
     if wrong := [i for i in m.bf16_layers if not -model.num_layers <= i < model.num_layers]:
         ends = f"-{model.num_layers} to {model.num_layers - 1}"
-        problems.append(Problem(("model.bf16_layers",), f"{wrong[0]}, and the model has {model.num_layers} layers; use {ends}"))
+        problems.append(Problem(("model.bf16_layers",), f"{wrong[0]} is out of range: the model has {model.num_layers} layers; use {ends}"))
     if m.moe_router_padding_for_quantization and not model.experts:
         said = f"true is for experts, and {model.family} has none; set it to false"
         problems.append(Problem(("model.moe_router_padding_for_quantization",), said))
@@ -148,7 +148,7 @@ def fp8_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
     return problems + [
         Problem(
             ("model.fp8_recipe", "parallel.tp"),
-            f"{m.fp8_recipe} multiplies by multiples of {align}, and a rank's part of {what} is {size:g}; choose none or another layout",
+            f"{m.fp8_recipe} needs multiples of {align}, and a rank's part of {what} is {size:g}; choose none or another layout",
         )
         for what, size in odd
     ]
@@ -161,7 +161,7 @@ def gpu_problems(config: RunConfig, gpu: Gpu) -> list[Problem]:
         others = "none, tensorwise, delayed or blockwise" if gpu.fp8_tflops else "none"
         problems.append(Problem(("model.fp8_recipe",), f"{recipe} does not run on {gpu.name}; choose {others}"))
     if config.train.fused_logprobs and not gpu.hopper:
-        problems.append(Problem(("train.fused_logprobs",), f"true is for Hopper GPUs, which {gpu.name} is not; set it to false"))
+        problems.append(Problem(("train.fused_logprobs",), f"true needs a Hopper GPU, which {gpu.name} is not; set it to false"))
     return problems
 
 
@@ -190,11 +190,11 @@ def storage_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
     """Return what prevents storing weights in fewer bits (`model.base_storage`)."""
     storage, tp = config.model.base_storage, config.parallel.tp
     if model.experts:
-        return [Problem(("model.base_storage",), f"{storage} is for linears, and {model.family} has experts; choose none")]
+        return [Problem(("model.base_storage",), f"{storage} does not support experts, which {model.family} has; choose none")]
     inputs = {"hidden_size": model.hidden_size, "heads x head_dim": model.num_heads * model.head_dim / tp}
     odd = [(what, size) for what, size in (inputs | {"intermediate_size": model.intermediate_size / tp}).items() if size % 64]
     keys, fix = ("model.base_storage", "parallel.tp"), "choose none or another tp"
-    return [Problem(keys, f"a rank's part of {what} is {size:g}, and 64 elements share a scale; {fix}") for what, size in odd]
+    return [Problem(keys, f"a rank's part of {what} is {size:g}, not a multiple of 64; {fix}") for what, size in odd]
 
 
 def reward_problems(config: RunConfig) -> list[Problem]:
@@ -320,7 +320,7 @@ def too_little_ram(host: dict[str, float], ram: float) -> list[Problem]:
         return []
     largest, parts = max(kept, key=kept.get), ", ".join(f"{key} {size:.1f}" for key, size in kept.items())
     less = "lower it" if largest == "model.offload_activations" else "set it to false"
-    said = f"the ranks of a node keep {sum(kept.values()):.1f} GiB in RAM ({parts}), and it has {ram:.1f}; {less}"
+    said = f"the ranks of a node keep {sum(kept.values()):.1f} GiB in RAM ({parts}), and the node has {ram:.1f}; {less}"
     return [Problem((largest, *(key for key in kept if key != largest)), said)]
 
 

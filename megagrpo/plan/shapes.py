@@ -49,7 +49,7 @@ def model_shape(path: str) -> dict[str, Any]:
     try:
         return read_raw_config(Path(hf_hub_download(path, "config.json")).parent)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        said = f"{path} is no folder here, and the hub does not give its config.json; name a folder, or download it first "
+        said = f"{path} is not a local folder, and its config.json cannot be fetched from the hub; name a folder, or download it first "
         raise ProblemError(UnseenModel(("model.path",), f"{said}(hf download {path}). {type(error).__name__}")) from None
 
 

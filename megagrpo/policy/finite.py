@@ -36,8 +36,8 @@ class NonFiniteError(RuntimeError):
     """
 
     def __init__(self, tensor: BadTensor | None, metrics: dict[str, float]):
-        where = f"{tensor.kind} {tensor.name} on rank {tensor.rank}" if tensor else "no gradient"
-        super().__init__(f"NaN or infinity in {where}; the loss is {metrics['loss']:g}")
+        where = f"NaN or infinity in {tensor.kind} {tensor.name} on rank {tensor.rank}" if tensor else "all gradients are finite"
+        super().__init__(f"{where}; the loss is {metrics['loss']:g}")
         self.tensor, self.metrics = tensor, metrics
 
 

@@ -353,7 +353,7 @@ def _fused_options(config: RunConfig, dtype: torch.dtype, hf_config: HfConfig) -
     fp8 = None if config.train.logprobs_fp8_recipe == "none" else config.train.logprobs_fp8_recipe
     reason = fused_logprobs.refusal(dtype, hf_config.hidden_size, config.rollout.truncates, exact_kl, bool(fp8))
     if wanted and reason:
-        raise ValueError(f"train.fused_logprobs: true cannot be: {reason}; set it to false")
+        raise ValueError(f"train.fused_logprobs: true is not possible: {reason}; set it to false")
     return dict(fused=wanted, fp8=fp8)
 
 

@@ -86,9 +86,9 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], train: TrainSect
     Raises ValueError when moments should be offloaded but there is no GPU, or when the package with Muon is not installed.
     """
     if train.optimizer == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
-        raise ValueError("train.optimizer: muon is in a package that is not installed; pip install emerging-optimizers, or choose adam")
+        raise ValueError("train.optimizer: muon needs a package that is not installed; pip install emerging-optimizers, or choose adam")
     if train.optimizer_offload and not device.has_gpu():
-        raise ValueError("train.optimizer_offload: there is no GPU here whose memory it would free; set it to false")
+        raise ValueError("train.optimizer_offload: true needs a GPU, and this machine has none; set it to false")
     config = OptimizerConfig(
         optimizer=train.optimizer,
         lr=train.learning_rate,

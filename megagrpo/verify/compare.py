@@ -72,7 +72,7 @@ def distances(found: Outcome, expected: Outcome) -> dict[tuple[str, str], float]
         kind = {"loss": "loss", "grad_norm": "gradient norm"}.get(name, "log-prob" if name.endswith(("/max", "/min")) else "metric")
         errors[kind, name] = abs(ours - theirs) / max(abs(theirs), SMALLEST)
     if found.logprobs.shape != expected.logprobs.shape:
-        raise ValueError(f"{found.logprobs.numel()} loss tokens where one process has {expected.logprobs.numel()}")
+        raise ValueError(f"this layout has {found.logprobs.numel()} loss tokens, and one process has {expected.logprobs.numel()}")
     if expected.logprobs.numel():
         largest = expected.logprobs.abs().max().item()
         errors["log-prob", "policy"] = (found.logprobs - expected.logprobs).abs().max().item() / max(largest, 1.0)
@@ -86,7 +86,7 @@ def distances(found: Outcome, expected: Outcome) -> dict[tuple[str, str], float]
 
 def _pairs[T](what: str, found: dict[str, T], expected: dict[str, T]) -> list[tuple[str, T, T]]:
     if odd := sorted(found.keys() ^ expected.keys()):
-        raise ValueError(f"{what} that only one of the two has: {', '.join(odd)}")
+        raise ValueError(f"{what} that only this layout or only one process has: {', '.join(odd)}")
     return [(name, found[name], value) for name, value in expected.items()]
 
 

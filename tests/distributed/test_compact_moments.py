@@ -85,7 +85,7 @@ def test_moments_that_wait_in_the_hosts_memory_take_the_same_steps(tmp_path):
 def _offload() -> str:
     settings = config("fp32", True)
     settings = settings.model_copy(update=dict(train=settings.train.model_copy(update=dict(optimizer_offload=True))))
-    with pytest.raises(ValueError, match="there is no GPU here whose memory it would free; set it to false") as refused:
+    with pytest.raises(ValueError, match="true needs a GPU, and this machine has none; set it to false") as refused:
         MegatronPolicy(settings, init_layout(settings.parallel), tiny_model("llama_tied"))
     return str(refused.value)
 

@@ -88,7 +88,7 @@ def run_main_without_rules(*arguments):
 
 def test_a_tensor_that_nobody_knows_how_vllm_cuts_is_named(folder, capfd):
     assert run_ranks(run_main_without_rules, 1, "plan", str(QUICKSTART), f"model.path={folder}", "--weight-sync")[0] == 2
-    assert "self_attn.q_proj.weight: how vLLM cuts tensors of this kind is not known here" in capfd.readouterr().err
+    assert "self_attn.q_proj.weight: unknown how vLLM shards tensors of this kind" in capfd.readouterr().err
 
 
 def test_the_speed_of_links_needs_a_plan_that_reads_it(capsys):

@@ -46,7 +46,7 @@ def push(shared: Path, hanging: int, reads: int) -> None:
 def test_a_rank_that_hangs_while_it_publishes_is_named_with_its_parameter(hanging, reads, tmp_path):
     started = time.monotonic()
     with pytest.raises(
-        RankFailed, match=rf"phase publish: rank {hanging} is not there within 1 s .*; rank {hanging} is stuck in: parameter decoder\.b"
+        RankFailed, match=rf"phase publish: rank {hanging} did not join within 1 s .*; rank {hanging} is stuck in: parameter decoder\.b"
     ):
         run_ranks(push, 3, tmp_path, hanging, reads)
     assert time.monotonic() - started < 20

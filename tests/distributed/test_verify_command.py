@@ -113,7 +113,7 @@ def test_a_layout_that_hangs_fails_in_time(run, capsys, monkeypatch):
     monkeypatch.setattr(verify, "TIMEOUT", 8)
     monkeypatch.setattr(verify, "take_step", lambda config, *rest: time.sleep(60) if config.parallel.tp > 1 else stock(config, *rest))
     assert main(["verify", run]) == 1
-    assert "ranks [0, 1] are not done after 8 s" in capsys.readouterr().out
+    assert "ranks [0, 1] did not finish within 8 s" in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_it(run, capsys, monkeypatch):

@@ -111,7 +111,7 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
 
 
 def test_what_this_machine_cannot_compute_is_refused_before_a_server_starts(tmp_path):
-    said = "train.fused_logprobs: true cannot be: there is no GPU; set it to false"
+    said = "train.fused_logprobs: true is not possible: there is no GPU; set it to false"
     refused(world.train(tmp_path, "train.fused_logprobs=true", launched=True), said)
     assert not [*tmp_path.rglob("vllm_*.log")] and not [*tmp_path.rglob("resolved.yaml")]
 

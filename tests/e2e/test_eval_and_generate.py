@@ -96,7 +96,7 @@ def test_a_conversation_remembers_until_it_is_reset_and_says_when_it_is_too_long
     code, out, err = generate(*greedy, stdin="1 + 1?\n1 + 1?\n\n/reset\n1 + 1?\n" + "x" * 60 + "\n/exit\n1 + 1?\n")
     first, _, third, _ = out.split("\n", 3)
     assert code == 0 and first == third and err.count("> ") == 7
-    assert "the conversation has" in err and "the server holds 60; begin anew with /reset" in err
+    assert "the conversation has" in err and "the server holds 60; start over with /reset" in err
 
 
 @pytest.mark.full
@@ -119,7 +119,7 @@ def test_a_signal_ends_a_conversation_and_its_server(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["hello", "--interactive"], "--interactive: and the prompt 'hello' exclude each other"),
+        (["hello", "--interactive"], "--interactive: cannot be combined with the prompt 'hello'; leave one out"),
         (["hello", "--temperature", "-1"], "--temperature: must be 0 (greedy) or more (got -1.0)"),
         (["hello", "--top-p", "0"], "--top-p: must be above 0, 1 at most (got 0.0)"),
         (["hello", "--min-p", "2"], "--min-p: must be from 0 to 1 (got 2.0)"),

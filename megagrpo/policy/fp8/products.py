@@ -55,7 +55,8 @@ class Fp8:
         if model.fp8_recipe == "none":
             return None
         if wrong := [i for i in model.bf16_layers if not -num_layers <= i < num_layers]:
-            raise ValueError(f"model.bf16_layers: {wrong[0]}, and the model has {num_layers} layers; use -{num_layers} to {num_layers - 1}")
+            said = f"{wrong[0]} is out of range: the model has {num_layers} layers; use -{num_layers} to {num_layers - 1}"
+            raise ValueError(f"model.bf16_layers: {said}")
         history = History(model.fp8_amax_history_len, model.fp8_amax_compute_algo, model.fp8_margin)
         bf16_layers = frozenset(i % num_layers for i in model.bf16_layers)
         return cls(

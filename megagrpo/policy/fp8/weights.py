@@ -96,7 +96,7 @@ class Fp8Tensor(torch.Tensor):
             of.round(args[1].dequantize() if isinstance(args[1], cls) else args[1])
             return of
         if operation._schema.is_mutable and isinstance(of, cls):
-            raise TypeError(f"{operation} would change a weight in FP8; write() what it becomes")
+            raise TypeError(f"{operation} cannot change an FP8 weight in place; use write()")
         args, kwargs = tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
         return operation(*args, **kwargs)
 

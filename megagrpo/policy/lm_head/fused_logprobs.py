@@ -57,16 +57,16 @@ FP8_TILES = Tiles(vocab=128, hidden=BLOCK)  # restarting the sums takes register
 def refusal(hidden_dtype: torch.dtype, hidden_size: int, truncation: bool, exact_kl: bool, fp8: bool = False) -> str | None:
     """Return why the kernels cannot run, as the rest of a sentence; None when they can."""
     if exact_kl:
-        return "exact KL walks over the logits of two models"
+        return "exact KL needs the logits of two models"
     if truncation:
-        return "top_p, top_k and min_p need the logits sorted"
+        return "top_p, top_k and min_p need sorted logits"
     if reason := device.no_fused_kernels():
         return reason
     if hidden_dtype != torch.bfloat16 and not (hidden_dtype == torch.float32 and device.interprets_triton()):
-        return f"they multiply bfloat16, not {str(hidden_dtype).removeprefix('torch.')}"
+        return f"the kernels multiply bfloat16, not {str(hidden_dtype).removeprefix('torch.')}"
     itemsize = 1 if fp8 else hidden_dtype.itemsize
     if hidden_size * itemsize % 16:
-        return f"rows of {hidden_size} features of {itemsize} byte(s) are no multiple of 16 bytes"
+        return f"rows of {hidden_size} features of {itemsize} byte(s) are not a multiple of 16 bytes"
     return None
 
 

@@ -42,7 +42,7 @@ def test_a_server_that_dies_is_started_again_and_with_the_last_one_for_good_it_e
     assert ended == [False]
     first, second = capsys.readouterr().err.splitlines()
     assert f"warning: vLLM server {stand.urls[0]} was killed by SIGKILL; restarting it, 1 of 1 times (rollout.max_restarts)" in first
-    assert f"{stand.urls[0]} was killed by SIGKILL; restart limit 1 reached (rollout.max_restarts); log: " in second
+    assert f"{stand.urls[0]} was killed by SIGKILL; restart limit 1 reached (rollout.max_restarts); its log: " in second
 
 
 @pytest.mark.parametrize("wedged", [pytest.param(False, id="stopped", marks=pytest.mark.full), pytest.param(True, id="wedged")])

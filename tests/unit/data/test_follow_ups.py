@@ -165,8 +165,8 @@ def test_a_response_ends_where_what_is_added_leaves_no_room(tokenizer):
     [
         (lambda m: m[:-1], "changed earlier messages"),
         (lambda m: [m[0] | {"content": "other"}, m[1]], "changed earlier messages"),
-        (lambda m: m, "adds nothing that the policy could answer"),
-        (lambda m: [*m, {"role": "assistant", "content": "mine"}], "adds nothing that the policy could answer"),
+        (lambda m: m, "adds no message that the policy could answer"),
+        (lambda m: [*m, {"role": "assistant", "content": "mine"}], "adds no message that the policy could answer"),
         (lambda m: [*m[:-1], m[-1] | {"content": "other"}, USER], "it may do one of the two"),
         (lambda m: [*m, {"role": "user"}], "no messages with a role and a content"),
         (lambda m: [*m, "Sure?"], "no messages with a role and a content"),

@@ -105,7 +105,7 @@ def test_ranks_of_one_node_meet_in_a_file_and_listen_on_loopback_alone(folder):
 def test_an_object_without_the_code_of_the_run_is_refused_and_runs_nothing(folder):
     proof = folder / "it ran"
     for told, _ in run_ranks(meet, 2, folder, Evil(proof)):
-        assert told == "an object between ranks does not carry this run's code; it was not read"
+        assert told == "rejected an object from another rank: its authentication code is not this run's"
     assert not proof.exists()
 
 
@@ -117,7 +117,7 @@ def test_megatron_sends_objects_through_the_same_two_functions(monkeypatch):
     sent, size = distributed_c10d._object_to_tensor([1, "two"], torch.device("cpu"), None)
     assert distributed_c10d._tensor_to_object(sent, int(size), None) == [1, "two"]
     sent[-2] ^= 1
-    with pytest.raises(pickle.UnpicklingError, match="does not carry this run's code"):
+    with pytest.raises(pickle.UnpicklingError, match="its authentication code is not this run's"):
         distributed_c10d._tensor_to_object(sent, int(size), None)
 
 

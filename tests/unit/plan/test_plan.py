@@ -143,11 +143,11 @@ def test_the_ranks_share_out_heads_and_shared_experts_and_each_holds_the_latents
 def test_what_latent_attention_and_shared_experts_cannot_have_is_told(folder):
     (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     assert told(plan(config(folder, "lora.rank=4"), 1)) == [
-        "lora.rank: 4, and no projection of deepseek_v3's latent attention can have an adapter; set it to 0"
+        "lora.rank: 4, but adapters do not support deepseek_v3's latent attention; set it to 0"
     ]
     assert told(plan(config(folder, "algorithm.router_aux_loss_coef=0.1"), 1)) == [
-        "algorithm.router_aux_loss_coef: 0.1, but the loss is for experts chosen by softmax from all there are, which those of deepseek_v3 "
-        "are not; set it to 0"
+        "algorithm.router_aux_loss_coef: 0.1, but the balancing loss needs experts chosen by softmax, without groups, unlike "
+        "those of deepseek_v3; set it to 0"
     ]
     (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3 | {"moe_intermediate_size": 2052, "num_hidden_layers": 4}))
     assert told(plan(config(folder, "parallel.tp=8", "parallel.etp=1", "parallel.sequence_parallel=true"), 8)) == [
@@ -434,7 +434,8 @@ def test_ram_that_is_too_small_for_what_leaves_the_gpus_is_refused():
         return told(plan(config, 8, gpu, host_memory_gb=ram))
 
     (problem,) = problems(100)
-    assert problem == ("train.offload: the ranks of a node keep 113.5 GiB in RAM (train.offload 113.5), and it has 100.0; set it to false")
+    assert problem == ("train.offload: the ranks of a node keep 113.5 GiB in RAM (train.offload 113.5), and the node has 100.0; "
+        "set it to false")
     assert problems(114) == problems(100, None) == problems(100, 80, "train.offload=false") == []
     (problem,) = problems(20, 80, "train.offload=false", "train.optimizer_offload=true")
     assert problem.startswith("train.optimizer_offload: the ranks of a node keep 56.7 GiB")
@@ -498,7 +499,7 @@ def test_a_server_counts_where_it_shares_the_gpu(folder):
     ("path", "message"),
     [
         ("no/such/folder", "model.path: no/such/folder does not exist; name a folder, a hub model as owner/name, or package:NAME"),
-        ("nobody/no-such-model", "model.path: nobody/no-such-model is no folder here, and the hub does not give its config.json"),
+        ("nobody/no-such-model", "model.path: nobody/no-such-model is not a local folder, and its config.json cannot be fetched"),
         ("package:no_such_package", "model.path: no installed package 'no_such_package'"),
     ],
 )
@@ -547,7 +548,7 @@ def test_adapters_of_llama_8b_are_as_many_as_peft_counts_and_alone_have_gradient
 def test_adapters_in_experts_are_refused_and_all_linear_leaves_them_out(folder):
     (folder / "config.json").write_text(json.dumps(MIXED))
     (problem,) = told(plan(config(folder, "lora.rank=4", "lora.target_modules=[q_proj, up_proj]"), 1))
-    assert problem.startswith("lora.target_modules: up_proj of qwen3_moe are in its experts, which have no adapters; leave them out")
+    assert problem.startswith("lora.target_modules: up_proj of qwen3_moe are inside its experts, which have no adapters; leave them out")
     made = dict(plan(config(folder, "lora.rank=4"), 1).rows)["LoRA"]
     assert f"{4 * 30 * (4 * 576 + 2 * 576 + 2 * 192):,} trained" in made
 
@@ -576,7 +577,7 @@ def test_products_in_fp8_need_wide_linears_whole_blocks_of_tokens_and_layers_tha
     fp8 = ("model.fp8_recipe=mxfp8", "train.max_tokens_per_micro_batch=96")
     assert told(plan(config(folder, *fp8, "model.bf16_layers=[0, -32]"), 1)) == []
     (problem,) = told(plan(config(folder, *fp8, "model.bf16_layers=[32]"), 1))
-    assert problem == "model.bf16_layers: 32, and the model has 32 layers; use -32 to 31"
+    assert problem == "model.bf16_layers: 32 is out of range: the model has 32 layers; use -32 to 31"
     (problem,) = told(plan(config(folder, *fp8, "parallel.cp=2"), 2))
     assert problem.startswith(
         "train.max_tokens_per_micro_batch: 96 is cut to 64, a multiple of 32 (model.fp8_recipe mxfp8) x parallel.cp = 64"
@@ -584,7 +585,7 @@ def test_products_in_fp8_need_wide_linears_whole_blocks_of_tokens_and_layers_tha
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | dict(intermediate_size=14336 + 16)))
     assert told(plan(config(folder, "model.fp8_recipe=tensorwise"), 1)) == []
     (problem,) = told(plan(config(folder, *fp8), 1))
-    said = "mxfp8 multiplies by multiples of 32, and a rank's part of intermediate_size is 14352; choose none or another layout"
+    said = "mxfp8 needs multiples of 32, and a rank's part of intermediate_size is 14352; choose none or another layout"
     assert problem == f"model.fp8_recipe: {said}"
     (folder / "config.json").write_text(json.dumps(MIXED | dict(moe_intermediate_size=24)))
     assert "a rank's part of moe_intermediate_size is 24" in told(plan(config(folder, "model.fp8_recipe=blockwise"), 1))[-1]
@@ -672,7 +673,7 @@ def test_weights_in_fewer_bits_take_less_room_and_must_be_cut_into_blocks(folder
     assert weights("none") - weights("nf4") == pytest.approx(linears * (2 - 0.5 - 4 / 64))
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | dict(intermediate_size=14336 + 32)))
     (problem,) = told(plan(config(folder, "lora.rank=32", "model.base_storage=nf4"), 1))
-    assert problem.startswith("model.base_storage: a rank's part of intermediate_size is 14368, and 64 elements share a scale")
+    assert problem.startswith("model.base_storage: a rank's part of intermediate_size is 14368, not a multiple of 64; choose none")
     (folder / "config.json").write_text(json.dumps(MIXED))
     (problem,) = told(plan(config(folder, "lora.rank=4", "model.base_storage=fp8"), 1))
-    assert problem == "model.base_storage: fp8 is for linears, and qwen3_moe has experts; choose none"
+    assert problem == "model.base_storage: fp8 does not support experts, which qwen3_moe has; choose none"

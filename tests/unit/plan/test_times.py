@@ -71,7 +71,7 @@ def test_kernels_are_refused_on_gpus_that_they_are_not_for():
     made = plan(settings, 8)
     plans = {gpu: with_times(made, settings, 8, GPUS[gpu], LENGTHS) for gpu in GPUS}
     said = {gpu: list(map(str, plans[gpu].problems[len(made.problems) :])) for gpu in GPUS}
-    refused = {gpu: [f"train.fused_logprobs: true is for Hopper GPUs, which {gpu} is not; set it to false"] for gpu in ("a100", "b200")}
+    refused = {gpu: [f"train.fused_logprobs: true needs a Hopper GPU, which {gpu} is not; set it to false"] for gpu in ("a100", "b200")}
     assert said == refused | {"h100": [], "h200": []}
 
 
@@ -329,8 +329,8 @@ def test_the_command_says_all_of_it_in_json_without_torch(tmp_path):
     ("asked", "message"),
     [
         ({"gpu": "h300"}, "--gpu: h300 is not known; choose one of a100, h100, h200, b200"),
-        ({"search": True}, "--search: seconds are of a kind of GPU; add --gpu, one of a100, h100, h200, b200"),
-        ({"response_tokens": 5.0}, "response_tokens: seconds are of a kind of GPU"),
+        ({"search": True}, "--search: predicted seconds need a kind of GPU; add --gpu, one of a100, h100, h200, b200"),
+        ({"response_tokens": 5.0}, "response_tokens: predicted seconds need a kind of GPU"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused(asked, message):

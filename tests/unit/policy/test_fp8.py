@@ -93,7 +93,7 @@ def test_gradients_get_more_range_where_a_whole_tensor_shares_a_scale():
 
 def test_layers_count_from_both_ends_and_those_that_are_not_there_are_refused():
     assert Fp8.of(section(fp8_recipe="mxfp8", bf16_layers=[0, -1, 3]), 24).bf16_layers == {0, 3, 23}
-    with pytest.raises(ValueError, match=r"model\.bf16_layers: -25, and the model has 24 layers; use -24 to 23"):
+    with pytest.raises(ValueError, match=r"model\.bf16_layers: -25 is out of range: the model has 24 layers; use -24 to 23"):
         Fp8.of(section(fp8_recipe="mxfp8", bf16_layers=[-25]), 24)
 
 
@@ -125,6 +125,6 @@ def test_a_gpu_without_transformer_engine_is_refused_and_a_cpu_is_not(monkeypatc
     assert device.fp8_problem("mxfp8") is None
     monkeypatch.setattr(device, "has_gpu", lambda: True)
     with pytest.raises(
-        ValueError, match=r"model\.fp8_recipe: mxfp8 does not run here: it takes Transformer Engine, which is not installed"
+        ValueError, match=r"model\.fp8_recipe: mxfp8 does not run here: it needs Transformer Engine, which is not installed"
     ):
         fp8.megatron_config()

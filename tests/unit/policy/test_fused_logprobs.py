@@ -210,10 +210,10 @@ def test_the_vocabulary_is_split_so_that_no_processor_waits(blocks, tiles, proce
     "hidden, options, said",
     [
         (torch.ones(4, 8).bfloat16(), {}, None),
-        (torch.ones(4, 8), {}, "they multiply bfloat16, not float32"),
+        (torch.ones(4, 8), {}, "the kernels multiply bfloat16, not float32"),
         (torch.ones(4, 6).bfloat16(), {}, "rows of 6 features of 2 byte"),
         (torch.ones(4, 8).bfloat16(), dict(fp8="blockwise"), "rows of 8 features of 1 byte"),
-        (torch.ones(4, 8).bfloat16(), dict(truncation=Truncation(top_k=2)), "need the logits sorted"),
+        (torch.ones(4, 8).bfloat16(), dict(truncation=Truncation(top_k=2)), "need sorted logits"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused_by_name(hidden, options, said, monkeypatch):

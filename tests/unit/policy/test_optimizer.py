@@ -28,5 +28,5 @@ def test_what_does_not_go_together_is_refused(tmp_path, overrides, message):
 
 def test_muon_without_its_package_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="muon is in a package that is not installed; pip install emerging-optimizers"):
+    with pytest.raises(ValueError, match="muon needs a package that is not installed; pip install emerging-optimizers"):
         build_optimizer([], TrainSection(optimizer="muon", distributed_optimizer=False), None)

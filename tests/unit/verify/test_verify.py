@@ -174,9 +174,9 @@ def test_rounding_of_one_process_widens_what_is_allowed():
 
 def test_outcomes_of_different_quantities_cannot_be_compared():
     same = outcome()
-    with pytest.raises(ValueError, match=r"gradients that only one of the two has: b\.weight"):
+    with pytest.raises(ValueError, match=r"gradients that only this layout or only one process has: b\.weight"):
         compare(replace(same, gradients={"a.weight": same.gradients["a.weight"]}), same)
-    with pytest.raises(ValueError, match="6 loss tokens where one process has 7"):
+    with pytest.raises(ValueError, match="this layout has 6 loss tokens, and one process has 7"):
         compare(replace(same, logprobs=same.logprobs[1:]), same)
 
 
