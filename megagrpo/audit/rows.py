@@ -29,6 +29,7 @@ class Rows:
         self._place = (lengths.cumsum(0) - lengths)[self.sample] + self.token
 
     def dumped(self, name: str) -> Tensor | None:
+        """Return a dumped column [n] float64, or None if the dump has none."""
         return self.update.rows[name][self._valid].double() if name in self.update.rows else None
 
     def recomputed(self, rows: Sequence[Tensor | None]) -> Tensor:

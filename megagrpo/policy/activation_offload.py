@@ -36,6 +36,7 @@ class Kept:
         self.view = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def get(self) -> Tensor:
+        """Return the saved tensor, from the device copy that `LeftLayer.load` restores if it was offloaded."""
         self.layer.announce()
         if self.tensor is not None:
             return self.tensor
@@ -55,6 +56,7 @@ class LeftLayer:
         self._complete = None
 
     def keep(self, tensor: Tensor) -> Kept:
+        """Record a tensor that autograd saves, and return its handle."""
         kept = Kept(self, tensor)
         self._kept.append(kept)
         return kept
@@ -99,11 +101,13 @@ class LeftLayer:
         return self._loaded
 
     def fetch(self) -> None:
+        """Start the copy back to the device, once."""
         if self._loaded is None and self._hosts:
             self._loaded, self._complete = self._mover.copies.to_device(self._hosts)
             self._mover.has_loaded(self)
 
     def unload(self) -> None:
+        """Drop the restored device copy."""
         if self._loaded is not None:
             self._mover.copies.wait(self._complete)  # a copy still writes to this memory; free it only afterwards
         self._loaded = None
@@ -148,6 +152,7 @@ class Mover:
         self.within = self.layer = self._last = self._on_its_way = None
 
     def has_loaded(self, layer: LeftLayer) -> None:
+        """Note a layer that is back on the device, and unload the oldest when more than LOADED are."""
         self._loaded.append(weakref.ref(layer))
         if len(self._loaded) > LOADED and (oldest := self._loaded.popleft()()) is not None:
             oldest.unload()

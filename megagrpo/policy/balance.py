@@ -32,6 +32,7 @@ class BalancedRouter(TopKRouter):
     slope: Tensor | None = None  # [E] float32: derivative of the loss by an expert's probability at any counted token
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (probabilities, routing map), both [tokens, E], from logits [tokens, 1, E], as TopKRouter does."""
         probs, routing_map = super().routing(logits, padding_mask)
         if padding_mask is None or (self.counts is None and self.slope is None):
             return probs, routing_map

@@ -361,6 +361,7 @@ class LMHead(ColumnParallelLinear):
     cap: float | None = None
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+        """Return (logits [T, 1, V/tp], bias) of input [T, 1, H], or (input, None) with `stand_aside`."""
         if self.stand_aside:
             return input_, None
         logits, bias = super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)

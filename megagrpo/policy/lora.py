@@ -94,10 +94,12 @@ class Adapted:
     """A parallel linear that adds the output of `adapter` to its own."""
 
     def forward(self, input_: Tensor, *args, **kwargs):
+        """Return (output + adapter output, bias) of the linear."""
         output, bias = super().forward(input_, *args, **kwargs)
         return output + self.adapter(input_), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Return the linear's sharded state and the adapters'."""
         own = self.adapter.state_dict(prefix=f"{ADAPTER}.", keep_vars=True)
         axes = {name: value.partition_dim for name, value in own.items() if value.tensor_model_parallel}
         options = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
@@ -145,6 +147,7 @@ class ColumnAdapter(_Adapter):
         super().__init__(linear, parts, groups, wanted, (None, 0), lora)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return scale B A x, [..., this rank's output rows], from x [..., in]."""
         down = F.linear(self.drop(x, cut=self.sequence_parallel), torch.cat([part.lora_A for part in self.values()]))
         if self.sequence_parallel:
             down = gather_from_sequence_parallel_region(down, tensor_parallel_output_grad=True, group=self.tp_group)
@@ -167,6 +170,7 @@ class RowAdapter(_Adapter):
         super().__init__(linear, parts, groups, wanted, (1, None), lora)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return scale B A x, [..., out], from x [..., this rank's input columns]."""
         (part,) = self.values()
         reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
         down = reduce(F.linear(self.drop(x, cut=True), part.lora_A), group=self.tp_group)

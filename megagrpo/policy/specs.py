@@ -59,6 +59,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normed x [..., H] in x's dtype."""
         if not self.centred:
             return rms_norm(x, self.weight, self.eps)
         wide = torch.promote_types(self.weight.dtype, torch.float32)  # bfloat16 is too coarse near 1 for 1 + weight
@@ -73,6 +74,7 @@ class GatedActivation(torch.nn.Module):
         self.function = geglu if config.activation_func is F.gelu else swiglu
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the activation [..., F] of x [..., 2 F]."""
         return self.function(x)
 
 

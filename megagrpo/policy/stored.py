@@ -111,6 +111,7 @@ class Stored:
         return output if bias is None else output + bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Return Megatron's sharded state without the empty weight."""
         whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         del whole[f"{prefix}weight"]
         return whole

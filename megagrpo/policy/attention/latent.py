@@ -34,6 +34,7 @@ class WholeLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T [..., out] of x [..., in]."""
         return F.linear(x, self.weight)
 
 

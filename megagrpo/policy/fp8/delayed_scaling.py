@@ -116,12 +116,15 @@ class Operands:
     weight_scale: Tensor
 
     def input(self, x: Tensor, dim: int) -> Tensor:
+        """Return x rounded to e4m3, in x's shape, float32."""
         return scaled(x, E4M3, self.input_scale)
 
     def weight(self, weight: Tensor, dim: int) -> Tensor:
+        """Return the weight rounded to e4m3, in its shape, float32."""
         return scaled(weight, E4M3, self.weight_scale)
 
     def gradient(self, grad: Tensor, dim: int) -> Tensor:
+        """Note the gradient's amax, and return it rounded, in its shape, float32."""
         self.scaling.note(self.index, GRADIENT, grad)
         return scaled(grad, self.scaling.gradients, self.scaling.scale[self.index, GRADIENT])
 

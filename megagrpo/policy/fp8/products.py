@@ -88,6 +88,7 @@ class Fp8:
 
     @property
     def gradients(self) -> torch.dtype:
+        """The FP8 dtype of gradients."""
         return E5M2 if self.hybrid else E4M3
 
     def operands(self, x: Tensor, weight: Tensor) -> Fp8:
@@ -95,12 +96,15 @@ class Fp8:
         return self
 
     def input(self, x: Tensor, dim: int) -> Tensor:
+        """Return x [rows, width] rounded to e4m3, float32."""
         return self.round(x, E4M3, dim)
 
     def weight(self, weight: Tensor, dim: int) -> Tensor:
+        """Return the weight [rows, width] rounded to e4m3, float32; the stored values if it is an Fp8Tensor."""
         return weight.values() if isinstance(weight, Fp8Tensor) else self.round(weight, E4M3, dim, square=True)
 
     def gradient(self, grad: Tensor, dim: int) -> Tensor:
+        """Return the gradient [rows, width] rounded to `gradients`, float32."""
         return self.round(grad, self.gradients, dim)
 
     def round(self, x: Tensor, dtype: torch.dtype, dim: int, square: bool = False) -> Tensor:

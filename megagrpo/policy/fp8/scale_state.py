@@ -33,9 +33,11 @@ class _Linear:
     scales: tuple[Tensor, ...]
 
     def read(self) -> tuple[Tensor, Tensor]:
+        """Return (amaxes [length, 3], scales [3]) as one copy."""
         return torch.cat(self.amaxes, 1), torch.cat(self.scales)
 
     def write(self, amaxes: Tensor, scales: Tensor) -> None:
+        """Write amaxes [length, 3] and scales [3] into the views."""
         for target, value in zip(self.amaxes, amaxes.split([t.shape[1] for t in self.amaxes], 1), strict=True):
             target.copy_(value)
         for target, value in zip(self.scales, scales.split([t.shape[0] for t in self.scales]), strict=True):

@@ -119,6 +119,7 @@ class DenseWeight:
         return dense(self.weight)
 
     def store(self, values: Tensor) -> None:
+        """Write dense `values`, in the weight's shape, into the parameter."""
         write(self.weight, values)
 
 

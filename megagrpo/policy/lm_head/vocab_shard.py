@@ -172,6 +172,7 @@ class HeadGradients:
         self._empty = False
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of hidden [N, H] and weight [V/tp, H] in their dtypes; None for one that is not needed."""
         if self._grad_weight is None:
             return self._grad_hidden, None
         self._grad_weight[0 if self._empty else self._num_rows :] = 0
