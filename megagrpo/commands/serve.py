@@ -97,7 +97,7 @@ def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> 
             else:
                 gone.add(server.url)
                 limit = f"restart limit {launcher.restarts[server.url]} reached (rollout.max_restarts)"
-                _warn(f"vLLM server {server.url} {server.fate}; {limit}; its log: {server.log}")
+                _warn(f"vLLM server {server.url} {server.fate}; {limit}; log: {server.log}")
         if len(gone) == len(launcher.servers):
             return False
     return True

@@ -42,7 +42,7 @@ def test_a_server_that_dies_is_started_again_and_with_the_last_one_for_good_it_e
     assert ended == [False]
     first, second = capsys.readouterr().err.splitlines()
     assert f"warning: vLLM server {stand.urls[0]} was killed by SIGKILL; restarting it, 1 of 1 times (rollout.max_restarts)" in first
-    assert f"{stand.urls[0]} was killed by SIGKILL; restart limit 1 reached (rollout.max_restarts); its log: " in second
+    assert f"{stand.urls[0]} was killed by SIGKILL; restart limit 1 reached (rollout.max_restarts); log: " in second
 
 
 @pytest.mark.parametrize("wedged", [pytest.param(False, id="stopped", marks=pytest.mark.full), pytest.param(True, id="wedged")])
@@ -108,7 +108,7 @@ def test_servers_listen_where_the_trainer_reaches_them_and_leave_it_its_gpus(mon
 
 def test_servers_for_a_trainer_elsewhere_need_a_token(monkeypatch, tmp_path):
     monkeypatch.delenv("MEGAGRPO_TOKEN", raising=False)
-    with pytest.raises(ValueError, match=r"rollout\.token_file: servers for a trainer elsewhere need a token that it knows"):
+    with pytest.raises(ValueError, match=r"rollout\.token_file: servers for a remote trainer need its token"):
         serve._launcher(parse(["serve", str(QUICKSTART)]).config, tmp_path, None, 0)
 
 

@@ -69,7 +69,7 @@ def test_what_cannot_be_cut_is_refused_by_name():
         ValueError, match=r"rollout\.tp: model\.layers\.3\.self_attn\.o_proj\.weight of shape \(8, 32\) cannot be cut into 3"
     ):
         boxes("model.layers.3.self_attn.o_proj.weight", DENSE, tp=3)
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.odd\.weight: how vLLM cuts tensors of this kind is not known"):
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.odd\.weight: unknown how vLLM shards tensors of this kind"):
         boxes("model.layers.0.odd.weight", DENSE)
     with pytest.raises(ValueError, match="ep 3 workers of a server need a multiple of tp 2"):
         EngineLayout(tp=2, ep=3)
