@@ -381,7 +381,7 @@ def change_header(folder: Path) -> None:
             flip_a_bit,
             r"__0_1.distcp is corrupt at byte \d+, where \S+ lies \(data/0 has a wrong CRC-32\); copy the",
         ),
-        (flip_a_bit_of_the_config, r"hf/config.json is corrupt: its CRC-32 is \w{8}, and was \w{8}"),
+        (flip_a_bit_of_the_config, r"hf/config.json is corrupt: its CRC-32 is \w{8}; \w{8} was written"),
         (overwrite, r"__0_1.distcp is corrupt at byte \d+, where \S+ lies"),
         (lambda folder: (folder / ".metadata").write_bytes(b"no pickle"), ".metadata is corrupt"),
         (lambda folder: (folder / "metadata.json").unlink(), "is not a Megatron checkpoint"),
