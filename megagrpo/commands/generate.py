@@ -21,7 +21,7 @@ megagrpo generate CONFIG_OR_MODEL [PROMPT | -] [--interactive] [--checkpoint C] 
                   [--temperature T] [--top-p P] [--top-k K] [--min-p P] [--max-tokens N] [--seed S] [--system TEXT]
 
 CONFIG_OR_MODEL is the YAML of a run, whose template, system prompt and sampling are used, or a model as in model.path. - reads the prompt
-from standard input; --interactive, also what happens without a prompt, holds a conversation (/reset begins anew, /exit or Ctrl-D ends it).
+from standard input; --interactive, also what happens without a prompt, holds a conversation (/reset starts over, /exit or Ctrl-D ends it).
 --checkpoint is latest, best, a checkpoint of a run, or a Hugging Face folder; --adapter a LoRA adapter as PEFT saves it. --set replaces
 values of the config. Responses go to standard output, everything else to standard error. Exit code 2: the config or the command line is
 wrong."""
