@@ -45,8 +45,8 @@ class RolloutSection(Section):
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM server."""
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"] = "none"
-    """Format in which vLLM computes its linear layers. none: the dtype of the weights. fp8_...: FP8, with one scale per tensor, per block of
-    128 x 128 or per output channel; every sync quantizes again. docs/weight_sync.md."""
+    """Format in which vLLM computes its linear layers. none: the dtype of the weights. fp8_...: FP8, with one scale per tensor, per block
+    of 128 x 128 or per output channel; every sync quantizes again. docs/weight_sync.md."""
     enable_expert_parallel: bool = False
     """Share out whole experts over the `tp` workers of each vLLM server, instead of a part of every expert to each."""
     placement: Placement = "auto"
