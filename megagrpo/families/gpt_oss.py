@@ -1,7 +1,5 @@
 """GPT-OSS: a bias in every linear and router, sinks (a learned share of attention that contributes 0), and experts with a clamped gate.
-
-Files hold all experts of a block in one tensor, transposed, with the columns of gate and up projection interleaved.
-"""
+Files hold all experts of a block in one tensor, transposed, with the columns of gate and up projection interleaved."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ def _of_expert(local: Local, *dims: tuple[int, int, int]) -> tuple[tuple[int, ..
 
 def _gate_up(name: str) -> Rule:
     """Gate and up projection of each expert [H, 2 I], or their bias [2 I]: even columns are the gate's, odd ones the up projection's.
-
-    Megatron keeps this rank's rows of the gate above its rows of the up projection.
-    """
+    Megatron keeps this rank's rows of the gate above its rows of the up projection."""
 
     def blocks(local: Local) -> list[Block]:
         rows, rest = local.param.shape[0] // 2, tuple(local.param.shape[1:])
