@@ -135,7 +135,7 @@ def test_an_adapter_in_a_checkpoint_is_what_was_written_whoever_reads_it(tmp_pat
     assert read_lora(adapter).rank == 8 and "--enable-lora" in adapter_arguments(adapter)
     (adapter / "adapter_model.safetensors").write_bytes(bytes(63) + b"\1")
     for read in (read_lora, adapter_arguments):
-        with pytest.raises(ValueError, match=r"adapter_model.safetensors is corrupt: its CRC-32 is \w{8}, and was \w{8} when it was"):
+        with pytest.raises(ValueError, match=r"adapter_model.safetensors is corrupt: its CRC-32 is \w{8}; \w{8} was written"):
             read(adapter)
     (adapter.parent / "checksums.json").unlink()  # one of somebody else says nothing
     assert read_lora(adapter).rank == 8
