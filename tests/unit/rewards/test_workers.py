@@ -329,7 +329,7 @@ def test_metrics_give_mean_and_unbiased_std_over_what_was_scored(folder):
 @pytest.mark.parametrize(
     "function, expected",
     [
-        ("exact_numbr", ["no reward function", "did you mean `exact_number`", "accuracy, reasoning_accuracy"]),
+        ("exact_numbr", ["not a known reward function", "did you mean `exact_number`", "accuracy, reasoning_accuracy"]),
         ("no_such_file.py:length", ["no file", "no_such_file.py"]),
         ("mine.py:lenght", ["has no function `lenght`", "length", "cannot be loaded"]),
         ("broken.py:length", ["no_such_module_at_all"]),
