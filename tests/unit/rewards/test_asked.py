@@ -75,8 +75,8 @@ def test_a_judge_is_asked_again_after_every_kind_of_passing_failure():
 @pytest.mark.parametrize(
     "answer, reason, requests",
     [
-        (lambda body: (500, "broken"), "answered 500: broken (2 attempts)", 2),
-        (lambda body: (401, "no key"), "answered 401: no key", 1),
+        (lambda body: (500, "broken"), "responded with status 500: broken (2 attempts)", 2),
+        (lambda body: (401, "no key"), "responded with status 401: no key", 1),
         (lambda body: (200, "no json"), "its response is not JSON", 2),
         (lambda body: says("I would rather not."), "no score in the judge's answer: 'I would rather not.'", 1),
         (lambda body: says("Score: 11"), "the judge's score 11 is not from 0 to 10", 1),
