@@ -5,6 +5,8 @@ Imports nothing but what Python brings along: a process starts at once.
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import json
 import signal
 import socket
@@ -166,3 +168,26 @@ class Process:
         self.process.kill()
         self.process.wait()
         self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def noting():
+    """Yield the address of a server that accepts every POST, and the list of the paths of these requests."""
+    paths = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            paths.append(self.path)
+            self.send_response(200)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", paths
+        server.shutdown()

@@ -13,6 +13,7 @@ from megagrpo.engine import client
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineError
 from megagrpo.types import Prompt, SamplingParams
+from tests.unit.engine.stand_ins import noting
 
 PROMPT = Prompt(3, (1, 2), "", place=8)
 SAMPLING = SamplingParams(1.0, 6)
@@ -158,23 +159,7 @@ def test_the_next_version_may_be_known_to_the_server_first_and_none_said_is_that
 @pytest.mark.parametrize(("in_flight", "query"), [("keep", "?reset_running_requests=true"), ("wait", "")])
 def test_a_sync_empties_the_prefix_cache_before_a_server_serves_again(in_flight, query):
     """vLLM keeps its cache in the pause of `keep`: a prefix of older weights would be taken for one of the new."""
-    paths = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers.get("content-length", 0)))
-            paths.append(self.path)
-            self.send_response(200)
-            self.send_header("content-length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        engine = VllmEngine([f"http://127.0.0.1:{server.server_port}"], str, in_flight=in_flight)
+    with noting() as (url, paths):
+        engine = VllmEngine([url], str, in_flight=in_flight)
         engine.resume(SimpleNamespace(manifest=SimpleNamespace(version=8), servers=None))
-        server.shutdown()
     assert paths == ["/update_weight_version", f"/reset_prefix_cache{query}", "/resume"] and engine.weight_version == 8

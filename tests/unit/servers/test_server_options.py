@@ -1,8 +1,6 @@
 """Keys of the config that reach vLLM: the command line of a server, the requests of a step, how long they may take, and the sleep."""
 
 import contextlib
-import http.server
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from megagrpo.servers import serving
 from megagrpo.servers.launcher import Launcher
 from megagrpo.trainer import wiring
 from megagrpo.types import Prompt, SamplingParams, Truncation
-from tests.unit.engine.stand_ins import StandIn
+from tests.unit.engine.stand_ins import StandIn, noting
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 VALUES = {  # override -> the arguments that must be on the command line
@@ -88,29 +86,6 @@ def test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server(sec
         engine = VllmEngine([slow.url, quick.url], str, **limits)
         groups = engine.generate([Prompt(i, (1, 2, i + 3), "") for i in range(2)], 1, SamplingParams(1.0, 4), 5)
     assert [len(group) for group in groups] == [1, 1] and len(quick.asked) == 1 + asked
-
-
-@contextlib.contextmanager
-def noting():
-    """(address, paths that were posted to) of a server that agrees to everything."""
-    paths = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers.get("content-length", 0)))
-            paths.append(self.path)
-            self.send_response(200)
-            self.send_header("content-length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", paths
-        server.shutdown()
 
 
 @pytest.mark.parametrize(("adapters", "level"), [([], 2), (["lora.rank=8"], 2), (["lora.rank=8", "lora.sync=adapter"], 1)])
