@@ -234,6 +234,7 @@ class Launcher:
                 server.supervisor.send_signal(signal.SIGTERM)
         for server in self.servers:
             server.end()
+        remove_stale()  # files of a server whose supervisor was killed
         if self._moved is not None:
             self._moved.forget()
         self.servers.clear()

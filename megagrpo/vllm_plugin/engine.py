@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from megagrpo.transfer.cuda_handles import DeviceMaps
 from megagrpo.transfer.exchange import Deadline, let_go
 from megagrpo.transfer.ledger import Ledgers
 from megagrpo.transfer.manifest import Bookmark, Manifest, SharedFiles, WeightSyncError
-from megagrpo.transfer.shm_names import name_segments_by_owner
+from megagrpo.transfer.shm_names import CPU_WORKERS, name_segments_by_owner, owned
 from megagrpo.vllm_plugin.cpu_experts import heed_expert_map
 from megagrpo.vllm_plugin.loading import Loading, some
 from megagrpo.vllm_plugin.reader import BlockSource, MappedBlocks, ShardReader
@@ -45,8 +46,16 @@ def register() -> None:
     name_segments_by_owner()
     if current_platform.is_cpu():
         heed_expert_map()
+        name_worker_files_by_owner()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ShardEngine")
+
+
+def name_worker_files_by_owner() -> None:
+    """Make the shared-memory files of this engine's CPU workers carry the engine's process. vLLM names them after their file store."""
+    from vllm.v1.executor import multiproc_executor  # imports most of vLLM, which the plugin loader has not done in every process
+
+    multiproc_executor.get_file_store_init_method = lambda: f"file://{tempfile.gettempdir()}/{owned(CPU_WORKERS)}"
 
 
 @dataclass

@@ -12,7 +12,6 @@ import errno
 import json
 import math
 import os
-import secrets
 import shutil
 import socket
 from collections.abc import Sequence
@@ -31,9 +30,9 @@ from megagrpo.transfer.checksums import NotFinite, check_finite, copy_checked
 from megagrpo.transfer.ledger import HEADER, NUM_SLOTS, Ledger, Ledgers, ledger_path
 from megagrpo.transfer.manifest import ALIGNMENT, DTYPES, Bookmark, Manifest, SharedBlock, SharedTensor, WeightSyncError
 from megagrpo.transfer.plan import layer_of
-from megagrpo.transfer.shm_names import SHARED_MEMORY, WEIGHTS, owner, remove_stale
+from megagrpo.transfer.shm_names import SHARED_MEMORY, WEIGHTS, owned, remove_stale
 from megagrpo.transfer.slices import owners
-from megagrpo.weight_sync.orphaned_folder import remove_when_orphaned
+from megagrpo.weight_sync.orphaned_files import remove_when_orphaned
 from megagrpo.weight_sync.transport import Given, Ranks, Weights, key_of
 from megagrpo.weight_sync.verification import verify
 
@@ -54,7 +53,7 @@ class SharedMemory:
         self._blocks: list[list[Placed]] = []  # per rank
         self._tensors: dict[int, dict[str, SharedTensor]] = {}  # slot -> tensors and their blocks
         remove_stale(folder)
-        own = str(folder / f"{WEIGHTS}{owner(os.getpid())}-{secrets.token_hex(4)}")
+        own = str(folder / owned(WEIGHTS))
         told = ranks.all_gather_objects((socket.gethostname(), own))
         if len(hosts := sorted({host for host, _ in told})) > 1:
             raise ValueError(

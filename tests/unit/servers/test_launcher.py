@@ -19,7 +19,7 @@ from megagrpo.engine.http import MovedServers, Servers, answers
 from megagrpo.engine.protocol import EngineStartError, derive_seed
 from megagrpo.servers.launcher import Launcher, Server, ServerOptions
 from megagrpo.servers.serving import make_launcher
-from megagrpo.transfer.shm_names import remove_stale
+from megagrpo.transfer.shm_names import CPU_WORKERS, owner, remove_stale
 
 SUPERVISOR = Path(launcher_module.HERE) / "supervisor.py"
 # A server with a child that ignores SIGTERM and leaves its process group, and with a grandchild that lost its parent.
@@ -196,14 +196,14 @@ def test_segments_of_a_process_that_was_killed_are_removed_at_the_next_start_and
             file.unlink(missing_ok=True)
 
 
-def test_old_files_of_cpu_workers_are_removed_at_the_next_start_unless_a_process_has_them_mapped(tmp_path):
-    files = [tmp_path / f"vllm_dist_{name}-cpushm_0" for name in ("old", "mapped", "new")]
+def test_files_of_cpu_workers_are_removed_when_their_engine_has_ended_and_no_others(tmp_path):
+    ended = subprocess.Popen(["true"])
+    files = [tmp_path / f"{CPU_WORKERS}{owner}-1a2b3c4d-tp:0-[0-1]-cpushm_0" for owner in (f"{ended.pid}.1", owner(os.getpid()))]
+    files.append(tmp_path / "vllm_dist_5e6f-tp:0-[0-1]-cpushm_0")  # another program's
     for file in files:
         file.write_bytes(bytes(4096))
-        if "new" not in file.name:
-            os.utime(file, (0, 0))
-    with files[1].open("r+b") as opened, mmap.mmap(opened.fileno(), 0):
-        remove_stale(tmp_path)
+    ended.wait()
+    remove_stale(tmp_path)
     assert [file.exists() for file in files] == [False, True, True]
 
 
