@@ -19,11 +19,12 @@ WEIGHTS, SEGMENTS, CPU_WORKERS = "megagrpo-", "psm_megagrpo-", "vllm_dist_megagr
 
 
 def owner(pid: int) -> str:
-    """Return PID.START_TIME of a running process, or "" when no such process runs."""
+    """Return PID.START_TIME of a running process, or "" when no such process runs. A zombie does not run: init may never reap it."""
     try:
-        return f"{pid}.{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
+    return "" if state in "ZX" else f"{pid}.{fields[18]}"
 
 
 def owned(prefix: str) -> str:

@@ -197,14 +197,18 @@ def test_segments_of_a_process_that_was_killed_are_removed_at_the_next_start_and
 
 
 def test_files_of_cpu_workers_are_removed_when_their_engine_has_ended_and_no_others(tmp_path):
-    ended = subprocess.Popen(["true"])
-    files = [tmp_path / f"{CPU_WORKERS}{owner}-1a2b3c4d-tp:0-[0-1]-cpushm_0" for owner in (f"{ended.pid}.1", owner(os.getpid()))]
+    engine = subprocess.Popen(["sleep", "60"])
+    files = [tmp_path / f"{CPU_WORKERS}{owner(pid)}-1a2b3c4d-tp:0-[0-1]-cpushm_0" for pid in (engine.pid, os.getpid())]
     files.append(tmp_path / "vllm_dist_5e6f-tp:0-[0-1]-cpushm_0")  # another program's
     for file in files:
         file.write_bytes(bytes(4096))
-    ended.wait()
+    remove_stale(tmp_path)
+    assert all(file.exists() for file in files)
+    engine.kill()
+    os.waitid(os.P_PID, engine.pid, os.WEXITED | os.WNOWAIT)  # the engine is a zombie now
     remove_stale(tmp_path)
     assert [file.exists() for file in files] == [False, True, True]
+    engine.wait()
 
 
 @pytest.fixture
