@@ -24,7 +24,7 @@ def test_a_run_shows_hostile_prompts_and_errors_and_sends_no_escape_to_the_termi
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (tmp_path / "mine.py").write_text(REWARD)
     options = [f"data.train.source={tmp_path}/train.jsonl", f"rewards.functions=[{{function: {tmp_path}/mine.py:raises}}]"]
-    run = world.train(tmp_path, *options, "run.log_completions_steps=1", "rollout.max_prompt_length=128")
+    run = world.train(tmp_path, *options, "run.log_completions_steps=1", "rollout.max_prompt_length=128", launched=True)
     assert run.code == 0, run.err
     assert r"\x1b]52;c;ZXZpbA==\x07" in run.out and " raised" in run.err and " printed" in run.err
     assert not STEERS.search(run.out) and not STEERS.search(run.err)
