@@ -42,8 +42,6 @@ from megagrpo.config import ParallelSection
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip  (after megagrpo, which prepares the platform)
-
 Gradients = tuple[Tensor, Tensor]
 Contender = Callable[[Tensor, Tensor, Tensor, Tensor], Gradients]
 
@@ -74,6 +72,8 @@ def liger_style(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor
 
 
 def megatron(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor) -> Gradients:
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # after megagrpo, which prepares the device
+
     logits = (hidden @ weight.t())[:, None]
     losses = vocab_parallel_cross_entropy(logits, labels[:, None])
     return torch.autograd.grad(losses[:, 0], (hidden, weight), -upstream)

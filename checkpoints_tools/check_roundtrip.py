@@ -23,8 +23,7 @@ import shutil
 import tempfile
 from typing import Any
 
-from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout  # isort: skip  (it hides GPUs from torch)
-
+from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout
 from megagrpo.bridge.convert import export_hf, import_hf
 from megagrpo.bridge.load import Checkpoint, counted
 from megagrpo.bridge.tensor_files import NAMES

@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import argparse
 
-from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout  # isort: skip  (it hides GPUs from torch)
-
+from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout
 from megagrpo.bridge.convert import export_hf
 
 

@@ -16,8 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import argparse
 
-from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout  # isort: skip  (it hides GPUs from torch)
-
+from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout
 from megagrpo.bridge.adapters import CONFIG, base_of, load_adapter, read_lora
 from megagrpo.bridge.export import save_hf
 from megagrpo.bridge.load import load_hf

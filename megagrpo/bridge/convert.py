@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megagrpo.bridge.adapters import ADAPTER_FILES
@@ -33,8 +34,6 @@ from megagrpo.families.config import load_hf_config
 from megagrpo.families.sources import resolve_model
 from megagrpo.parallel.agree import RankError, own_part, together
 from megagrpo.parallel.layout import Layout, init_layout
-
-from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip  (after megagrpo.device, which prepares the platform)
 
 _COMMIT = 2**28  # bytes between two commits: a kill loses at most this much work
 

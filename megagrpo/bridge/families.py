@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megagrpo.families import FAMILIES
@@ -18,8 +19,6 @@ from megagrpo.policy.fp8.weights import DenseWeight, is_fp8
 from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.specs import BLOCK
 from megagrpo.policy.stored import StoredWeight
-
-from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.device, which prepares the platform)
 
 # The prefix of PEFT's names for adapters; the name in the base model follows.
 PEFT = "base_model.model."

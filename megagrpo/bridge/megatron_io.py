@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor, nn
 
 from megagrpo.bridge.families import blocks
@@ -20,9 +22,6 @@ from megagrpo.families.config import HfConfig
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.build import build_model, weights_dtype
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
-
-from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.device, which prepares the platform)
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica  # isort: skip
 
 HF_FILES = "hf"  # subfolder with config.json and the tokenizer, which an export needs
 # The only sharding of the distributed optimizer's state that can be loaded with other tensor- and pipeline-parallel sizes. Weights do not
@@ -97,6 +96,13 @@ def save_frame(folder: Path) -> None:
     dist_checkpointing.save({}, str(folder), content_metadata=METADATA, async_strategy="mcore")
 
 
+def read_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a sharded state filled from a distributed checkpoint. Collective; raises the errors of Megatron and torch."""
+    with warnings.catch_warnings():  # warnings about Megatron's calls of torch
+        warnings.simplefilter("ignore", UserWarning)
+        return dist_checkpointing.load(state, str(folder))
+
+
 def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> None:
     """Load weights that any layout has written, cast to the parameters' dtype; all other contents are ignored. Collective.
 
@@ -106,9 +112,7 @@ def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> N
     check_is_checkpoint(folder)
     StoredTensors(folder)  # rejects a damaged or malicious index before Megatron unpickles it
     try:
-        with warnings.catch_warnings():  # warnings about Megatron's calls of torch
-            warnings.simplefilter("ignore", UserWarning)
-            state = dist_checkpointing.load(model_state(chunks, layout), str(folder))
+        state = read_state(model_state(chunks, layout), folder)
     except Exception as e:  # torch and Megatron raise a dozen types for a missing key or another shape
         raise ValueError(f"{folder} does not fit this model: {e}") from e
     for name, chunk in _named(chunks):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megagrpo.bridge.families import blocks
@@ -14,8 +15,6 @@ from megagrpo.families.blocks import Block
 from megagrpo.families.config import HfConfig
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.lora import LowRank
-
-from megatron.core.utils import unwrap_model  # isort: skip  (after megagrpo.device, which prepares the platform)
 
 
 @dataclass(frozen=True)

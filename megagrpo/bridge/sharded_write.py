@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.bridge.checksums import checksums
-
-from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.device, which prepares the platform)
 
 
 class ShardedWrite:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemWriter
@@ -29,8 +30,6 @@ from megagrpo.bridge.stored_metadata import read_metadata
 from megagrpo.bridge.tensor_files import mapped_tensor
 from megagrpo.bridge.unfinished import Journal
 from megagrpo.families.boxes import Box, intersect, size
-
-from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip  (after megagrpo.device, which prepares the platform)
 
 FILE_BYTES = 4 * 2**30  # a file above this size is closed
 ARCHIVE_BYTES = 2048  # upper bound of an archive's bytes beside the tensor

@@ -1,5 +1,6 @@
-"""The device seam: the only package that knows whether there is a GPU. Importing it prepares the platform before megatron-core is
-imported.
+"""The device seam: the only package that knows whether there is a GPU. Importing it prepares torch and megatron-core for this machine.
+
+The `__init__` of every package that imports megatron imports this package first, so a module works whichever module is imported first.
 
 With a GPU nothing is patched. Without one, `install()` gives megatron-core 0.19 a CPU and gloo platform. megatron-core hard-codes
 `torch.cuda...` and `device="cuda"` in about 200 places and offers no switch, so the names it calls are redirected to the CPU.

@@ -1,3 +1,3 @@
-"""The parallel geometry. Importing this package prepares the platform before megatron-core is imported."""
+"""The parallel geometry. Importing this package prepares the device before megatron is imported."""
 
-import megagrpo.device  # noqa: F401  (prepares the platform before megatron is imported)
+import megagrpo.device  # noqa: F401

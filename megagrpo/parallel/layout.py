@@ -11,14 +11,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megagrpo import device
 from megagrpo.config import ParallelSection
 from megagrpo.parallel.rendezvous import join_world
-
-from megatron.core import parallel_state  # isort: skip  (after device, which prepares the platform)
-from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # isort: skip
 
 
 @dataclass(frozen=True)

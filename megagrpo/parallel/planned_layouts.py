@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import distributed_c10d
 
 from megagrpo.config import ParallelSection
 from megagrpo.parallel.layout import Layout
-
-from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip  (after layout, which prepares the platform)
 
 
 @dataclass(frozen=True)

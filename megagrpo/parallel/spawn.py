@@ -24,6 +24,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+# Before the forks: otherwise torch and Megatron's optimizer import torch._dynamo and this module in each rank.
+import megatron.core.models.mimo.optimizer  # noqa: F401
 import torch
 import torch._dynamo
 
@@ -31,9 +33,6 @@ import megagrpo.parallel.layout  # noqa: F401
 from megagrpo import device
 from megagrpo.parallel.rendezvous import stay_on_this_host
 from megagrpo.process.parent_death import end_with_parent
-
-# torch._dynamo and this module are imported before the forks: otherwise torch and Megatron's optimizer import them in each rank.
-import megatron.core.models.mimo.optimizer  # noqa: F401  # isort: skip
 
 
 class RankFailed(RuntimeError):

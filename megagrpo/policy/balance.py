@@ -14,12 +14,11 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from megagrpo.parallel.layout import Layout
-
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # isort: skip  (after megagrpo.device, which prepares the platform)
-from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
 
 class BalancedRouter(TopKRouter):

@@ -11,6 +11,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -24,16 +33,6 @@ from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.experts import prepare_experts
 from megagrpo.policy.fp8.products import Fp8, keep_in_bf16, leave_fp8, pad_routing, quantise_linears
 from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_engine_spec
-
-from megatron.core.fusions.fused_bias_geglu import quick_gelu  # isort: skip  (after megagrpo.device, which prepares the platform)
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding  # isort: skip
-from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip
-from megatron.core.tensor_parallel import ColumnParallelLinear  # isort: skip
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # isort: skip
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region  # isort: skip
-from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # isort: skip
-from megatron.core.utils import unwrap_model  # isort: skip
 
 RECOMPUTE = {
     "none": {},

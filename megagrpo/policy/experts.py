@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from torch import nn
 
 from megagrpo.families.config import HfConfig
 from megagrpo.policy.balance import BalancedRouter
 from megagrpo.policy.expert_groups import BestGroups
-
-from megatron.core.transformer.transformer_layer import MoETransformerLayer  # isort: skip  (after megagrpo.policy.balance)
 
 
 def prepare_experts(model: nn.Module, hf_config: HfConfig) -> None:

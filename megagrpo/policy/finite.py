@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megagrpo.policy.fp8.weights import dense
-
-from megatron.core.utils import unwrap_model  # isort: skip
-
 
 KINDS = ("weight", "gradient", "gradient summed over ranks")  # the most likely cause comes first
 

@@ -15,21 +15,23 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-import megagrpo.device  # noqa: F401  (prepares the platform before megatron is imported)
 from megagrpo.config import LoraSection
 from megagrpo.families.config import HfConfig, projections
-
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, get_cuda_rng_tracker  # isort: skip
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, reduce_from_tensor_model_parallel_region  # isort: skip
-from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region  # isort: skip
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # isort: skip
-from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name  # isort: skip
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
-from megatron.core.utils import unwrap_model  # isort: skip
 
 Names = dict[str, tuple[str, ...]]  # linear -> names of its projections
 ADAPTER = "adapter"  # submodule of a linear that holds its adapters; no other parameter has this in its name

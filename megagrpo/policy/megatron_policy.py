@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 import megagrpo.device as device
@@ -37,9 +39,6 @@ from megagrpo.policy.optimizer import (
 )
 from megagrpo.policy.stored import store_weights
 from megagrpo.types import LossFn, LossInputs, MicroBatch, RefHead, TrainBatch, Truncation
-
-from megatron.core.distributed import finalize_model_grads  # isort: skip
-from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
 Sums = dict[str, tuple[float, float]]
 

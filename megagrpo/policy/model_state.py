@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megagrpo.policy.fp8.weights import dense, is_fp8, remember
-
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip  (after megagrpo.policy)
-from megatron.core.utils import unwrap_model  # isort: skip
 
 EXTRA = "_extra_state"  # key of a layer's state besides weights; with several experts in one layer the expert's number follows
 

@@ -9,19 +9,18 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.param_layout import FullParamLayout
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 import megagrpo.device as device
 from megagrpo.config import TrainSection
 from megagrpo.device.compact_adam import MOMENTS, CompactAdam
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.fp8.weights import unrounded
-
-from megatron.core import optimizer  # isort: skip  (after megagrpo.device, which prepares the platform)
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
-from megatron.core.optimizer.param_layout import FullParamLayout  # isort: skip
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # isort: skip
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
 # Scale of Muon's updates that makes their root mean square about equal to AdamW's (Moonlight, arXiv 2502.16982).
 MUON_SCALE = 0.2

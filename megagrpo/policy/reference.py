@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
 from megagrpo.parallel.layout import Layout
@@ -14,10 +17,6 @@ from megagrpo.policy.fp8.weights import copied
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.types import MicroBatch, RefHead, TrainBatch
-
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace  # isort: skip  (after megagrpo.device)
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
 
 
 class Reference:

@@ -10,11 +10,8 @@ import functools
 from collections.abc import Sequence
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 from torch import Tensor, nn
-
-import megagrpo.device  # noqa: F401  (prepares the platform before megatron is imported)
-
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region  # isort: skip
 
 BLOCK_SIZE = 64
 FP8 = torch.float8_e4m3fn

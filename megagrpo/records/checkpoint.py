@@ -15,7 +15,6 @@ import re
 import shutil
 import textwrap
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -30,7 +29,8 @@ from megagrpo.bridge.adapters import ADAPTER_FILES, save_adapter
 from megagrpo.bridge.checksums import CHECKSUMS, checksums, verify_others, verify_tensors
 from megagrpo.bridge.families import adapter_blocks
 from megagrpo.bridge.hf_files import carry, files_of
-from megagrpo.bridge.megatron_io import HF_FILES, METADATA, check_is_checkpoint
+from megagrpo.bridge.megatron_io import HF_FILES, METADATA, check_is_checkpoint, read_state
+from megagrpo.bridge.rng_state import restore_rng, sharded_rng
 from megagrpo.bridge.sharded_write import ShardedWrite
 from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.config import TrainSection
@@ -44,10 +44,6 @@ from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.policy.optimizer import dense_moments
 from megagrpo.policy.reference import Reference
 from megagrpo.types import TrainState
-
-from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.device, which prepares the platform)
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # isort: skip
-from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
 
 STATE_FILE = "megagrpo.json"
 BEST = "best"  # name of the link to the checkpoint with the best evaluation
@@ -170,9 +166,7 @@ class Checkpointer:
             with_scales = _holds(path, state["fp8"])
             state |= {} if with_scales else {"fp8": {}}
             try:
-                with warnings.catch_warnings():  # about the way Megatron calls torch
-                    warnings.simplefilter("ignore", UserWarning)
-                    loaded = dist_checkpointing.load(state, str(path))
+                loaded = read_state(state, path)
             except (Exception, CheckpointException) as e:  # CheckpointException is not a subclass of Exception
                 why = _other_model(path, self.policy.hf_config) or _reason(e)
                 raise CheckpointError(f"{path} cannot be read, or does not fit this model: {why}") from e
@@ -187,8 +181,7 @@ class Checkpointer:
             self.reference.load_state_dict(loaded["reference"])
         self.policy.masters_changed()
         if same_layout:
-            torch.set_rng_state(loaded["rng"][0]["torch"])
-            get_cuda_rng_tracker().set_states(loaded["rng"][0]["tracker"])
+            restore_rng(loaded["rng"])
         return reached
 
     def _prepare(self, partial: Path) -> None:
@@ -248,7 +241,7 @@ class Checkpointer:
         if with_reference:
             state["reference"] = self.reference.sharded_state_dict(metadata=local)
         if with_rng:
-            state["rng"] = self._rng_state()
+            state["rng"] = sharded_rng(self.layout)
         return state
 
     def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -258,11 +251,6 @@ class Checkpointer:
     def _chunk_names(self) -> list[str]:
         count = len(self.policy.chunks)
         return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
-
-    def _rng_state(self) -> ShardedObject:
-        """Return every rank's RNG state: replicas' generators diverge as soon as one replica has more tokens."""
-        state = [{"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}]
-        return ShardedObject("rng", state, (self.layout.world_size,), (self.layout.world_rank,), replica_id=0)
 
     def _layout_of_rng(self) -> dict[str, int]:
         layout = self.layout
@@ -305,7 +293,7 @@ def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
     return layout, moved, state
 
 
-def _holds(path: Path, scales: dict[str, ShardedTensor]) -> bool:
+def _holds(path: Path, scales: dict[str, Any]) -> bool:
     """Whether the checkpoint has these FP8 scales. It does not after a change of the recipe or of the amax history's length."""
     stored = StoredTensors(path).metadata.state_dict_metadata
     return bool(scales) and all(key in stored and tuple(stored[key].size) == tuple(t.global_shape) for key, t in scales.items())

@@ -31,10 +31,6 @@ from megagrpo.policy.fp8.delayed_scaling import History
 from megagrpo.policy.fp8.products import Fp8, keep_in_bf16
 from megagrpo.policy.model_state import sharded_state
 
-from megatron.core import fp8_utils  # isort: skip  (after megagrpo.device, which prepares the platform)
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
-
 FILE = Path(__file__).parents[1] / "vectors" / "te_manifest.json"
 CASES = ("llama tied", "llama untied", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm", "glm4", "phi3", "deepseek_v2")
 CASES += ("deepseek_v2 lite", "deepseek_v3", "gemma2", "gemma3", "gpt_oss")
@@ -79,6 +75,8 @@ def weights_of(chunk: nn.Module) -> Weights:
 
 def checkpoint_keys(chunk: nn.Module, layout: Layout) -> list[str]:
     """What a checkpoint calls what it holds of the model."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
     state = sharded_state(chunk, METADATA | dict(dp_cp_group=layout.dp_cp_group))
     return sorted({entry.key for entry in nested_values(state) if hasattr(entry, "key")})
 
@@ -111,6 +109,9 @@ def recorded_chunk(weights: Weights, num_layers: int) -> nn.Module:
 
 def fp8_recipe(recipe: str, form: str) -> str:
     """What megatron-core makes of the keys, in Transformer Engine's own words; and that it keeps the layers in bf16 that it is told."""
+    from megatron.core import fp8_utils
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     fp8 = Fp8(recipe, form == "hybrid", history=History(16, "max", 2) if recipe == "delayed" else None)
     config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=1, **fp8.megatron_config())
     keep_in_bf16(config, [0, 3])
@@ -132,6 +133,8 @@ def passes(seed: int) -> list[Pass]:
 def delayed_scales(history: History, form: str, run: list[Pass]) -> list[list[float]]:
     """The scales that Transformer Engine's bookkeeping gives one linear after each pass. Its kernels take the largest magnitudes; what it
     makes of these it can also compute in torch."""
+    from megatron.core import fp8_utils
+    from megatron.core.transformer.transformer_config import TransformerConfig
     from transformer_engine.pytorch import fp8_autocast, quantization
 
     manager = quantization.FP8GlobalStateManager

@@ -26,8 +26,6 @@ from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 
-from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip  (after megagrpo, which prepares the platform)
-
 PACKS = ([7, 40, 1, 12], [30])  # lengths of the sequences in each micro-batch; both even in sum, as sequence parallelism needs
 
 
@@ -63,6 +61,8 @@ def packs(vocab_size: int):
 
 def forward(chunks, hf_config) -> list[torch.Tensor]:
     """What the last stage returns for each pack, through Megatron's own schedule; empty elsewhere."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
     tokens, positions, lengths = zip(*packs(hf_config.vocab_size), strict=True)
 
     def step(data, model):

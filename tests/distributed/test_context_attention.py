@@ -13,8 +13,6 @@ from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.attention import context_parallel
 from megagrpo.policy.attention.packed import Rotary, TorchAttention, pack_params
 
-from megatron.core.transformer.enums import AttnMaskType  # isort: skip
-
 HEADS, GROUPS, DIM = 6, 2, 16
 PACKS = {
     "one sequence": ([64], None),
@@ -70,6 +68,8 @@ def naive(name: str, window: int | None, softcap: float | None) -> list[torch.Te
 
 def attend(name: str, cp_size: int, max_queries: int, window: int | None, softcap: float | None) -> list:
     """This rank's tokens, and for them what `naive` gives for all."""
+    from megatron.core.transformer.enums import AttnMaskType
+
     context_parallel.MAX_QUERIES = max_queries
     layout = init_layout(ParallelSection(cp=cp_size))
     window_size = None if window is None else (window - 1, 0)

@@ -35,8 +35,6 @@ from megagrpo.families.sources import INDEX
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
 
-from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo, which prepares the platform)
-
 EVEN, UNEVEN = {1: None, 2: None, 4: None}, {2: [1, 3], 4: [1, 1, 1, 1]}
 AXES = {"tp": [1, 2], "pp": [1, 2, 4], "vpp": [1, 2], "uneven": [False, True], "ep": [1, 2, 4], "etp": [None, 1, 2]}
 RULES = [
@@ -144,6 +142,8 @@ def test_the_covering_set_holds_all_sizes():
 
 
 def save_with_megatron(source: Path, out: Path, sizes: dict) -> None:
+    from megatron.core import dist_checkpointing
+
     layout = init_layout(ParallelSection(**sizes))
     hf_config = load_hf_config(source)
     chunks = build_model(hf_config, layout, dtype=torch.float32, init_weights=False)

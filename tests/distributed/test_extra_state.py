@@ -19,14 +19,11 @@ from megagrpo.policy.reference import Reference
 from megagrpo.policy.specs import RMSNorm
 from megagrpo.types import TrainState
 
-from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.device, which prepares the platform)
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # isort: skip
-
-LAYERS = (RMSNorm, TorchAttention, ColumnParallelLinear, RowParallelLinear)
-
 
 def give_extra_state(held: dict[int, torch.Tensor] | None = None) -> None:
     """Layers of this process get an extra state, as Transformer Engine has it: a tensor of no bytes, or what `held` has for the layer."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
 
     def get(layer: torch.nn.Module) -> torch.Tensor:
         return (held or {}).get(id(layer), torch.empty(0, dtype=torch.uint8))
@@ -35,7 +32,7 @@ def give_extra_state(held: dict[int, torch.Tensor] | None = None) -> None:
         if state is not None and state.numel():
             held[id(layer)] = state
 
-    for layer in LAYERS:
+    for layer in (RMSNorm, TorchAttention, ColumnParallelLinear, RowParallelLinear):
         layer.get_extra_state, layer.set_extra_state = get, take
 
 
@@ -107,6 +104,8 @@ def test_an_extra_state_is_not_written_even_if_it_holds_something(model, tmp_pat
 
 def _weights(folder: Path, with_extra_state: bool, save: bool) -> list:
     """Of a model by itself: saved as Megatron does, or read back into one that starts with zeros."""
+    from megatron.core import dist_checkpointing
+
     if with_extra_state:
         give_extra_state()
     layout = init_layout(ParallelSection(tp=2))

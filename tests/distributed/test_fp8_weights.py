@@ -25,8 +25,6 @@ from megagrpo.verify.compare import compare, distances, silent_tensors
 from megagrpo.verify.shrink import plainly, random_samples
 from megagrpo.verify.step import fill_weights, take_step
 
-from megatron.core import dist_checkpointing  # isort: skip  (after megagrpo.policy, which prepares the platform)
-
 CASES = {
     "one": (1, "qwen2_untied", {}, {}),
     "dp2": (2, "qwen2_untied", {}, {}),
@@ -163,6 +161,8 @@ def test_a_checkpoint_of_them_goes_into_another_layout(recipe, tmp_path):
 
 def _written_and_read(folder: Path) -> None:
     """Weights written into a policy, saved as Megatron has them or given to others, are what was written, rounded; its masters are not."""
+    from megatron.core import dist_checkpointing
+
     layout = init_layout(ParallelSection())
     policy, reference = start(settings("one", "tensorwise", True), CASES["one"][1], layout)
     named = dict(policy.chunks[0].named_parameters())

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from tiny_policy import tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.bridge.adapters import fill_adapters, fresh_matrix, load_adapter, read_lora, save_adapter
@@ -23,8 +24,6 @@ from megagrpo.policy.reference import Reference
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainSample, TrainState
 from megagrpo.verify.step import relative_error, whole_tensors
-
-from tiny_policy import tiny_run  # isort: skip
 
 TINY = dict(
     hidden_size=48, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, intermediate_size=80, vocab_size=127, head_dim=8

@@ -24,8 +24,6 @@ from megagrpo.verify.compare import compare
 from megagrpo.verify.shrink import VOCABULARY, plainly, random_samples
 from megagrpo.verify.step import take_step
 
-from megatron.core.tensor_parallel import random  # isort: skip  (after megagrpo.device, which prepares the platform)
-
 
 def batched_messages_between_two_stages(patch):
     """megatron-core's default swaps two messages to the same peer."""
@@ -127,6 +125,8 @@ def _with_dropout(config):
 
 def generators_that_are_never_restored(patch):
     """What is recomputed in the backward pass draws other random numbers than the first time."""
+    from megatron.core.tensor_parallel import random
+
     patch.setattr(random, "_set_all_rng_states", lambda *states: None)
 
 

@@ -23,8 +23,6 @@ from megagrpo.trainer.trainer import Trainer
 from megagrpo.weight_sync.sync import WeightSync
 from tests.e2e import world
 
-from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
-
 STEPS, KILLED_IN = 4, 3
 OPTIONS = [
     *(f"run.max_steps={STEPS}", "run.save_steps=1", "algorithm.num_iterations=2", "algorithm.beta=0.1", "algorithm.sync_ref_model=true"),
@@ -95,6 +93,8 @@ def after_sync(killer):
 
 def in_save(killer):
     """In the middle of the tensors of a file; `step` is that of the last to begin, for a checkpoint in the background as well."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
     passed = iter(range(1000))
     killer.wrap(filesystem_async, "_write_item", lambda *_: next(passed) == 9 and killer.kill())
 

@@ -30,7 +30,9 @@ AGAINST = {
     ("weight_sync/point_to_point.py", "vllm_plugin"),  # Roster and the messages' formats belong into transfer/, apart from Receiver
 }
 INSIDE_VLLM = "vllm_plugin"  # nothing imports it
-IMPORTERS = {"megatron": {"device", "parallel", "policy", "bridge", "records"}, "vllm": {INSIDE_VLLM}}
+PREPARES = "megagrpo.device"  # importing it prepares the device; megatron must be imported after it
+PREPARED = {"device", "parallel", "policy", "bridge"}  # rooms whose `__init__` imports PREPARES first
+IMPORTERS = {"megatron": PREPARED, "vllm": {INSIDE_VLLM}}
 PARALLEL_STATE = {"parallel", "device"}
 ONLY = {"config": {"pydantic", "pydantic_core", "yaml"}, "process": set()}
 BESIDE_THE_PACKAGE = {"benchmarks", "checkpoints_tools", "launch"}
@@ -95,6 +97,31 @@ def test_megatron_and_vllm_stay_in_their_rooms(path):
             assert here in rooms, f"{path.name} imports {package}"
     if any("parallel_state" in name for name in names):
         assert here in PARALLEL_STATE, f"{path.name} touches the parallel state"
+
+
+def module_level(path: Path) -> list[str]:
+    """The names that a file imports outside of functions, in order; `from a import b` counts as a.b."""
+    bodies, names = [ast.parse(path.read_text()).body], []
+    for node in (node for body in bodies for node in body):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            bodies += [inner for name in ("body", "orelse", "handlers", "finalbody") if (inner := getattr(node, name, None))]
+    return names
+
+
+@pytest.mark.parametrize("name", sorted(PREPARED - {"device"}))
+def test_a_package_that_imports_megatron_prepares_the_device_first(name):
+    assert module_level(ROOT / "megagrpo" / name / "__init__.py")[:1] == [PREPARES]
+
+
+def test_tests_and_tools_import_megatron_inside_functions():
+    scripts = [path for folder in ("tests", *sorted(BESIDE_THE_PACKAGE)) for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(scripts) > 100
+    early = {str(path.relative_to(ROOT)) for path in scripts if any(name.split(".")[0] == "megatron" for name in module_level(path))}
+    assert early == set()
 
 
 @pytest.mark.parametrize("name", ONLY)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules, MultiLatentAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
-import megagrpo.device  # noqa: F401  (prepares the platform before megatron is imported)
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.elementwise import rotate
-
-from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # isort: skip
-from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules, MultiLatentAttention  # isort: skip
-from megatron.core.transformer.transformer_config import MLATransformerConfig  # isort: skip
 
 LATENT_EPS = 1e-6  # epsilon of the latents' norms; like transformers it ignores rms_norm_eps
 

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import fp8_utils
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megagrpo import device
@@ -20,11 +24,6 @@ from megagrpo.config import ModelSection
 from megagrpo.policy.fp8.delayed_scaling import History, Operands, Slot, delay
 from megagrpo.policy.fp8.rounding import E4M3, E5M2, Tile, round_to
 from megagrpo.policy.fp8.weights import Fp8Tensor, hold_in_fp8
-
-from megatron.core import fp8_utils  # isort: skip  (after megagrpo.device, which prepares the platform)
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region  # isort: skip
-from megatron.core.transformer.moe import token_dispatcher  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
 BLOCKS = {"tensorwise": None, "blockwise": 128, "mxfp8": 32}  # elements along the summed dim that share a scale; None: all
 _megatrons_recipe = fp8_utils.get_fp8_recipe

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core import fp8_utils
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megagrpo import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.fp8.delayed_scaling import Slot
 from megagrpo.policy.fp8.products import OutsideFp8
-
-from megatron.core import fp8_utils  # isort: skip  (after megagrpo.device, which prepares the platform)
-from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
 
 @dataclass(frozen=True)

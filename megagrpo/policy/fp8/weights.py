@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import fp8_utils
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-import megagrpo.device  # noqa: F401  (prepares the platform before megatron is imported)
 from megagrpo.policy.fp8.rounding import E4M3, Tile, codes, largest, scale_for, tiled, untiled
-
-from megatron.core import fp8_utils  # isort: skip
 
 
 class Fp8Tensor(torch.Tensor):

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import megagrpo.parallel  # noqa: F401  (prepares the platform before megatron-core is imported)
 from megagrpo.policy.attention.causal import BLOCK_QUERIES, MAX_GROUPED_LENGTH, causal_attention
 from megagrpo.policy.attention.packed import MIN_FILL, TorchAttention, batch_sequences, pack_params
 
-from megatron.core.transformer.enums import AttnMaskType  # isort: skip
-
 
 def attention(window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None) -> TorchAttention:
+    from megatron.core.transformer.enums import AttnMaskType
+
     size = None if window is None else (window - 1, 0)
     sizes = dict(kv_channels=16, window_size=size, window_attn_skip_freq=[0, 1])
     if sinks is not None:
@@ -94,6 +93,8 @@ def test_sinks_take_their_share_and_get_their_gradient(lengths, window):
 
 
 def test_a_layer_that_megatron_leaves_out_has_no_window():
+    from megatron.core.transformer.enums import AttnMaskType
+
     config = SimpleNamespace(
         kv_channels=16, window_size=(7, 0), window_attn_skip_freq=[0, 1], softmax_type="vanilla", attention_dropout=0.0
     )

@@ -8,9 +8,6 @@ from megagrpo.config import ModelSection, ParallelSection, load_config
 from megagrpo.policy.fp8.products import Fp8, keep_in_bf16
 from tests.unit.config.test_config import SMALLEST, problems, write
 
-from megatron.core import fp8_utils  # isort: skip  (after megagrpo.policy, which prepares the platform)
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
-
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -98,6 +95,9 @@ def test_layers_count_from_both_ends_and_those_that_are_not_there_are_refused():
 
 
 def test_megatron_is_told_where_transformer_engine_multiplies(monkeypatch):
+    from megatron.core import fp8_utils
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     fp8 = Fp8("blockwise", hybrid=False)
     assert fp8.megatron_config() == {}
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)

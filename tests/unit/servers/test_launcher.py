@@ -1,7 +1,6 @@
 """The supervisor and the launcher around ordinary processes: what is started here does not outlive the process that started it."""
 
 import asyncio
-import mmap
 import os
 import signal
 import socket
