@@ -199,7 +199,7 @@ def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
         qk_pos_emb_head_dim=mla.rope_dim,
         v_head_dim=mla.value_dim,
         rope_type="rope",
-        rotary_scaling_factor=rotary.get("factor", 1.0),
+        rotary_scaling_factor=rotary.get("factor") or 1.0,
         mscale_all_dim=rotary.get("mscale_all_dim") or 0.0,
     )
 
