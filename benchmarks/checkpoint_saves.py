@@ -1,12 +1,14 @@
-"""How long training stands still for a checkpoint that is waited for and for one written meanwhile, and what verifying one costs.
+"""Measures how long a checkpoint stops training, written in the foreground or in the background, and what its verification costs.
 
-    python benchmarks/checkpoint_saves.py FOLDER   # a random Llama of 57 M weights in float32: 1.8 GB at most, removed again
+    python benchmarks/checkpoint_saves.py FOLDER
 
+The checkpoint is of a random Llama with 57 M weights in float32. FOLDER must not exist; it takes up to 1.8 GB and is removed at the end.
 Prints seconds, the best of two.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import sys
@@ -70,22 +72,24 @@ def measure(folder: Path) -> dict[str, list[float]]:
         found.setdefault(name, []).append(seconds)
 
     for step in range(1, 4, 2):
-        note("waited for: training stands still", timed(lambda step=step: saver.save(TrainState(step=step))))
+        note("foreground: training stops for", timed(lambda step=step: saver.save(TrainState(step=step))))
         began = time.perf_counter()
         saver.start(TrainState(step=step + 1), background=True)
-        note("meanwhile: training stands still", time.perf_counter() - began)
+        note("background: training stops for", time.perf_counter() - began)
         saver.finish(wait=True)
-        note("meanwhile: until it is complete", time.perf_counter() - began)
+        note("background: complete after", time.perf_counter() - began)
         path = saver.latest()
-        note("load, verified", timed(lambda path=path: saver.load(path)))
-        note("of that, to verify", timed(lambda path=path: (verify_others(path), verify_tensors(path))))
+        note("load and verify", timed(lambda path=path: saver.load(path)))
+        note("verify", timed(lambda path=path: (verify_others(path), verify_tensors(path))))
     found["GB"] = [sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e9]
     layout.close()
     return found
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create for model and checkpoints")
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True)
     try:
         for name, values in measure(folder).items():

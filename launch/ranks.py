@@ -20,6 +20,9 @@ from launch.local import run_ranks, set_thread_environment  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if len(arguments) < 2 or not arguments[0].isdigit() or int(arguments[0]) == 0:
         print(__doc__, file=sys.stderr)
         return 2

@@ -36,7 +36,7 @@ def command(name: str) -> list[str]:
 )
 def test_help_says_what_a_command_is_for_and_ends_well(name, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command(name), "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command(name), "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert Path(name.split()[-1]).stem in done.stdout and len(done.stdout.split()) > 20 and not list(tmp_path.iterdir())
 
