@@ -23,8 +23,8 @@ def make_loss(config: RunConfig) -> LossFn:
     algorithm = config.algorithm
 
     def loss(inputs: LossInputs) -> LossOutput:
-        batch, policy = inputs.micro_batch, inputs.policy_logprobs
-        old = policy.detach() if batch.old_logprobs is None else batch.old_logprobs
+        batch, terms, policy = inputs.micro_batch, inputs.micro_batch.terms, inputs.policy_logprobs
+        old = policy.detach() if terms.old_logprobs is None else terms.old_logprobs
         sequences = Sequences.of(batch.cu_seqlens, batch.loss_mask)
         metrics = mismatch_metrics(old, batch.rollout_logprobs, batch.loss_mask)
         correction = None
@@ -34,30 +34,30 @@ def make_loss(config: RunConfig) -> LossFn:
             metrics |= correction_metrics(correction, sequences, algorithm.importance_correction)
 
         ratio = importance_ratio(policy, old, sequences, algorithm.importance_sampling_level)
-        tokens = Tokens(policy, old, ratio, batch.advantages, sequences, correction, batch.slopes, batch.values)
+        tokens = Tokens(policy, old, ratio, batch.advantages, sequences, correction, terms.real_slopes, terms.real_values)
         per_token = POLICY_LOSSES[algorithm.loss_type](tokens, algorithm)
         if algorithm.off_policy_mask_threshold is not None:
             sampled = batch.rollout_logprobs if algorithm.importance_correction != "off" else old
             keep = keep_on_policy(policy, sampled, batch.advantages, sequences, algorithm.off_policy_mask_threshold)
             per_token = torch.where(keep, per_token, 0.0)
             metrics["off_policy_mask/kept"] = masked_sum(keep.float(), batch.loss_mask)
-        if batch.high_entropy is not None:
-            per_token = torch.where(batch.high_entropy, per_token, 0.0)
+        if terms.high_entropy is not None:
+            per_token = torch.where(terms.high_entropy, per_token, 0.0)
         if correction is not None and algorithm.loss_type != "vespo":  # vespo holds it in its own weight
             per_token = per_token * correction
         kl = inputs.full_kl
-        if batch.ref_logprobs is not None and not algorithm.kl_in_reward:
-            kl = token_kl(policy, batch.ref_logprobs, ratio, algorithm.kl_estimator, algorithm.use_bias_correction_kl)
+        if terms.ref_logprobs is not None and not algorithm.kl_in_reward:
+            kl = token_kl(policy, terms.ref_logprobs, ratio, algorithm.kl_estimator, algorithm.use_bias_correction_kl)
         if kl is not None:
             per_token = per_token + algorithm.beta * kl
             metrics["kl"] = masked_sum(kl.detach(), batch.loss_mask)
         metrics |= ratio_metrics(tokens, algorithm)
         metrics["entropy"] = masked_sum(inputs.entropy, batch.loss_mask)
         total = numerator(per_token, sequences, algorithm.loss_type)
-        if batch.high_entropy is not None:
-            metrics["entropy/top"] = masked_sum(inputs.entropy, batch.high_entropy)
-        if batch.entropy_weights is not None:
-            total = total - masked_sum(batch.entropy_weights * inputs.entropy, batch.loss_mask)[0]
+        if terms.high_entropy is not None:
+            metrics["entropy/top"] = masked_sum(inputs.entropy, terms.high_entropy)
+        if terms.entropy_weights is not None:
+            total = total - masked_sum(terms.entropy_weights * inputs.entropy, batch.loss_mask)[0]
         return LossOutput(numerator=total, metrics=metrics)
 
     return loss

@@ -96,7 +96,7 @@ def gmpo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
 
 def real(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
     """Each token's part of the groups' losses, which are in `real`, with its share of their gradient."""
-    assert t.slopes is not None and t.values is not None, "loss_type real needs look_ahead"
+    assert t.slopes is not None and t.values is not None, "loss_type real needs add_step_terms"
     return t.values + t.slopes * (t.logprobs - t.logprobs.detach())
 
 

@@ -24,8 +24,8 @@ def sample_sums(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:
     sequences = Sequences.of(micro_batch.cu_seqlens, micro_batch.loss_mask)
     first = micro_batch.cu_seqlens[:-1].long()
     moved = torch.zeros(micro_batch.num_tokens, dtype=torch.float64)
-    if logprobs is not None and micro_batch.old_logprobs is not None:
-        moved = logprobs.cpu().double() - micro_batch.old_logprobs.cpu().double()
+    if logprobs is not None and micro_batch.terms.old_logprobs is not None:
+        moved = logprobs.cpu().double() - micro_batch.terms.old_logprobs.cpu().double()
     columns = (micro_batch.samples, micro_batch.advantages[first], sequences.sums(sequences.mask.double()), sequences.sums(moved))
     return torch.stack([column.double() for column in columns], dim=1)
 

@@ -23,7 +23,7 @@ class BadTensor:
     kind: str
     name: str
     rank: int
-    place: tuple[int, int, int]  # (chunk, pipeline stage, index in the stage); sorts in the order of the forward pass
+    order: tuple[int, int, int]  # (chunk, pipeline stage, index in the stage); sorts in the order of the forward pass
 
 
 class NonFiniteError(RuntimeError):
@@ -44,28 +44,28 @@ def bad_gradient(chunks: Sequence[nn.Module], pp_rank: int, rank: int, summed: b
 
     `summed`: whether gradients are read after the reduction over ranks, which spreads a NaN to every replica and can itself overflow.
     """
-    found = _bad(chunks, lambda parameter: parameter.main_grad, trained_only=True)
-    return _tensor(KINDS[2 if summed else 1], max(found, default=None), pp_rank, rank)
+    bad = _bad(chunks, lambda parameter: parameter.main_grad, trained_only=True)
+    return _tensor(KINDS[2 if summed else 1], max(bad, default=None), pp_rank, rank)
 
 
 def bad_weight(chunks: Sequence[nn.Module], pp_rank: int, rank: int) -> BadTensor | None:
     """Return the first non-finite weight of the forward pass on this rank, or None. Local."""
-    found = _bad(chunks, dense)
-    return _tensor(KINDS[0], min(found, default=None), pp_rank, rank)
+    bad = _bad(chunks, dense)
+    return _tensor(KINDS[0], min(bad, default=None), pp_rank, rank)
 
 
-def culprit(tensors: Iterable[BadTensor | None]) -> BadTensor | None:
-    """Return the tensor, among the ranks' findings, that explains the others.
+def first_cause(tensors: Iterable[BadTensor | None]) -> BadTensor | None:
+    """Return the bad tensor of all ranks that explains the others; None if there is none.
 
     It is the first weight of the forward pass, else the first gradient of the backward pass. A rank's own gradient comes before a summed
     one. On a tie the lowest rank wins.
     """
-    found = [tensor for tensor in tensors if tensor is not None]
-    kind = min((KINDS.index(tensor.kind) for tensor in found), default=0)
-    alike = [tensor for tensor in found if tensor.kind == KINDS[kind]]
+    bad = [tensor for tensor in tensors if tensor is not None]
+    kind = min((KINDS.index(tensor.kind) for tensor in bad), default=0)
+    alike = [tensor for tensor in bad if tensor.kind == KINDS[kind]]
     if KINDS[kind] == "weight":
-        return min(alike, key=lambda tensor: (tensor.place, tensor.rank), default=None)
-    return max(alike, key=lambda tensor: (tensor.place, -tensor.rank))
+        return min(alike, key=lambda tensor: (tensor.order, tensor.rank), default=None)
+    return max(alike, key=lambda tensor: (tensor.order, -tensor.rank))
 
 
 def _bad(chunks: Sequence[nn.Module], part: Callable[[nn.Parameter], Tensor], trained_only: bool = False) -> Iterator[tuple[int, int, str]]:
@@ -84,8 +84,8 @@ def _bad(chunks: Sequence[nn.Module], part: Callable[[nn.Parameter], Tensor], tr
             yield i, j, f"chunk{i}.{name}" if i else name
 
 
-def _tensor(kind: str, found: tuple[int, int, str] | None, pp_rank: int, rank: int) -> BadTensor | None:
-    if found is None:
+def _tensor(kind: str, entry: tuple[int, int, str] | None, pp_rank: int, rank: int) -> BadTensor | None:
+    if entry is None:
         return None
-    chunk, index, name = found
+    chunk, index, name = entry
     return BadTensor(kind, name, rank, (chunk, pp_rank, index))

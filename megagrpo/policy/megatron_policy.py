@@ -21,7 +21,7 @@ from megagrpo.policy.activation_offload import offload_activations
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
-from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_weight, culprit
+from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.products import Fp8
 from megagrpo.policy.fp8.weights import forget_unrounded
@@ -159,8 +159,8 @@ class MegatronPolicy:
         """
 
         def loss(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict]:
-            foretold = loss_fn if self.config.algorithm.gradient_is_local else None
-            result = loss_fn(self._loss_inputs(output, micro_batch, chunk, foretold))
+            local = loss_fn if self.config.algorithm.gradient_is_local else None
+            result = loss_fn(self._loss_inputs(output, micro_batch, chunk, local))
             sums = {"loss": (result.numerator.detach(), torch.ones(()))} | result.metrics
             # Megatron would divide by the second value; the division is ours (see _finalize_gradients).
             return result.numerator, torch.ones((), dtype=torch.int), sums
@@ -241,7 +241,7 @@ class MegatronPolicy:
         """Compute log-probs, entropy and exact KL of a micro-batch, [T] each, from the last stage's hidden states.
 
         Where the loss mask is 0 they are 0 and no logits are computed. With `loss_fn`, a loss whose gradient is local, the loss gradient
-        is computed ahead of the backward pass (`foretell`), which saves a matrix product.
+        is computed ahead of the backward pass (`loss_gradients`), which saves a matrix product.
 
         Context parallelism ends here and nowhere else: each rank computes its own tokens, and every rank gets all rows.
         """
@@ -253,17 +253,17 @@ class MegatronPolicy:
             logit_cap=self.hf_config.logit_cap,
             vocab_size=self.hf_config.vocab_size,
             chunk=self.config.train.logprob_chunk,
-            entropy_gradient=micro_batch.entropy_weights is not None,
-            upstream=None if loss_fn is None else partial(foretell, loss_fn, micro_batch, own[selected]),
+            entropy_gradient=micro_batch.terms.entropy_weights is not None,
+            upstream=None if loss_fn is None else partial(loss_gradients, loss_fn, micro_batch, own[selected]),
         )
-        if (ref := micro_batch.ref_head) is None:
+        if (ref := micro_batch.terms.ref_head) is None:
             r = self.config.rollout
             truncation = Truncation(r.top_p, r.top_k, r.min_p)
-            found = vocab_logprobs(*arguments, truncation=truncation, **self._fused, **options)
+            outputs = vocab_logprobs(*arguments, truncation=truncation, **self._fused, **options)
         else:
             direction = self.config.algorithm.kl_estimator.removeprefix("full_")
-            found = vocab_logprobs_and_kl(*arguments, ref.hidden, ref.weight, direction=direction, **options)
-        rows = found[0].new_zeros(len(found), own.numel()).index_copy(1, selected, torch.stack(found))
+            outputs = vocab_logprobs_and_kl(*arguments, ref.hidden, ref.weight, direction=direction, **options)
+        rows = outputs[0].new_zeros(len(outputs), own.numel()).index_copy(1, selected, torch.stack(outputs))
         logprobs, entropy, *full_kl = gather_rows(rows, micro_batch.cu_seqlens, self.layout.cp_group)
         return LossInputs(logprobs, entropy if options["entropy_gradient"] else entropy.detach(), micro_batch, *full_kl)
 
@@ -300,7 +300,7 @@ class MegatronPolicy:
         """Sum the metrics of this rank's micro-batches, then over all data-parallel ranks; every rank of the world gets equal results.
 
         A metric with a count of 0 is left out: when no sample counts, the entropy is absent, not 0. The second result is the tensor to
-        blame when any rank found a gradient that is not finite.
+        blame when a gradient of any rank is not finite.
         """
         layout = self.layout
         counts = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0  # the other ranks computed the same losses
@@ -309,22 +309,22 @@ class MegatronPolicy:
         everyone = merge_sums([sums for sums, _ in gathered if sums is not None])
         loss, _ = everyone.pop("loss")
         counted = {name: total if _is_extreme(name) else total / count for name, (total, count) in everyone.items() if count}
-        return {"loss": loss} | counted, culprit(bad for _, bad in gathered)
+        return {"loss": loss} | counted, first_cause(bad for _, bad in gathered)
 
 
 @torch.enable_grad()
-def foretell(loss_fn: LossFn, micro_batch: MicroBatch, places: Tensor, rows: slice, *found: Tensor) -> tuple[Tensor, ...]:
-    """Return d loss / d (logprobs, entropy, kl) [n] float32 at tokens `places[rows]`, computed from these rows' values before the
+def loss_gradients(loss_fn: LossFn, micro_batch: MicroBatch, positions: Tensor, rows: slice, *outputs: Tensor) -> tuple[Tensor, ...]:
+    """Return d loss / d (logprobs, entropy, kl) [n] float32 at tokens `positions[rows]`, from their values `outputs` [n], before the
     backward pass.
 
-    Entropy is included only with `entropy_weights`, KL only with a reference head. `found` holds the values [n] of the same outputs.
+    `positions` [N] int64 are the loss tokens in the pack. Entropy is included only with `entropy_weights`, KL only with a reference head.
     Only for losses whose gradient at a token depends on that token alone.
     """
-    leaves = [row.new_zeros(micro_batch.num_tokens).index_copy(0, places[rows], row).requires_grad_() for row in found]
+    leaves = [row.new_zeros(micro_batch.num_tokens).index_copy(0, positions[rows], row).requires_grad_() for row in outputs]
     logprobs, *others = leaves
-    entropy = others.pop(0) if micro_batch.entropy_weights is not None else torch.zeros_like(logprobs)
+    entropy = others.pop(0) if micro_batch.terms.entropy_weights is not None else torch.zeros_like(logprobs)
     numerator = loss_fn(LossInputs(logprobs, entropy, micro_batch, *others)).numerator
-    return tuple(gradient[places[rows]] for gradient in torch.autograd.grad(numerator, leaves, materialize_grads=True))
+    return tuple(gradient[positions[rows]] for gradient in torch.autograd.grad(numerator, leaves, materialize_grads=True))
 
 
 def check_device(config: RunConfig, hf_config: HfConfig) -> None:

@@ -69,8 +69,8 @@ class Reference:
         Hidden states take N x H elements per micro-batch and stay on the last pipeline stage until the batch is dropped.
         """
         if self._policy.config.algorithm.full_kl:
-            return batch.with_ref_heads(self.heads(batch))
-        return batch.with_logprobs(ref=self.logprobs(batch))
+            return batch.with_terms(ref_head=self.heads(batch))
+        return batch.with_terms(ref_logprobs=self.logprobs(batch))
 
     def heads(self, batch: TrainBatch) -> list[RefHead | None]:
         """Return `MegatronPolicy.heads` of the reference."""
@@ -123,4 +123,4 @@ def kl_by_sample(batches: Sequence[TrainBatch], layout: Layout) -> Tensor:
 def _add_kl(total: Tensor, micro_batch: MicroBatch) -> None:
     m = micro_batch.to(total.device)
     sample = m.samples.repeat_interleave(m.cu_seqlens.diff().long())
-    total.index_add_(0, sample[m.loss_mask], (m.old_logprobs - m.ref_logprobs)[m.loss_mask].double())
+    total.index_add_(0, sample[m.loss_mask], (m.terms.old_logprobs - m.terms.ref_logprobs)[m.loss_mask].double())

@@ -1,7 +1,7 @@
-"""Terms of the loss that depend on the whole optimizer step: the tokens with the highest entropy over all ranks, the weight of each
+"""Computes the loss terms that depend on the whole optimizer step: the tokens with the highest entropy over all ranks, the weight of each
 token's entropy, and REAL's terms, which compare the samples of a group.
 
-Terms that need the policy's log-probs or entropies cost a forward pass over the step; the others cost nothing. The terms become rows of
+Terms that need the policy's log-probs or entropies cost a forward pass over the step; the others cost nothing. They become `StepTerms` of
 the micro-batches. With them the loss is again a sum over tokens in every layout.
 """
 
@@ -19,14 +19,14 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.types import TrainBatch
 
 
-def look_ahead(batch: TrainBatch, policy: MegatronPolicy, denominator: int, entropy_coef: float = 0.0) -> TrainBatch:
-    """Return the batch with the step-wide rows that its loss needs; the same batch if the loss needs none. Collective over the world.
+def add_step_terms(batch: TrainBatch, policy: MegatronPolicy, denominator: int, entropy_coef: float = 0.0) -> TrainBatch:
+    """Return the batch with the step-wide terms that its loss needs; the same batch if the loss needs none. Collective over the world.
 
-    - `high_entropy` for an `algorithm.top_entropy_quantile` below 1
-    - `entropy_weights` for an entropy bonus with `entropy_coef`
-    - `slopes` and `values` for `loss_type: real`
+    - `high_entropy` [T] bool for an `algorithm.top_entropy_quantile` below 1
+    - `entropy_weights` [T] float32 for an entropy bonus with `entropy_coef`
+    - `real_slopes` and `real_values` [T] float32 for `loss_type: real`
 
-    `denominator` divides the step's loss. Bonus and REAL have denominators of their own, so their rows are multiplied by it here.
+    `denominator` divides the step's loss. Bonus and REAL have denominators of their own, so their terms are multiplied by it here.
     """
     algorithm = policy.config.algorithm
     if algorithm.top_entropy_quantile < 1:
@@ -43,31 +43,32 @@ def _with_high_entropy(batch: TrainBatch, policy: MegatronPolicy) -> TrainBatch:
     pairs = [(m.loss_mask, row) for m, row in zip(batch.micro_batches, entropies, strict=True)]
     everyone = _of_all_ranks(policy.layout, [row[mask] for mask, row in pairs if row is not None])
     threshold = threshold_of_top(everyone, policy.config.algorithm.top_entropy_quantile)
-    return batch.with_rows(high_entropy=[None if row is None else mask & (row >= threshold) for mask, row in pairs])
+    return batch.with_terms(high_entropy=[None if row is None else mask & (row >= threshold) for mask, row in pairs])
 
 
 def _with_entropy_weights(batch: TrainBatch, policy: MegatronPolicy, total: float) -> TrainBatch:
     """Split `total` equally over the tokens, of all ranks, that count in the policy term."""
-    counted, number = [m.loss_mask for m in batch.micro_batches], batch.num_tokens
+    number = batch.num_tokens
+    counted: list[Tensor | None] = [m.loss_mask for m in batch.micro_batches]
     if policy.config.algorithm.top_entropy_quantile < 1:
-        counted = [m.high_entropy for m in batch.micro_batches]
+        counted = [m.terms.high_entropy for m in batch.micro_batches]
         number = int(_of_all_ranks(policy.layout, [mask.sum()[None] for mask in counted if mask is not None]).sum())
     weights = [None if mask is None else torch.where(mask, total / max(number, 1), 0.0) for mask in counted]
-    return batch.with_rows(entropy_weights=weights)
+    return batch.with_terms(entropy_weights=weights)
 
 
 def _with_real_terms(batch: TrainBatch, policy: MegatronPolicy, denominator: int) -> TrainBatch:
     layout, config = policy.layout, policy.config
-    moved = any(layout.all_gather_objects(any(m.old_logprobs is not None for m in batch.micro_batches)))
+    moved = any(layout.all_gather_objects(any(m.terms.old_logprobs is not None for m in batch.micro_batches)))
     logprobs = policy.logprobs(batch) if moved else [None] * len(batch.micro_batches)
     mine = [sample_sums(m, row) for m, row in zip(batch.micro_batches, logprobs, strict=True)]
     terms = RealTerms.of(_of_all_ranks(layout, mine), batch.samples, config.rollout.num_generations, config.algorithm.real_tau)
     slopes, values = zip(*(terms.rows(m, denominator) for m in batch.micro_batches), strict=True)
-    return batch.with_rows(slopes=slopes, values=values)
+    return batch.with_terms(real_slopes=slopes, real_values=values)
 
 
 def _of_all_ranks(layout: Layout, mine: Sequence[Tensor]) -> Tensor:
-    """Concatenate the rows of all data-parallel ranks, on every rank. Only one rank of each replica contributes `mine`: tp and cp rank 0
-    of the last stage."""
-    speaks = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0
-    return torch.cat([row for rows in layout.all_gather_objects(list(mine) if speaks else []) for row in rows])
+    """Concatenate the tensors [n, ...] of all data-parallel ranks, on every rank. Only one rank of each replica contributes `mine`: tp and
+    cp rank 0 of the last stage. Collective over the world."""
+    contributes = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0
+    return torch.cat([row for rows in layout.all_gather_objects(list(mine) if contributes else []) for row in rows])

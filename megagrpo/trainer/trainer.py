@@ -26,7 +26,7 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference, kl_by_sample
-from megagrpo.policy.step_terms import look_ahead
+from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.records.checkpoint import Checkpointer, CheckpointError
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import MetricsWriter, PhaseTimer, idle_shares, over_updates
@@ -152,7 +152,7 @@ class Trainer:
         algorithm = self.config.algorithm
         with self.timer("logprobs"):
             if algorithm.updates_per_step > 1 or algorithm.kl_in_reward:
-                batch = batch.with_logprobs(old=self.policy.logprobs(batch))
+                batch = batch.with_terms(old_logprobs=self.policy.logprobs(batch))
             return batch if self.reference is None else self.reference.annotate(batch)
 
     def with_kl_in_reward(self, scored: Sequence[ScoredRollout], batches: list[TrainBatch]) -> tuple[Tensor, list[TrainBatch], float]:
@@ -169,7 +169,7 @@ class Trainer:
         divisor = denominator(batch, algorithm.loss_type, self.config.rollout.max_completion_length)
         entropy_coef = bonus_coefficient(self.state, algorithm)
         with self.timer("logprobs"):
-            batch = look_ahead(batch, self.policy, divisor, entropy_coef)
+            batch = add_step_terms(batch, self.policy, divisor, entropy_coef)
         loss_fn = self.dumps.record(self.loss_fn)
         with self.timer("train"):
             try:

@@ -21,7 +21,7 @@ from megagrpo.policy.fp8.weights import dense, unrounded, write
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import gather_gradients
 from megagrpo.policy.reference import Reference
-from megagrpo.policy.step_terms import look_ahead
+from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.types import LossInputs, LossOutput, MicroBatch, TrainBatch, TrainSample
 from megagrpo.verify.shrink import random_tensor
 
@@ -52,7 +52,7 @@ def take_step(
     try:
         policy, batch, logprobs = prepare(config, hf_config, layout, samples, weights)
         divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
-        batch = look_ahead(batch, policy, divisor, config.algorithm.entropy_coef)
+        batch = add_step_terms(batch, policy, divisor, config.algorithm.entropy_coef)
         if config.model.fp8_recipe == "delayed":  # gradients' scales too: a new maximum depends on its micro-batch
             policy.backward(batch, make_loss(config), divisor)
         metrics = policy.backward(batch, make_loss(config), divisor)
@@ -85,7 +85,7 @@ def prepare(
     if config.model.fp8_recipe == "delayed":  # scales then follow the whole batch, however it is packed
         policy.backward(batch, policy_gradient, batch.num_tokens)
     logprobs = policy.logprobs(batch)
-    batch = batch.with_logprobs(old=_old_logprobs(batch, logprobs))
+    batch = batch.with_terms(old_logprobs=_old_logprobs(batch, logprobs))
     return policy, batch if reference is None else reference.annotate(batch), logprobs
 
 

@@ -17,7 +17,7 @@ from megagrpo.families.config import HfConfig, load_hf_config
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
-from megagrpo.policy.step_terms import look_ahead
+from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.records.dump import StepDumps
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, TrainState
 from megagrpo.verify.shrink import random_samples
@@ -70,11 +70,11 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
     dumps = StepDumps(config, policy, run / "dumps", model, said.append)
     for step in steps:
         if algorithm.num_iterations > 1:
-            batch = batch.with_logprobs(old=policy.logprobs(batch))
+            batch = batch.with_terms(old_logprobs=policy.logprobs(batch))
         dumps.begin(step)
         for _ in range(algorithm.num_iterations):
             coefficient = bonus_coefficient(state, algorithm)
-            known = look_ahead(batch, policy, divisor, coefficient)
+            known = add_step_terms(batch, policy, divisor, coefficient)
             metrics = policy.train_step(known, dumps.record(make_loss(config)), divisor)
             adapt_bonus(state, metrics, algorithm)
             dumps.measured(metrics | dict(entropy_coef=coefficient), divisor, batch.samples)

@@ -45,7 +45,7 @@ def train(policy: MegatronPolicy, seed: int) -> float:
     """A step as a run takes it: log-probs first, then one update."""
     batch = pack(random_samples(seed), packing_rules(policy.config, policy.shares_prompts), policy.layout.dp_rank, policy.layout.dp_size)
     assert len(batch.micro_batches) > 1
-    batch = batch.with_logprobs(old=policy.logprobs(batch)) if policy.layout.pp_size == 1 else batch
+    batch = batch.with_terms(old_logprobs=policy.logprobs(batch)) if policy.layout.pp_size == 1 else batch
     return policy.train_step(batch, make_loss(policy.config), batch.num_tokens)["loss"]
 
 

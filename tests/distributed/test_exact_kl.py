@@ -12,7 +12,7 @@ from megagrpo.algorithms.reductions import denominator
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.build import lm_head
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs_and_kl
-from megagrpo.policy.step_terms import look_ahead
+from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.types import LossInputs
 from megagrpo.verify.shrink import VOCABULARY, random_samples
 from megagrpo.verify.step import prepare
@@ -79,7 +79,8 @@ def kl_of_a_step(estimator: str) -> tuple[float, float, float]:
     numerator = torch.zeros((), dtype=torch.float64)
     for head, micro_batch in zip(heads, batch.micro_batches, strict=True):
         (places,) = micro_batch.loss_mask.nonzero(as_tuple=True)
-        hidden, ref_hidden, ref_weight = (t.double() for t in (head.hidden, micro_batch.ref_head.hidden, micro_batch.ref_head.weight))
+        ref = micro_batch.terms.ref_head
+        hidden, ref_hidden, ref_weight = (t.double() for t in (head.hidden, ref.hidden, ref.weight))
         direction = estimator.removeprefix("full_")
         rows = naive(hidden, weight, micro_batch.labels[places], ref_hidden, ref_weight, direction, config.rollout.temperature)
         kls.append(rows[1].detach())
@@ -115,7 +116,7 @@ def head_products(algorithm: dict) -> float:
     config, hf_config = tiny_run(algorithm=algorithm), tiny_model("qwen2_untied")
     policy, batch, _ = prepare(config, hf_config, init_layout(config.parallel), random_samples()[:4])
     divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
-    batch = look_ahead(batch, policy, divisor, config.algorithm.entropy_coef)
+    batch = add_step_terms(batch, policy, divisor, config.algorithm.entropy_coef)
     with CountHeadProducts() as counted:
         policy.backward(batch, make_loss(config), divisor)
     return counted.products / sum(-(-int(m.loss_mask.sum()) // config.train.logprob_chunk) for m in batch.micro_batches)
@@ -124,7 +125,7 @@ def head_products(algorithm: dict) -> float:
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 @pytest.mark.parametrize(("estimator", "expected"), [("k3", 3), ("full_reverse", 4)])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_the_gradient_of_the_loss_is_foretold_so_that_logits_are_computed_once(loss_type, estimator, expected, entropy_coef):
+def test_the_loss_gradient_is_computed_early_so_that_logits_are_computed_once(loss_type, estimator, expected, entropy_coef):
     algorithm = dict(loss_type=loss_type, kl_estimator=estimator, use_bias_correction_kl=estimator == "k3", beta=0.1)
     assert run_ranks(head_products, 1, algorithm | dict(entropy_coef=entropy_coef)) == [expected]
 
@@ -145,5 +146,5 @@ NOT_LOCAL = [
 
 
 @pytest.mark.parametrize("algorithm", LOCAL + NOT_LOCAL, ids=lambda a: " ".join(map(str, a.values())))
-def test_only_a_gradient_that_is_its_tokens_own_is_foretold(algorithm):
+def test_only_a_gradient_that_depends_on_its_token_alone_is_computed_early(algorithm):
     assert run_ranks(head_products, 1, dict(beta=0.0) | algorithm) == [3 if algorithm in LOCAL else 4]

@@ -37,9 +37,9 @@ def found(parallel: dict) -> tuple[list[float], list[tuple]]:
     policy, _, _ = prepare(config, tiny_model("llama_tied"), layout, samples)
     rules = packing_rules(config, policy.shares_prompts)
     batches = [pack(part, rules, layout.dp_rank, layout.dp_size) for part in slices(samples, 2, seed=3)]
-    batches = [b.with_logprobs(old=policy.logprobs(b)) for b in batches]
+    batches = [b.with_terms(old_logprobs=policy.logprobs(b)) for b in batches]
     moved = [[None if row is None else 0.5 * row + 0.1 for row in policy.logprobs(b)] for b in batches]
-    kl = kl_by_sample([b.with_logprobs(ref=rows) for b, rows in zip(batches, moved, strict=True)], layout)
+    kl = kl_by_sample([b.with_terms(ref_logprobs=rows) for b, rows in zip(batches, moved, strict=True)], layout)
     held = []
     for m in [m for b in batches for m in b.with_advantages(torch.arange(1.0, len(samples) + 1)).micro_batches]:
         of_token = m.samples.repeat_interleave(m.cu_seqlens.diff().long())

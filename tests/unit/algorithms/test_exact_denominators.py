@@ -1,7 +1,6 @@
 """What each token adds to the gradient is the same number, bit for bit, wherever the token is packed."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -45,17 +44,17 @@ def contributions(name: str, rules: PackingRules, dp_size: int, dtype: torch.dty
     divisor = denominator(batches[0], config.algorithm.loss_type, config.rollout.max_completion_length)
     if name == "real":
         sums = [
-            sample_sums(replace(m, old_logprobs=m.rollout_logprobs), moved(m.rollout_logprobs)) for b in batches for m in b.micro_batches
+            sample_sums(m.with_terms(old_logprobs=m.rollout_logprobs), moved(m.rollout_logprobs)) for b in batches for m in b.micro_batches
         ]
         terms = RealTerms.of(torch.cat(sums), batches[0].samples, GROUP_SIZE, config.algorithm.real_tau)
     for batch in batches:
         for micro_batch in batch.micro_batches:
             tags = micro_batch.rollout_logprobs.to(dtype)
             policy = moved(tags).requires_grad_()
-            inputs = replace(micro_batch, old_logprobs=tags, ref_logprobs=tags - 0.2)
+            inputs = micro_batch.with_terms(old_logprobs=tags, ref_logprobs=tags - 0.2)
             if name == "real":
                 slopes, values = terms.rows(micro_batch, divisor)
-                inputs = replace(inputs, slopes=slopes, values=values)
+                inputs = inputs.with_terms(real_slopes=slopes, real_values=values)
             numerator = make_loss(config)(LossInputs(policy, torch.zeros_like(policy), inputs)).numerator
             (gradient,) = torch.autograd.grad(numerator, policy)
             mask = micro_batch.loss_mask

@@ -1,7 +1,6 @@
 """Losses and advantages at their edges: nothing to learn from, one token, two responses, no reward, no probability."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -38,11 +37,11 @@ def step(name, advantages, lengths, policy=-1.1, old=-1.2):
         mask = torch.tensor([False] * 2 + [True] * length + [False] * (3 - length))
         samples.append(TrainSample(torch.arange(5), mask, torch.full((5,), -1.1), advantage, index))
     batch = build_micro_batch(samples)
-    batch = replace(batch, old_logprobs=torch.full((batch.num_tokens,), old))
+    batch = batch.with_terms(old_logprobs=torch.full((batch.num_tokens,), old))
     logprobs = torch.full((batch.num_tokens,), policy, requires_grad=True)
     if name == "real":
         slopes, values = RealTerms.of(sample_sums(batch, logprobs.detach()), range(len(samples)), 2, 0.5).rows(batch, max(sum(lengths), 1))
-        batch = replace(batch, slopes=slopes, values=values)
+        batch = batch.with_terms(real_slopes=slopes, real_values=values)
     numerator = make_loss(config)(LossInputs(logprobs, torch.zeros_like(logprobs), batch)).numerator
     (gradient,) = torch.autograd.grad(numerator, logprobs)
     divisor = denominator(TrainBatch((batch,), sum(lengths), len(lengths)), config.algorithm.loss_type, 3)

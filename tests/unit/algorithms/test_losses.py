@@ -44,9 +44,9 @@ def rows(inputs, name):
 def run(inputs, settings, with_ref=True):
     samples = samples_of(inputs)
     batch = build_micro_batch(samples)
-    batch = replace(batch, advantages=batch.advantages.double(), old_logprobs=rows(inputs, "old"))
+    batch = replace(batch, advantages=batch.advantages.double()).with_terms(old_logprobs=rows(inputs, "old"))
     if settings.algorithm.beta and with_ref:
-        batch = replace(batch, ref_logprobs=rows(inputs, "ref"))
+        batch = batch.with_terms(ref_logprobs=rows(inputs, "ref"))
     policy = rows(inputs, "new").requires_grad_()
     output = make_loss(settings)(LossInputs(policy, rows(inputs, "entropy"), batch))
     counts = pack(samples, PackingRules(max_tokens=1000))
@@ -111,7 +111,7 @@ def test_the_kl_term_is_that_of_the_estimator_in_the_config(estimator):
 @pytest.mark.parametrize("estimator", ["full_forward", "full_reverse"])
 def test_an_exact_kl_term_is_taken_from_the_policy_as_it_is(estimator):
     inputs = VECTORS["inputs"]
-    batch = replace(build_micro_batch(samples_of(inputs)), old_logprobs=rows(inputs, "old"))
+    batch = build_micro_batch(samples_of(inputs)).with_terms(old_logprobs=rows(inputs, "old"))
     policy, full_kl = rows(inputs, "new"), rows(inputs, "entropy").requires_grad_()
     loss = make_loss(config(loss_type="dapo", beta=0.5, kl_estimator=estimator))
     output = loss(LossInputs(policy, rows(inputs, "entropy"), batch, full_kl))
@@ -122,7 +122,8 @@ def test_an_exact_kl_term_is_taken_from_the_policy_as_it_is(estimator):
 
 def test_mismatch_metrics_are_those_of_the_engine_against_old_logprobs():
     inputs = VECTORS["inputs"]
-    batch = replace(build_micro_batch(samples_of(inputs)), rollout_logprobs=rows(inputs, "old") + 0.25, old_logprobs=rows(inputs, "old"))
+    batch = build_micro_batch(samples_of(inputs)).with_terms(old_logprobs=rows(inputs, "old"))
+    batch = replace(batch, rollout_logprobs=rows(inputs, "old") + 0.25)
     policy = rows(inputs, "new")
     metrics = make_loss(config())(LossInputs(policy, policy, batch)).metrics
     total, count = metrics["token_mult_prob_error"]
@@ -142,7 +143,7 @@ def test_cutting_the_batch_into_micro_batches_changes_neither_loss_nor_gradient(
         length = sample.token_ids.numel()
         part = policy.detach()[offset : offset + length].requires_grad_()
         ref = rows(inputs, "ref")[offset : offset + length]
-        batch = replace(batch, advantages=batch.advantages.double(), old_logprobs=old, ref_logprobs=ref)
+        batch = replace(batch, advantages=batch.advantages.double()).with_terms(old_logprobs=old, ref_logprobs=ref)
         output = make_loss(settings)(LossInputs(part, part.detach(), batch))
         grads.append(torch.autograd.grad(output.numerator, part)[0])
         total, offset = total + output.numerator.item(), offset + length
@@ -158,7 +159,7 @@ def test_a_masked_infinity_does_not_poison_the_loss():
     inputs = VECTORS["inputs"]
     batch = build_micro_batch(samples_of(inputs))
     policy = torch.where(batch.loss_mask, rows(inputs, "new"), -torch.inf).requires_grad_()
-    batch = replace(batch, old_logprobs=rows(inputs, "old"))
+    batch = batch.with_terms(old_logprobs=rows(inputs, "old"))
     output = make_loss(config())(LossInputs(policy, torch.zeros_like(policy), batch))
     assert output.numerator.isfinite()
 

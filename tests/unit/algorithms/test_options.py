@@ -1,6 +1,5 @@
 """Every option of the algorithm does something, and options that contradict each other are refused by name."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -58,12 +57,12 @@ def of_the_loss(**algorithm):
     old = rows.rollout_logprobs + 0.2 * torch.cos(3.0 * place)
     policy = (old + 1.5 * torch.sin(1.0 * place) - 0.3).requires_grad_()
     entropy = 1 + torch.sin(2.0 * place)
-    rows = replace(rows, old_logprobs=old, ref_logprobs=old - 0.3 if config.algorithm.beta else None)
+    rows = rows.with_terms(old_logprobs=old, ref_logprobs=old - 0.3 if config.algorithm.beta else None)
     divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
     if config.algorithm.loss_type == "real":
         terms = RealTerms.of(sample_sums(rows, policy.detach()), batch.samples, GROUP_SIZE, config.algorithm.real_tau)
         slopes, values = terms.rows(rows, divisor)
-        rows = replace(rows, slopes=slopes, values=values)
+        rows = rows.with_terms(real_slopes=slopes, real_values=values)
     loss = make_loss(config)(LossInputs(policy, entropy, rows)).numerator / divisor
     return loss.item(), torch.autograd.grad(loss, policy)[0]
 

@@ -69,7 +69,7 @@ class Rows:
 
 
 def of_the_whole_step(batch, policy, entropy, rows, config):
-    """What `look_ahead` gathers from the ranks, of a step that is one micro-batch."""
+    """What `add_step_terms` gathers from the ranks, of a step that is one micro-batch."""
     algorithm, found = config.algorithm, {}
     counted = batch.loss_mask
     if algorithm.top_entropy_quantile < 1:
@@ -79,19 +79,19 @@ def of_the_whole_step(batch, policy, entropy, rows, config):
         found["entropy_weights"] = counted * (algorithm.entropy_coef * rows.divisor(config) / counted.sum())
     if algorithm.loss_type == "real":
         terms = RealTerms.of(sample_sums(batch, policy), rows.step.samples, config.rollout.num_generations, algorithm.real_tau)
-        found["slopes"], found["values"] = terms.rows(batch, rows.divisor(config))
+        found["real_slopes"], found["real_values"] = terms.rows(batch, rows.divisor(config))
     return found
 
 
 def check(case, inputs, mask, config, scale=1.0, batch_changes=lambda rows: {}, truncated=None):
     """`scale`: our denominator over the reference's, where that is not the count of this batch."""
     rows = Rows(inputs, mask, truncated)
-    changes = {"old_logprobs": rows.pack(inputs["old"])} | batch_changes(rows)
+    terms = {"old_logprobs": rows.pack(inputs["old"])}
     if config.algorithm.beta:
-        changes["ref_logprobs"] = rows.pack(inputs["ref"])
+        terms["ref_logprobs"] = rows.pack(inputs["ref"])
     policy, entropy = (rows.pack(inputs[name]).requires_grad_() for name in ("new", "entropy"))
-    batch = replace(rows.batch, **changes)
-    batch = replace(batch, **of_the_whole_step(batch, policy.detach(), entropy.detach(), rows, config))
+    batch = replace(rows.batch, **batch_changes(rows)).with_terms(**terms)
+    batch = batch.with_terms(**of_the_whole_step(batch, policy.detach(), entropy.detach(), rows, config))
     output = make_loss(config)(LossInputs(policy, entropy, batch))
     loss = output.numerator * scale / rows.divisor(config)
     assert loss.item() == pytest.approx(case["loss"], rel=1e-6, abs=1e-9)

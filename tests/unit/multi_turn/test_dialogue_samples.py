@@ -79,7 +79,7 @@ def test_the_loss_is_that_of_the_tokens_alone(loss_type):
         (m,) = batch.micro_batches
         tags = torch.where(m.loss_mask, m.rollout_logprobs, torch.randn(m.num_tokens))  # others' log-probs are anything
         policy = (tags + 0.1 * torch.sin(40 * tags)).requires_grad_()
-        batch = batch.with_logprobs(old=[tags + 0.01], ref=[tags - 0.2])
+        batch = batch.with_terms(old_logprobs=[tags + 0.01], ref_logprobs=[tags - 0.2])
         output = make_loss(config)(LossInputs(policy, tags.abs(), batch.micro_batches[0]))
         output.numerator.backward()
         metrics = {name: [value.item() for value in pair] for name, pair in output.metrics.items()}
