@@ -23,15 +23,15 @@ class HostMemory:
         """Yield the bytes from `start`, piece by piece: a view [n] uint8 of the piece, and the slice of the `size` bytes that it holds."""
         done = 0
         while done < size:
-            number, place = divmod(start + done, PIECE_BYTES)
-            while number >= len(self.pieces):
+            index, offset = divmod(start + done, PIECE_BYTES)
+            while index >= len(self.pieces):
                 self.pieces.append(device.host_bytes(PIECE_BYTES))
-            count = min(size - done, PIECE_BYTES - place)
-            yield self.pieces[number][place : place + count], slice(done, done + count)
+            count = min(size - done, PIECE_BYTES - offset)
+            yield self.pieces[index][offset : offset + count], slice(done, done + count)
             done += count
 
 
-class Away:
+class OffloadedStorages:
     """Storages that are off the device: `move` keeps their bytes in host memory, `drop` keeps nothing. `bring_back` restores both;
     dropped storages are then zero."""
 
@@ -108,11 +108,11 @@ class Away:
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
     """Return the non-empty storages of these tensors that are on the device, each once, keyed by their address."""
-    kind, found = device.device().type, {}
+    kind, on_device = device.device().type, {}
     for tensor in tensors:
         if tensor.device.type == kind and (storage := tensor.untyped_storage()).nbytes():
-            found[storage._cdata] = storage
-    return found
+            on_device[storage._cdata] = storage
+    return on_device
 
 
 def _empty(storage: UntypedStorage) -> None:

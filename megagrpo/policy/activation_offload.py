@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import floor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,138 +24,152 @@ from megagrpo import device
 from megagrpo.device.host_copies import HostCopies
 from megagrpo.policy.specs import BLOCK
 
-MIN_BYTES = 2**20  # a smaller tensor stays on the device: moving it costs more than keeping it
-LOADED = 3  # layers on the device at a time in the backward pass: the previous one (its memory may still be read), this one, the next
+MIN_BYTES = 2**20  # a smaller tensor stays on the device: copying it costs more than keeping it
+MAX_LOADED = 3  # layers on the device at a time in the backward pass: the previous one (its memory may still be read), this one, the next
 
 
-class Kept:
-    """The handle that autograd saves in place of a tensor. It holds the tensor, or after offload its index and view in the layer's host
-    copy."""
+class SavedTensor:
+    """The handle that autograd saves in place of a tensor.
 
-    def __init__(self, layer: LeftLayer, tensor: Tensor):
-        self.layer, self.tensor, self.place = layer, tensor, -1
-        self.view = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+    It holds the tensor. After offload it holds the index of the tensor's storage in the layer's host copy, and the tensor's view of that
+    storage.
+    """
+
+    def __init__(self, layer: OffloadedLayer, tensor: Tensor):
+        self.layer, self.index = layer, -1
+        self.tensor: Tensor | None = tensor
+        self.dtype, self.view = tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def get(self) -> Tensor:
-        """Return the saved tensor, from the device copy that `LeftLayer.load` restores if it was offloaded."""
-        self.layer.announce()
+        """Return the saved tensor, from the device copy that `OffloadedLayer.load` restores if it was offloaded."""
+        self.layer.prefetch()
         if self.tensor is not None:
             return self.tensor
-        dtype, *view = self.view
-        memory = self.layer.load()[self.place].untyped_storage()
-        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, *view)
+        memory = self.layer.load()[self.index].untyped_storage()
+        return torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory, *self.view)
 
 
-class LeftLayer:
-    """The saved tensors of one layer for one micro-batch. `before` is the offloaded layer whose backward pass runs next; None if there is
-    none."""
+class OffloadedLayer:
+    """The saved tensors of one layer for one micro-batch. `before` is the offloaded layer whose backward pass runs next, if any."""
 
-    def __init__(self, mover: Mover, before: LeftLayer | None):
-        self._mover, self._before = mover, before
-        self._kept: list[Kept] = []
-        self._sources, self._hosts, self._loaded = [], [], None
-        self._complete = None
+    def __init__(self, offloader: ActivationOffloader, before: OffloadedLayer | None):
+        self._offloader, self._before = offloader, before
+        self._saved: list[SavedTensor] = []
+        self._sources: list[Tensor] = []
+        self._hosts: list[Tensor] = []
+        self._loaded: list[Tensor] | None = None
+        self._complete: Any = None  # event of the last copy
 
-    def keep(self, tensor: Tensor) -> Kept:
+    def save(self, tensor: Tensor) -> SavedTensor:
         """Record a tensor that autograd saves, and return its handle."""
-        kept = Kept(self, tensor)
-        self._kept.append(kept)
-        return kept
+        saved = SavedTensor(self, tensor)
+        self._saved.append(saved)
+        return saved
 
-    def leave(self, staying: set[int]) -> None:
-        """Copy the saved tensors to the host: each storage once, even if several tensors are views of it.
+    def offload(self, excluded: set[int]) -> None:
+        """Start the copy of the saved tensors to the host: each storage once, even if several tensors are views of it.
 
-        Storages whose address is in `staying` stay on the device, as do tensors below MIN_BYTES, subclasses of Tensor and tensors of
+        Storages whose address is in `excluded` stay on the device, as do tensors below MIN_BYTES, subclasses of Tensor and tensors of
         another device.
         """
-        places: dict[int, int] = {}
-        for kept in self._kept:
-            memory, elsewhere = kept.tensor.untyped_storage(), kept.tensor.device.type != device.device().type
-            if type(kept.tensor) is not Tensor or elsewhere or memory.nbytes() < MIN_BYTES or memory.data_ptr() in staying:
+        indices: dict[int, int] = {}
+        for saved in self._saved:
+            tensor = saved.tensor
+            if type(tensor) is not Tensor or tensor.device.type != device.device().type:
                 continue
-            kept.place = places.setdefault(memory.data_ptr(), len(places))
-            if kept.place == len(self._sources):
+            memory = tensor.untyped_storage()
+            if memory.nbytes() < MIN_BYTES or memory.data_ptr() in excluded:
+                continue
+            saved.index = indices.setdefault(memory.data_ptr(), len(indices))
+            if saved.index == len(self._sources):
                 self._sources.append(torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory))
-            kept.tensor = None
-        self._hosts, self._complete = self._mover.copies.to_host(self._sources)
-        self.stay()
+            saved.tensor = None
+        self._hosts, self._complete = self._offloader.copies.to_host(self._sources)
+        self.release()
 
-    def stay(self) -> None:
+    def release(self) -> None:
         """Drop this object's references to the saved tensors. Only autograd holds the tensors that stay on the device."""
-        self._kept.clear()
+        self._saved.clear()
 
     def free(self) -> None:
         """Wait for the copy to the host, then free the device's memory."""
-        self._mover.copies.wait(self._complete)
+        self._offloader.copies.wait(self._complete)
         self._sources.clear()
 
-    def announce(self) -> None:
-        """Prefetch this layer and the next one of the backward pass. Called when the backward pass of this layer reads a saved tensor."""
+    def prefetch(self) -> None:
+        """Fetch this layer and the next one of the backward pass. Called when the backward pass of this layer reads a saved tensor."""
         self.fetch()
         if self._before is not None:
             self._before.fetch()
 
     def load(self) -> list[Tensor]:
-        """Return the offloaded storages on the device, as uint8 tensors, after their copy from the host has finished."""
+        """Return the offloaded storages on the device, as uint8 tensors [bytes], after their copy from the host has finished."""
         self.fetch()
-        self._mover.copies.wait(self._complete)
+        self._offloader.copies.wait(self._complete)
+        assert self._loaded is not None
         return self._loaded
 
     def fetch(self) -> None:
         """Start the copy back to the device, once."""
         if self._loaded is None and self._hosts:
-            self._loaded, self._complete = self._mover.copies.to_device(self._hosts)
-            self._mover.has_loaded(self)
+            self._loaded, self._complete = self._offloader.copies.to_device(self._hosts)
+            self._offloader.has_loaded(self)
 
     def unload(self) -> None:
         """Drop the restored device copy."""
         if self._loaded is not None:
-            self._mover.copies.wait(self._complete)  # a copy still writes to this memory; free it only afterwards
+            self._offloader.copies.wait(self._complete)  # a copy still writes to this memory; free it only afterwards
         self._loaded = None
 
     __del__ = unload
 
 
-class Mover:
-    """Offloads the saved tensors of one decoder's layers. `leaving` holds the id() of each layer to offload."""
+class ActivationOffloader:
+    """Offloads the saved tensors of one decoder's layers. `offloaded` holds the id() of each layer to offload."""
 
-    def __init__(self, leaving: set[int]):
-        self.leaving, self.copies = leaving, HostCopies()
-        self.layer: LeftLayer | None = None
+    def __init__(self, offloaded: set[int]):
+        self.offloaded, self.copies = offloaded, HostCopies()
+        self.layer: OffloadedLayer | None = None
         self.within: nn.Module | None = None  # the layer whose forward pass is running; None in backward passes, which may recompute layers
         self.shared: frozenset[int] = frozenset()
-        self._last: LeftLayer | None = None  # the last layer that was offloaded in this pass
-        self._on_its_way: LeftLayer | None = None
-        self._loaded: deque[weakref.ref[LeftLayer]] = deque()
+        self._last: OffloadedLayer | None = None  # the last layer that was offloaded in this pass
+        self._copying: OffloadedLayer | None = None  # the layer whose copy to the host is in flight
+        self._loaded: deque[weakref.ref[OffloadedLayer]] = deque()
 
     def begin(self, layer: nn.Module) -> None:
         """Start the record of a layer's saved tensors, at the start of its forward pass."""
-        self.within, self.layer = layer, LeftLayer(self, self._last)
+        self.within, self.layer = layer, OffloadedLayer(self, self._last)
+
+    def save(self, tensor: Tensor) -> SavedTensor:
+        """Record a tensor that autograd saves in the running layer, and return its handle."""
+        assert self.layer is not None
+        return self.layer.save(tensor)
 
     def end(self) -> None:
         """Offload a layer's saved tensors at the end of its forward pass. Their device memory is freed when the next offloaded layer ends:
         the copy overlaps with the layers in between."""
-        if id(self.within) not in self.leaving:
-            self.layer.stay()
+        assert self.layer is not None and self.within is not None
+        if id(self.within) not in self.offloaded:
+            self.layer.release()
             return
-        self.layer.leave(self.shared | {memory for module in self.within.modules() for memory in _rounded_weights(module)})
+        self.layer.offload({*self.shared, *(memory for module in self.within.modules() for memory in _rounded_weights(module))})
         self.free()
-        self._on_its_way = self._last = self.layer
+        self._copying = self._last = self.layer
 
     def free(self) -> None:
         """Free the device memory of the layer whose copy to the host is in flight, if any."""
-        if self._on_its_way is not None:
-            self._on_its_way.free()
-        self._on_its_way = None
+        if self._copying is not None:
+            self._copying.free()
+        self._copying = None
 
     def close(self) -> None:
         """Reset the state of the forward pass after all layers, whether the pass succeeded or raised."""
-        self.within = self.layer = self._last = self._on_its_way = None
+        self.within = self.layer = self._last = self._copying = None
 
-    def has_loaded(self, layer: LeftLayer) -> None:
-        """Note a layer that is back on the device, and unload the oldest when more than LOADED are."""
+    def has_loaded(self, layer: OffloadedLayer) -> None:
+        """Record a layer that is back on the device, and unload the oldest when more than MAX_LOADED are."""
         self._loaded.append(weakref.ref(layer))
-        if len(self._loaded) > LOADED and (oldest := self._loaded.popleft()()) is not None:
+        if len(self._loaded) > MAX_LOADED and (oldest := self._loaded.popleft()()) is not None:
             oldest.unload()
 
 
@@ -164,11 +179,11 @@ def offload_activations(chunks: Sequence[nn.Module], share: float) -> None:
     The last decoder layer of a model stays on the device, because its backward pass comes at once. Results do not change.
     """
     for chunk in chunks:
-        decoder = chunk.decoder
-        leaving = [layer for i, layer in enumerate(decoder.layers) if floor((i // BLOCK + 1) * share) > floor(i // BLOCK * share)]
+        decoder: Any = chunk.decoder
+        offloaded = [layer for i, layer in enumerate(decoder.layers) if floor((i // BLOCK + 1) * share) > floor(i // BLOCK * share)]
         if decoder.post_process:
-            leaving = [layer for layer in leaving if layer not in decoder.layers[-BLOCK:]]
-        decoder.mover, decoder.__class__ = Mover({*map(id, leaving)}), _offloading(type(decoder))
+            offloaded = [layer for layer in offloaded if layer not in decoder.layers[-BLOCK:]]
+        decoder.offloader, decoder.__class__ = ActivationOffloader({*map(id, offloaded)}), _offloading(type(decoder))
         for layer in decoder.layers:
             layer.register_forward_pre_hook(lambda layer, inputs, decoder=decoder: decoder.enter(layer))
 
@@ -179,32 +194,35 @@ def _offloading(stack: type) -> type:
 
 
 class OffloadingStack:
-    """A decoder that passes its layers' saved tensors through a `Mover`."""
+    """A decoder that passes its layers' saved tensors through an `ActivationOffloader`."""
 
-    mover: Mover
+    offloader: ActivationOffloader
 
-    def forward(self, hidden_states: Tensor, **options) -> Tensor:
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        """Run the decoder's forward pass, [T, 1, H] to [T, 1, H] of this rank's tokens, and offload what its layers save."""
+        whole: Any = super()
         if not torch.is_grad_enabled():
-            return super().forward(hidden_states, **options)
-        self.mover.shared = frozenset(t.untyped_storage().data_ptr() for t in (*self.parameters(), *_tensors(options.values())))
-        self.mover.begin(self.layers[0])
+            return whole.forward(hidden_states, **options)
+        parameters = self.parameters()  # type: ignore[attr-defined]
+        self.offloader.shared = frozenset(t.untyped_storage().data_ptr() for t in (*parameters, *_tensors(options.values())))
+        self.offloader.begin(self.layers[0])  # type: ignore[attr-defined]
         try:
-            with saved_tensors_hooks(lambda tensor: self.mover.layer.keep(tensor), Kept.get):
-                output = super().forward(hidden_states, **options)
-            self.mover.end()
-            self.mover.free()
+            with saved_tensors_hooks(lambda tensor: self.offloader.save(tensor), SavedTensor.get):
+                output = whole.forward(hidden_states, **options)
+            self.offloader.end()
+            self.offloader.free()
         finally:
-            self.mover.close()
+            self.offloader.close()
         return output
 
     def enter(self, layer: nn.Module) -> None:
         """Forward pre-hook of a layer: ends the previous layer's forward pass and begins this layer's."""
-        if self.mover.within is not None and layer is not self.mover.within:
-            self.mover.end()
-            self.mover.begin(layer)
+        if self.offloader.within is not None and layer is not self.offloader.within:
+            self.offloader.end()
+            self.offloader.begin(layer)
 
 
-def _tensors(values: Iterator) -> Iterator[Tensor]:
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     return (value for value in values if isinstance(value, Tensor))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import megagrpo.device as device
-from megagrpo.device.offload import Away, storages
+from megagrpo.device.offload import OffloadedStorages, storages
 from megagrpo.parallel.agree import own_part
 from megagrpo.policy.fp8.weights import parts
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -28,8 +28,8 @@ class Offload:
 
     def __init__(self, policy: MegatronPolicy, reference: Reference | None = None):
         self._policy, self._reference = policy, reference
-        self._weights, self._state = Away(), Away()
-        self._frozen, self._reference_weights = Away(), Away()
+        self._weights, self._state = OffloadedStorages(), OffloadedStorages()
+        self._frozen, self._reference_weights = OffloadedStorages(), OffloadedStorages()
         self._parts = self._weights, self._frozen, self._state, self._reference_weights
 
     @property

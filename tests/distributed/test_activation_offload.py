@@ -11,7 +11,7 @@ from megagrpo.data.packing import pack, packing_rules
 from megagrpo.device.host_copies import HostCopies
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy import activation_offload
-from megagrpo.policy.activation_offload import Kept, LeftLayer
+from megagrpo.policy.activation_offload import OffloadedLayer, SavedTensor
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import fill_weights, policy_gradient
@@ -32,7 +32,8 @@ def _gradients(settings, hf_config) -> tuple[dict[str, torch.Tensor], dict[str, 
     layout = init_layout(settings.parallel)
     policy = MegatronPolicy(settings, layout, hf_config)
     fill_weights(policy, hf_config, layout)
-    count, to_host, to_device, leave = dict(left=0, back=0, stayed=0, most=0), HostCopies.to_host, HostCopies.to_device, LeftLayer.leave
+    count, leave = dict(left=0, back=0, stayed=0, most=0), OffloadedLayer.offload
+    to_host, to_device = HostCopies.to_host, HostCopies.to_device
     weights = {p.untyped_storage().data_ptr() for chunk in policy.chunks for p in chunk.parameters()}
 
     def counted(copy, name):
@@ -43,13 +44,13 @@ def _gradients(settings, hf_config) -> tuple[dict[str, torch.Tensor], dict[str, 
 
         return copied
 
-    def leaves(self, staying):
-        kept = list(self._kept)
-        leave(self, staying)
-        stayed = [k.tensor for k in kept if k.tensor is not None and k.tensor.untyped_storage().data_ptr() not in weights]
+    def leaves(self, excluded):
+        saved = list(self._saved)
+        leave(self, excluded)
+        stayed = [k.tensor for k in saved if k.tensor is not None and k.tensor.untyped_storage().data_ptr() not in weights]
         count["stayed"] += sum(t.nbytes for t in stayed)
 
-    HostCopies.to_host, HostCopies.to_device, LeftLayer.leave = counted(to_host, "left"), counted(to_device, "back"), leaves
+    HostCopies.to_host, HostCopies.to_device, OffloadedLayer.offload = counted(to_host, "left"), counted(to_device, "back"), leaves
     rules = packing_rules(settings, policy.shares_prompts)
     for seed in (1, 2):
         gc.collect()
@@ -57,7 +58,7 @@ def _gradients(settings, hf_config) -> tuple[dict[str, torch.Tensor], dict[str, 
         batch = pack(random_samples(seed), rules, layout.dp_rank, layout.dp_size)
         policy.logprobs(batch)
         policy.backward(batch, policy_gradient, batch.num_tokens)
-    count["alive"] = sum(isinstance(thing, (Kept, LeftLayer)) for thing in gc.get_objects())
+    count["alive"] = sum(isinstance(thing, (SavedTensor, OffloadedLayer)) for thing in gc.get_objects())
     found = {f"{i}.{name}": p.main_grad.clone() for i, chunk in enumerate(policy.chunks) for name, p in chunk.named_parameters()}
     return found, count
 
