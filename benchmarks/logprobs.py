@@ -6,8 +6,8 @@ Every contender gets hidden states [T, H], a head [V, H], labels [T] and the gra
 gradients of hidden states and head:
 
 - megagrpo: `vocab_logprobs`, which also gives the entropy; the logits of `chunk` tokens exist at a time. The gradients in the log-probs are
-  foretold, as a train step does for all its losses, and checked in the backward pass.
-- megagrpo, not foretold: the same without; logits are computed again in the backward pass, four products of T x V x H where the others need
+  computed early, as a train step does for all its losses, and checked in the backward pass.
+- megagrpo, late gradients: the same without; logits are computed again in the backward pass, four products of T x V x H, where others need
   three.
 - plain: log_softmax over the whole [T, V] logits in float32, and autograd.
 - liger-style: what transformers with liger-kernel's fused linear losses does, written in plain PyTorch: `--liger-chunk` tokens at a time,
@@ -46,9 +46,9 @@ Gradients = tuple[Tensor, Tensor]
 Contender = Callable[[Tensor, Tensor, Tensor, Tensor], Gradients]
 
 
-def megagrpo(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor, *, chunk: int, foretold: bool) -> Gradients:
-    story = (lambda rows, logprobs: (upstream[rows],)) if foretold else None
-    logprobs, _ = vocab_logprobs(hidden, weight, labels, chunk=chunk, upstream=story)
+def megagrpo(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor, *, chunk: int, early: bool) -> Gradients:
+    early_gradients = (lambda rows, logprobs: (upstream[rows],)) if early else None
+    logprobs, _ = vocab_logprobs(hidden, weight, labels, chunk=chunk, upstream=early_gradients)
     return torch.autograd.grad(logprobs, (hidden, weight), upstream)
 
 
@@ -81,8 +81,8 @@ def megatron(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor) -
 
 def contenders(args: argparse.Namespace) -> dict[str, Contender]:
     return {
-        **{f"megagrpo, chunk {chunk}": partial(megagrpo, chunk=chunk, foretold=True) for chunk in args.chunks},
-        f"megagrpo, not foretold, chunk {args.chunks[0]}": partial(megagrpo, chunk=args.chunks[0], foretold=False),
+        **{f"megagrpo, chunk {chunk}": partial(megagrpo, chunk=chunk, early=True) for chunk in args.chunks},
+        f"megagrpo, late gradients, chunk {args.chunks[0]}": partial(megagrpo, chunk=args.chunks[0], early=False),
         "plain": plain,
         f"liger-style, chunk {args.liger_chunk}": partial(liger_style, chunk=args.liger_chunk),
         "megatron": megatron,

@@ -61,7 +61,7 @@ class Contender:
     products: int
     gradients: bool = True
     fused: bool = False
-    foretold: bool = True
+    early: bool = True
     fp8: str | None = None
 
     def run(self, inputs: Inputs, chunk: int) -> object:
@@ -69,8 +69,8 @@ class Contender:
         if not self.gradients:
             with torch.no_grad():
                 return vocab_logprobs(inputs.hidden, inputs.weight, inputs.labels, **options)
-        story = (lambda rows, logprobs: (inputs.upstream[rows],)) if self.foretold else None
-        logprobs, _ = vocab_logprobs(inputs.hidden, inputs.weight, inputs.labels, upstream=story, **options)
+        early_gradients = (lambda rows, logprobs: (inputs.upstream[rows],)) if self.early else None
+        logprobs, _ = vocab_logprobs(inputs.hidden, inputs.weight, inputs.labels, upstream=early_gradients, **options)
         return torch.autograd.grad(logprobs, (inputs.hidden, inputs.weight), inputs.upstream)
 
 
@@ -81,7 +81,7 @@ CONTENDERS = (
     Contender("fused FP8 blockwise, pass", 1, gradients=False, fused=True, fp8="blockwise"),
     Contender("chunked", 3),
     Contender("fused", 3, fused=True),
-    Contender("fused, not foretold", 4, fused=True, foretold=False),
+    Contender("fused, late gradients", 4, fused=True, early=False),
     Contender("fused FP8 tensorwise", 3, fused=True, fp8="tensorwise"),
     Contender("fused FP8 blockwise", 3, fused=True, fp8="blockwise"),
 )

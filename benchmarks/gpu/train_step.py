@@ -253,7 +253,7 @@ def attempt(case: Case, recipe: str, overrides: Sequence[str], steps: int) -> tu
 def report(case: Case, recipe: str, found: Measured, gpu: Gpu | None, ceilings: Ceilings | None, table: Table, bf16: float | None) -> None:
     """Two rows: the train step and the log-prob pass."""
     predicted = case.predicted(gpu) if gpu else (None, None, None)
-    for what, seconds, flops, foretold, gib in (
+    for what, seconds, flops, planned, gib in (
         ("train", found.train, case.flops, predicted[0], (found.peak_gib, predicted[2])),
         ("log-probs", found.logprobs, case.flops / 3, predicted[1], (None, None)),
     ):
@@ -261,7 +261,7 @@ def report(case: Case, recipe: str, found: Measured, gpu: Gpu | None, ceilings: 
         faster = bf16 / seconds if bf16 and what == "train" else None
         mfu = tflops / gpu.bf16_tflops if gpu else None
         speed = (case.tokens / seconds, tflops, mfu, tflops / ceilings.bf16_tflops if ceilings else None, faster)
-        table.row(f"{case.name}/{case.model.num_layers}", recipe, what, seconds, foretold, *speed, *gib)
+        table.row(f"{case.name}/{case.model.num_layers}", recipe, what, seconds, planned, *speed, *gib)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -96,15 +96,15 @@ def report(config: RunConfig, lines: list[dict[str, Any]], gpu) -> str:
         for key, value in lines[-1].items()
         if isinstance(value, int | float)
     }
-    samples, foretold = config.rollout.prompts_per_step * config.rollout.num_generations, {}
+    samples, planned = config.rollout.prompts_per_step * config.rollout.num_generations, {}
     response = median["completions/mean_length"]
     if gpu:
         lengths = expected_lengths(config, max(1.0, median["num_tokens"] / samples - response), response)
         made = with_times(plan(config, 1, gpu.memory_gib), config, 1, gpu, lengths)
-        foretold = made.times.seconds | {"step": made.times.step} if made.times else {}
+        planned = made.times.seconds | {"step": made.times.step} if made.times else {}
     rows = [f"{'':12}{'s':>9}{'predicted':>11}"]
     for phase in (*PHASES, "step"):
-        predicted = f"{foretold[phase]:11.3f}" if phase in foretold else f"{'-':>11}"
+        predicted = f"{planned[phase]:11.3f}" if phase in planned else f"{'-':>11}"
         rows.append(f"{phase:12}{median.get(f'time/{phase}', 0.0):9.3f}{predicted}")
     rows.append(
         f"{samples} samples, {median['num_tokens']:.0f} tokens, {response:.0f} in a response; {median['tokens_per_second']:.0f} tokens/s"

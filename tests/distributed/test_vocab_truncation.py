@@ -41,14 +41,14 @@ def naive(hidden, weight, labels, rules):
     return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-@pytest.mark.parametrize("foretold", [False, True], ids=["computed again", "foretold"])
+@pytest.mark.parametrize("early", [False, True], ids=["late gradients", "early gradients"])
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-def test_values_and_gradients_are_those_of_the_kept_logits(rules, foretold):
+def test_values_and_gradients_are_those_of_the_kept_logits(rules, early):
     hidden, weight, labels, upstream = problem(37, torch.float64)
     options = dict(temperature=0.7, truncation=rules, chunk=4, entropy_gradient=True)
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    told = (lambda rows, *found: tuple(upstream[:, rows])) if foretold else None
-    found = vocab_logprobs(*leaves, labels, upstream=told, **options)
+    early_gradients = (lambda rows, *outputs: tuple(upstream[:, rows])) if early else None
+    found = vocab_logprobs(*leaves, labels, upstream=early_gradients, **options)
     grads = torch.autograd.grad(found, leaves, tuple(upstream))
     expected = naive(*leaves, labels, rules)
     oracles = torch.autograd.grad(expected, leaves, tuple(upstream))

@@ -24,22 +24,22 @@ def problem():
     return hidden, weight, labels, torch.randn(2, TOKENS, device="cuda")
 
 
-def answer(problem, dtype=torch.bfloat16, foretold=True, **options):
+def answer(problem, dtype=torch.bfloat16, early=True, **options):
     """Log-probs, entropy, and the gradients of hidden states and head, in float32."""
     hidden, weight, labels, upstream = problem
     leaves = [t.to(dtype).requires_grad_() for t in (hidden, weight)]
-    story = (lambda rows, *found: tuple(upstream[: len(found), rows])) if foretold else None
-    outputs = vocab_logprobs(*leaves, labels, vocab_size=VOCAB - 100, temperature=0.7, upstream=story, **options)
+    early_gradients = (lambda rows, *found: tuple(upstream[: len(found), rows])) if early else None
+    outputs = vocab_logprobs(*leaves, labels, vocab_size=VOCAB - 100, temperature=0.7, upstream=early_gradients, **options)
     taught = [o for o in outputs if o.requires_grad]
     gradients = torch.autograd.grad(taught, leaves, tuple(upstream[: len(taught)]))
     return [t.detach().float() for t in (*outputs, *gradients)]
 
 
-@pytest.mark.parametrize("foretold", [True, False])
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("options", [{}, dict(logit_cap=5.0, entropy_gradient=True)])
-def test_values_and_gradients_are_those_of_the_chunked_path_in_float32(problem, options, foretold):
+def test_values_and_gradients_are_those_of_the_chunked_path_in_float32(problem, options, early):
     expected = answer(problem, torch.float32, **options)
-    found = answer(problem, foretold=foretold, fused=True, **options)
+    found = answer(problem, early=early, fused=True, **options)
     for got, want, error in zip(found, expected, (1e-4, 1e-4, 0.02, 0.02), strict=True):
         assert (got - want).norm() <= error * want.norm()
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from megagrpo import device
 from megagrpo.config.train import FUSED_SCRATCH_BYTES
 from megagrpo.policy.lm_head.fp8 import BLOCK, Factor, in_fp8
+from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_shard import LOWEST, Softmax, VocabShard
 
 SCRATCH_BYTES = FUSED_SCRATCH_BYTES
@@ -92,16 +93,16 @@ def _width(num_columns: int) -> int:
 
 
 class FusedPass:
-    """One pass over the tokens, `chunk` at a time: their log-probs and entropy and, with `keeps`, the gradients of their logits."""
+    """One pass over the tokens, `chunk` at a time: their log-probs and entropy and, with `stores`, the gradients of their logits."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, task, keeps: bool):
-        self._hidden, self._weight, self._task, self._keeps = hidden, weight, task, keeps
+    def __init__(self, hidden: Tensor, weight: Tensor, task: HeadTask, stores: bool):
+        self._hidden, self._weight, self._task, self._stores = hidden, weight, task, stores
         self._shard: VocabShard = task.shard
         self._tiles = TILES if task.fp8 is None else FP8_TILES
         self._width = _width(self._shard.num_rows)
         itemsize = 2 if hidden.dtype == torch.bfloat16 else 4
         # Sized by the head's rows with padding: that number is equal on all ranks, which must combine the same tokens.
-        most = chunk_tokens(weight.shape[0], itemsize, self._tiles) if keeps else hidden.shape[0]
+        most = chunk_tokens(weight.shape[0], itemsize, self._tiles) if stores else hidden.shape[0]
         self.chunk = max(1, min(most, hidden.shape[0]))
 
     @cached_property
@@ -129,12 +130,12 @@ class FusedPass:
         softmax = _combined(statistics, self._shard)
         return torch.stack((softmax.logprobs, softmax.entropy, softmax.log_normaliser))
 
-    def compute_logits_again(self, rows: slice, found: Tensor) -> None:
+    def compute_logits_again(self, rows: slice, results: Tensor) -> None:
         """Recompute the logits of `rows` into the scratch, as `forward` left them."""
         self._statistics(rows)
 
     def _statistics(self, rows: slice) -> Tensor:
-        """Return the kernel's statistics [4, splits, n] float32. With `keeps` the logits of `rows` are then in the scratch."""
+        """Return the kernel's statistics [4, splits, n] float32. With `stores` the logits of `rows` are then in the scratch."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         from megagrpo.policy.lm_head import fused_logprobs_kernels as kernels
@@ -149,10 +150,10 @@ class FusedPass:
         blocks = -(-num_tokens // tiles.tokens)
         splits = num_splits(blocks, -(-columns // tiles.vocab), device.num_processors())
         statistics = self._hidden.new_empty(4, splits, num_tokens, dtype=torch.float32)
-        kept = None
-        if self._keeps:
-            logits = self._scratch[:num_tokens].view(self._kept_dtype)
-            kept = TensorDescriptor.from_tensor(logits, [tiles.tokens, tiles.vocab // 2])
+        stored = None
+        if self._stores:
+            logits = self._scratch[:num_tokens].view(self._stored_dtype)
+            stored = TensorDescriptor.from_tensor(logits, [tiles.tokens, tiles.vocab // 2])
         kernels.head_statistics[(blocks * splits,)](
             TensorDescriptor.from_tensor(hidden[rows], [tiles.tokens, tiles.hidden]),
             TensorDescriptor.from_tensor(head, [tiles.vocab, tiles.hidden]),
@@ -160,8 +161,8 @@ class FusedPass:
             head_scales,
             self._columns_of_labels(rows),
             statistics,
-            kept,
-            self._references if self._keeps else None,
+            stored,
+            self._references if self._stores else None,
             num_tokens,
             columns,
             self._hidden.shape[1],
@@ -175,32 +176,32 @@ class FusedPass:
             GROUP=GROUP,
             FP8=self._task.fp8,
             CAPPED=self._task.logit_cap is not None,
-            KEEP=self._keeps,
+            STORE=self._stores,
             WIDEN=device.interprets_triton(),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
         return statistics
 
-    def grad_logits(self, rows: slice, found: Tensor, upstream: Tensor) -> Tensor:
+    def grad_logits(self, rows: slice, results: Tensor, upstream: Tensor) -> Tensor:
         """Return the gradient of the logits before cap and temperature [n, v], in the inputs' dtype; it overwrites the logits in the
         scratch.
 
-        `found` is the result of `forward` for these rows. `upstream` holds the gradients of log-probs and, with `entropy_gradient`, of
+        `results` is the result of `forward` for these rows. `upstream` holds the gradients of log-probs and, with `entropy_gradient`, of
         entropy.
         """
         from megagrpo.policy.lm_head import fused_logprobs_kernels as kernels
 
-        tiles, num_tokens, columns = self._tiles, found.shape[1], self._shard.num_rows
+        tiles, num_tokens, columns = self._tiles, results.shape[1], self._shard.num_rows
         scratch = self._scratch[:num_tokens]
         if columns:
-            kernels.gradient_of_kept[(-(-num_tokens // GRADIENT_TILE), -(-self._width // tiles.vocab))](
-                scratch.view(self._kept_dtype),
+            kernels.gradient_of_stored[(-(-num_tokens // GRADIENT_TILE), -(-self._width // tiles.vocab))](
+                scratch.view(self._stored_dtype),
                 scratch,
                 self._references,
                 self._columns_of_labels(rows),
-                found[2].contiguous(),
-                found[1].contiguous(),
+                results[2].contiguous(),
+                results[1].contiguous(),
                 upstream[0].contiguous(),
                 upstream[1].contiguous() if self._task.entropy_gradient else torch.zeros_like(upstream[0]),
                 num_tokens,
@@ -216,7 +217,7 @@ class FusedPass:
         return scratch[:, :columns]
 
     @property
-    def _kept_dtype(self) -> torch.dtype:
+    def _stored_dtype(self) -> torch.dtype:
         return torch.float16 if self._hidden.dtype == torch.bfloat16 else torch.float32
 
     def _columns_of_labels(self, rows: slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels of the fused log-probs: an LM head whose logits stay on the chip, and the gradient of the logits that are kept.
+"""Triton kernels of the fused log-probs: an LM head whose logits stay on the chip, and the gradient of logits stored in memory.
 
 Operands are N tokens x H, and a rank's v rows of the head x H. Both are read through descriptors (TMA on Hopper and later), which return
 0 out of bounds. Products accumulate in float32. Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU. The
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 SCALE_BLOCK = tl.constexpr(128)  # elements along H, and rows of the head, that share a scale with FP8 "blockwise"
-LEAST_KEPT = tl.constexpr(-6e4)  # probability 0, and finite in 16 bits; minus infinity times a probability of 0 would be NaN
+LEAST_STORED = tl.constexpr(-6e4)  # probability 0, and finite in 16 bits; minus infinity times a probability of 0 would be NaN
 VARYING = ["num_tokens", "num_columns", "num_splits"]  # not specialised: no second compilation for multiples of 16
 
 
@@ -64,7 +64,7 @@ def _logits(
 
 
 @triton.jit
-def _place(program, num_tokens, num_splits, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+def _locate(program, num_tokens, num_splits, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """Return (first token, split) of a program.
 
     Programs that run at the same time cover GROUP blocks of tokens times as many splits as fit. They share both tokens and rows of the
@@ -85,8 +85,8 @@ def head_statistics(
     weight_scale,  # float32, with FP8 "tensorwise" [1], with "blockwise" [v / 128, H / 128]
     columns_of_labels,  # [N] int64, the label's column among this rank's rows; outside 0 .. v where another rank holds it
     statistics,  # [4, num_splits, N] float32: maximum z, sum e, sum e (z - maximum), the label's z; with e = exp(z - maximum)
-    kept,  # descriptor of [N, v], blocks [BLOCK_N, BLOCK_V / 2], with KEEP: z - references
-    references,  # [v / BLOCK_V, N] float32, with KEEP
+    stored,  # descriptor of [N, v], blocks [BLOCK_N, BLOCK_V / 2], with STORE: z - references
+    references,  # [v / BLOCK_V, N] float32, with STORE
     num_tokens,
     num_columns,
     hidden_size,
@@ -100,16 +100,16 @@ def head_statistics(
     GROUP: tl.constexpr,
     FP8: tl.constexpr,
     CAPPED: tl.constexpr,
-    KEEP: tl.constexpr,
+    STORE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Compute the softmax statistics of one block of tokens over one of `num_splits` parts of the vocabulary, in one pass over the
     logits z.
 
-    With KEEP the logits are also written, in the dtype of `kept`, minus the largest logit that this pass has seen so far (`references`).
+    With STORE the logits are also written, in the dtype of `stored`, minus the largest logit that this pass has seen so far (`references`).
     Likely tokens, where rounding would matter, are therefore close to 0.
     """
-    first_token, split = _place(tl.program_id(0), num_tokens, num_splits, BLOCK_N, GROUP)
+    first_token, split = _locate(tl.program_id(0), num_tokens, num_splits, BLOCK_N, GROUP)
     tokens = first_token + tl.arange(0, BLOCK_N)
     inside = tokens < num_tokens
     labels = tl.load(columns_of_labels + tokens, mask=inside, other=-1).to(tl.int32)
@@ -130,24 +130,24 @@ def head_statistics(
         highest = tl.maximum(maximum, tl.max(logits, axis=1))
         picked += tl.sum(tl.where(columns[None, :] == labels[:, None], logits, 0.0), axis=1)
         logits -= highest[:, None]
-        if KEEP:
+        if STORE:
             # Stores go through shared memory. Writing half a tile at a time leaves room for one more pipeline stage.
-            halves = tl.maximum(logits, LEAST_KEPT).to(kept.dtype).reshape(BLOCK_N, 2, BLOCK_V // 2).permute(0, 2, 1)
+            halves = tl.maximum(logits, LEAST_STORED).to(stored.dtype).reshape(BLOCK_N, 2, BLOCK_V // 2).permute(0, 2, 1)
             left, right = halves.split()
-            kept.store([first_token, first_column], left)
-            kept.store([first_token, first_column + BLOCK_V // 2], right)
+            stored.store([first_token, first_column], left)
+            stored.store([first_token, first_column + BLOCK_V // 2], right)
             tl.store(references + tile * num_tokens + tokens, highest, mask=inside)
         exponentials = tl.exp(logits)
         fade = tl.exp(maximum - highest)
         moment = fade * (moment + total * (maximum - highest)) + tl.sum(exponentials * logits, axis=1)
         total = fade * total + tl.sum(exponentials, axis=1)
         maximum = highest
-    place = statistics + split * num_tokens + tokens
+    target = statistics + split * num_tokens + tokens
     step = num_splits * num_tokens
-    tl.store(place, maximum, mask=inside)
-    tl.store(place + step, total, mask=inside)
-    tl.store(place + 2 * step, moment, mask=inside)
-    tl.store(place + 3 * step, picked, mask=inside)
+    tl.store(target, maximum, mask=inside)
+    tl.store(target + step, total, mask=inside)
+    tl.store(target + 2 * step, moment, mask=inside)
+    tl.store(target + 3 * step, picked, mask=inside)
 
 
 @triton.jit
@@ -157,17 +157,17 @@ def _gradient(log_p, columns, labels, at_labels, at_entropy, entropy, normaliser
     d log p(label) / d z is 1 at the label, minus p. d entropy / d z is -p (log p + entropy).
     """
     here = tl.where(columns[None, :] == labels[:, None], at_labels[:, None], 0.0)
-    found = here - tl.exp(log_p) * (at_labels[:, None] + at_entropy[:, None] * (log_p + entropy[:, None]))
+    gradient = here - tl.exp(log_p) * (at_labels[:, None] + at_entropy[:, None] * (log_p + entropy[:, None]))
     if CAPPED:
         share = (log_p + normaliser[:, None]) * (temperature / cap)
-        found *= tl.maximum(1 - share * share, 0.0)
-    return found * (1 / temperature)
+        gradient *= tl.maximum(1 - share * share, 0.0)
+    return gradient * (1 / temperature)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def gradient_of_kept(
-    kept,  # [N, width], the logits that `head_statistics` kept
-    gradient,  # [N, width], may be the same memory as `kept`
+def gradient_of_stored(
+    stored,  # [N, width], the logits that `head_statistics` stored
+    gradient,  # [N, width], may be the same memory as `stored`
     references,  # [v / BLOCK_V, N] float32
     columns_of_labels,  # [N] int64
     normaliser,  # [N] float32, log sum exp z over all ranks
@@ -183,7 +183,7 @@ def gradient_of_kept(
     BLOCK_V: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Turn kept logits into gradients of logits before cap and temperature, elementwise; write 0 from `num_columns` to `width`."""
+    """Turn stored logits into gradients of logits before cap and temperature, elementwise; write 0 from `num_columns` to `width`."""
     tile = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -194,9 +194,9 @@ def gradient_of_kept(
     to_label = tl.load(at_labels + tokens, mask=inside, other=0.0)
     to_entropy = tl.load(at_entropy + tokens, mask=inside, other=0.0)
     reference = tl.load(references + tile * num_tokens + tokens, mask=inside, other=0.0)
-    places = tokens[:, None].to(tl.int64) * width + columns[None, :]
-    held = inside[:, None] & (columns < width)[None, :]
-    log_p = tl.load(kept + places, mask=held, other=0.0).to(tl.float32) + (reference - z)[:, None]
-    found = _gradient(log_p, columns, labels, to_label, to_entropy, h, z, temperature, cap, CAPPED)
-    found = tl.where((columns < num_columns)[None, :], found, 0.0)
-    tl.store(gradient + places, found.to(gradient.dtype.element_ty), mask=held)
+    offsets = tokens[:, None].to(tl.int64) * width + columns[None, :]
+    valid = inside[:, None] & (columns < width)[None, :]
+    log_p = tl.load(stored + offsets, mask=valid, other=0.0).to(tl.float32) + (reference - z)[:, None]
+    result = _gradient(log_p, columns, labels, to_label, to_entropy, h, z, temperature, cap, CAPPED)
+    result = tl.where((columns < num_columns)[None, :], result, 0.0)
+    tl.store(gradient + offsets, result.to(gradient.dtype.element_ty), mask=valid)

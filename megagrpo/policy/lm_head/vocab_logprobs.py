@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,13 +9,12 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megagrpo.policy.lm_head import fused_logprobs
 from megagrpo.policy.lm_head.fused_logprobs import FusedPass
+from megagrpo.policy.lm_head.task import ENTROPY, KL, LOGPROBS, HeadTask, Upstream
 from megagrpo.policy.lm_head.vocab_shard import HeadGradients, Softmax, VocabShard, blocks, chunks, wide
 from megagrpo.policy.lm_head.vocab_truncation import drop_below, lowest_kept
 from megagrpo.types import NO_TRUNCATION, Truncation
 
 DIRECTIONS = ("forward", "reverse")
-LOGPROBS, ENTROPY, KL = range(3)  # indices of the outputs
-Upstream = Callable[..., tuple[Tensor, ...]]
 
 
 def vocab_logprobs(
@@ -59,8 +55,17 @@ def vocab_logprobs(
     if fused and (reason := fused_logprobs.refusal(hidden.dtype, hidden.shape[1], bool(truncation), exact_kl=False, fp8=bool(fp8))):
         raise ValueError(f"fused log-probs: {reason}")
     assert fused or fp8 is None
-    task = _Task.of(
-        weight, labels, None, None, group, temperature, logit_cap, truncation, vocab_size, chunk, entropy_gradient, upstream, fused, fp8
+    task = HeadTask(
+        labels=labels,
+        shard=VocabShard.of(weight, group, vocab_size),
+        temperature=temperature,
+        logit_cap=logit_cap,
+        truncation=truncation,
+        chunk=chunk,
+        entropy_gradient=entropy_gradient,
+        upstream=upstream if torch.is_grad_enabled() else None,
+        fused=fused,
+        fp8=fp8,
     )
     return _VocabHead.apply(hidden, weight, task)
 
@@ -93,74 +98,41 @@ def vocab_logprobs_and_kl(
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: {direction!r} is not one of {', '.join(DIRECTIONS)}")
-    ref = ref_hidden, ref_weight
-    task = _Task.of(
-        weight, labels, ref, direction, group, temperature, logit_cap, NO_TRUNCATION, vocab_size, chunk, entropy_gradient, upstream
+    task = HeadTask(
+        labels=labels,
+        shard=VocabShard.of(weight, group, vocab_size),
+        temperature=temperature,
+        logit_cap=logit_cap,
+        truncation=NO_TRUNCATION,
+        chunk=chunk,
+        entropy_gradient=entropy_gradient,
+        upstream=upstream if torch.is_grad_enabled() else None,
+        ref=(ref_hidden, ref_weight),
+        reverse=direction == "reverse",
     )
     return _VocabHead.apply(hidden, weight, task)
 
 
-@dataclass(frozen=True)
-class _Task:
-    """The arguments of a pass over the tokens, besides the two tensors that get gradients."""
-
-    labels: Tensor
-    ref: tuple[Tensor, Tensor] | None
-    reverse: bool
-    shard: VocabShard
-    temperature: float
-    logit_cap: float | None
-    truncation: Truncation
-    chunk: int
-    entropy_gradient: bool
-    upstream: Upstream | None
-    fused: bool = False
-    fp8: str | None = None
-
-    @classmethod
-    def of(
-        cls, weight, labels, ref, direction, group, temperature, logit_cap, truncation, vocab_size, chunk, entropy_gradient, upstream, *how
-    ) -> _Task:
-        shard = VocabShard.of(weight, group, vocab_size)
-        upstream = upstream if torch.is_grad_enabled() else None
-        reverse = direction == "reverse"
-        return cls(labels, ref, reverse, shard, temperature, logit_cap, truncation, chunk, entropy_gradient, upstream, *how)
-
-    def walk(self, hidden: Tensor, weight: Tensor, gradients: bool) -> _Pass | FusedPass:
-        """Return a pass over the tokens; with `gradients` the pass must be able to compute the logits' gradients too."""
-        return FusedPass(hidden, weight, self, keeps=gradients) if self.fused else _Pass(hidden, weight, self)
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of outputs: logprobs, entropy, and kl with a reference."""
-        return 2 if self.ref is None else 3
-
-    @property
-    def taught(self) -> list[int]:
-        """Indices of the outputs that take a gradient."""
-        return [place for place in range(self.num_outputs) if place != ENTROPY or self.entropy_gradient]
-
-    @property
-    def num_found(self) -> int:
-        """Number of rows kept per token: the outputs, a normaliser of each model, and with a truncation the smallest kept logit."""
-        return 2 * self.num_outputs - 1 + bool(self.truncation)
+def _begin(task: HeadTask, hidden: Tensor, weight: Tensor, gradients: bool) -> _Pass | FusedPass:
+    """Return a pass over hidden [N, H] with head [V/tp, H]. With `gradients` it must be able to compute the logits' gradients too."""
+    return FusedPass(hidden, weight, task, stores=gradients) if task.fused else _Pass(hidden, weight, task)
 
 
 class _VocabHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, task: _Task):
-        passing, num_tokens, outputs = task.walk(hidden, weight, task.upstream is not None), hidden.shape[0], task.num_outputs
-        found = hidden.new_empty(task.num_found, num_tokens, dtype=wide(hidden.dtype))
-        foretold = hidden.new_empty(len(task.taught), num_tokens, dtype=wide(hidden.dtype))
+    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, task: HeadTask):
+        passing, num_tokens, outputs = _begin(task, hidden, weight, task.upstream is not None), hidden.shape[0], task.num_outputs
+        results = hidden.new_empty(task.num_results, num_tokens, dtype=wide(hidden.dtype))
+        early_gradients = hidden.new_empty(len(task.differentiable), num_tokens, dtype=wide(hidden.dtype))
         gradients = None if task.upstream is None else HeadGradients(hidden, weight, task.shard, ctx.needs_input_grad[:2])
         for rows in chunks(num_tokens, passing.chunk):
-            found[:, rows] = passing.forward(rows)
+            results[:, rows] = passing.forward(rows)
             if gradients is not None:
-                foretold[:, rows] = torch.stack(task.upstream(rows, *(found[place, rows] for place in task.taught)))
-                gradients.add(rows, passing.grad_logits(rows, found[:, rows], foretold[:, rows]))
-        ctx.save_for_backward(hidden, weight, found, foretold)
-        ctx.task, ctx.result = task, None if gradients is None else gradients.result()
-        logprobs, entropy, *kl = (row.clone() for row in found[:outputs])
+                early_gradients[:, rows] = torch.stack(task.upstream(rows, *(results[index, rows] for index in task.differentiable)))
+                gradients.add(rows, passing.grad_logits(rows, results[:, rows], early_gradients[:, rows]))
+        ctx.save_for_backward(hidden, weight, results, early_gradients)
+        ctx.task, ctx.gradients = task, None if gradients is None else gradients.result()
+        logprobs, entropy, *kl = (row.clone() for row in results[:outputs])
         if not task.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy, *kl
@@ -168,22 +140,22 @@ class _VocabHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: Tensor | None):
-        hidden, weight, found, foretold = ctx.saved_tensors
-        upstream = torch.stack([grads[place] for place in ctx.task.taught])
-        if ctx.result is not None and torch.equal(foretold, upstream):
-            return *ctx.result, None
-        passing = ctx.task.walk(hidden, weight, gradients=True)
+        hidden, weight, results, early_gradients = ctx.saved_tensors
+        upstream = torch.stack([grads[index] for index in ctx.task.differentiable])
+        if ctx.gradients is not None and torch.equal(early_gradients, upstream):
+            return *ctx.gradients, None
+        passing = _begin(ctx.task, hidden, weight, gradients=True)
         gradients = HeadGradients(hidden, weight, ctx.task.shard, ctx.needs_input_grad[:2])
         for rows in chunks(hidden.shape[0], passing.chunk):
-            passing.compute_logits_again(rows, found[:, rows])
-            gradients.add(rows, passing.grad_logits(rows, found[:, rows], upstream[:, rows]))
+            passing.compute_logits_again(rows, results[:, rows])
+            gradients.add(rows, passing.grad_logits(rows, results[:, rows], upstream[:, rows]))
         return *gradients.result(), None
 
 
 class _Pass:
     """One pass over the tokens, a chunk at a time: computes a chunk's logits, then its outputs or gradients."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, task: _Task):
+    def __init__(self, hidden: Tensor, weight: Tensor, task: HeadTask):
         self._task, self._policy, self.chunk = task, (hidden, weight), task.chunk
         self._memory = task.shard.memory(hidden, task.chunk)
         self._ref_memory = None if task.ref is None else torch.empty_like(self._memory)
@@ -194,11 +166,11 @@ class _Pass:
         if self._task.ref is not None:
             self._ref_logits = self._logits_of(self._task.ref, rows, self._ref_memory)
 
-    def compute_logits_again(self, rows: slice, found: Tensor) -> None:
-        """Recompute the logits of `rows` as `forward` left them; `found` is the result of `forward`."""
+    def compute_logits_again(self, rows: slice, results: Tensor) -> None:
+        """Recompute the logits of `rows` as `forward` left them; `results` is the result of `forward`."""
         self.compute_logits(rows)
         if self._task.truncation:
-            drop_below(self._logits, self._task.labels[rows], self._task.shard, found[-1])
+            drop_below(self._logits, self._task.labels[rows], self._task.shard, results[-1])
 
     def _logits_of(self, model: tuple[Tensor, Tensor], rows: slice, memory: Tensor) -> Tensor:
         return self._task.shard.logits(model[0][rows], model[1], self._task.temperature, self._task.logit_cap, memory)
@@ -211,29 +183,29 @@ class _Pass:
         task = self._task
         self.compute_logits(rows)
         labels, logits, ref_logits = task.labels[rows], self._logits, self._ref_logits
-        kept = ()
+        lowest: tuple[Tensor, ...] = ()
         if task.truncation:
-            kept = (lowest_kept(logits, task.shard, task.truncation),)
-            drop_below(logits, labels, task.shard, *kept)
+            lowest = (lowest_kept(logits, task.shard, task.truncation),)
+            drop_below(logits, labels, task.shard, *lowest)
         policy = Softmax.of(logits, labels, task.shard, other=ref_logits if task.reverse else None)
         if task.ref is None:
-            return torch.stack((policy.logprobs, policy.entropy, policy.log_normaliser, *kept))
+            return torch.stack((policy.logprobs, policy.entropy, policy.log_normaliser, *lowest))
         ref = Softmax.of(ref_logits, labels, task.shard, other=None if task.reverse else logits)
         first, second = (policy, ref) if task.reverse else (ref, policy)
         # Normalisers are subtracted part by part: for nearly equal distributions the rounding error of a sum would exceed the KL.
         kl = first.cross / first.total + (second.maximum - first.maximum) + (second.total / first.total).log()
         return torch.stack((policy.logprobs, policy.entropy, kl, policy.log_normaliser, ref.log_normaliser))
 
-    def grad_logits(self, rows: slice, found: Tensor, upstream: Tensor) -> Tensor:
+    def grad_logits(self, rows: slice, results: Tensor, upstream: Tensor) -> Tensor:
         """Return the gradient of the policy's logits before the temperature [n, v], written over the logits.
 
-        `found` is the result of `forward` for these rows; `upstream` [1 to 3, n] holds the gradients of the outputs that take one.
+        `results` is the result of `forward` for these rows; `upstream` [1 to 3, n] holds the gradients of the outputs that take one.
 
         For p = softmax z, d log p(label) / d z is 1 at the label, minus p; d H / d z of the entropy H is -p (log p + H). For a capped
         logit z = cap tanh(x / cap), d z / d x is 1 - (z / cap)^2.
         """
-        task, logits, normaliser = self._task, self._logits, found[self._task.num_outputs, :, None]
-        scales: dict[int, Tensor] = dict(zip(task.taught, upstream[:, :, None] / task.temperature, strict=True))
+        task, logits, normaliser = self._task, self._logits, results[self._task.num_outputs, :, None]
+        scales: dict[int, Tensor] = dict(zip(task.differentiable, upstream[:, :, None] / task.temperature, strict=True))
         at_labels = scales[LOGPROBS][:, 0]
         if task.logit_cap is not None:
             at_labels = at_labels * self._slope(task.shard.pick(logits, task.labels[rows]))
@@ -241,9 +213,9 @@ class _Pass:
             slope = None if task.logit_cap is None else self._slope(logits[:, columns])
             log_p, factor = logits[:, columns].sub_(normaliser), -scales[LOGPROBS]  # the factor of p; the label's term is added at the end
             if ENTROPY in scales:
-                factor = torch.add(log_p, found[ENTROPY, :, None]).mul_(-scales[ENTROPY]).add_(factor)
+                factor = torch.add(log_p, results[ENTROPY, :, None]).mul_(-scales[ENTROPY]).add_(factor)
             if KL in scales:
-                self._grad_with_kl(log_p, columns, found, factor, scales[KL])
+                self._grad_with_kl(log_p, columns, results, factor, scales[KL])
             else:
                 log_p.exp_().mul_(factor)
             if slope is not None:
@@ -255,11 +227,11 @@ class _Pass:
         """Return the derivative of capped logits; `logits` are after the temperature. It is 0 where truncation dropped a logit."""
         return (logits * (self._task.temperature / self._task.logit_cap)).square_().neg_().add_(1).clamp_(min=0)
 
-    def _grad_with_kl(self, log_p: Tensor, columns: slice, found: Tensor, factor: Tensor, scale: Tensor) -> None:
+    def _grad_with_kl(self, log_p: Tensor, columns: slice, results: Tensor, factor: Tensor, scale: Tensor) -> None:
         """Overwrite log p with p factor, plus scale p (log p - log q - KL) if reverse, or scale (p - q) if forward."""
-        log_q = self._ref_logits[:, columns].sub_(found[4, :, None])
+        log_q = self._ref_logits[:, columns].sub_(results[4, :, None])
         if self._task.reverse:
             log_ratio = torch.sub(log_p, log_q, out=log_q)
-            log_p.exp_().mul_(log_ratio.sub_(found[KL, :, None]).mul_(scale).add_(factor))
+            log_p.exp_().mul_(log_ratio.sub_(results[KL, :, None]).mul_(scale).add_(factor))
         else:
             log_p.exp_().mul_(scale + factor).sub_(log_q.exp_().mul_(scale))

@@ -54,26 +54,26 @@ class VocabShard:
         """Return [n]: the value at each token's label in values [n, v], 0 where this rank does not hold the label."""
         if self.num_rows == 0:
             return values.new_zeros(values.shape[0])
-        column, held = self._place(labels)
-        return torch.where(held, values.gather(1, column), 0.0)[:, 0]
+        column, owned = self._locate(labels)
+        return torch.where(owned, values.gather(1, column), 0.0)[:, 0]
 
     def add_at_labels(self, values: Tensor, labels: Tensor, added: Tensor) -> None:
         """Add `added` [n] to the entry of each token's label in values [n, v], where this rank holds it."""
         if self.num_rows:
-            column, held = self._place(labels)
-            values.scatter_add_(1, column, torch.where(held, added[:, None], 0.0))
+            column, owned = self._locate(labels)
+            values.scatter_add_(1, column, torch.where(owned, added[:, None], 0.0))
 
     def put_at_labels(self, values: Tensor, labels: Tensor, put: Tensor) -> None:
         """Overwrite the entry of each token's label in values [n, v] with `put` [n], where this rank holds it."""
         if self.num_rows:
-            column, held = self._place(labels)
-            values.scatter_(1, column, torch.where(held, put[:, None], values.gather(1, column)))
+            column, owned = self._locate(labels)
+            values.scatter_(1, column, torch.where(owned, put[:, None], values.gather(1, column)))
 
-    def _place(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return (column [n, 1] of each label, whether this rank holds the label [n, 1]). For a label of another rank the column is 0."""
         column = labels[:, None] - self.first_row
-        held = (column >= 0) & (column < self.num_rows)
-        return torch.where(held, column, 0), held
+        owned = (column >= 0) & (column < self.num_rows)
+        return torch.where(owned, column, 0), owned
 
     def maximum(self, values: Tensor) -> Tensor:
         """Return [n]: the largest of values [n, v] over all ranks."""

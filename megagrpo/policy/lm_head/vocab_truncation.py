@@ -50,8 +50,8 @@ def drop_below(logits: Tensor, labels: Tensor, shard: VocabShard, lowest: Tensor
 def _kth_largest(logits: Tensor, shard: VocabShard, k: int) -> Tensor:
     """Return [n]: the k-th largest logit over all ranks, LOWEST when there are fewer. Each rank sends k values per token."""
     largest = logits.new_full((logits.shape[0], k), LOWEST)
-    held = min(k, shard.num_rows)
-    largest[:, :held] = logits.topk(held, dim=-1).values
+    count = min(k, shard.num_rows)
+    largest[:, :count] = logits.topk(count, dim=-1).values
     return shard.all_gather(largest).topk(k, dim=-1).values[:, -1]
 
 
@@ -64,14 +64,14 @@ def _nucleus(logits: Tensor, shard: VocabShard, p: float, maximum: Tensor, lowes
     """
     weights = (logits - maximum[:, None]).exp_().masked_fill_(logits < lowest[:, None], 0.0)
     one = torch.ones_like(maximum).view(torch.int64 if weights.dtype == torch.float64 else torch.int32)
-    below, found = torch.zeros_like(one), one  # the weights above `below` sum to p or more, those above `found` to less
-    enough = p * _sum_above(weights, below.view(weights.dtype), shard)
+    low, high = torch.zeros_like(one), one  # the weights above `low` sum to p or more, those above `high` to less
+    enough = p * _sum_above(weights, low.view(weights.dtype), shard)
     for _ in range(int(one[0]).bit_length()):
-        middle = below + (found - below) // 2
+        middle = low + (high - low) // 2
         less = _sum_above(weights, middle.view(weights.dtype), shard) < enough
-        below, found = torch.where(less, below, middle), torch.where(less, middle, found)
-    kept = torch.where(weights >= found.view(weights.dtype)[:, None], logits, math.inf)
-    smallest = kept.amin(dim=-1) if shard.num_rows else torch.full_like(maximum, math.inf)
+        low, high = torch.where(less, low, middle), torch.where(less, middle, high)
+    eligible = torch.where(weights >= high.view(weights.dtype)[:, None], logits, math.inf)
+    smallest = eligible.amin(dim=-1) if shard.num_rows else torch.full_like(maximum, math.inf)
     shard.all_reduce(smallest, dist.ReduceOp.MIN)
     return smallest
 

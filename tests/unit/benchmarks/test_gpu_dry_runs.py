@@ -100,7 +100,7 @@ def test_dry_logprobs_count_products_and_bytes(capsys):
     assert "T=4096 H=3584 V=151936" in said
     rows = {line[:26].strip(): line[26:].split() for line in said.splitlines() if line.startswith(("fused", "chunked"))}
     flops = 2 * 4096 * 151936 * 3584 / 1e12
-    assert rows["fused"][:2] == ["3", f"{3 * flops:.1f}"] and rows["fused, not foretold"][:2] == ["4", f"{4 * flops:.1f}"]
+    assert rows["fused"][:2] == ["3", f"{3 * flops:.1f}"] and rows["fused, late gradients"][:2] == ["4", f"{4 * flops:.1f}"]
     assert rows["fused, pass"][1:] == [f"{flops:.1f}", "0.01", "0.00"]
     assert float(rows["fused"][2]) < 1.02 < float(rows["chunked"][2])
 

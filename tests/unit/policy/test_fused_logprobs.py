@@ -23,18 +23,18 @@ HIDDEN, VOCAB, TOKENS = 40, 100, 37  # no multiples of the tiles below
 class Case:
     options: dict = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    foretold: bool = True
+    early: bool = True
     num_tokens: int = TOKENS
     hidden_size: int = HIDDEN
 
 
 CASES = {
     "plain": Case(),
-    "temperature, padding": Case(dict(temperature=0.7, vocab_size=93), foretold=False),
+    "temperature, padding": Case(dict(temperature=0.7, vocab_size=93), early=False),
     "cap, entropy": Case(dict(temperature=0.7, logit_cap=3.0, entropy_gradient=True, vocab_size=93)),
-    "cap, entropy, again": Case(dict(logit_cap=3.0, entropy_gradient=True), foretold=False),
+    "cap, entropy, again": Case(dict(logit_cap=3.0, entropy_gradient=True), early=False),
     "bfloat16": Case(dict(temperature=0.7, vocab_size=93), torch.bfloat16),
-    "bfloat16, entropy, again": Case(dict(entropy_gradient=True), torch.bfloat16, foretold=False),
+    "bfloat16, entropy, again": Case(dict(entropy_gradient=True), torch.bfloat16, early=False),
     "one token": Case(dict(vocab_size=64), num_tokens=1),
     "no tokens": Case(num_tokens=0),
 }
@@ -58,11 +58,11 @@ def answer(case: Case, hidden, weight, labels, arriving, **options) -> list[torc
 
 def compare(case: Case) -> None:
     hidden, weight, labels, upstream = problem(case)
-    story = (lambda rows, *found: tuple(upstream[: len(found), rows])) if case.foretold else None
+    early_gradients = (lambda rows, *found: tuple(upstream[: len(found), rows])) if case.early else None
     group, rank, tp = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     expected = answer(case, hidden.float(), weight.float(), labels, upstream)
     shard = weight.chunk(tp)[rank]
-    found = answer(case, hidden, shard, labels, upstream, group=group, fused=True, upstream=story)
+    found = answer(case, hidden, shard, labels, upstream, group=group, fused=True, upstream=early_gradients)
     total = found[2].float()
     dist.all_reduce(total)
     found = [*found[:2], total, found[3].float()]

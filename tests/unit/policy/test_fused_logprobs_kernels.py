@@ -13,7 +13,7 @@ from megagrpo.policy.lm_head.vocab_shard import LOWEST
 SHARED_MEMORY = 227 * 1024  # bytes that one program can have on compute capability 9.0
 NUMBERS = dict(num_tokens="i32", num_columns="i32", hidden_size="i32", width="i32", num_splits="i32", temperature="fp32", cap="fp32")
 ROWS = ("statistics", "hidden_scale", "weight_scale", "references", "normaliser", "entropy", "at_labels", "at_entropy")
-TYPES = NUMBERS | dict.fromkeys(ROWS, "*fp32") | dict(columns_of_labels="*i64", kept="*fp16", gradient="*bf16")
+TYPES = NUMBERS | dict.fromkeys(ROWS, "*fp32") | dict(columns_of_labels="*i64", stored="*fp16", gradient="*bf16")
 
 
 def compiled(kernel: str, types: dict[str, str], constants: dict, warps: int, stages: int, cache: Path) -> dict:
@@ -42,14 +42,14 @@ def compiled(kernel: str, types: dict[str, str], constants: dict, warps: int, st
 def statistics_kernel(fp8: str | None, keep: bool, capped: bool, cache: Path) -> dict:
     tiles = TILES if fp8 is None else FP8_TILES
     element = "bf16" if fp8 is None else "fp8e4nv"
-    constants = dict(LOWEST=LOWEST, GROUP=GROUP, FP8=fp8, CAPPED=capped, KEEP=keep, WIDEN=False)
+    constants = dict(LOWEST=LOWEST, GROUP=GROUP, FP8=fp8, CAPPED=capped, STORE=keep, WIDEN=False)
     constants |= dict(BLOCK_N=tiles.tokens, BLOCK_V=tiles.vocab, BLOCK_H=tiles.hidden)
     constants |= dict(hidden_scale=None, weight_scale=None) if fp8 is None else {}
-    constants |= {} if keep else dict(kept=None, references=None)
+    constants |= {} if keep else dict(stored=None, references=None)
     blocks = dict(
         hidden=f"tensordesc<{element}[{tiles.tokens},{tiles.hidden}]>",
         weight=f"tensordesc<{element}[{tiles.vocab},{tiles.hidden}]>",
-        kept=f"tensordesc<fp16[{tiles.tokens},{tiles.vocab // 2}]>",
+        stored=f"tensordesc<fp16[{tiles.tokens},{tiles.vocab // 2}]>",
     )
     return compiled("head_statistics", TYPES | blocks, constants, tiles.warps, tiles.stages, cache)
 
@@ -78,6 +78,6 @@ def test_the_head_kernel_fits_on_hopper_uses_its_units_and_spills_nothing(fp8, k
 @pytest.mark.parametrize("capped", [False, True])
 def test_the_gradient_kernel_compiles_for_hopper(capped, tmp_path):
     constants = dict(BLOCK_N=GRADIENT_TILE, BLOCK_V=TILES.vocab, CAPPED=capped)
-    (found,) = run_ranks(compiled, 1, "gradient_of_kept", TYPES, constants, 4, 3, tmp_path)
+    (found,) = run_ranks(compiled, 1, "gradient_of_stored", TYPES, constants, 4, 3, tmp_path)
     print({name: value for name, value in found.items() if name != "ptx"})
     assert found["spilled"] == 0 and "ld.global.v4" in found["ptx"]

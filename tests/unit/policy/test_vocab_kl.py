@@ -112,16 +112,16 @@ def test_another_direction_is_an_error_that_names_the_two():
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_foretold_gradients_of_logprobs_and_kl_change_nothing(direction):
+def test_early_gradients_of_logprobs_and_kl_change_nothing(direction):
     hidden, weight, labels, ref_hidden, ref_weight, upstream = problem()
     results = []
-    for story in (None, lambda rows, logprobs, kl: tuple(upstream[:, rows])):
+    for early_gradients in (None, lambda rows, logprobs, kl: tuple(upstream[:, rows])):
         logprobs, _, kl = vocab_logprobs_and_kl(
-            hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=4, upstream=story
+            hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=4, upstream=early_gradients
         )
         results.append((logprobs, kl, *torch.autograd.grad((logprobs, kl), (hidden, weight), tuple(upstream))))
-    for without, foretold in zip(*results, strict=True):
-        assert torch.equal(without, foretold)
+    for late, early in zip(*results, strict=True):
+        assert torch.equal(late, early)
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])

@@ -99,18 +99,18 @@ class CountProducts(TorchDispatchMode):
         return operation(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize(("told", "expected"), [("nothing", 4), ("truth", 3), ("half the truth", 6)])
-def test_a_foretold_gradient_saves_a_product_and_a_wrong_one_costs_time_only(told, expected):
+@pytest.mark.parametrize(("early", "expected"), [("none", 4), ("right", 3), ("partly wrong", 6)])
+def test_an_early_gradient_saves_a_product_and_a_wrong_one_costs_time_only(early, expected):
     hidden, weight, labels, upstream = problem()
-    stories = {
-        "nothing": None,
-        "truth": lambda rows, logprobs: (upstream[rows],),
-        "half the truth": lambda rows, logprobs: (torch.where(torch.arange(11)[rows] < 5, upstream[rows], 0.0),),
+    early_gradients = {
+        "none": None,
+        "right": lambda rows, logprobs: (upstream[rows],),
+        "partly wrong": lambda rows, logprobs: (torch.where(torch.arange(11)[rows] < 5, upstream[rows], 0.0),),
     }
     grads = []
 
     def step():
-        logprobs, _ = vocab_logprobs(hidden, weight, labels, temperature=0.7, vocab_size=37, chunk=4, upstream=stories[told])
+        logprobs, _ = vocab_logprobs(hidden, weight, labels, temperature=0.7, vocab_size=37, chunk=4, upstream=early_gradients[early])
         grads.extend(torch.autograd.grad(logprobs, (hidden, weight), upstream))
 
     assert products(step) == expected * 3  # chunks
@@ -119,7 +119,7 @@ def test_a_foretold_gradient_saves_a_product_and_a_wrong_one_costs_time_only(tol
         torch.testing.assert_close(grad, oracle, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_foretold_may_depend_on_the_logprobs():
+def test_early_gradients_may_depend_on_the_logprobs():
     hidden, weight, labels, _ = problem()
     seen = []
 
@@ -132,7 +132,7 @@ def test_what_is_foretold_may_depend_on_the_logprobs():
     assert products(lambda: torch.autograd.grad(logprobs.square().sum(), (hidden, weight))) == 0
 
 
-def test_without_a_gradient_to_compute_nothing_is_foretold():
+def test_without_a_gradient_to_compute_there_are_no_early_gradients():
     hidden, weight, labels, _ = problem()
     with torch.no_grad():
         assert products(lambda: vocab_logprobs(hidden, weight, labels, chunk=4, upstream=pytest.fail)) == 3
@@ -152,20 +152,20 @@ def test_the_gradient_of_the_entropy_is_that_of_autograd(chunk, cap):
     assert not vocab_logprobs(*leaves, labels, chunk=chunk)[1].requires_grad
 
 
-def test_a_foretold_gradient_of_the_entropy_saves_the_same_product():
+def test_an_early_gradient_of_the_entropy_saves_the_same_product():
     hidden, weight, labels, upstream = problem()
     options = dict(temperature=0.7, vocab_size=37, chunk=4, entropy_gradient=True)
 
-    def told(rows, logprobs, entropy):
+    def early_gradients(rows, logprobs, entropy):
         return upstream[rows], 2 * entropy
 
     def grads(**more):
         logprobs, entropy = vocab_logprobs(hidden, weight, labels, **options, **more)
         return torch.autograd.grad((logprobs * upstream).sum() + entropy.square().sum(), (hidden, weight))
 
-    assert products(lambda: grads(upstream=told)) == 3 * 3  # chunks
-    for foretold, plain in zip(grads(upstream=told), grads(), strict=True):
-        assert torch.equal(foretold, plain)
+    assert products(lambda: grads(upstream=early_gradients)) == 3 * 3  # chunks
+    for early, late in zip(grads(upstream=early_gradients), grads(), strict=True):
+        assert torch.equal(early, late)
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])
