@@ -15,7 +15,8 @@ from megagrpo.families.blocks import Block, Local, in_layer, named, same
 from megagrpo.families.config import HfConfig
 from megagrpo.families.dense import EMBEDDING, HEAD
 from megagrpo.parallel.layout import Layout
-from megagrpo.policy.fp8.weights import DenseWeight, is_fp8
+from megagrpo.policy.fp8.export import DenseWeight
+from megagrpo.policy.fp8.tensor import is_fp8
 from megagrpo.policy.lora import is_adapter
 from megagrpo.policy.specs import BLOCK
 from megagrpo.policy.stored import StoredWeight

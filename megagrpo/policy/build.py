@@ -31,7 +31,9 @@ from megagrpo.families.family import FULL, rope
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.experts import prepare_experts
-from megagrpo.policy.fp8.products import Fp8, keep_in_bf16, leave_fp8, pad_routing, quantise_linears
+from megagrpo.policy.fp8.megatron_patches import keep_in_bf16, leave_fp8, pad_routing
+from megagrpo.policy.fp8.products import quantise_linears
+from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_engine_spec
 
 RECOMPUTE = {
@@ -80,7 +82,7 @@ def build_model(
     if fp8 is not None and not device.has_transformer_engine():
         quantise_linears(chunks, fp8, BLOCK, layout.process_groups.tp_dp_cp)
     elif fp8 is not None and fp8.history is not None:
-        leave_fp8(chunks, fp8, BLOCK)
+        leave_fp8(chunks, fp8.bf16_layers, BLOCK)
     return chunks
 
 

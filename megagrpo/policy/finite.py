@@ -10,7 +10,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from megagrpo.policy.fp8.weights import dense
+from megagrpo.policy.fp8.tensor import dense
 
 KINDS = ("weight", "gradient", "gradient summed over ranks")  # the most likely cause comes first
 

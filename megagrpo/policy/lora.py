@@ -193,11 +193,11 @@ def is_adapter(name: str) -> bool:
 @contextlib.contextmanager
 def without_dropout(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Context manager: adapters apply no dropout inside it."""
-    found = list(adapters(chunks))
-    for adapter in found:
+    own = list(adapters(chunks))
+    for adapter in own:
         adapter.eval()
     try:
         yield
     finally:
-        for adapter in found:
+        for adapter in own:
             adapter.train()

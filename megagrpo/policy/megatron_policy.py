@@ -23,8 +23,8 @@ from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
-from megagrpo.policy.fp8.products import Fp8
-from megagrpo.policy.fp8.weights import forget_unrounded
+from megagrpo.policy.fp8.masters import forget_unrounded
+from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.lm_head import fused_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
 from megagrpo.policy.lora import attach_adapters, without_dropout

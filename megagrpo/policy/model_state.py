@@ -9,7 +9,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from megagrpo.policy.fp8.weights import dense, is_fp8, remember
+from megagrpo.policy.fp8.masters import remember
+from megagrpo.policy.fp8.tensor import dense, is_fp8
 
 EXTRA = "_extra_state"  # key of a layer's state besides weights; with several experts in one layer the expert's number follows
 

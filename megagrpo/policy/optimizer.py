@@ -20,7 +20,7 @@ import megagrpo.device as device
 from megagrpo.config import TrainSection
 from megagrpo.device.compact_adam import MOMENTS, CompactAdam
 from megagrpo.parallel.layout import Layout
-from megagrpo.policy.fp8.weights import unrounded
+from megagrpo.policy.fp8.masters import unrounded
 
 # Scale of Muon's updates that makes their root mean square about equal to AdamW's (Moonlight, arXiv 2502.16982).
 MUON_SCALE = 0.2
@@ -53,8 +53,8 @@ def wrap_data_parallel(
             fp8_param_gather=in_fp8,
         )
         one_bucket = index > 0 or layout.pp_rank > 0 or not overlaps
-        places = _buffer_layout(chunk, config, None if one_bucket else size, copies)
-        wrapped.append(DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=places))
+        buffer_layout = _buffer_layout(chunk, config, None if one_bucket else size, copies)
+        wrapped.append(DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=buffer_layout))
     for chunk in chunks:  # Megatron's schedule runs all micro-batches but the last inside no_sync, without a reduction
         chunk.config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [each.no_sync for each in wrapped]
     return wrapped

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
 from megagrpo.parallel.layout import Layout
-from megagrpo.policy.fp8.weights import copied
+from megagrpo.policy.fp8.tensor import copied
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.types import MicroBatch, RefHead, TrainBatch

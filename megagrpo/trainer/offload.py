@@ -11,7 +11,7 @@ from torch import Tensor
 import megagrpo.device as device
 from megagrpo.device.offload import OffloadedStorages, storages
 from megagrpo.parallel.agree import own_part
-from megagrpo.policy.fp8.weights import parts
+from megagrpo.policy.fp8.tensor import parts
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import parts_of
 from megagrpo.policy.reference import Reference

@@ -17,7 +17,9 @@ from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.families.config import HfConfig
 from megagrpo.parallel.layout import Layout, init_layout
-from megagrpo.policy.fp8.weights import dense, unrounded, write
+from megagrpo.policy.fp8.export import write
+from megagrpo.policy.fp8.masters import unrounded
+from megagrpo.policy.fp8.tensor import dense
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import gather_gradients
 from megagrpo.policy.reference import Reference

@@ -27,8 +27,8 @@ from megagrpo.families.config import parse_hf_config
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model
-from megagrpo.policy.fp8.delayed_scaling import History
-from megagrpo.policy.fp8.products import Fp8, keep_in_bf16
+from megagrpo.policy.fp8.megatron_patches import keep_in_bf16
+from megagrpo.policy.fp8.settings import Fp8, History
 from megagrpo.policy.model_state import sharded_state
 
 FILE = Path(__file__).parents[1] / "vectors" / "te_manifest.json"

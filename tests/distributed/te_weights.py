@@ -22,7 +22,7 @@ from test_fp8_weights import settings, start, whole
 
 from megagrpo.config import ParallelSection
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.fp8.weights import dense, is_fp8, parts
+from megagrpo.policy.fp8.tensor import dense, is_fp8, parts
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import parts_of
 from megagrpo.policy.reference import Reference

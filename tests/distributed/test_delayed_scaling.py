@@ -14,9 +14,10 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.fp8.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling, History
+from megagrpo.policy.fp8.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling
 from megagrpo.policy.fp8.products import Product, Quantised
 from megagrpo.policy.fp8.rounding import E4M3, E5M2, scaled
+from megagrpo.policy.fp8.settings import History
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainState

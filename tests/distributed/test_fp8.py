@@ -12,8 +12,10 @@ from tiny_policy import SHAPES, Case, tiny_run
 from megagrpo.config import ParallelSection
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.fp8.products import Fp8, Product, Quantised
+from megagrpo.policy.fp8.current_scaling import CurrentScaling
+from megagrpo.policy.fp8.products import Product, Quantised
 from megagrpo.policy.fp8.rounding import E4M3, E5M2, round_to
+from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.verify.compare import compare, distances, silent_tensors
 from megagrpo.verify.shrink import plainly, random_samples, shrink_model
@@ -71,7 +73,7 @@ def test_what_is_not_a_number_stays_so_and_nothing_is_rounded_of_nothing():
 def test_all_three_products_are_of_operands_rounded_along_what_they_add_up(recipe, hybrid, dtype):
     x, w, dy = (spread(rows, width, seed).to(dtype) for seed, (rows, width) in enumerate([(160, 144), (208, 144), (160, 208)]))
     x, w = x[:, None].requires_grad_(), w.requires_grad_()  # [T, 1, in], as Megatron has it
-    y = Product.apply(x, w, Fp8(recipe, hybrid), None)
+    y = Product.apply(x, w, CurrentScaling(Fp8(recipe, hybrid)), None)
     y.backward(dy[:, None])
     gradients = E5M2 if hybrid else E4M3
 
@@ -99,8 +101,8 @@ def test_all_three_products_are_of_operands_rounded_along_what_they_add_up(recip
 
 def test_with_a_scale_for_each_block_a_token_is_computed_alike_whatever_else_is_in_its_micro_batch():
     x = spread(96, 256, 0)
-    alone = {recipe: Fp8(recipe, hybrid=True).round(x[:16], E4M3, 1) for recipe in RECIPES}
-    packed = {recipe: Fp8(recipe, hybrid=True).round(x, E4M3, 1)[:16] for recipe in RECIPES}
+    alone = {recipe: CurrentScaling(Fp8(recipe, hybrid=True)).round(x[:16], E4M3, 1) for recipe in RECIPES}
+    packed = {recipe: CurrentScaling(Fp8(recipe, hybrid=True)).round(x, E4M3, 1)[:16] for recipe in RECIPES}
     assert {recipe: torch.equal(alone[recipe], packed[recipe]) for recipe in RECIPES} == dict(tensorwise=False, blockwise=True, mxfp8=True)
 
 

@@ -14,9 +14,12 @@ from megagrpo.config import ModelSection, ParallelSection, RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.finite import bad_weight
-from megagrpo.policy.fp8.products import Fp8
+from megagrpo.policy.fp8.current_scaling import CurrentScaling
+from megagrpo.policy.fp8.export import write
+from megagrpo.policy.fp8.masters import unrounded
 from megagrpo.policy.fp8.rounding import E4M3, round_to
-from megagrpo.policy.fp8.weights import dense, is_fp8, unrounded, write
+from megagrpo.policy.fp8.settings import Fp8
+from megagrpo.policy.fp8.tensor import dense, is_fp8
 from megagrpo.policy.megatron_policy import MegatronPolicy, check_device
 from megagrpo.policy.reference import Reference
 from megagrpo.records.checkpoint import Checkpointer, newest_checkpoint
@@ -69,11 +72,11 @@ def step(policy: MegatronPolicy, reference: Reference) -> list[torch.Tensor]:
 
 def rounded(plain: MegatronPolicy, kept: MegatronPolicy) -> list[torch.Tensor]:
     """The weights of `kept`; asserts that they are those of `plain`, rounded where they are in FP8."""
-    fp8 = Fp8.of(kept.config.model, kept.hf_config.num_layers)
+    scaling = CurrentScaling(Fp8.of(kept.config.model, kept.hf_config.num_layers))
     bf16, weights = ([p for chunk in policy.chunks for p in chunk.parameters()] for policy in (plain, kept))
     for exact, weight in zip(bf16, weights, strict=True):
         exact = exact.detach()
-        assert torch.equal(dense(weight), fp8.round(exact, E4M3, 1, square=True).to(exact.dtype) if is_fp8(weight) else exact)
+        assert torch.equal(dense(weight), scaling.round(exact, E4M3, 1, square=True).to(exact.dtype) if is_fp8(weight) else exact)
     return weights
 
 

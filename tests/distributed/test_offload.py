@@ -14,7 +14,7 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.device.offload import storages
 from megagrpo.parallel.layout import init_layout
-from megagrpo.policy.fp8.weights import parts
+from megagrpo.policy.fp8.tensor import parts
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.records.checkpoint import Checkpointer

@@ -24,7 +24,7 @@ def leave_and_come_back(folder: Path, place: str, in_fp8: bool) -> tuple[float, 
     from megagrpo.data.packing import pack, packing_rules
     from megagrpo.families.config import load_hf_config
     from megagrpo.parallel.layout import init_layout
-    from megagrpo.policy.fp8.weights import parts
+    from megagrpo.policy.fp8.tensor import parts
     from megagrpo.policy.megatron_policy import MegatronPolicy
     from megagrpo.policy.reference import Reference
     from megagrpo.trainer.offload import Offload

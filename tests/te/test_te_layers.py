@@ -15,7 +15,9 @@ from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
 from megagrpo import device
 from megagrpo.config import ParallelSection
 from megagrpo.families.architecture import HfConfig
-from megagrpo.policy.fp8.products import Fp8, Product
+from megagrpo.policy.fp8.current_scaling import CurrentScaling
+from megagrpo.policy.fp8.products import Product
+from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.verify.compare import distances, silent_tensors
 from megagrpo.verify.shrink import random_samples, shrink_model
 from megagrpo.verify.step import Outcome, take_step
@@ -120,7 +122,7 @@ def _products(recipe: str, hybrid: bool) -> list[float]:
         with te.fp8_autocast(enabled=True, fp8_recipe=fp8_utils.get_fp8_recipe(told)):
             found = linear(inputs[0])
         normed = inputs[1] * torch.rsqrt(inputs[1].square().mean(-1, keepdim=True) + linear.eps) if options else inputs[1]
-        expected = Product.apply(normed, own, fp8, None)
+        expected = Product.apply(normed, own, CurrentScaling(fp8), None)
         found.backward(grad)
         expected.backward(grad)
         pairs = (found, expected), (inputs[0].grad, inputs[1].grad), (linear.weight.grad, own.grad)

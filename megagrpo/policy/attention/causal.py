@@ -76,10 +76,10 @@ def masked_attention(
 def causal_bias(last: Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return [*last.shape, num_keys] in `dtype`: 0 where a query may see a key, minus infinity elsewhere. `last` is the index of each
     query's own key."""
-    places = torch.arange(num_keys, device=last.device)
-    hidden = places > last[..., None]
+    keys = torch.arange(num_keys, device=last.device)
+    hidden = keys > last[..., None]
     if window is not None:
-        hidden |= places <= last[..., None] - window
+        hidden |= keys <= last[..., None] - window
     return torch.zeros(hidden.shape, dtype=dtype, device=last.device).masked_fill_(hidden, float("-inf"))
 
 

@@ -48,7 +48,7 @@ class ChunkBatch:
 class _Chunk:
     seen: int  # number of keys: prefix, earlier tokens of the sequence, the chunk itself
     count: int  # number of queries
-    place: int  # position of the first query in this rank's slice
+    position: int  # position of the first query in this rank's slice
     start: int  # position of the sequence in the pack
     prefix: tuple[int, int]  # start and stop of the prefix in the pack
 
@@ -102,7 +102,7 @@ def batch_chunks(cu_seqlens: Tensor, prefixes: list[int] | None, cp_size: int, c
     `back` holds the index of each of the rank's tokens among the queries of all batches, concatenated. `cu_seqlens` is [S + 1].
     `prefixes` [S] holds the index of the sequence that each sequence continues, or -1.
     """
-    chunks = sorted(_own_chunks(cu_seqlens.tolist(), prefixes, cp_size, cp_rank), key=lambda c: (-c.seen, -c.count, c.place))
+    chunks = sorted(_own_chunks(cu_seqlens.tolist(), prefixes, cp_size, cp_rank), key=lambda c: (-c.seen, -c.count, c.position))
     groups: list[list[_Chunk]] = []
     for chunk in chunks:
         if not groups or chunk.seen < MIN_FILL * groups[-1][0].seen:
@@ -111,11 +111,10 @@ def batch_chunks(cu_seqlens: Tensor, prefixes: list[int] | None, cp_size: int, c
     device, gathered = cu_seqlens.device, gathered_places(cu_seqlens, cp_size).cpu()
     batches, back, offset = [], torch.empty(gathered.numel() // cp_size, dtype=torch.int64), 0
     for group in groups:
-        seen, count, place, start, before, after = (
-            torch.tensor(column)[:, None] for column in zip(*((c.seen, c.count, c.place, c.start, *c.prefix) for c in group), strict=True)
-        )
+        fields = zip(*((c.seen, c.count, c.position, c.start, *c.prefix) for c in group), strict=True)
+        seen, count, position, start, before, after = (torch.tensor(values)[:, None] for values in fields)
         column = torch.arange(int(count.max()))
-        queries, real = place + column, column < count
+        queries, real = position + column, column < count
         back[queries[real]] = offset + torch.arange(queries.numel()).view_as(queries)[real]
         offset += queries.numel()
         column, shared = torch.arange(int(seen.max())), after - before

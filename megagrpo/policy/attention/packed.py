@@ -77,11 +77,11 @@ def batch_sequences(borders: list[int], device: torch.device, prefixes: list[int
         groups[-1].append(span)
     rows, back, offset = [], torch.empty(borders[-1], dtype=torch.int64), 0
     for group in groups:
-        seen, prefix_starts, prefix_sizes, starts = (torch.tensor(column)[:, None] for column in zip(*group, strict=True))
-        place = torch.arange(group[0][0])
-        index = torch.where(place < prefix_sizes, prefix_starts + place, starts + place - prefix_sizes)
-        index = torch.where(place < seen, index, 0)
-        itself = (place >= prefix_sizes) & (place < seen)
+        seen, prefix_starts, prefix_sizes, starts = (torch.tensor(values)[:, None] for values in zip(*group, strict=True))
+        column = torch.arange(group[0][0])
+        index = torch.where(column < prefix_sizes, prefix_starts + column, starts + column - prefix_sizes)
+        index = torch.where(column < seen, index, 0)
+        itself = (column >= prefix_sizes) & (column < seen)
         back[index[itself]] = offset + torch.arange(index.numel()).view_as(index)[itself]
         rows.append(index.to(device))
         offset += index.numel()
@@ -110,7 +110,7 @@ class Rotary:
         return self.turned(query, key, *self.of_pack(packed, query.dtype))
 
     def turned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate query and key [..., heads, d] by angles with the given cos and sin [..., 1, n]."""
+        """Rotate query and key [..., heads, d] by angles with these cos and sin [..., 1, n]."""
         return rotate(query, cos, sin, self.interleaved), rotate(key, cos, sin, self.interleaved)
 
     def of_pack(self, packed: PackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

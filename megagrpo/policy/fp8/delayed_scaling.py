@@ -19,17 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megagrpo.policy.fp8.rounding import E4M3, scaled
+from megagrpo.policy.fp8.settings import History
 
 INPUT, WEIGHT, GRADIENT = range(3)
-
-
-@dataclass(frozen=True)
-class History:
-    """How a scale follows from `length` amaxes: from the largest of all ("max") or the newest ("most_recent"), divided by 2^margin."""
-
-    length: int = 1024
-    algo: str = "max"
-    margin: int = 0
 
 
 class DelayedScaling:
@@ -46,7 +38,7 @@ class DelayedScaling:
         self._largest = torch.tensor([torch.finfo(dtype).max for dtype in (E4M3, E4M3, gradients)])
         self._forward, self._trains = False, False
         self._weight_scales: dict[int, Tensor] = {}
-        self._recomputed: dict[int, deque[Operands]] = defaultdict(deque)
+        self._recomputed: dict[int, deque[DelayedOperands]] = defaultdict(deque)
         self.gradients = gradients
 
     def begin(self) -> None:
@@ -67,7 +59,7 @@ class DelayedScaling:
             self.update([INPUT, WEIGHT])
         return output
 
-    def operands(self, index: int, x: Tensor, weight: Tensor) -> Operands:
+    def operands(self, index: int, x: Tensor, weight: Tensor) -> DelayedOperands:
         """Return how linear `index` rounds its operands now, after noting their amaxes."""
         if not self._forward:  # recompute in the backward pass: reuse the first pass's scales; its amaxes are already noted
             return self._recomputed[index].popleft()
@@ -75,10 +67,10 @@ class DelayedScaling:
             self.note(index, WEIGHT, weight)
             self._weight_scales[index] = self.scale[index, WEIGHT].clone()
         self.note(index, INPUT, x)
-        found = Operands(self, index, self.scale[index, INPUT].clone(), self._weight_scales[index])
+        operands = DelayedOperands(self, index, self.scale[index, INPUT].clone(), self._weight_scales[index])
         if self._trains and not torch.is_grad_enabled():
-            self._recomputed[index].append(found)
-        return found
+            self._recomputed[index].append(operands)
+        return operands
 
     def note(self, index: int, what: int, x: Tensor) -> None:
         """Add a tensor's largest magnitude to the amaxes of the coming change. As on a GPU, NaN is ignored."""
@@ -88,8 +80,10 @@ class DelayedScaling:
 
     @torch.no_grad()
     def update(self, columns: list[int]) -> None:
-        """Update the scales of the given columns from all amaxes so far. An amax of 0 or a non-finite one leaves its scale unchanged.
-        Collective."""
+        """Update the scales of these columns (INPUT, WEIGHT, GRADIENT) from all amaxes so far.
+
+        An amax of 0 or a non-finite one leaves its scale unchanged. Collective.
+        """
         newest, h = self.amaxes[0, :, columns], self._history
         if dist.get_world_size(self._group) > 1:
             dist.all_reduce(newest, dist.ReduceOp.MAX, group=self._group)
@@ -104,7 +98,7 @@ class DelayedScaling:
 
 
 @dataclass(frozen=True)
-class Operands:
+class DelayedOperands:
     """Rounds the operands of a linear's forward product and of the two products of its backward pass.
 
     A whole tensor has one scale, so the dim over which a product sums does not matter.
@@ -131,12 +125,12 @@ class Operands:
 
 @dataclass(frozen=True)
 class Slot:
-    """The entry `index` of a `DelayedScaling`, held by the linear that it belongs to."""
+    """The entry `index` of a `DelayedScaling`, stored in the linear that it belongs to."""
 
     scaling: DelayedScaling
     index: int
 
-    def operands(self, x: Tensor, weight: Tensor) -> Operands:
+    def operands(self, x: Tensor, weight: Tensor) -> DelayedOperands:
         return self.scaling.operands(self.index, x, weight)
 
 

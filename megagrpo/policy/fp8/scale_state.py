@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megagrpo import device
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.fp8.delayed_scaling import Slot
-from megagrpo.policy.fp8.products import OutsideFp8
+from megagrpo.policy.fp8.megatron_patches import OutsideFp8
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def sharded_scales(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, Sha
     """
     linears = _linears(chunks)
     _share_newest([linear for group in linears.values() for linear in group], layout)
-    found = {}
+    sharded: dict[str, ShardedTensor] = {}
     for name, group in linears.items():
         of_experts = ".experts." in name
         copy = (0, layout.etp_rank, layout.expert_copy) if of_experts else (0, layout.tp_rank, layout.dp_cp_rank)
@@ -60,8 +60,8 @@ def sharded_scales(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, Sha
         amaxes, scales = (torch.stack(values) for values in zip(*(linear.read() for linear in group), strict=True))
         for what, value in (("amaxes", amaxes), ("scales", scales)):
             key = f"fp8.{name}.{what}"
-            found[key] = ShardedTensor.from_rank_offsets(key, value, *offsets, replica_id=copy)
-    return found
+            sharded[key] = ShardedTensor.from_rank_offsets(key, value, *offsets, replica_id=copy)
+    return sharded
 
 
 @torch.no_grad()
@@ -76,12 +76,12 @@ def load_scales(chunks: Sequence[nn.Module], loaded: dict[str, Tensor]) -> None:
 def _linears(chunks: Sequence[nn.Module]) -> dict[str, list[_Linear]]:
     """Return this rank's FP8 linears by module name in the whole model, without expert numbers: one entry per local expert, else a
     single one."""
-    found = defaultdict(list)
+    linears: dict[str, list[_Linear]] = defaultdict(list)
     for chunk in chunks:
         for layer in (layer for layer in chunk.decoder.layers if not isinstance(layer, OutsideFp8)):
             for name, module in layer.named_modules():
-                found[f"layers.{layer.layer_number - 1}.{re.sub(r'[.]local_experts[.][0-9]+', '', name)}"] += _of(module, chunk.config)
-    return {name: group for name, group in found.items() if group}
+                linears[f"layers.{layer.layer_number - 1}.{re.sub(r'[.]local_experts[.][0-9]+', '', name)}"] += _of(module, chunk.config)
+    return {name: group for name, group in linears.items() if group}
 
 
 def _of(module: nn.Module, config: TransformerConfig) -> Iterator[_Linear]:
