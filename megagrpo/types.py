@@ -24,7 +24,7 @@ class Prompt:
 
     prompt_id: int  # row in the data set
     token_ids: tuple[int, ...]  # [Lp]
-    messages: str | list[dict[str, str]]  # the question before the chat template
+    messages: str | list[dict[str, Any]]  # the question before the chat template
     columns: dict[str, Any] = field(default_factory=dict)  # the data set's other columns, for the reward functions
     occurrence: int = 0  # earlier prompts of the step with the same prompt_id; sampling seeds depend on it
     place: int | None = None  # unique index in the run's stream of prompts; None if the prompt is not from that stream

@@ -200,8 +200,12 @@ def _lengthened(sample: TrainSample, length: int) -> TrainSample:
     if length == sample.token_ids.numel():
         return sample
     more = _nothing(length - sample.token_ids.numel())
-    rows = ("token_ids", "response_mask", "rollout_logprobs")
-    return replace(sample, **{row: torch.cat([getattr(sample, row), getattr(more, row)]) for row in rows})
+    return replace(
+        sample,
+        token_ids=torch.cat([sample.token_ids, more.token_ids]),
+        response_mask=torch.cat([sample.response_mask, more.response_mask]),
+        rollout_logprobs=torch.cat([sample.rollout_logprobs, more.rollout_logprobs]),
+    )
 
 
 def _nothing(length: int) -> TrainSample:

@@ -132,7 +132,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, more_eos: Iterable[int] = ()):
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         super().__init__([*own, *more_eos], tokenizer.chat_template)
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer  # its methods return one of several types, by their arguments
 
     def __len__(self) -> int:
         return len(self.tokenizer)
@@ -188,9 +188,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def apply_template(self, messages: list[dict[str, Any]], template: str, ending: Ending, tools: Sequence[dict[str, Any]] = ()) -> str:
         names = {"bos_token": self.processor.bos_id(), "eos_token": self.processor.eos_id(), "unk_token": self.processor.unk_id()}
-        tokens = {name: self.processor.id_to_piece(i) for name, i in names.items() if i >= 0}
-        rendered, _ = render_jinja_template([messages], chat_template=template, **_how(ending, tools), **tokens)
-        return rendered[0]
+        tokens: dict[str, Any] = {name: self.processor.id_to_piece(i) for name, i in names.items() if i >= 0}
+        rendered: Any = render_jinja_template([messages], chat_template=template, **_how(ending, tools), **tokens)
+        return rendered[0][0]
 
 
 def _how(ending: Ending, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ Here both change from step to step. This module uses autograd's saved-tensor hoo
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megagrpo import device
 from megagrpo.device.host_copies import HostCopies
+from megagrpo.policy.chunks import decoder_of, mix_in
 from megagrpo.policy.specs import BLOCK
 
 MIN_BYTES = 2**20  # a smaller tensor stays on the device: copying it costs more than keeping it
@@ -179,18 +179,14 @@ def offload_activations(chunks: Sequence[nn.Module], share: float) -> None:
     The last decoder layer of a model stays on the device, because its backward pass comes at once. Results do not change.
     """
     for chunk in chunks:
-        decoder: Any = chunk.decoder
+        decoder = decoder_of(chunk)
         offloaded = [layer for i, layer in enumerate(decoder.layers) if floor((i // BLOCK + 1) * share) > floor(i // BLOCK * share)]
         if decoder.post_process:
             offloaded = [layer for layer in offloaded if layer not in decoder.layers[-BLOCK:]]
-        decoder.offloader, decoder.__class__ = ActivationOffloader({*map(id, offloaded)}), _offloading(type(decoder))
+        decoder.offloader = ActivationOffloader({*map(id, offloaded)})
+        mix_in(decoder, OffloadingStack)
         for layer in decoder.layers:
             layer.register_forward_pre_hook(lambda layer, inputs, decoder=decoder: decoder.enter(layer))
-
-
-@functools.cache
-def _offloading(stack: type) -> type:
-    return type(f"Offloading{stack.__name__}", (OffloadingStack, stack), {})
 
 
 class OffloadingStack:
@@ -198,17 +194,15 @@ class OffloadingStack:
 
     offloader: ActivationOffloader
 
-    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
         """Run the decoder's forward pass, [T, 1, H] to [T, 1, H] of this rank's tokens, and offload what its layers save."""
-        whole: Any = super()
         if not torch.is_grad_enabled():
-            return whole.forward(hidden_states, **options)
-        parameters = self.parameters()  # type: ignore[attr-defined]
-        self.offloader.shared = frozenset(t.untyped_storage().data_ptr() for t in (*parameters, *_tensors(options.values())))
-        self.offloader.begin(self.layers[0])  # type: ignore[attr-defined]
+            return super().forward(hidden_states, **options)  # type: ignore[misc]  # the decoder's
+        self.offloader.shared = frozenset(t.untyped_storage().data_ptr() for t in (*self.parameters(), *_tensors(options.values())))
+        self.offloader.begin(self.layers[0])
         try:
             with saved_tensors_hooks(lambda tensor: self.offloader.save(tensor), SavedTensor.get):
-                output = whole.forward(hidden_states, **options)
+                output = super().forward(hidden_states, **options)  # type: ignore[misc]
             self.offloader.end()
             self.offloader.free()
         finally:

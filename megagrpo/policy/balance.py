@@ -39,7 +39,7 @@ class BalancedRouter(TopKRouter):
         scores = logits.view(-1, logits.shape[-1]).softmax(-1, dtype=torch.float32)[counted]
         if self.counts is not None:
             self.counts += torch.stack([routing_map[counted].sum(0), scores.sum(0)])
-        elif torch.is_grad_enabled():
+        elif self.slope is not None and torch.is_grad_enabled():
             probs = MoEAuxLossAutoScaler.apply(probs, (scores @ self.slope).sum())
         return probs, routing_map
 
@@ -61,7 +61,7 @@ def set_slopes(chunks: list[nn.Module], weight: float, layout: Layout) -> float:
     """End `counting` and return the balancing loss of the tokens counted on all ranks. Later backward passes add `weight` times its
     gradient. Collective."""
     own = routers(chunks)
-    mine = sum((router.counts.cpu() for router in own), torch.zeros(()))
+    mine = sum((router.counts.cpu() for router in own if router.counts is not None), torch.zeros(()))
     taken, probability = sum(part for part in layout.all_gather_objects(mine) if part.dim())
     experts, pairs = len(taken), probability.sum().round().clamp(min=1)  # the probabilities of one token add up to 1
     for router in own:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -25,14 +26,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         return _turn(x, cos, sin, interleaved)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         return _turn(grad, cos, -sin, ctx.interleaved), None, None, None
 
@@ -50,7 +51,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 def _sides(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Return views of the first and of the second element of each pair."""
-    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    if interleaved:
+        return x[..., ::2], x[..., 1::2]
+    first, second = x.chunk(2, -1)
+    return first, second
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -64,7 +68,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
         mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
         inverse = mean_square.add_(eps).rsqrt_()
@@ -73,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
         scale, wide_grad = weight.to(inverse.dtype), grad.to(inverse.dtype)
         normed = x * inverse
@@ -95,7 +99,7 @@ def geglu(x: Tensor) -> Tensor:
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, activation: Callable[[Tensor], Tensor], its_backward: Callable[..., Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, activation: Callable[[Tensor], Tensor], its_backward: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(x)
         ctx.activation, ctx.its_backward = activation, its_backward
         gate, up = x.chunk(2, -1)
@@ -103,7 +107,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, -1)
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)

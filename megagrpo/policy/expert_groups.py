@@ -20,7 +20,7 @@ class BestGroups:
     taken: int
     best: int
 
-    def get_replay_topk(self, scores: Tensor, topk: int, *_) -> tuple[Tensor, Tensor]:
+    def get_replay_topk(self, scores: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
         """Return (scores, indices) [tokens, topk] of the selected experts, from scores [tokens, experts]."""
         grouped = scores.unflatten(-1, (self.count, -1))
         taken = grouped.topk(self.best, dim=-1).values.sum(-1).topk(self.taken, dim=-1, sorted=False).indices

@@ -9,6 +9,7 @@ from torch import nn
 
 from megagrpo.families.config import HfConfig
 from megagrpo.policy.balance import BalancedRouter
+from megagrpo.policy.chunks import layers_of
 from megagrpo.policy.expert_groups import BestGroups
 
 
@@ -18,9 +19,10 @@ def prepare_experts(model: nn.Module, hf_config: HfConfig) -> None:
     Experts get gradient buffers and an optimizer of their own in every layout, so that every layout writes the same checkpoint. Megatron
     does this only where the experts' groups differ from those of other parameters. Biases of the experts' second linear are added once.
     """
-    for layer in model.decoder.layers:
+    for layer in layers_of([model]):
         if isinstance(layer, MoETransformerLayer):
             router, experts = layer.mlp.router, hf_config.experts
+            assert experts is not None
             router.__class__, router.frozen_expert_bias = BalancedRouter, True
             if experts.groups > 1:
                 router.router_replay = BestGroups(experts.groups, experts.groups_per_token, best=2 if experts.bias else 1)
@@ -32,7 +34,7 @@ def prepare_experts(model: nn.Module, hf_config: HfConfig) -> None:
                 _add_biases_once(layer.mlp.experts)
 
 
-def _add_biases_once(experts: nn.Module) -> None:
+def _add_biases_once(experts: Any) -> None:
     """Make every rank but the first of an expert's tensor-parallel group add a zero in place of the bias.
 
     The ranks that share an expert sum their parts of its output, and each part includes the whole bias. The zero has the bias's

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -68,7 +69,7 @@ def first_cause(tensors: Iterable[BadTensor | None]) -> BadTensor | None:
     return max(alike, key=lambda tensor: (tensor.order, -tensor.rank))
 
 
-def _bad(chunks: Sequence[nn.Module], part: Callable[[nn.Parameter], Tensor], trained_only: bool = False) -> Iterator[tuple[int, int, str]]:
+def _bad(chunks: Sequence[nn.Module], part: Callable[[Any], Tensor], trained_only: bool = False) -> Iterator[tuple[int, int, str]]:
     """Yield (chunk, index, name) of every parameter whose `part` holds NaN or infinity. With `trained_only` skip frozen parameters."""
     named = [
         (i, j, name, p)

@@ -10,8 +10,8 @@ input and replicate B. The activations that cross ranks between A and B have `ra
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from megagrpo.config import LoraSection
 from megagrpo.families.config import HfConfig, projections
+from megagrpo.policy.chunks import layers_of, mix_in
 
 Names = dict[str, tuple[str, ...]]  # linear -> names of its projections
 ADAPTER = "adapter"  # submodule of a linear that holds its adapters; no other parameter has this in its name
@@ -45,7 +46,7 @@ def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: Lora
     names = projections(hf_config)
     for chunk in chunks:
         chunk.requires_grad_(False)
-        for layer in chunk.decoder.layers:
+        for layer in layers_of([chunk]):
             attention, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
             for linear, parts, groups in (*_of_attention(attention, names), *_of_mlp(mlp, names)):
                 if wanted := [name for name in parts if name in lora.projections]:
@@ -53,10 +54,11 @@ def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: Lora
                     _attach(linear, (ColumnAdapter if column else RowAdapter)(linear, parts, groups, wanted, lora))
         if recompute == "full" and chunk.pre_process:
             # Recompute runs a block's backward pass only if its input requires a gradient. Nothing before the first block is trained.
-            chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled()))
+            embedding: Any = chunk.embedding
+            embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled()))
 
 
-def _of_attention(attention: nn.Module | None, names: Names) -> list[tuple[nn.Module, dict[str, int], int]]:
+def _of_attention(attention: Any, names: Names) -> list[tuple[Any, dict[str, int], int]]:
     """Return (linear, rows of each projection in one group of its output, groups on this rank) for every linear of an attention module."""
     if not hasattr(attention, "linear_qkv"):
         return []
@@ -68,7 +70,7 @@ def _of_attention(attention: nn.Module | None, names: Names) -> list[tuple[nn.Mo
     return [(attention.linear_qkv, inputs, groups), (attention.linear_proj, outputs, 1)]
 
 
-def _of_mlp(mlp: nn.Module | None, names: Names) -> list[tuple[nn.Module, dict[str, int], int]]:
+def _of_mlp(mlp: Any, names: Names) -> list[tuple[Any, dict[str, int], int]]:
     if not hasattr(mlp, "linear_fc1"):
         return []
     config: TransformerConfig = mlp.config
@@ -82,30 +84,26 @@ def _rows(names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:
     return dict(zip(names, rows, strict=True)) if len(names) == len(rows) else {names[0]: sum(rows)}
 
 
-def _attach(linear: nn.Module, adapter: nn.Module) -> None:
+def _attach(linear: Any, adapter: nn.Module) -> None:
     linear.adapter = adapter
-    linear.__class__ = _adapted(type(linear))
-
-
-@functools.cache
-def _adapted(linear: type) -> type:
-    return type(f"Adapted{linear.__name__}", (Adapted, linear), {})
+    mix_in(linear, Adapted)
 
 
 class Adapted:
     """A parallel linear that adds the output of `adapter` to its own."""
 
-    def forward(self, input_: Tensor, *args, **kwargs):
-        """Return (output + adapter output, bias) of the linear."""
-        output, bias = super().forward(input_, *args, **kwargs)
+    def forward(self: Any, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Return (output + adapter output [T, 1, out], bias) of the linear, from input [T, 1, in]."""
+        output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]  # the linear's
         return output + self.adapter(input_), bias
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(self: Any, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return the linear's sharded state and the adapters'."""
         own = self.adapter.state_dict(prefix=f"{ADAPTER}.", keep_vars=True)
         axes = {name: value.partition_dim for name, value in own.items() if value.tensor_model_parallel}
+        assert metadata is not None
         options = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
-        whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # the linear's
         made = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **options)
         if (key := f"{prefix}{ADAPTER}.gate_up_proj.lora_B") in made:  # a rank's rows: first the gate's, then the up projection's
             made[key] = apply_swiglu_sharded_factory(made[key], sharded_offsets)
@@ -115,12 +113,13 @@ class Adapted:
 class LowRank(nn.Module):
     """This rank's shards of A and B of one projection. `cut` holds the sharded dimension of A and of B; None: replicated."""
 
-    def __init__(self, linear: nn.Module, rows: int, cut: tuple[int | None, int | None], rank: int):
+    def __init__(self, linear: Any, rows: int, cut: tuple[int | None, int | None], rank: int):
         super().__init__()
         weight, config = linear.weight, linear.config
         self.lora_A = nn.Parameter(weight.new_empty(rank, weight.shape[1]))
         self.lora_B = nn.Parameter(weight.new_empty(rows, rank))
-        for parameter, dim in zip((self.lora_A, self.lora_B), cut, strict=True):
+        parameters: tuple[Any, Any] = self.lora_A, self.lora_B
+        for parameter, dim in zip(parameters, cut, strict=True):
             set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
             # Each tensor-parallel rank sees a part of the sequence: finalize_model_grads sums the gradient over them.
             parameter.sequence_parallel = config.sequence_parallel and dim is None
@@ -129,13 +128,20 @@ class LowRank(nn.Module):
 class _Adapter(nn.ModuleDict):
     """Base of the adapters of one linear. All projections of the linear share one dropout mask."""
 
-    def __init__(self, linear: nn.Module, parts: dict[str, int], groups: int, wanted: Sequence[str], cut: tuple, lora: LoraSection):
+    def __init__(self, linear: Any, parts: dict[str, int], groups: int, wanted: Sequence[str], cut: tuple, lora: LoraSection):
         super().__init__({name: LowRank(linear, parts[name] * groups, cut, lora.rank) for name in wanted})
         self.parts, self.groups, self.scale, self.dropout = parts, groups, lora.scale, lora.dropout
-        self.tp_group, self.sequence_parallel = linear.tp_group, linear.config.sequence_parallel
+        self.tp_group = linear.tp_group
+        self.sequence_parallel: bool = linear.config.sequence_parallel
+
+    def low_rank(self, name: str) -> LowRank:
+        """Return A and B of the projection `name`."""
+        part = self[name]
+        assert isinstance(part, LowRank)
+        return part
 
     def drop(self, x: Tensor, cut: bool) -> Tensor:
-        """Apply dropout to `x`. All tensor-parallel ranks use the same mask, unless each holds another part of `x` (`cut`)."""
+        """Apply dropout to `x` [..., in]. All tensor-parallel ranks use the same mask, unless each holds another part of `x` (`cut`)."""
         if not self.dropout or not self.training:
             return x
         with get_cuda_rng_tracker().fork(*([] if cut else [get_data_parallel_rng_tracker_name()])):
@@ -145,12 +151,12 @@ class _Adapter(nn.ModuleDict):
 class ColumnAdapter(_Adapter):
     """Adapters of a column-parallel linear. Within each of `groups` the rows of all `parts` are side by side."""
 
-    def __init__(self, linear: nn.Module, parts: dict[str, int], groups: int, wanted: Sequence[str], lora: LoraSection):
+    def __init__(self, linear: Any, parts: dict[str, int], groups: int, wanted: Sequence[str], lora: LoraSection):
         super().__init__(linear, parts, groups, wanted, (None, 0), lora)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return scale B A x, [..., this rank's output rows], from x [..., in]."""
-        down = F.linear(self.drop(x, cut=self.sequence_parallel), torch.cat([part.lora_A for part in self.values()]))
+        down = F.linear(self.drop(x, cut=self.sequence_parallel), torch.cat([self.low_rank(name).lora_A for name in self]))
         if self.sequence_parallel:
             down = gather_from_sequence_parallel_region(down, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
@@ -162,18 +168,19 @@ class ColumnAdapter(_Adapter):
     def _part(self, name: str, down: Tensor | None, like: Tensor) -> Tensor:
         """Return the contribution of projection `name`, [..., groups, rows in a group]; 0 where the projection has no adapter."""
         shape = (*like.shape[:-1], self.groups, self.parts[name])
-        return like.new_zeros(shape) if down is None else F.linear(down, self[name].lora_B).view(shape)
+        return like.new_zeros(shape) if down is None else F.linear(down, self.low_rank(name).lora_B).view(shape)
 
 
 class RowAdapter(_Adapter):
     """Adapter of a row-parallel linear."""
 
-    def __init__(self, linear: nn.Module, parts: dict[str, int], groups: int, wanted: Sequence[str], lora: LoraSection):
+    def __init__(self, linear: Any, parts: dict[str, int], groups: int, wanted: Sequence[str], lora: LoraSection):
         super().__init__(linear, parts, groups, wanted, (1, None), lora)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return scale B A x, [..., out], from x [..., this rank's input columns]."""
-        (part,) = self.values()
+        (name,) = self
+        part = self.low_rank(name)
         reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
         down = reduce(F.linear(self.drop(x, cut=True), part.lora_A), group=self.tp_group)
         return self.scale * F.linear(down, part.lora_B)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from megagrpo.policy.activation_offload import offload_activations
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
+from megagrpo.policy.chunks import config_of
 from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.masters import forget_unrounded
@@ -79,8 +80,8 @@ class MegatronPolicy:
         self._scaling = scaling_of(self.chunks)
         self._schedule = get_forward_backward_func()
         for chunk in self.chunks:
-            chunk.config.grad_scale_func = self.optimizer.scale_loss
-            chunk.config.finalize_model_grads_func = self._finalize_gradients
+            config_of(chunk).grad_scale_func = self.optimizer.scale_loss
+            config_of(chunk).finalize_model_grads_func = self._finalize_gradients
         self.times_filled = 0  # number of calls of weights_changed
         self._denominator = 1
         self._bad_tensor: BadTensor | None = None
@@ -133,7 +134,7 @@ class MegatronPolicy:
 
         def collect(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, non_loss_data: bool) -> RefHead:
             _, selected = self._own_loss_tokens(micro_batch)
-            return RefHead(head_input(chunk, output).index_select(0, selected), lm_head(chunk).detach())
+            return RefHead(head_input(chunk, output).index_select(0, selected), _head_weight(chunk).detach())
 
         return self._collect(batch, collect)
 
@@ -198,7 +199,7 @@ class MegatronPolicy:
         """Run the micro-batches through Megatron's pipeline schedule. `last_stage` turns the final hidden states into the returned
         values."""
 
-        def forward_step(iterator, model: torch.nn.Module):
+        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             micro_batch = next(iterator)
             own = self._own_tokens(micro_batch)
             output = model(
@@ -246,8 +247,8 @@ class MegatronPolicy:
         Context parallelism ends here and nowhere else: each rank computes its own tokens, and every rank gets all rows.
         """
         own, selected = self._own_loss_tokens(micro_batch)
-        arguments = (head_input(chunk, hidden).index_select(0, selected), lm_head(chunk), micro_batch.labels[own[selected]])
-        options = dict(
+        states, head, labels = head_input(chunk, hidden).index_select(0, selected), _head_weight(chunk), micro_batch.labels[own[selected]]
+        options: dict[str, Any] = dict(
             group=self.layout.tp_group,
             temperature=self.config.rollout.temperature,
             logit_cap=self.hf_config.logit_cap,
@@ -259,10 +260,10 @@ class MegatronPolicy:
         if (ref := micro_batch.terms.ref_head) is None:
             r = self.config.rollout
             truncation = Truncation(r.top_p, r.top_k, r.min_p)
-            outputs = vocab_logprobs(*arguments, truncation=truncation, **self._fused, **options)
+            outputs: tuple[Tensor, ...] = vocab_logprobs(states, head, labels, truncation=truncation, **options, **self._fused)
         else:
             direction = self.config.algorithm.kl_estimator.removeprefix("full_")
-            outputs = vocab_logprobs_and_kl(*arguments, ref.hidden, ref.weight, direction=direction, **options)
+            outputs = vocab_logprobs_and_kl(states, head, labels, ref.hidden, ref.weight, direction=direction, **options)
         rows = outputs[0].new_zeros(len(outputs), own.numel()).index_copy(1, selected, torch.stack(outputs))
         logprobs, entropy, *full_kl = gather_rows(rows, micro_batch.cu_seqlens, self.layout.cp_group)
         return LossInputs(logprobs, entropy if options["entropy_gradient"] else entropy.detach(), micro_batch, *full_kl)
@@ -285,7 +286,8 @@ class MegatronPolicy:
         summing = overlaps_reduction(self.config.train, self.layout.dp_cp_size)
         self._bad_tensor = None if summing else self._find_bad_tensor(summed=False)
         finalize_model_grads(model, None, **kwargs)
-        for chunk in model:
+        wrapped: list[Any] = model
+        for chunk in wrapped:
             chunk.scale_gradients(1.0 / self._denominator)
         self._bad_tensor = self._bad_tensor or self._find_bad_tensor(summed=True)
 
@@ -310,6 +312,13 @@ class MegatronPolicy:
         loss, _ = everyone.pop("loss")
         counted = {name: total if _is_extreme(name) else total / count for name, (total, count) in everyone.items() if count}
         return {"loss": loss} | counted, first_cause(bad for _, bad in gathered)
+
+
+def _head_weight(chunk: torch.nn.Module) -> Tensor:
+    """Return the weight [V/tp, H] of the LM head of a chunk of the last stage."""
+    weight = lm_head(chunk)
+    assert weight is not None
+    return weight
 
 
 @torch.enable_grad()

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import megagrpo.device as device
 from megagrpo.config import TrainSection
 from megagrpo.device.compact_adam import MOMENTS, CompactAdam
 from megagrpo.parallel.layout import Layout
+from megagrpo.policy.chunks import config_of
 from megagrpo.policy.fp8.masters import unrounded
 
 # Scale of Muon's updates that makes their root mean square about equal to AdamW's (Moonlight, arXiv 2502.16982).
@@ -56,7 +58,7 @@ def wrap_data_parallel(
         buffer_layout = _buffer_layout(chunk, config, None if one_bucket else size, copies)
         wrapped.append(DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=buffer_layout))
     for chunk in chunks:  # Megatron's schedule runs all micro-batches but the last inside no_sync, without a reduction
-        chunk.config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [each.no_sync for each in wrapped]
+        config_of(chunk).no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [each.no_sync for each in wrapped]
     return wrapped
 
 
@@ -72,8 +74,8 @@ def _buffer_layout(
     if not config.use_distributed_optimizer:
         return None
     parameters = [p for p in chunk.parameters() if p.requires_grad]
-    copies_of_experts = chunk.pg_collection.expt_dp.size()
-    layout = DistributedOptimizer.compute_full_param_layout(parameters, bucket_size, dp_cp_size, config, copies_of_experts)
+    groups: Any = chunk.pg_collection
+    layout = DistributedOptimizer.compute_full_param_layout(parameters, bucket_size, dp_cp_size, config, groups.expt_dp.size())
     for buffer in layout.layouts.values():
         buffer.per_bucket_numel_unpadded[:-1] = [stop - start for start, stop in buffer.bucket_indices[:-1]]
     return layout

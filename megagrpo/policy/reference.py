@@ -122,5 +122,7 @@ def kl_by_sample(batches: Sequence[TrainBatch], layout: Layout) -> Tensor:
 
 def _add_kl(total: Tensor, micro_batch: MicroBatch) -> None:
     m = micro_batch.to(total.device)
+    old, ref = m.terms.old_logprobs, m.terms.ref_logprobs
+    assert old is not None and ref is not None
     sample = m.samples.repeat_interleave(m.cu_seqlens.diff().long())
-    total.index_add_(0, sample[m.loss_mask], (m.terms.old_logprobs - m.terms.ref_logprobs)[m.loss_mask].double())
+    total.index_add_(0, sample[m.loss_mask], (old - ref)[m.loss_mask].double())

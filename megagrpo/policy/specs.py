@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
@@ -50,13 +52,13 @@ class RMSNorm(torch.nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467). If `centred`, the
     factor is 1 + weight."""
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
         self.eps, self.centred = eps, config.layernorm_zero_centered_gamma
         start = torch.zeros if self.centred else torch.ones
         self.weight = torch.nn.Parameter(start(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
         # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which sees a part of the sequence.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed x [..., H] in x's dtype."""
@@ -69,7 +71,7 @@ class RMSNorm(torch.nn.Module):
 class GatedActivation(torch.nn.Module):
     """The activation module of Megatron's MLP: `elementwise.swiglu` or `geglu`."""
 
-    def __init__(self, config):
+    def __init__(self, config: TransformerConfig):
         super().__init__()
         self.function = geglu if config.activation_func is F.gelu else swiglu
 
@@ -79,15 +81,15 @@ class GatedActivation(torch.nn.Module):
 
 
 @functools.cache
-def post_normed(base: type, norm: type) -> type:
+def post_normed(base: Any, norm: type) -> Any:
     """Return a subclass of `base`, Megatron's attention or MLP, that normalises its output."""
 
     class PostNormed(base):
-        def __init__(self, config, *args, **kwargs):
+        def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
             super().__init__(config, *args, **kwargs)
             self.post_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
-        def forward(self, *args, **kwargs):
+        def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
             output, bias = super().forward(*args, **kwargs)
             return self.post_norm(output), bias
 
@@ -95,14 +97,15 @@ def post_normed(base: type, norm: type) -> type:
 
 
 @functools.cache
-def rotating(base: type) -> type:
+def rotating(base: Any) -> Any:
     """Return a subclass of `base`, Transformer Engine's attention, that rotates a pack's queries and keys by `rotary`, as
     `TorchAttention` does."""
 
     class Rotating(base):
         rotary: Rotary | None = None  # set by build._set_rotary
 
-        def forward(self, query: Tensor, key: Tensor, *args, packed_seq_params: PackedSeqParams, **kwargs):
+        def forward(self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: PackedSeqParams, **kwargs: Any) -> Tensor:
+            assert self.rotary is not None
             query, key = self.rotary.turn(query, key, packed_seq_params)
             return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)
 
@@ -112,7 +115,9 @@ def rotating(base: type) -> type:
 class LocalHybridStack(HybridStack):
     """A HybridStack with our final norm: megatron-core 0.19 hard-codes Transformer Engine's. Can go when the norm is in the spec."""
 
-    def __init__(self, config, submodules, post_layer_norm: bool = True, **kwargs):
+    def __init__(
+        self, config: TransformerConfig, submodules: HybridStackSubmodules, post_layer_norm: bool = True, **kwargs: Any
+    ):
         super().__init__(config, submodules, post_layer_norm=False, **kwargs)
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:

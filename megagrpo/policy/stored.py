@@ -6,12 +6,14 @@ Every 64 neighbours of a row share a scale in every layout. A rank's codes and s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 from torch import Tensor, nn
+
+from megagrpo.policy.chunks import decoder_of, mix_in
 
 BLOCK_SIZE = 64
 FP8 = torch.float8_e4m3fn
@@ -33,7 +35,10 @@ class StoredWeight(nn.Module):
     to element / largest magnitude. Raises ValueError when a row on this rank is not a multiple of 64 elements.
     """
 
-    def __init__(self, weight: Tensor, storage: str):
+    codes: Tensor  # fp8: [out, in] e4m3; nf4: [out, in / 2] uint8
+    scales: Tensor  # [out, in / 64] float32
+
+    def __init__(self, weight: Any, storage: str):
         super().__init__()
         rows, width = weight.shape
         if width % BLOCK_SIZE:
@@ -46,9 +51,11 @@ class StoredWeight(nn.Module):
 
     @property
     def data(self) -> Tensor:
+        """The dequantized weight [out, in], a new tensor."""
         return self.dense()
 
     def detach(self) -> Tensor:
+        """Return the dequantized weight [out, in], a new tensor."""
         return self.dense()
 
     def numel(self) -> int:
@@ -86,30 +93,27 @@ def store_weights(chunks: Sequence[nn.Module], storage: str) -> None:
     The stored weights are zeros until they are loaded. Raises ValueError as `StoredWeight` does.
     """
     for chunk in chunks:
-        for linear in chunk.decoder.modules():
+        for linear in decoder_of(chunk).modules():
             if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)):
                 linear.stored = StoredWeight(linear.weight, storage)
                 linear.weight = nn.Parameter(linear.weight.new_empty(0, 0), requires_grad=False)
-                linear.__class__ = _stored(type(linear))
-
-
-@functools.cache
-def _stored(linear: type) -> type:
-    return type(f"Stored{linear.__name__}", (Stored, linear), {})
+                mix_in(linear, Stored)
 
 
 class Stored:
     """A parallel linear whose weight is in `stored`. Its own `weight` is empty and is left out of checkpoints."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, **options) -> Tensor:
+    def _forward_impl(
+        self: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, **options: Any
+    ) -> Tensor:
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
         output = _Product.apply(input, self.stored, self.tp_group if options["allreduce_dgrad"] else None)
         return output if bias is None else output + bias
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(self: Any, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return Megatron's sharded state without the empty weight."""
-        whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # the linear's
         del whole[f"{prefix}weight"]
         return whole
 
@@ -118,12 +122,12 @@ class _Product(torch.autograd.Function):
     """x W^T with a stored W. For the backward pass it keeps only the stored form, which exists anyway."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, stored: StoredWeight, group: torch.distributed.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stored: StoredWeight, group: torch.distributed.ProcessGroup | None) -> Tensor:
         ctx.stored, ctx.group = stored, group
         return torch.matmul(x, stored.dense().t())
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad_x = torch.matmul(grad, ctx.stored.dense())
         if ctx.group is not None:
             torch.distributed.all_reduce(grad_x, group=ctx.group)

@@ -6,6 +6,8 @@ Engine it also shards the down projections, where the gradient of the rotated ke
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -29,7 +31,7 @@ class WholeLinear(nn.Module):
         if config.perform_initialization:
             config.init_method(self.weight)
         # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which sees a part of the sequence.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T [..., out] of x [..., in]."""
@@ -45,7 +47,7 @@ class LatentAttention(MultiLatentAttention):
 
     rotary: Rotary | None = None
 
-    def __init__(self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, layer_number: int, **options):
+    def __init__(self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, layer_number: int, **options: Any):
         super().__init__(config, submodules, layer_number, attention_type="self", **options)
         self.rotary_pos_emb = None  # Megatron's own rotary embedding is unused
         hidden, heads = config.hidden_size, config.num_attention_heads
@@ -104,11 +106,12 @@ class LatentAttention(MultiLatentAttention):
         return torch.cat([query, rotated_query], -1), torch.cat([key, rotated_key], -1), value, q_latent, kv_latent
 
     def _rotation(self, query: Tensor, packed: PackedSeqParams | None) -> tuple[Tensor, Tensor]:
+        assert self.rotary is not None
         if packed is None:
             return self.rotary.at(torch.arange(len(query), device=query.device)[:, None, None], query.dtype)
         return self.rotary.of_pack(packed, query.dtype)
 
-    def _run_core_attention(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options) -> Tensor:
+    def _run_core_attention(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any) -> Tensor:
         """Run core attention. `TorchAttention` accepts values narrower than queries; for Transformer Engine Megatron pads them."""
         if isinstance(self.core_attention, TorchAttention):
             return self.core_attention(query, key, value, attention_mask, **options)

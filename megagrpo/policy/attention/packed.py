@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
@@ -128,7 +130,7 @@ class Rotary:
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin [*positions.shape, n] in `dtype`, computed in float32."""
         angles = positions[..., None] * self.frequencies
-        return tuple((self.factor * side).to(dtype) for side in (angles.cos(), angles.sin()))
+        return (self.factor * angles.cos()).to(dtype), (self.factor * angles.sin()).to(dtype)
 
 
 class TorchAttention(MegatronModule):
@@ -144,14 +146,14 @@ class TorchAttention(MegatronModule):
 
     def __init__(
         self,
-        config,
+        config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection=None,
+        pg_collection: Any = None,
         **sizes: int,
     ):
         super().__init__(config=config)
@@ -169,6 +171,7 @@ class TorchAttention(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return the sinks, sharded over tensor-parallel ranks."""
+        assert metadata is not None
         own = self.state_dict(prefix="", keep_vars=True)
         groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
         return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)

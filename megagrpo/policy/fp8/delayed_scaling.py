@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megagrpo.policy.chunks import decoder_of, mix_in
 from megagrpo.policy.fp8.rounding import E4M3, scaled
 from megagrpo.policy.fp8.settings import History
 
@@ -46,8 +48,8 @@ class DelayedScaling:
         self._weight_scales.clear()
         self._recomputed.clear()
 
-    def run(self, stack: nn.Module, hidden: Tensor, **options) -> Tensor:
-        """Run the decoder's forward pass on `hidden`, and update the scales that depend on it."""
+    def run(self, stack: Callable[..., Tensor], hidden: Tensor, **options: Any) -> Tensor:
+        """Run the decoder's forward pass `stack` and update the scales that depend on it. `hidden` [T, 1, H] enters the decoder."""
         self._forward, self._trains = True, torch.is_grad_enabled()
         if self._trains and hidden.requires_grad:
             hidden.register_hook(lambda gradient: self.update([GRADIENT]))
@@ -131,26 +133,26 @@ class Slot:
     index: int
 
     def operands(self, x: Tensor, weight: Tensor) -> DelayedOperands:
+        """Return how the linear rounds x [..., in] and the weight [out, in] now."""
         return self.scaling.operands(self.index, x, weight)
 
 
-def delay(chunks: Sequence[nn.Module], linears: Sequence[nn.Module], history: History, gradients: torch.dtype, group: dist.ProcessGroup):
+def delay(
+    chunks: Sequence[nn.Module], linears: Sequence[Any], history: History, gradients: torch.dtype, group: dist.ProcessGroup
+) -> None:
     """Give the linears of the bare chunks delayed scales, in one `DelayedScaling` for all."""
     scaling = DelayedScaling(len(linears), history, gradients, group)
     for index, linear in enumerate(linears):
         linear.fp8 = Slot(scaling, index)
     for chunk in chunks:
-        chunk.decoder.scaling, chunk.decoder.__class__ = scaling, _delayed(type(chunk.decoder))
+        decoder = decoder_of(chunk)
+        decoder.scaling = scaling
+        mix_in(decoder, DelayedStack)
 
 
 def scaling_of(chunks: Sequence[nn.Module]) -> DelayedScaling | None:
     """Return the `DelayedScaling` that `delay` gave the chunks, or None."""
-    return getattr(chunks[0].decoder, "scaling", None)
-
-
-@functools.cache
-def _delayed(stack: type) -> type:
-    return type(f"Delayed{stack.__name__}", (DelayedStack, stack), {})
+    return getattr(decoder_of(chunks[0]), "scaling", None)
 
 
 class DelayedStack:
@@ -158,6 +160,8 @@ class DelayedStack:
 
     scaling: DelayedScaling
 
-    def forward(self, hidden_states: Tensor, **options) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
+        """Return the decoder's output [T, 1, H]."""
         entering = hidden_states if self.pre_process else self.input_tensor
-        return self.scaling.run(functools.partial(super().forward, hidden_states), entering, **options)
+        stack = functools.partial(super().forward, hidden_states)  # type: ignore[misc]  # the decoder's
+        return self.scaling.run(stack, entering, **options)

@@ -10,19 +10,17 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from megatron.core import fp8_utils
 from torch import Tensor, nn
 
-import megagrpo.device  # noqa: F401  (prepares the platform before megatron is imported)
 from megagrpo.policy.fp8.rounding import E4M3, largest, scale_for, tiled
 from megagrpo.policy.fp8.tensor import Fp8Tensor
-
-from megatron.core import fp8_utils  # isort: skip
 
 
 def remember(weight: Tensor, values: Tensor) -> None:
     """Keep an FP8 weight's values before FP8 rounding in host memory, in the weight's dtype, so that its master starts without that
     rounding."""
-    weight.unrounded = values.detach().to(weight.dtype).cpu()
+    weight.__dict__["unrounded"] = values.detach().to(weight.dtype).cpu()
 
 
 def unrounded(weight: Tensor) -> Tensor | None:
@@ -66,13 +64,13 @@ def _round_masters(
     dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
     for (weight, master, start), most in zip(own, joined.split([each.numel() for each in magnitudes]), strict=True):
         weight.scales.copy_(scale_for(most.view(weight.scales.shape), E4M3, weight.power_of_two))
-        if master is not None:
-            weight.put(_tiles_of_part(weight, master, start), slice(start, start + master.numel()))
+        if master is not None and start is not None:
+            weight.quantize_part(_tiles_of_part(weight, master, start), slice(start, start + master.numel()))
 
 
 def _tiles_of_part(weight: Fp8Tensor, master: Tensor | None, start: int | None) -> Tensor:
     """Return the tiles of a weight that has only this part of the master, from flat element `start`; the rest is 0."""
     whole = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-    if master is not None:
+    if master is not None and start is not None:
         whole.view(-1)[start : start + master.numel()] = master
     return tiled(whole, weight.tile)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatron.core import fp8_utils
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-import megagrpo.device  # noqa: F401  (prepares the platform before megatron is imported)
-
-from megatron.core import fp8_utils  # isort: skip
-from megatron.core.transformer.moe import token_dispatcher  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megagrpo.policy.chunks import layers_of, mix_in
 
 _megatrons_recipe = fp8_utils.get_fp8_recipe
 
@@ -54,26 +52,20 @@ def _in_bf16(config: TransformerConfig, layer_no: int) -> bool:
 def leave_fp8(chunks: Sequence[nn.Module], bf16_layers: frozenset[int], layers_per_block: int) -> None:
     """Disable FP8 in the decoder layers `bf16_layers` of the bare chunks, counted from 0. Megatron enters one Transformer Engine FP8
     context for all layers."""
-    for layer in [layer for chunk in chunks for layer in chunk.decoder.layers]:
+    for layer in layers_of(chunks):
         if (layer.layer_number - 1) // layers_per_block in bf16_layers:
-            layer.__class__ = _outside(type(layer))
-
-
-@functools.cache
-def _outside(layer: type) -> type:
-    return type(f"Bf16{layer.__name__}", (OutsideFp8, layer), {})
+            mix_in(layer, OutsideFp8)
 
 
 class OutsideFp8:
     """A layer that runs outside Transformer Engine's FP8 context."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output."""
         from transformer_engine.pytorch import fp8_autocast
 
-        layer: Any = super()
         with fp8_autocast(enabled=False):
-            return layer.forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)  # type: ignore[misc]  # the layer's
 
 
 def pad_routing(config: TransformerConfig, recipe: str) -> None:

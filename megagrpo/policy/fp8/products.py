@@ -7,20 +7,19 @@ numbers. It is slower than no FP8, and it takes the memory of dense numbers.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
+from megagrpo.policy.chunks import layers_of, mix_in
 from megagrpo.policy.fp8.current_scaling import CurrentScaling
 from megagrpo.policy.fp8.delayed_scaling import Slot, delay
 from megagrpo.policy.fp8.masters import patch_optimizer
 from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.fp8.tensor import store_in_fp8
-
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region  # isort: skip
 
 
 class Operands(Protocol):
@@ -41,22 +40,17 @@ def quantise_linears(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: in
 
     Weights keep their values, or are rounded to FP8 with `fp8.keeps_weights`. The ranks of `amax_group` share delayed scales.
     """
-    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
-    inside = [layer for layer in layers if (layer.layer_number - 1) // layers_per_block not in fp8.bf16_layers]
-    linears = [m for layer in inside for m in layer.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
+    inside = [layer for layer in layers_of(chunks) if (layer.layer_number - 1) // layers_per_block not in fp8.bf16_layers]
+    linears: list[Any] = [m for layer in inside for m in layer.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
     if fp8.keeps_weights:
         patch_optimizer()
     for linear in linears:
-        linear.fp8, linear.__class__ = CurrentScaling(fp8), _quantised(type(linear))
+        linear.fp8 = CurrentScaling(fp8)
+        mix_in(linear, Quantised)
         if fp8.keeps_weights:
             store_in_fp8(linear, fp8.tile(linear.weight.shape, dim=1, square=True), fp8.powers_of_two)
     if fp8.history is not None:
         delay(chunks, linears, fp8.history, fp8.gradients, amax_group)
-
-
-@functools.cache
-def _quantised(linear: type) -> type:
-    return type(f"Fp8{linear.__name__}", (Quantised, linear), {})
 
 
 class Quantised:

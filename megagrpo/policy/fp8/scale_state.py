@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from megagrpo import device
 from megagrpo.parallel.layout import Layout
+from megagrpo.policy.chunks import layers_of
 from megagrpo.policy.fp8.delayed_scaling import Slot
 from megagrpo.policy.fp8.megatron_patches import OutsideFp8
 
@@ -78,20 +80,20 @@ def _linears(chunks: Sequence[nn.Module]) -> dict[str, list[_Linear]]:
     single one."""
     linears: dict[str, list[_Linear]] = defaultdict(list)
     for chunk in chunks:
-        for layer in (layer for layer in chunk.decoder.layers if not isinstance(layer, OutsideFp8)):
+        for layer in (layer for layer in layers_of([chunk]) if not isinstance(layer, OutsideFp8)):
             for name, module in layer.named_modules():
                 linears[f"layers.{layer.layer_number - 1}.{re.sub(r'[.]local_experts[.][0-9]+', '', name)}"] += _of(module, chunk.config)
     return {name: group for name, group in linears.items() if group}
 
 
-def _of(module: nn.Module, config: TransformerConfig) -> Iterator[_Linear]:
+def _of(module: Any, config: TransformerConfig) -> Iterator[_Linear]:
     if isinstance(slot := getattr(module, "fp8", None), Slot):
         yield _Linear((slot.scaling.amaxes[:, slot.index],), (slot.scaling.scale[slot.index],))
     elif device.has_transformer_engine() and config.fp8_recipe == "delayed" and config.fp8:
         yield from _of_transformer_engine(module, config)
 
 
-def _of_transformer_engine(module: nn.Module, config: TransformerConfig) -> Iterator[_Linear]:
+def _of_transformer_engine(module: Any, config: TransformerConfig) -> Iterator[_Linear]:
     """Yield the views of a Transformer Engine module. Its `_extra_state` is no alternative: a pickle that Transformer Engine refuses to
     load."""
     if not hasattr(module, "fp8_meta") or not any(name.startswith("weight") for name, _ in module.named_parameters(recurse=False)):

@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import fp8_utils
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-import megagrpo.device  # noqa: F401  (prepares the platform before megatron is imported)
 from megagrpo.policy.fp8.rounding import E4M3, Tile, codes, largest, scale_for, tiled, untiled
-
-from megatron.core import fp8_utils  # isort: skip
 
 
 class Fp8Tensor(torch.Tensor):
@@ -26,9 +24,14 @@ class Fp8Tensor(torch.Tensor):
     `copy_` raise TypeError. Its counterparts are Transformer Engine's Float8Tensor and Float8BlockwiseQTensor, which need a GPU.
     """
 
+    numbers: Tensor
+    scales: Tensor
+    tile: Tile  # type: ignore[assignment]  # hides Tensor.tile
+    power_of_two: bool
+
     @staticmethod
     def __new__(cls, numbers: Tensor, scales: Tensor, tile: Tile, power_of_two: bool, dtype: torch.dtype) -> Fp8Tensor:
-        made = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=dtype, device=numbers.device)
+        made: Fp8Tensor = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=dtype, device=numbers.device)
         made.numbers, made.scales, made.tile, made.power_of_two = numbers, scales, tile, power_of_two
         return made
 
@@ -41,7 +44,7 @@ class Fp8Tensor(torch.Tensor):
         down, across = (-(-size // by) for size, by in zip(dense.shape, tile, strict=True))
         numbers, scales = dense.new_empty(dense.shape, dtype=torch.uint8), dense.new_empty(down, across, dtype=torch.float32)
         made = cls(numbers, scales, tile, power_of_two, dense.dtype)
-        made.round(dense)
+        made.quantize(dense)
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -49,6 +52,7 @@ class Fp8Tensor(torch.Tensor):
         return ["numbers", "scales"], (self.tile, self.power_of_two, self.dtype)
 
     def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage of the numbers."""
         return self.numbers.untyped_storage()
 
     def values(self) -> Tensor:
@@ -59,38 +63,41 @@ class Fp8Tensor(torch.Tensor):
         """Return the dequantized matrix [rows, width] in `dtype`."""
         return self.values().to(self.dtype)
 
-    def round(self, dense: Tensor) -> None:
+    def quantize(self, dense: Tensor) -> None:
         """Round `dense` [rows, width] into this tensor, with new scales."""
         tiles = tiled(dense, self.tile)
         self.scales.copy_(scale_for(largest(tiles), E4M3, self.power_of_two))
-        self.put(tiles)
+        self.quantize_part(tiles)
 
     # Without Transformer Engine Megatron calls `dequantize` by this name.
     from_float8 = dequantize
 
-    def put(self, tiles: Tensor, part: slice = slice(None)) -> None:
+    def quantize_part(self, tiles: Tensor, part: slice = slice(None)) -> None:
         """Write `part` (a slice of the flattened matrix) of the numbers, rounded from `tiles` of the whole matrix by the current scales."""
         numbers = untiled(codes(tiles, E4M3, self.scales[:, None, :, None]).view(torch.uint8), self.shape)
         self.numbers.view(-1)[part].copy_(numbers.reshape(-1)[part])
 
     @property
-    def data(self) -> Fp8Tensor:
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The same numbers and scales, without gradient."""
         return self.detach()
 
     @data.setter
-    def data(self, other: Fp8Tensor) -> None:
+    def data(self, other: Any) -> None:
         """Share the numbers and scales of another tensor."""
         self.numbers, self.scales = other.numbers, other.scales
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results of operations are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results of operations are plain tensors
 
     @classmethod
-    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         first = args[0]
         if operation is torch.ops.aten.detach.default:
             return cls(first.numbers, first.scales, first.tile, first.power_of_two, first.dtype)
         if operation is torch.ops.aten.copy_.default and isinstance(first, cls):
-            first.round(args[1].dequantize() if isinstance(args[1], cls) else args[1])
+            first.quantize(args[1].dequantize() if isinstance(args[1], cls) else args[1])
             return first
         if operation._schema.is_mutable and isinstance(first, cls):
             raise TypeError(f"{operation} cannot change an FP8 weight in place; use write()")
@@ -110,7 +117,11 @@ def dense(weight: Tensor) -> Tensor:
 
 def parts(weight: Tensor) -> list[Tensor]:
     """Return the plain tensors that store a weight: the weight itself if it is plain."""
-    return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]] if is_fp8(weight) else [weight]
+    return [getattr(weight, name) for name in _inner_names(weight)] if is_fp8(weight) else [weight]
+
+
+def _inner_names(weight: Any) -> list[str]:
+    return weight.__tensor_flatten__()[0]
 
 
 def copied(weight: Tensor) -> Tensor:
@@ -119,13 +130,13 @@ def copied(weight: Tensor) -> Tensor:
     if not is_fp8(weight):
         return weight.detach().clone()
     made = weight.detach()
-    for name in made.__tensor_flatten__()[0]:
+    for name in _inner_names(made):
         setattr(made, name, getattr(made, name).clone())
     return made
 
 
-def store_in_fp8(linear: nn.Module, tile: Tile, power_of_two: bool) -> None:
-    """Replace the weight of a linear by an `Fp8Tensor`."""
+def store_in_fp8(linear: Any, tile: Tile, power_of_two: bool) -> None:
+    """Replace the weight [out, in] of a linear by an `Fp8Tensor` with one scale per `tile`."""
     rounded = nn.Parameter(Fp8Tensor.of(linear.weight.detach(), tile, power_of_two))
     rounded.__dict__.update(linear.weight.__dict__)  # attributes that Megatron sets
     linear.weight = rounded

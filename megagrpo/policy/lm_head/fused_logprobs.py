@@ -157,7 +157,7 @@ class FusedPass:
         kernels.head_statistics[(blocks * splits,)](
             TensorDescriptor.from_tensor(hidden[rows], [tiles.tokens, tiles.hidden]),
             TensorDescriptor.from_tensor(head, [tiles.vocab, tiles.hidden]),
-            hidden_scales[rows] if blockwise else hidden_scales,
+            hidden_scales[rows] if blockwise and hidden_scales is not None else hidden_scales,
             head_scales,
             self._columns_of_labels(rows),
             statistics,

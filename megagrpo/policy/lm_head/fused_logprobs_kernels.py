@@ -5,6 +5,9 @@ Operands are N tokens x H, and a rank's v rows of the head x H. Both are read th
 interpreter multiplies neither bfloat16 nor FP8, so there operands are cast to float32 first (`WIDEN`). This changes no product.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# Triton reads annotations: only compile-time constants have one, and the other arguments are described by comments.
+
 from __future__ import annotations
 
 import triton

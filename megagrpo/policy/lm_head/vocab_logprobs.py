@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from megagrpo.policy.lm_head import fused_logprobs
 from megagrpo.policy.lm_head.fused_logprobs import FusedPass
@@ -120,14 +122,14 @@ def _begin(task: HeadTask, hidden: Tensor, weight: Tensor, gradients: bool) -> _
 
 class _VocabHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, task: HeadTask):
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tensor, ...]:
         passing, num_tokens, outputs = _begin(task, hidden, weight, task.upstream is not None), hidden.shape[0], task.num_outputs
         results = hidden.new_empty(task.num_results, num_tokens, dtype=wide(hidden.dtype))
         early_gradients = hidden.new_empty(len(task.differentiable), num_tokens, dtype=wide(hidden.dtype))
         gradients = None if task.upstream is None else HeadGradients(hidden, weight, task.shard, ctx.needs_input_grad[:2])
         for rows in chunks(num_tokens, passing.chunk):
             results[:, rows] = passing.forward(rows)
-            if gradients is not None:
+            if gradients is not None and task.upstream is not None:
                 early_gradients[:, rows] = torch.stack(task.upstream(rows, *(results[index, rows] for index in task.differentiable)))
                 gradients.add(rows, passing.grad_logits(rows, results[:, rows], early_gradients[:, rows]))
         ctx.save_for_backward(hidden, weight, results, early_gradients)
@@ -139,7 +141,7 @@ class _VocabHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, *grads: Tensor | None):
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, results, early_gradients = ctx.saved_tensors
         upstream = torch.stack([grads[index] for index in ctx.task.differentiable])
         if ctx.gradients is not None and torch.equal(early_gradients, upstream):
@@ -158,10 +160,11 @@ class _Pass:
     def __init__(self, hidden: Tensor, weight: Tensor, task: HeadTask):
         self._task, self._policy, self.chunk = task, (hidden, weight), task.chunk
         self._memory = task.shard.memory(hidden, task.chunk)
-        self._ref_memory = None if task.ref is None else torch.empty_like(self._memory)
+        self._ref_memory = self._memory[:0] if task.ref is None else torch.empty_like(self._memory)
         self._logits, self._ref_logits = self._memory, self._ref_memory
 
     def compute_logits(self, rows: slice) -> None:
+        """Compute the logits [n, v] of the tokens `rows`, of the reference too if there is one."""
         self._logits = self._logits_of(self._policy, rows, self._memory)
         if self._task.ref is not None:
             self._ref_logits = self._logits_of(self._task.ref, rows, self._ref_memory)
@@ -208,9 +211,9 @@ class _Pass:
         scales: dict[int, Tensor] = dict(zip(task.differentiable, upstream[:, :, None] / task.temperature, strict=True))
         at_labels = scales[LOGPROBS][:, 0]
         if task.logit_cap is not None:
-            at_labels = at_labels * self._slope(task.shard.pick(logits, task.labels[rows]))
+            at_labels = at_labels * self._slope(task.shard.pick(logits, task.labels[rows]), task.logit_cap)
         for columns in blocks(logits):
-            slope = None if task.logit_cap is None else self._slope(logits[:, columns])
+            slope = None if task.logit_cap is None else self._slope(logits[:, columns], task.logit_cap)
             log_p, factor = logits[:, columns].sub_(normaliser), -scales[LOGPROBS]  # the factor of p; the label's term is added at the end
             if ENTROPY in scales:
                 factor = torch.add(log_p, results[ENTROPY, :, None]).mul_(-scales[ENTROPY]).add_(factor)
@@ -223,9 +226,9 @@ class _Pass:
         task.shard.add_at_labels(logits, task.labels[rows], at_labels)
         return logits
 
-    def _slope(self, logits: Tensor) -> Tensor:
+    def _slope(self, logits: Tensor, cap: float) -> Tensor:
         """Return the derivative of capped logits; `logits` are after the temperature. It is 0 where truncation dropped a logit."""
-        return (logits * (self._task.temperature / self._task.logit_cap)).square_().neg_().add_(1).clamp_(min=0)
+        return (logits * (self._task.temperature / cap)).square_().neg_().add_(1).clamp_(min=0)
 
     def _grad_with_kl(self, log_p: Tensor, columns: slice, results: Tensor, factor: Tensor, scale: Tensor) -> None:
         """Overwrite log p with p factor, plus scale p (log p - log q - KL) if reverse, or scale (p - q) if forward."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,8 +90,8 @@ class VocabShard:
         dist.all_gather(everyone, values, group=self.group)
         return torch.cat(everyone, dim=-1)
 
-    def all_reduce(self, values: Tensor, op: dist.ReduceOp) -> None:
-        """All-reduce `values` over the group, in place."""
+    def all_reduce(self, values: Tensor, op: Any) -> None:
+        """All-reduce `values` [...] over the group by `op`, a `dist.ReduceOp`, in place."""
         if self.group is not None and dist.get_world_size(self.group) > 1:
             dist.all_reduce(values, op=op, group=self.group)
 
