@@ -1,7 +1,7 @@
-"""Samples -> balanced micro-batches, and the one place where tokens are shifted into labels.
+"""Packs samples into balanced micro-batches. Only this file shifts tokens into labels.
 
-Every rank packs the same list of samples with the same arithmetic and keeps its own share, so no communication is needed and every
-data-parallel rank gets the same number of micro-batches: pipeline schedules and collectives cannot hang on a missing one.
+Every rank packs the same list of samples with the same arithmetic and keeps its own share. No communication is needed, and every
+data-parallel rank gets the same number of micro-batches. Pipeline schedules and collectives therefore cannot hang on a missing one.
 """
 
 from __future__ import annotations
@@ -19,27 +19,23 @@ from megagrpo.types import MicroBatch, TrainBatch, TrainSample
 
 @dataclass(frozen=True)
 class PackingRules:
-    """`max_tokens` is strict. `at_least` micro-batches per rank keep a pipeline busy; their number is a multiple of `multiple_of`
-    (interleaved schedules need the pipeline size). Each sequence is padded to a multiple of `sequence_align` (context parallelism cuts it
-    into equal chunks) and T to a multiple of `align`, itself one of `sequence_align` (sequence parallelism needs the tensor-parallel
-    size). With `share_prompts` the responses to one prompt are computed behind a single copy of it. With `mask_truncated` responses that
-    were cut at their greatest length have no loss tokens."""
+    """The limits of a packing."""
 
-    max_tokens: int
-    at_least: int = 1
-    multiple_of: int = 1
-    align: int = 1
-    sequence_align: int = 1
-    skip_zero_advantage: bool = False
-    share_prompts: bool = False
-    mask_truncated: bool = False
+    max_tokens: int  # of a micro-batch, padding included; strict
+    at_least: int = 1  # micro-batches per rank, which keep a pipeline busy
+    multiple_of: int = 1  # divides the number of micro-batches per rank; interleaved schedules need the pipeline size
+    align: int = 1  # divides T, a multiple of `sequence_align`; sequence parallelism needs the tensor-parallel size
+    sequence_align: int = 1  # divides the length of each sequence; context parallelism splits sequences into equal chunks
+    skip_zero_advantage: bool = False  # skip samples with advantage 0
+    share_prompts: bool = False  # the responses to one prompt share a single copy of it
+    mask_truncated: bool = False  # responses that reached their length limit have no loss tokens
 
 
 UNLIMITED = PackingRules(max_tokens=sys.maxsize)
 
 
 def packing_rules(config: RunConfig, share_prompts: bool) -> PackingRules:
-    """How a configuration wants samples cut into micro-batches; `share_prompts` says whether its policy can share them."""
+    """Return the packing rules of a config. `share_prompts`: whether its policy can share prompts."""
     parallel, algorithm = config.parallel, config.algorithm
     return PackingRules(
         max_tokens=config.train.max_tokens_per_micro_batch,
@@ -54,10 +50,10 @@ def packing_rules(config: RunConfig, share_prompts: bool) -> PackingRules:
 
 
 def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, dp_size: int = 1) -> TrainBatch:
-    """The micro-batches of data-parallel rank `dp_rank`, the counts of the whole step, and how even the packing is (`imbalances`).
+    """Return the micro-batches of data-parallel rank `dp_rank`, the counts of the whole step, and `imbalances` of the packing.
 
-    Samples left out for zero advantage still count, so the update is the same; those without loss tokens count as sequences. Raises
-    ValueError when a sample exceeds the token budget.
+    Samples that are skipped for an advantage of 0 still count, so the update is the same. Samples without loss tokens count as sequences.
+    Raises ValueError when a sample exceeds the token budget.
     """
     trained = [s for s in samples if not (is_masked(s, rules) or (rules.skip_zero_advantage and s.advantage == 0))]
     bundles = bundle(trained, rules)
@@ -74,7 +70,7 @@ def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, 
 
 
 def bundle(samples: Sequence[TrainSample], rules: PackingRules) -> list[list[TrainSample]]:
-    """Samples that stay in one micro-batch: neighbours with the same prompt when prompts are shared, as many as fit; else each alone."""
+    """Group the samples that must be in one micro-batch: with shared prompts as many neighbours with the same prompt as fit, else one."""
     bundles: list[list[TrainSample]] = []
     for sample in samples:
         last = bundles[-1] if bundles and rules.share_prompts and same_prompt(bundles[-1][0], sample) else None
@@ -86,38 +82,43 @@ def bundle(samples: Sequence[TrainSample], rules: PackingRules) -> list[list[Tra
 
 
 def packed_length(bundle: Sequence[TrainSample], sequence_align: int = 1) -> int:
-    """Tokens, padding included, of samples that share their prompt: what they share once, the rest of each."""
+    """Return the tokens, with padding, of samples that share their prompt: the shared part once, and the rest of each sample."""
     shared = shared_length(bundle, sequence_align)
     return shared + sum(padded(s.token_ids.numel() - shared, sequence_align) for s in bundle)
 
 
 def shared_length(bundle: Sequence[TrainSample], sequence_align: int = 1) -> int:
-    """Tokens that samples with the same prompt can share: all but its last, whose label is another one in each of them, and of these as
-    many as need no padding, which would stand between the prompt and what continues it."""
+    """Return how many tokens samples with the same prompt can share.
+
+    These are all but the prompt's last, whose label differs between samples, rounded down to a multiple of `sequence_align`. Padding would
+    otherwise separate the prompt from the sequences that continue it.
+    """
     return (prompt_length(bundle[0]) - 1) // sequence_align * sequence_align if len(bundle) > 1 else 0
 
 
 def padded(length: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `length`."""
+    """Return `length` rounded up to a multiple of `multiple`."""
     return -(-length // multiple) * multiple
 
 
 def prompt_length(sample: TrainSample) -> int:
-    """Tokens before the first response token."""
+    """Return the number of tokens before the first response token."""
     return int((~sample.response_mask).cumprod(0).sum())
 
 
 def same_prompt(one: TrainSample, other: TrainSample) -> bool:
+    """Return whether two samples have the same prompt tokens."""
     length = prompt_length(one)
     return length == prompt_length(other) and torch.equal(one.token_ids[:length], other.token_ids[:length])
 
 
 def assign(lengths: Sequence[int], rules: PackingRules, num_ranks: int) -> list[list[int]]:
-    """Bundle indices of each micro-batch: k * num_ranks bins for the smallest admissible k, longest bundle first into the emptiest bin.
+    """Return the bundle indices of each bin (micro-batch): k * num_ranks bins, for the smallest k that the rules allow.
 
-    Bin b belongs to rank b % num_ranks. Every bin holds at most `max_tokens` after alignment, and no two differ by more than the longest
-    bundle: the fuller one was the emptier one when it got its last. Bins are dealt to ranks from the fullest down, so the k bins of one
-    rank and those of another differ by no more than the longest bundle either. Raises ValueError when a bundle exceeds the budget.
+    The longest bundle goes first, each into the emptiest bin. Every bin has at most `max_tokens` after alignment. Two bins differ by at
+    most the longest bundle, because the fuller one was the emptier one before its last bundle. Bin b belongs to rank b % num_ranks. Bins
+    are sorted from the fullest down, so two ranks also differ by at most the longest bundle. Raises ValueError when a bundle exceeds the
+    budget.
     """
     budget = rules.max_tokens // rules.align * rules.align
     longest = max(lengths, default=0)
@@ -149,23 +150,24 @@ def _fill(lengths: Sequence[int], num_bins: int, budget: int) -> list[list[int]]
 
 @dataclass(frozen=True)
 class _Sequence:
-    """The tokens [start, stop) of a sample, padded when it is shorter, continuing sequence number `prefix` of the micro-batch unless it is
-    -1."""
+    """The tokens [start, stop) of a sample, which is padded to `stop` or longer."""
 
     sample: TrainSample
     start: int
     stop: int
-    prefix: int = -1
+    prefix: int = -1  # index in the micro-batch of the sequence that this one continues; -1: none
 
 
 def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLIMITED) -> MicroBatch:
-    """Pack samples end to end. With none (a rank that got no sample), two tokens that count for nothing stand in: every rank must run
-    its backward pass, or the others wait for it for ever."""
+    """Pack samples end to end into one micro-batch.
+
+    Without samples the micro-batch has two or more padding tokens: every rank must run its backward pass, or the other ranks hang.
+    """
     sequences = _sequences(samples, rules)
     used = sum(s.stop - s.start for s in sequences)
-    padding = -used % rules.align if used else max(2, rules.align)
-    if padding:
-        sequences.append(_Sequence(_nothing(padding), 0, padding))
+    missing = -used % rules.align if used else max(2, rules.align)
+    if missing:
+        sequences.append(_Sequence(_padding(missing), 0, missing))
     cut = [(s, slice(s.start, s.stop)) for s in sequences]
     lengths = torch.tensor([s.stop - s.start for s in sequences])
     return MicroBatch(
@@ -182,7 +184,7 @@ def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLI
 
 
 def _sequences(samples: Sequence[TrainSample], rules: PackingRules) -> list[_Sequence]:
-    """Whole samples, or where neighbours share a prompt, what they share and then the rest of each."""
+    """Return the sequences of a micro-batch: whole samples, or for samples that share a prompt the shared part, then the rest of each."""
     sequences: list[_Sequence] = []
     for group in bundle(samples, replace(rules, max_tokens=sys.maxsize)):
         shared, prefix = shared_length(group, rules.sequence_align), -1
@@ -196,10 +198,10 @@ def _sequences(samples: Sequence[TrainSample], rules: PackingRules) -> list[_Seq
 
 
 def _lengthened(sample: TrainSample, length: int) -> TrainSample:
-    """The sample with tokens that count for nothing up to `length`."""
+    """Return the sample padded to `length`."""
     if length == sample.token_ids.numel():
         return sample
-    more = _nothing(length - sample.token_ids.numel())
+    more = _padding(length - sample.token_ids.numel())
     return replace(
         sample,
         token_ids=torch.cat([sample.token_ids, more.token_ids]),
@@ -208,36 +210,38 @@ def _lengthened(sample: TrainSample, length: int) -> TrainSample:
     )
 
 
-def _nothing(length: int) -> TrainSample:
-    """Tokens that count for nothing."""
+def _padding(length: int) -> TrainSample:
+    """Return `length` padding tokens. They have no loss tokens and belong to no sample."""
     zeros = torch.zeros(length)
     return TrainSample(zeros.long(), zeros.bool(), zeros, 0.0)
 
 
 def is_masked(sample: TrainSample, rules: PackingRules) -> bool:
-    """Whether no token of the sample is in the loss."""
+    """Return whether the rules take all tokens of the sample out of the loss."""
     return rules.mask_truncated and sample.truncated
 
 
 def loss_mask_of(sample: TrainSample, rules: PackingRules = UNLIMITED) -> torch.Tensor:
-    """[L] bool, label-aligned: True at t when token t + 1 is part of the response and in the loss."""
+    """Return [L] bool, label-aligned: True at t if token t + 1 is part of the response and in the loss."""
     shifted = _shift(sample.response_mask)
     return torch.zeros_like(shifted) if is_masked(sample, rules) else shifted
 
 
 def _shift(row: torch.Tensor) -> torch.Tensor:
-    """Move a token-aligned row [L] one place left, so that position t speaks of token t + 1; the last place becomes 0."""
+    """Shift a token-aligned row [L] left by one, so that position t describes token t + 1. The last position becomes 0."""
     return torch.cat([row[1:], row.new_zeros(1)])
 
 
 def imbalances(loads: Sequence[int], num_ranks: int) -> dict[str, float]:
-    """Metrics of a packing whose bins, as `assign` orders them, hold `loads` tokens: the largest over the mean of all micro-batches, and of
-    the data-parallel ranks. With L the longest bundle and m the mean micro-batch, in tokens, and k micro-batches on a rank they are at most
-    1 + L / m and 1 + L / (k m)."""
+    """Return metrics of a packing: largest over mean number of tokens, of all micro-batches and of the data-parallel ranks.
+
+    `loads` are the tokens of the bins in the order of `assign`. With L the longest bundle and m the mean micro-batch, in tokens, and k
+    micro-batches on a rank, the metrics are at most 1 + L / m and 1 + L / (k m).
+    """
     per_rank = [sum(loads[rank::num_ranks]) for rank in range(num_ranks)]
     return {"packing/micro_batch_imbalance": imbalance(loads), "packing/rank_imbalance": imbalance(per_rank)}
 
 
 def imbalance(loads: Sequence[int]) -> float:
-    """Largest over mean number of tokens: 1.0 is perfect balance, also of nothing."""
+    """Return the largest over the mean number of tokens. 1.0 is perfect balance, and the result without any tokens."""
     return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0

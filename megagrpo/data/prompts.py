@@ -86,7 +86,7 @@ class PromptSource:
         for place, row, epoch in islice(self._coming(), n):
             self._cursor = place + 1
             self._drawn_in[row] = epoch
-            drawn.append(self._peeked.pop(place) if place in self._peeked else self._prompt(row, place))
+            drawn.append(self._peeked.pop(place, None) or self._prompt(row, place))
         self._peeked = {place: prompt for place, prompt in self._peeked.items() if place >= self._cursor}
         return drawn
 
@@ -161,9 +161,7 @@ class PromptSource:
     def _prompt(self, row: int, place: int | None = None) -> Prompt:
         values = self._rows[row]
         token_ids = self._token_ids(row)[-self._max_prompt_length :]
-        messages = _messages(values[self._data.prompt_column])
-        assert messages is not None  # else the prompt has no tokens
-        return Prompt(row, token_ids, messages, self._columns(values), place=place)
+        return Prompt(row, token_ids, _messages(values[self._data.prompt_column]), self._columns(values), place=place)
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
         columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}

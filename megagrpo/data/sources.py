@@ -53,7 +53,7 @@ def _read(section: DatasetSection, key: str) -> datasets.Dataset:
         if path is None:
             data = datasets.load_dataset(section.source, section.subset, split=section.split)
         elif path.is_file():
-            name = _split_name(section.split)  # a file has one split, whatever it is called
+            name = re.match(r"\w*", section.split).group()  # a file has one split, whatever it is called
             data = datasets.load_dataset(_FORMATS[path.suffix], data_files={name: str(path)}, split=section.split)
         elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             data = _split_saved(datasets.load_from_disk(str(path)), section.split)
@@ -89,14 +89,9 @@ def _find(source: str, key: str) -> Path | None:
     return None
 
 
-def _split_name(split: str) -> str:
-    """Return the name in a split such as `train[:100]`."""
-    return re.split(r"\W", split, maxsplit=1)[0]
-
-
 def _split_saved(data: datasets.Dataset | datasets.DatasetDict, split: str) -> datasets.Dataset:
     """A split, or a slice such as `train[:100]`, of what `save_to_disk` wrote. A single saved Dataset answers to any name."""
-    name = _split_name(split)
+    name = re.match(r"\w*", split).group()
     if isinstance(data, datasets.DatasetDict):
         if name not in data:
             raise ValueError(f"it has no split `{name}`; it has {', '.join(data)}")

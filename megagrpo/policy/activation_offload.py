@@ -41,7 +41,7 @@ class SavedTensor:
         self.dtype, self.view = tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def get(self) -> Tensor:
-        """Return the saved tensor, from the device copy that `OffloadedLayer.load` restores if it was offloaded."""
+        """Return the saved tensor [...], from the device copy that `OffloadedLayer.load` restores if it was offloaded."""
         self.layer.prefetch()
         if self.tensor is not None:
             return self.tensor
@@ -61,7 +61,7 @@ class OffloadedLayer:
         self._complete: Any = None  # event of the last copy
 
     def save(self, tensor: Tensor) -> SavedTensor:
-        """Record a tensor that autograd saves, and return its handle."""
+        """Record a tensor [...] that autograd saves, and return its handle."""
         saved = SavedTensor(self, tensor)
         self._saved.append(saved)
         return saved
@@ -141,7 +141,7 @@ class ActivationOffloader:
         self.within, self.layer = layer, OffloadedLayer(self, self._last)
 
     def save(self, tensor: Tensor) -> SavedTensor:
-        """Record a tensor that autograd saves in the running layer, and return its handle."""
+        """Record a tensor [...] that autograd saves in the running layer, and return its handle."""
         assert self.layer is not None
         return self.layer.save(tensor)
 

@@ -25,6 +25,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 
 
 class _Rotate(torch.autograd.Function):
+    """`rotate`; the gradient of x [..., d] is rotated back."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -58,8 +60,8 @@ def _sides(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467), in x's shape and
-    dtype.
+    """Return x / sqrt(mean(x^2) + eps) * weight [..., H] for x [..., H] and weight [H], in x's dtype (Zhang and Sennrich 2019,
+    arXiv 1910.07467).
 
     Statistics are float32, or float64 for float64 inputs.
     """
@@ -67,6 +69,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
+    """`rms_norm`, with gradients of x [..., H] and weight [H]. It saves x, the weight and one float per row."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
@@ -98,6 +102,8 @@ def geglu(x: Tensor) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
+    """activation(gate) * up [..., F] of x [..., 2 F]. It saves x only."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: Callable[[Tensor], Tensor], its_backward: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(x)

@@ -366,7 +366,7 @@ def _fused_options(config: RunConfig, dtype: torch.dtype, hf_config: HfConfig) -
 
 
 def to_floats(sums: dict[str, tuple[Tensor, Tensor]]) -> Sums:
-    """Copy all metrics of a micro-batch to the host in one transfer."""
+    """Copy all metrics of a micro-batch, scalars [], to the host in one transfer."""
     device_of_all = next(iter(sums.values()))[0].device
     values = torch.stack([v.detach().float().to(device_of_all) for pair in sums.values() for v in pair]).tolist()
     return {name: (values[2 * i], values[2 * i + 1]) for i, name in enumerate(sums)}

@@ -162,7 +162,7 @@ def held_by(built: MegatronOptimizer, parameter: torch.Tensor) -> Iterator[tuple
 
 
 def moments_of(adam: torch.optim.Optimizer, main: torch.Tensor) -> list[torch.Tensor]:
-    """Return Adam's two moments of `main`, float32 in its shape; zeros before the first step."""
+    """Return Adam's two moments [n] of `main` [n], float32; zeros before the first step."""
     if main not in adam.state or "exp_avg" not in adam.state[main]:
         return [torch.zeros_like(main, dtype=torch.float32)] * 2
     if isinstance(adam, CompactAdam):

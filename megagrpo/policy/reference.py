@@ -73,12 +73,12 @@ class Reference:
         return batch.with_terms(ref_logprobs=self.logprobs(batch))
 
     def heads(self, batch: TrainBatch) -> list[RefHead | None]:
-        """Return `MegatronPolicy.heads` of the reference."""
+        """Return `MegatronPolicy.heads` of the reference: one `RefHead` per micro-batch on the last stage, else None."""
         with self.in_place():
             return self._policy.heads(batch)
 
     def logprobs(self, batch: TrainBatch) -> list[Tensor | None]:
-        """Return `MegatronPolicy.logprobs` of the reference."""
+        """Return `MegatronPolicy.logprobs` of the reference: [T] float32 per micro-batch."""
         with self.in_place():
             return self._policy.logprobs(batch)
 

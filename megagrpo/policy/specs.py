@@ -90,6 +90,7 @@ def post_normed(base: Any, norm: type) -> Any:
             self.post_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
         def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            """Return (normed output [T, 1, H], bias)."""
             output, bias = super().forward(*args, **kwargs)
             return self.post_norm(output), bias
 
@@ -105,6 +106,7 @@ def rotating(base: Any) -> Any:
         rotary: Rotary | None = None  # set by build._set_rotary
 
         def forward(self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: PackedSeqParams, **kwargs: Any) -> Tensor:
+            """Return the attention [T, h * d] of query [T, h, d] and key [T, g, d]."""
             assert self.rotary is not None
             query, key = self.rotary.turn(query, key, packed_seq_params)
             return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)

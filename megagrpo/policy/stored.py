@@ -119,7 +119,7 @@ class Stored:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T with a stored W. For the backward pass it keeps only the stored form, which exists anyway."""
+    """x W^T [..., out] of x [..., in] with a stored W [out, in]. For the backward pass it saves only W's stored form."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stored: StoredWeight, group: torch.distributed.ProcessGroup | None) -> Tensor:

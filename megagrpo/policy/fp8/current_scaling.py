@@ -19,7 +19,7 @@ class CurrentScaling:
     fp8: Fp8
 
     def operands(self, x: Tensor, weight: Tensor) -> CurrentScaling:
-        """Return how a linear rounds its operands; here it does not depend on them."""
+        """Return how a linear rounds x [..., in] and its weight [out, in]. Here that does not depend on them."""
         return self
 
     def input(self, x: Tensor, dim: int) -> Tensor:

@@ -62,8 +62,8 @@ class DelayedScaling:
         return output
 
     def operands(self, index: int, x: Tensor, weight: Tensor) -> DelayedOperands:
-        """Return how linear `index` rounds its operands now, after noting their amaxes."""
-        if not self._forward:  # recompute in the backward pass: reuse the first pass's scales; its amaxes are already noted
+        """Record the amaxes of x [..., in] and of the weight [out, in]. Return how linear `index` rounds them now."""
+        if not self._forward:  # recompute in the backward pass: reuse the first pass's scales; its amaxes are already recorded
             return self._recomputed[index].popleft()
         if index not in self._weight_scales:
             self.note(index, WEIGHT, weight)
@@ -75,7 +75,10 @@ class DelayedScaling:
         return operands
 
     def note(self, index: int, what: int, x: Tensor) -> None:
-        """Add a tensor's largest magnitude to the amaxes of the coming change. As on a GPU, NaN is ignored."""
+        """Add the largest magnitude of x [...] to the amaxes of the coming change. As on a GPU, NaN is ignored.
+
+        `what` is INPUT, WEIGHT or GRADIENT.
+        """
         if x.numel():
             amax = x.detach().abs().amax().float().nan_to_num(nan=0.0, posinf=torch.inf)
             self.amaxes[0, index, what] = torch.maximum(self.amaxes[0, index, what], amax)
@@ -112,15 +115,15 @@ class DelayedOperands:
     weight_scale: Tensor
 
     def input(self, x: Tensor, dim: int) -> Tensor:
-        """Return x rounded to e4m3, in x's shape, float32."""
+        """Return x [rows, width] rounded to e4m3, float32."""
         return scaled(x, E4M3, self.input_scale)
 
     def weight(self, weight: Tensor, dim: int) -> Tensor:
-        """Return the weight rounded to e4m3, in its shape, float32."""
+        """Return the weight [rows, width] rounded to e4m3, float32."""
         return scaled(weight, E4M3, self.weight_scale)
 
     def gradient(self, grad: Tensor, dim: int) -> Tensor:
-        """Note the gradient's amax, and return it rounded, in its shape, float32."""
+        """Record the amax of the gradient [rows, width], and return the gradient rounded, float32."""
         self.scaling.note(self.index, GRADIENT, grad)
         return scaled(grad, self.scaling.gradients, self.scaling.scale[self.index, GRADIENT])
 

@@ -23,19 +23,22 @@ class DenseWeight:
 
     @property
     def data(self) -> Tensor:
+        """The dense values [out, in], a new tensor."""
         return dense(self.weight)
 
     def detach(self) -> Tensor:
+        """Return the dense values [out, in], a new tensor."""
         return dense(self.weight)
 
     def store(self, values: Tensor) -> None:
-        """Write dense `values`, in the weight's shape, into the parameter."""
+        """Write dense `values` [out, in] into the parameter."""
         write(self.weight, values)
 
 
 @torch.no_grad()
 def write(weight: Tensor, values: Tensor) -> None:
-    """Replace a weight's values. An FP8 weight rounds them and also remembers `values` (see `remember`)."""
+    """Replace the values of a weight by `values`, both [out, in]. An FP8 weight rounds them, and its master starts from the unrounded
+    values (`masters.remember`)."""
     weight.copy_(values)
     if is_fp8(weight):
         remember(weight, values)

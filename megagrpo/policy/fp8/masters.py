@@ -18,13 +18,15 @@ from megagrpo.policy.fp8.tensor import Fp8Tensor
 
 
 def remember(weight: Tensor, values: Tensor) -> None:
-    """Keep an FP8 weight's values before FP8 rounding in host memory, in the weight's dtype, so that its master starts without that
-    rounding."""
+    """Store `values` [out, in], an FP8 weight's values before rounding, in host memory in the weight's dtype.
+
+    The weight's master then starts from them, without the rounding to FP8.
+    """
     weight.__dict__["unrounded"] = values.detach().to(weight.dtype).cpu()
 
 
 def unrounded(weight: Tensor) -> Tensor | None:
-    """Return the values last written to an FP8 weight before rounding, in host memory; None after `forget_unrounded`."""
+    """Return the values [out, in] last written to an FP8 weight, before rounding, in host memory; None after `forget_unrounded`."""
     return weight.__dict__.get("unrounded")
 
 

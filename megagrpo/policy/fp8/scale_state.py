@@ -68,7 +68,7 @@ def sharded_scales(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, Sha
 
 @torch.no_grad()
 def load_scales(chunks: Sequence[nn.Module], loaded: dict[str, Tensor]) -> None:
-    """Load the tensors of a checkpoint, keyed as in `sharded_scales`."""
+    """Load the tensors of a checkpoint: [1 or experts, length, 3] and [1 or experts, 3], keyed as in `sharded_scales`."""
     for name, group in _linears(chunks).items():
         amaxes, scales = loaded[f"fp8.{name}.amaxes"], loaded[f"fp8.{name}.scales"]
         for linear, *values in zip(group, amaxes, scales, strict=True):

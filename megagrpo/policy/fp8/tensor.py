@@ -73,7 +73,10 @@ class Fp8Tensor(torch.Tensor):
     from_float8 = dequantize
 
     def quantize_part(self, tiles: Tensor, part: slice = slice(None)) -> None:
-        """Write `part` (a slice of the flattened matrix) of the numbers, rounded from `tiles` of the whole matrix by the current scales."""
+        """Round `tiles` of the whole matrix, as `rounding.tiled` cuts it, by the current scales; write `part` of the numbers.
+
+        `part` is a slice of the flattened matrix [rows * width].
+        """
         numbers = untiled(codes(tiles, E4M3, self.scales[:, None, :, None]).view(torch.uint8), self.shape)
         self.numbers.view(-1)[part].copy_(numbers.reshape(-1)[part])
 
@@ -106,17 +109,17 @@ class Fp8Tensor(torch.Tensor):
 
 
 def is_fp8(weight: Tensor) -> bool:
-    """Whether a weight is stored as FP8 numbers and scales, in an `Fp8Tensor` or in Transformer Engine's classes."""
+    """Return whether a weight [...] is stored as FP8 numbers and scales, in an `Fp8Tensor` or in Transformer Engine's classes."""
     return fp8_utils.is_float8tensor(weight)
 
 
 def dense(weight: Tensor) -> Tensor:
-    """Return a weight's values in its dtype, without gradient: dequantized from FP8, or a plain tensor's own memory."""
+    """Return a weight's values [...] in its dtype, without gradient: dequantized from FP8, or a plain tensor's own memory."""
     return weight.detach().dequantize() if is_fp8(weight) else weight.detach()
 
 
 def parts(weight: Tensor) -> list[Tensor]:
-    """Return the plain tensors that store a weight: the weight itself if it is plain."""
+    """Return the plain tensors that store a weight [...]: the weight itself if it is plain, else numbers and scales."""
     return [getattr(weight, name) for name in _inner_names(weight)] if is_fp8(weight) else [weight]
 
 
@@ -125,7 +128,7 @@ def _inner_names(weight: Any) -> list[str]:
 
 
 def copied(weight: Tensor) -> Tensor:
-    """Return a copy of a weight without gradient and with its own storage. clone() of Transformer Engine's tensors would share the
+    """Return a copy of a weight [...] without gradient and with its own storage. clone() of Transformer Engine's tensors would share the
     scale."""
     if not is_fp8(weight):
         return weight.detach().clone()

@@ -131,7 +131,7 @@ class FusedPass:
         return torch.stack((softmax.logprobs, softmax.entropy, softmax.log_normaliser))
 
     def compute_logits_again(self, rows: slice, results: Tensor) -> None:
-        """Recompute the logits of `rows` into the scratch, as `forward` left them."""
+        """Recompute the logits [n, v] of `rows` into the scratch, as `forward` left them."""
         self._statistics(rows)
 
     def _statistics(self, rows: slice) -> Tensor:

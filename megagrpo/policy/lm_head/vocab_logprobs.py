@@ -121,6 +121,12 @@ def _begin(task: HeadTask, hidden: Tensor, weight: Tensor, gradients: bool) -> _
 
 
 class _VocabHead(torch.autograd.Function):
+    """(logprobs, entropy and, with a reference, kl), [N] each, of hidden [N, H] and weight [V/tp, H].
+
+    With `upstream` the forward pass also computes the gradients of both. The backward pass returns them if the actual upstream gradients
+    are equal to the early ones; otherwise it recomputes the logits.
+    """
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tensor, ...]:
         passing, num_tokens, outputs = _begin(task, hidden, weight, task.upstream is not None), hidden.shape[0], task.num_outputs
@@ -170,7 +176,7 @@ class _Pass:
             self._ref_logits = self._logits_of(self._task.ref, rows, self._ref_memory)
 
     def compute_logits_again(self, rows: slice, results: Tensor) -> None:
-        """Recompute the logits of `rows` as `forward` left them; `results` is the result of `forward`."""
+        """Recompute the logits [n, v] of `rows` as `forward` left them; `results` [3 to 5, n] is the result of `forward`."""
         self.compute_logits(rows)
         if self._task.truncation:
             drop_below(self._logits, self._task.labels[rows], self._task.shard, results[-1])

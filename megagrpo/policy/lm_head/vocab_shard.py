@@ -36,7 +36,7 @@ class VocabShard:
         return cls(group, first_row, height if vocab_size is None else max(0, min(height, vocab_size - first_row)))
 
     def memory(self, hidden: Tensor, chunk: int) -> Tensor:
-        """Allocate memory for the logits of `chunk` tokens, or of all tokens if fewer."""
+        """Allocate memory [min(chunk, N), v] for the logits of `chunk` tokens of hidden [N, H]."""
         return hidden.new_empty(min(chunk, hidden.shape[0]), self.num_rows, dtype=wide(hidden.dtype))
 
     def logits(self, hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, memory: Tensor) -> Tensor:
