@@ -24,8 +24,8 @@ from pathlib import Path
 
 from megagrpo import device
 from megagrpo.config import load_config
-from megagrpo.engine.access import TOKEN_VARIABLE
 from megagrpo.families.sources import resolve_model
+from megagrpo.process.variables import TOKEN_VARIABLE
 from megagrpo.servers.serving import make_launcher, name_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,6 +11,7 @@ import yaml
 
 from launch.job import Cluster, Placement
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.process.variables import TOKEN_FILE_VARIABLE
 
 PORT, SERVER_PORT = 29400, 8000
 LONGEST_NAME = 40  # of 63 characters that a pod's may have
@@ -82,7 +83,7 @@ def _literal(word: str) -> str:
 def _job(role: str, nodes: int, command: list[str], name: str, cluster: Cluster) -> dict[str, Any]:
     """One pod on each of `nodes`. A pod that fails fails its Job, and then the JobSet starts all pods again."""
     gpus = {"nvidia.com/gpu": cluster.gpus_per_node} if cluster.gpus_per_node else {}
-    env = {"PYTHONPATH": ".", "PYTHONUNBUFFERED": "1", "MEGAGRPO_JOB": f"kubernetes-{name}", "MEGAGRPO_TOKEN_FILE": "/secret/token"}
+    env = {"PYTHONPATH": ".", "PYTHONUNBUFFERED": "1", "MEGAGRPO_JOB": f"kubernetes-{name}", TOKEN_FILE_VARIABLE: "/secret/token"}
     env |= {key: _literal(value) for key, value in cluster.env.items()}
     if cluster.interface:
         env |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), _literal(cluster.interface))

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from launch.preflight import listen
+from megagrpo.process.variables import RENDEZVOUS_VARIABLE
 
-FOLDER_VARIABLE = "MEGAGRPO_RENDEZVOUS"  # names the ranks' folder on one node; megagrpo/parallel/rendezvous.py reads it
 BACKEND = "megagrpo"  # the name under which torchrun knows this rendezvous
 LOOPBACK = "127.0.0.1"
 SECONDS = 600  # until every agent must be there
@@ -75,11 +75,11 @@ def options(rank: int = 0, num_nodes: int = 1, address: str = LOOPBACK, port: in
     On one node also makes the folder in which its ranks meet: below the temporary folder, open to this user alone, with a secret by
     which ranks know each other's messages.
     """
-    os.environ.pop(FOLDER_VARIABLE, None)
+    os.environ.pop(RENDEZVOUS_VARIABLE, None)
     if num_nodes == 1:
         folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         (folder / "secret").write_text(secrets.token_hex(32))
-        os.environ[FOLDER_VARIABLE] = str(folder)
+        os.environ[RENDEZVOUS_VARIABLE] = str(folder)
     place = [f"--nnodes={num_nodes}", f"--rdzv-endpoint={address}:{port}", f"--rdzv-conf=rank={rank}"]
     return [f"--rdzv-backend={BACKEND}", "--rdzv-id=ranks", *place]
 

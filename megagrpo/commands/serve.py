@@ -16,7 +16,7 @@ from megagrpo.engine.access import read_token
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.families.sources import resolve_model
 from megagrpo.process.terminal import show, warn
-from megagrpo.servers.hang_detection import Pulse
+from megagrpo.servers.hang_detection import HangDetector
 from megagrpo.servers.launcher import Launcher
 from megagrpo.servers.serving import engine_dtype, make_launcher
 from megagrpo.transfer.exchange import own_address
@@ -80,24 +80,24 @@ def _launcher(config: RunConfig, logs: Path, reach: str | None, first_gpu: int) 
 
 
 def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> bool:
-    """Restart servers that died, as often as the launcher allows, and kill those that `Pulse` reports as hung.
+    """Restart servers that died, as often as the launcher allows, and kill those that `HangDetector` reports as hung.
 
     Returns True when asked to stop, False when the last server is gone for good. A restarted server has its initial weights; the trainer
     sends it the current ones before the first request.
     """
     gone: set[str] = set()
-    pulse = Pulse(launcher, engine_seconds)
+    hang_detector = HangDetector(launcher, engine_seconds)
     while not stop.wait(LOOK_SECONDS):
-        pulse.end_hung(_warn)
+        hang_detector.end_hung(_warn)
         for place, server in enumerate(launcher.servers):
             if server.alive or server.url in gone:
                 continue
-            if launcher.may_start_again(server):
-                _warn(launcher.start_again(place))
+            if launcher.may_restart(server):
+                _warn(launcher.restart(place))
             else:
                 gone.add(server.url)
                 limit = f"restart limit {launcher.restarts[server.url]} reached (rollout.max_restarts)"
-                _warn(f"vLLM server {server.url} {server.fate}; {limit}; log: {server.log}")
+                _warn(f"vLLM server {server.url} {server.exit_description}; {limit}; log: {server.log}")
         if len(gone) == len(launcher.servers):
             return False
     return True

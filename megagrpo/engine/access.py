@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-TOKEN_VARIABLE, FILE_VARIABLE = "MEGAGRPO_TOKEN", "MEGAGRPO_TOKEN_FILE"
+from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+
 GUARD = "megagrpo.engine.access.TokenGuard"  # for vLLM's --middleware
 SHORTEST = 16  # characters of a token
 SIOCGIFADDR = 0x8915
@@ -33,11 +34,11 @@ def read_token(file: str | Path | None, key: str = "rollout.token_file") -> str 
     The first source that exists counts: `file`, the file named by MEGAGRPO_TOKEN_FILE, the variable MEGAGRPO_TOKEN. Returns None without
     any of them. Raises ValueError, beginning with `key`, when the file is unreadable, readable by others, or holds no valid token.
     """
-    given = os.environ.pop(TOKEN_VARIABLE, None)
-    if file is None and FILE_VARIABLE in os.environ:
-        file, key = os.environ[FILE_VARIABLE], FILE_VARIABLE
+    token = os.environ.pop(TOKEN_VARIABLE, None)
+    if file is None and TOKEN_FILE_VARIABLE in os.environ:
+        file, key = os.environ[TOKEN_FILE_VARIABLE], TOKEN_FILE_VARIABLE
     if file is None:
-        return None if given is None else _checked(given, TOKEN_VARIABLE)
+        return None if token is None else _checked(token, TOKEN_VARIABLE)
     try:
         with open(file) as opened:
             if stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & 0o077:
@@ -62,13 +63,13 @@ def address_of(interface: str) -> str:
     """Return the IPv4 address of a network interface. Raises ValueError, with the names of all interfaces, when it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            told = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            request = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:
             known = ", ".join(sorted(name for _, name in socket.if_nameindex()))
             raise ValueError(
                 f"rollout.interface: {interface} has no IPv4 address here ({error.strerror}); choose one of {known}"
             ) from error
-    return socket.inet_ntoa(told[20:24])
+    return socket.inet_ntoa(request[20:24])
 
 
 Message = MutableMapping[str, Any]
@@ -85,12 +86,12 @@ class TokenGuard:
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]):
         token = read_token(None)
         if token is None:
-            raise ValueError(f"{GUARD}: no token is set; set {TOKEN_VARIABLE} to it, or {FILE_VARIABLE} to the name of its file")
+            raise ValueError(f"{GUARD}: no token is set; set {TOKEN_VARIABLE} to it, or {TOKEN_FILE_VARIABLE} to the name of its file")
         self._app, self._expected = app, headers(token)["Authorization"].encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one request, WebSocket connection or lifespan event."""
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] == OPEN_ROUTE) or self._knows(scope):
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] == OPEN_ROUTE) or self._is_authorized(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "no token"})  # closed before it is accepted: the client gets 403
@@ -100,6 +101,6 @@ class TokenGuard:
             await send({"type": "http.response.start", "status": 401, "headers": kind})
             await send({"type": "http.response.body", "body": body})
 
-    def _knows(self, scope: Message) -> bool:
-        told = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
-        return len(told) == 1 and hmac.compare_digest(told[0], self._expected)
+    def _is_authorized(self, scope: Message) -> bool:
+        sent = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
+        return len(sent) == 1 and hmac.compare_digest(sent[0], self._expected)

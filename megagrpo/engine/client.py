@@ -5,37 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
 
-from megagrpo.engine.answers import Deadlines, Garbage, is_broken_off, joined, read_choices, rest_of
+from megagrpo.engine.generation import Choices, Generation, Handlers, Job, gather
 from megagrpo.engine.http import HEALTH_SECONDS, answers, error_text
-from megagrpo.engine.protocol import EngineError, EngineInterrupted, EngineStarved, OnGroup, derive_seed
+from megagrpo.engine.protocol import EngineError, EngineInterrupted, OnGroup, derive_seed
+from megagrpo.engine.responses import Deadlines, InvalidResponse, is_broken_off, joined, read_choices, rest_of
 from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.engine.updates import LOOK_SECONDS, Updates, adapter_name
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS = 3  # attempts per request while the servers pass their health check
-PULSE_SECONDS = 2.0  # between two health checks of a server that works on prompts
-SILENT_SECONDS = 30.0  # without a passed health check, after which a server's prompts go to other servers
-
-
-@dataclass
-class _Job:
-    """A request for one prompt: its body, the weight version at its creation, and the number of failed attempts."""
-
-    place: int
-    prompt: Prompt
-    body: dict[str, Any]
-    version: int
-    failures: int = 0
 
 
 class VllmEngine(Updates):
@@ -65,7 +52,7 @@ class VllmEngine(Updates):
         self._interrupted = False
         # (event loop, task) of each `generate`, for `interrupt`
         self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = set()
-        self._asking: dict[str, int | None] = {}  # request id of each request in flight -> place of its prompt
+        self._asking: dict[str, int | None] = {}  # request id of each request in flight -> `place` of its prompt
         self._cut: set[int] = set()
 
     # -- generation
@@ -88,16 +75,16 @@ class VllmEngine(Updates):
         Raises EngineDeadError when no server is left, EngineStarved when all remaining servers need weights, EngineInterrupted after
         `interrupt`, EngineError when a server rejects a request or its response is inconsistent.
         """
-        jobs: deque[_Job] = deque()
-        for place, prompt in enumerate(prompts):
+        jobs: deque[Job] = deque()
+        for index, prompt in enumerate(prompts):
             own_seed = derive_seed(seed, prompt.prompt_id, prompt.occurrence)
-            jobs.append(self._job(place, prompt, n, sampling, own_seed))
+            jobs.append(self._job(index, prompt, n, sampling, own_seed))
         return self._run(jobs, n, on_group, on_begun)
 
     def extend(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Rollout]:
         """Generate one rollout of each prompt, in order, each with its own limits and seed. Raises the errors of `generate`."""
-        given = enumerate(zip(prompts, sampling, seeds, strict=True))
-        jobs = deque(self._job(place, prompt, 1, params, seed) for place, (prompt, params, seed) in given)
+        requests = enumerate(zip(prompts, sampling, seeds, strict=True))
+        jobs = deque(self._job(index, prompt, 1, params, seed) for index, (prompt, params, seed) in requests)
         return [rollout for (rollout,) in self._run(jobs, 1)]
 
     def read_tool_calls(self, turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]) -> list[ToolCalls]:
@@ -106,26 +93,27 @@ class VllmEngine(Updates):
 
         async def read() -> list[ToolCalls]:
             async with self._client() as client:
-                return await read_tool_calls(client, self._alive(), turns, tools)
+                return await read_tool_calls(client, self.serving(), turns, tools)
 
         return asyncio.run(read())
 
     def _run(
-        self, jobs: deque[_Job], n: int, on_group: OnGroup | None = None, on_begun: Callable[[], None] = lambda: None
+        self, jobs: deque[Job], n: int, on_group: OnGroup | None = None, on_begun: Callable[[], None] = lambda: None
     ) -> list[list[Rollout]]:
         self.follow()
-        groups: list[list[Rollout] | None] = [None] * len(jobs)
+        groups: dict[int, list[Rollout]] = {}
+        count = len(jobs)
 
-        def take_in(place: int, group: list[Rollout]) -> None:
-            groups[place] = group
+        def take_in(index: int, group: list[Rollout]) -> None:
+            groups[index] = group
             if on_group is not None:
-                on_group(place, group)
+                on_group(index, group)
 
         try:
             asyncio.run(self._work_off(jobs, n, take_in, on_begun))
         except asyncio.CancelledError:
             raise EngineInterrupted("generation was interrupted") from None
-        return groups
+        return [groups[index] for index in range(count)]
 
     def interrupt(self) -> None:
         """Make every running and every later `generate` raise EngineInterrupted. Running ones close their connections, on which vLLM drops
@@ -135,7 +123,7 @@ class VllmEngine(Updates):
             with contextlib.suppress(RuntimeError):  # the event loop has just ended in another thread
                 loop.call_soon_threadsafe(task.cancel)
 
-    async def _work_off(self, jobs: deque[_Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
+    async def _work_off(self, jobs: deque[Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
         mine = asyncio.get_running_loop(), asyncio.current_task()
         self._under_way.add(mine)
         try:
@@ -145,89 +133,28 @@ class VllmEngine(Updates):
         finally:
             self._under_way.discard(mine)
 
-    async def _serve_all(self, jobs: deque[_Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
-        left, busy, more = len(jobs), 0, asyncio.Event()
-        slots = max(1, math.ceil(self.max_num_seqs / n))
+    async def _serve_all(self, jobs: deque[Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
+        def deliver(url: str, job: Job, choices: Choices) -> None:
+            take_in(job.index, [self._rollout(url, job, choice) for choice in choices])
+            self._cut.discard(job.prompt.place)
 
-        def tell_if_begun() -> None:
-            if not jobs and busy < slots * len(self._living()):
-                on_begun()
-
-        async def serve(client: httpx.AsyncClient, url: str) -> None:
-            nonlocal left, busy
-            while left and (self.patience or url not in self.dead):
-                if not jobs or url in self.dead:  # another server may still return its prompts, and this server may recover
-                    await more.wait()
-                    continue
-                job, busy = jobs.popleft(), busy + 1
-                tell_if_begun()
-                choices = await self._finished(client, url, job)
-                busy -= 1
-                if choices is None:
-                    jobs.append(job)
-                    continue
-                tell_if_begun()
-                take_in(job.place, [self._rollout(url, job, choice) for choice in choices])
-                self._cut.discard(job.prompt.place)
-                left -= 1
-
-        async def wake() -> None:
-            while left and (self.patience or self._living()):
-                if jobs and self._living():
-                    more.set()  # wakes every waiting `serve` once
-                    more.clear()
-                await asyncio.sleep(0.02)
-            more.set()
-
-        async def await_servers(client: httpx.AsyncClient) -> None:
-            silent_since = time.monotonic()
-            while left:
-                for url in [*self.dead]:
-                    if not self.barred(url) and await self._ready(client, url):
-                        self.dead.discard(url)
-                if self._living():
-                    silent_since = time.monotonic()
-                elif not self.refills and any([await answers(client, url) for url in self.urls]):
-                    raise EngineStarved(f"{', '.join(map(self._name, self.urls))}: none has weight version {self.weight_version}")
-                elif time.monotonic() - silent_since >= self.patience:
-                    self._alive()  # raises EngineDeadError
-                await _pause(LOOK_SECONDS, lambda: not left)
-
-        async def watch(client: httpx.AsyncClient) -> None:
-            heard: dict[str, float] = {}
-            while left:
-                living, began = self._living(), time.monotonic()
-                wells = await _all([answers(client, url) for url in living])
-                busy = time.monotonic() - began > HEALTH_SECONDS + 1  # this process was starved of CPU, so silence proves nothing
-                for url, well in zip(living, wells, strict=True):
-                    if well or busy or url in self.dead:
-                        heard[url] = time.monotonic()
-                    elif time.monotonic() - heard.setdefault(url, time.monotonic()) > SILENT_SECONDS:
-                        self.dead.add(url)
-                        self._deadlines.end(url)
-                await _pause(PULSE_SECONDS, lambda: not left)
-
+        handlers = Handlers(self._finished, deliver, self._deadlines.end, on_begun)
         async with self._client() as client:
-            urls = self.urls if self.patience else self._alive()
-            # prompts are distributed over the servers in turn
-            work = [serve(client, url) for _ in range(min(slots, len(jobs))) for url in urls]
             try:
-                await _all([*work, wake(), *([await_servers(client), watch(client)] if self.patience else [])])
+                await Generation(self, client, jobs, max(1, math.ceil(self.max_num_seqs / n)), handlers).run()
             finally:
                 self._deadlines.forget()
-        if left:
-            self._alive()  # raises EngineDeadError
 
-    async def _finished(self, client: httpx.AsyncClient, url: str, job: _Job) -> list[dict[str, Any]] | None:
+    async def _finished(self, client: httpx.AsyncClient, url: str, job: Job) -> Choices | None:
         """Return the complete choices for one prompt, or None when it must be retried, on this server or another. Choices that a weight
         update aborted are continued from their tokens."""
         choices = await self._ask(client, url, job)
         while choices and any(map(is_broken_off, choices)) and (self.in_flight == "resume" or job.prompt.place in self._cut):
-            rests = await _all([self._rest(client, url, job, choice) for choice in choices])
+            rests = await gather([self._rest(client, url, job, choice) for choice in choices])
             choices = None if None in rests else rests
         return choices
 
-    async def _rest(self, client: httpx.AsyncClient, url: str, job: _Job, choice: dict[str, Any]) -> dict[str, Any] | None:
+    async def _rest(self, client: httpx.AsyncClient, url: str, job: Job, choice: dict[str, Any]) -> dict[str, Any] | None:
         """Return a choice together with its continuation if it was aborted, None when the continuation failed. A choice that was cut ends
         with the tokens it has, but gets at least one."""
         if not is_broken_off(choice):
@@ -250,9 +177,9 @@ class VllmEngine(Updates):
                 await self._post(client, url, "/inference/v1/abort_requests", {"request_ids": asked}, HEALTH_SECONDS)
 
         if asked:
-            asyncio.run(self._each(verbs, only=self._living()))
+            asyncio.run(self._each(verbs, self.fleet.serving()))
 
-    async def _ask(self, client: httpx.AsyncClient, url: str, job: _Job) -> list[dict[str, Any]] | None:
+    async def _ask(self, client: httpx.AsyncClient, url: str, job: Job) -> Choices | None:
         """Send the request for one prompt and return its choices, which may be aborted; None when the prompt must be retried, here or
         elsewhere."""
         name = uuid.uuid4().hex
@@ -273,14 +200,14 @@ class VllmEngine(Updates):
         if answer.status_code >= 500:
             return await self._failed(client, url, job, error_text(answer))
         if answer.status_code != 200:
-            raise EngineError(f"{self._name(url)} rejected prompt {job.prompt.prompt_id}: {error_text(answer)}")
+            raise EngineError(f"{self.name(url)} rejected prompt {job.prompt.prompt_id}: {error_text(answer)}")
         params = job.body["sampling_params"]
         try:
             choices = read_choices(answer, params["n"], params["max_tokens"])
-        except Garbage as error:
+        except InvalidResponse as error:
             return await self._failed(client, url, job, str(error), trusted=False)
         others = {version for choice in choices for version in self._other_versions(choice)}
-        if self.patience and others:  # the server was restarted and does not have the current weights yet
+        if self.fleet.patience and others:  # the server was restarted and does not have the current weights yet
             return await self._failed(client, url, job, f"it sampled with weight version {sorted(others)}", trusted=False)
         return choices
 
@@ -293,75 +220,75 @@ class VllmEngine(Updates):
                 await asyncio.sleep(LOOK_SECONDS)
         return paused
 
-    async def _failed(self, client: httpx.AsyncClient, url: str, job: _Job, reason: str, trusted: bool = True) -> None:
+    async def _failed(self, client: httpx.AsyncClient, url: str, job: Job, reason: str, trusted: bool = True) -> None:
         """Count a failed attempt of a prompt, so that it is retried after an exponential backoff or on another server.
 
-        A server that fails its health check counts as dead. A server that is not `trusted`, or that fails a prompt repeatedly, is excluded
-        for a while. Raises EngineError when no attempts are left.
+        A server that fails its health check is SILENT. A server that is not `trusted`, or that fails a prompt repeatedly, is EXCLUDED.
+        Raises EngineError when no attempts are left.
         """
         job.failures += 1
         if not await answers(client, url):
-            self.dead.add(url)
-        elif job.failures >= ATTEMPTS * (len(self.urls) if self.patience else 1):
-            raise EngineError(f"{self._name(url)} failed, after {job.failures} attempts, on prompt {job.prompt.prompt_id}: {reason}")
-        elif self.patience and (not trusted or job.failures % ATTEMPTS == 0):
-            self.leave_out(url)
+            self.fleet.silent(url)
+        elif job.failures >= ATTEMPTS * (len(self.urls) if self.fleet.patience else 1):
+            raise EngineError(f"{self.name(url)} failed, after {job.failures} attempts, on prompt {job.prompt.prompt_id}: {reason}")
+        elif self.fleet.patience and (not trusted or job.failures % ATTEMPTS == 0):
+            self.fleet.excluded(url)
         else:
             await asyncio.sleep(LOOK_SECONDS * 2 ** (job.failures - 1))
 
-    def _hung(self, url: str, job: _Job, error: Exception) -> None:
+    def _hung(self, url: str, job: Job, error: Exception) -> None:
         """Count a request that got no response in time, and exclude its server, which may hang. Raises EngineError when no attempts are
         left."""
-        if self.patience and url in self.dead:  # `watch` has ended the request
+        if self.fleet.patience and not self.fleet.usable([url]):  # `Generation` has ended the request
             return
         job.failures += 1
-        if not self.patience or job.failures >= ATTEMPTS:
-            raise EngineError(f"{self._name(url)} did not respond within {self.timeout:.0f} s (rollout.request_timeout)") from error
-        self.leave_out(url)
+        if not self.fleet.patience or job.failures >= ATTEMPTS:
+            raise EngineError(f"{self.name(url)} did not respond within {self.timeout:.0f} s (rollout.request_timeout)") from error
+        self.fleet.excluded(url)
 
-    def _rollout(self, url: str, job: _Job, choice: dict[str, Any]) -> Rollout:
+    def _rollout(self, url: str, job: Job, choice: dict[str, Any]) -> Rollout:
         prompt, limit = job.prompt, job.body["sampling_params"]["max_tokens"]
         ids = tuple(choice["token_ids"])
         logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
         if choice["finish_reason"] not in ("stop", "length"):
-            raise EngineError(f"{self._name(url)} ended prompt {prompt.prompt_id} with finish_reason {choice['finish_reason']!r}")
+            raise EngineError(f"{self.name(url)} ended prompt {prompt.prompt_id} with finish_reason {choice['finish_reason']!r}")
         if choice["finish_reason"] == "length" and len(ids) < limit and "cut" not in choice:
             raise EngineError(
-                f"{self._name(url)} has no room for prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens and a response of {limit}; "
+                f"{self.name(url)} has no room for prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens and a response of {limit}; "
                 "start it with a larger --max-model-len"
             )
         if not ids:
-            raise EngineError(f"{self._name(url)} sent a response without tokens for prompt {prompt.prompt_id}")
+            raise EngineError(f"{self.name(url)} sent a response without tokens for prompt {prompt.prompt_id}")
         if not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
-            raise EngineError(f"{self._name(url)} sent invalid log-probs (NaN, inf or > 0) for prompt {prompt.prompt_id}: {logprobs}")
+            raise EngineError(f"{self.name(url)} sent invalid log-probs (NaN, inf or > 0) for prompt {prompt.prompt_id}: {logprobs}")
         version, *later = self._versions(url, job, choice)
         return Rollout(prompt, ids, logprobs, choice["finish_reason"], version[1], self.decode(ids), later_versions=tuple(later))
 
-    def _versions(self, url: str, job: _Job, choice: dict[str, Any]) -> list[tuple[int, int]]:
+    def _versions(self, url: str, job: Job, choice: dict[str, Any]) -> list[tuple[int, int]]:
         """Return (first token, weight version) of each part of `choice`.
 
         Raises EngineError for another version than the last sync's, for example after a user restarted a server; with `in_flight` earlier
         versions are valid too. A server that reports no version is assumed to have kept the weights it had when the request was made.
         """
         if (others := self._other_versions(choice)) and not self.any_version:
-            expected = self._served_version()
-            raise EngineError(f"{self._name(url)} sampled with weight version {sorted(others)}; the last sync was {expected}")
+            expected = self._reported_name(self.weight_version)
+            raise EngineError(f"{self.name(url)} sampled with weight version {sorted(others)}; the last sync was {expected}")
         spans = choice.get("weight_versions") or ()
         if self.in_flight is None or not spans:
             return [(0, self.weight_version if self.in_flight is None else job.version)]
-        found = [(span["start"], int(span["version"])) for span in spans]
-        return [part for i, part in enumerate(found) if i == 0 or part[1] != found[i - 1][1]]
+        parts = [(span["start"], int(span["version"])) for span in spans]
+        return [part for i, part in enumerate(parts) if i == 0 or part[1] != parts[i - 1][1]]
 
     def _other_versions(self, choice: dict[str, Any]) -> set[str]:
         """Return the weight versions that sampled part of `choice` and are invalid. With `in_flight`, the server may know the next version
         before this client does, so that one is valid."""
-        found = {span["version"] for span in choice.get("weight_versions") or ()} - {self._served_version()}
+        others = {span["version"] for span in choice.get("weight_versions") or ()} - {self._reported_name(self.weight_version)}
         if self.in_flight is None:
-            return found
-        return {version for version in found if not (version.isdigit() and 1 <= int(version) <= self.weight_version + 1)}
+            return others
+        return {version for version in others if not (version.isdigit() and 1 <= int(version) <= self.weight_version + 1)}
 
-    def _job(self, place: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> _Job:
-        return _Job(place, prompt, _request(prompt, n, sampling, seed) | self._model(), self.weight_version)
+    def _job(self, index: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> Job:
+        return Job(index, prompt, _request(prompt, n, sampling, seed) | self._model(), self.weight_version)
 
     def _model(self) -> dict[str, str]:
         """The request field that names the model; empty for full weights, and before the first adapter is loaded."""
@@ -384,20 +311,3 @@ def _request(prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> dic
         "detokenize": False,
     }
     return {"token_ids": list(prompt.token_ids), "sampling_params": params}
-
-
-async def _pause(seconds: float, over: Callable[[], bool]) -> None:
-    """Sleep for `seconds`, or until `over` returns True."""
-    ends = time.monotonic() + seconds
-    while not over() and time.monotonic() < ends:
-        await asyncio.sleep(0.02)
-
-
-async def _all(coroutines: Sequence[Coroutine]) -> list[Any]:
-    """Run the coroutines concurrently and return their results in order. When one fails, cancel the others and raise its error."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -1,11 +1,10 @@
-"""HTTP access to vLLM servers: their addresses, health checks, exclusion of unreliable servers, and control requests."""
+"""HTTP access to vLLM servers: connections, health checks, control requests, and addresses that change."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections import Counter
+import ssl
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,22 @@ from typing import Any
 import httpx
 
 from megagrpo.engine.access import headers
+from megagrpo.engine.fleet import Fleet
 from megagrpo.engine.protocol import EngineDeadError
 from megagrpo.transfer.manifest import WeightSyncError
 
 # shared: each client would otherwise load the certificates again, which takes longer than a request
 CERTIFICATES = httpx.create_ssl_context(trust_env=False)
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # first and longest time for which an unreliable server is excluded
 CONNECT_SECONDS = 30.0  # longer than thousands of simultaneous requests can keep this process from checking for connections
 POOLS = 64  # connection pools per client
-GOOD_SECONDS = 120.0  # healthy this long after an exclusion, the exclusion backoff starts over
 OF_PROXIES = (502, 503, 504)  # status codes by which a proxy reports that the server behind it did not respond
 HEALTH_SECONDS = 5.0  # timeout of a health check
 
 
 class Servers:
-    """The addresses and the states of the vLLM servers.
+    """Requests to the vLLM servers of a `fleet`.
 
-    `urls` are the server addresses, `logs` their log files (for messages), `token` authenticates requests. No request goes to servers in
-    `dead`. `waiting`, a subset of it, holds servers that only need new weights; `joining` holds servers that have never served this run.
+    `urls` are the server addresses and `patience` as in `Fleet`. `logs` are the log files (for messages), `token` authenticates requests.
     While the file `urls_file` exists, it names the servers: see `follow`. `moved` maps servers that were restarted on another port to their
     new address. Raises ValueError without any URL.
     """
@@ -39,47 +36,27 @@ class Servers:
         self,
         urls: Sequence[str],
         *,
+        patience: float = 0.0,
         logs: Sequence[Path] = (),
         request_timeout: float = 1800.0,
         token: str | None = None,
         urls_file: Path | None = None,
         moved: MovedServers | None = None,
     ):
-        if not urls:
-            raise ValueError("rollout.urls: no vLLM server is named and none was started")
-        self.urls, self.timeout = list(urls), request_timeout
+        self.fleet, self.timeout = Fleet(urls, patience), request_timeout
         self.logs = dict(zip(urls, logs, strict=False))
         self._headers, self.urls_file, self._moved = headers(token), urls_file, moved
-        self._faults: Counter[str] = Counter()
-        self._barred_until: dict[str, float] = {}
-        self.dead: set[str] = set()
-        self.waiting: set[str] = set()
-        self.joining: set[str] = set()
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers of the run, in order."""
+        return self.fleet.urls
 
     def follow(self) -> None:
-        """Update the servers from `urls_file`. New servers count as dead until they have the current weights; servers that the file no
-        longer names are forgotten. A file that is missing or names no server changes nothing. Do not call this while requests are in
-        flight."""
+        """Update the fleet from `urls_file`. A file that is missing or names no server changes nothing."""
         named = [] if self.urls_file is None else read_urls(self.urls_file)
-        if named and named != self.urls:
-            new = set(named) - set(self.urls)
-            self.dead, self.joining = (self.dead | new) & set(named), (self.joining | new) & set(named)
-            self.waiting &= set(named)
-            self.urls = named
-
-    def leave_out(self, url: str) -> None:
-        """Exclude a server that responds but is unreliable. The exclusion time doubles with each call."""
-        self.dead.add(url)
-        if self.barred(url):
-            return
-        if time.monotonic() > self._barred_until.get(url, 0.0) + GOOD_SECONDS:
-            del self._faults[url]
-        self._barred_until[url] = time.monotonic() + min(FIRST_PAUSE * 2 ** self._faults[url], LONGEST_PAUSE)
-        self._faults[url] += 1
-
-    def barred(self, url: str) -> bool:
-        """Whether the server's exclusion time has not passed yet."""
-        return time.monotonic() < self._barred_until.get(url, 0.0)
+        if named:
+            self.fleet.follow(named)
 
     def close(self) -> None:
         """Do nothing: each connection lives no longer than one call."""
@@ -105,27 +82,25 @@ class Servers:
         try:
             answer = await request
         except httpx.TimeoutException as error:
-            raise ServerTimeout(f"{self._name(url)} did not respond to {path} within {seconds or self.timeout:g} s") from error
+            raise ServerTimeout(f"{self.name(url)} did not respond to {path} within {seconds or self.timeout:g} s") from error
         except httpx.HTTPError as error:
-            raise NoAnswer(f"{self._name(url)} did not respond to {path}: {error!r}") from error
+            raise NoAnswer(f"{self.name(url)} did not respond to {path}: {error!r}") from error
         if answer.status_code == 404 and optional:
             return None
         if answer.status_code != 200:
             kind = NoAnswer if answer.status_code in OF_PROXIES else WeightSyncError
-            raise kind(f"{self._name(url)} answered {answer.status_code} to {path}: {error_text(answer)}")
+            raise kind(f"{self.name(url)} answered {answer.status_code} to {path}: {error_text(answer)}")
         content = answer.headers.get("content-type", "")
         try:
             if content.startswith("text/html"):
                 raise ValueError(content)
             return answer.json() if content.startswith("application/json") else None
         except ValueError as error:
-            raise NoAnswer(f"{self._name(url)} sent a response to {path} that is not JSON: {answer.text[:80]!r}") from error
+            raise NoAnswer(f"{self.name(url)} sent a response to {path} that is not JSON: {answer.text[:80]!r}") from error
 
-    async def _each(self, verb: Callable[..., Coroutine], *args: Any, only: Collection[str] | None = None) -> list[Any]:
-        """Run `verb` on every live server, or on those in `only`, concurrently. The first error is raised after all of them have
-        finished."""
+    async def _each(self, verb: Callable[..., Coroutine[Any, Any, Any]], urls: Collection[str], *args: Any) -> list[Any]:
+        """Run `verb` on each of the servers `urls` concurrently. The first error is raised after all of them have finished."""
         async with self._client() as client:
-            urls = self._alive() if only is None else only
             results = await asyncio.gather(*(verb(client, url, *args) for url in urls), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -135,41 +110,44 @@ class Servers:
     def _client(self) -> httpx.AsyncClient:
         # vLLM closes a connection after an error. A request that reuses the connection at that moment would be lost, so none is kept alive.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        spread = Spread(self._moved, limits=limits, trust_env=False, verify=CERTIFICATES)
-        return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=CONNECT_SECONDS), transport=spread, headers=self._headers)
+        transport = PooledTransport(limits, CERTIFICATES, self._moved)
+        return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=CONNECT_SECONDS), transport=transport, headers=self._headers)
 
-    def _living(self) -> list[str]:
-        return [url for url in self.urls if url not in self.dead]
+    def serving(self) -> list[str]:
+        """Return the servers that get requests. Raises EngineDeadError when there is none."""
+        if not (serving := self.fleet.serving()):
+            raise self.dead_error()
+        return serving
 
-    def _alive(self) -> list[str]:
-        if not (living := self._living()):
-            raise EngineDeadError("no vLLM server responds any longer: " + ", ".join(map(self._name, self.urls)))
-        return living
+    def dead_error(self) -> EngineDeadError:
+        """The error for a run without any server, with the addresses and log files."""
+        return EngineDeadError("no vLLM server responds any longer: " + ", ".join(map(self.name, self.urls)))
 
-    def _name(self, url: str) -> str:
+    def name(self, url: str) -> str:
+        """The server's name for messages, with its log file."""
         return f"vLLM server {url}" + (f" (log {self.logs[url]})" if url in self.logs else "")
 
 
-class Spread(httpx.AsyncBaseTransport):
+class PooledTransport(httpx.AsyncBaseTransport):
     """An HTTP transport that distributes requests over several connection pools in turn.
 
     For each request, and at its end, a pool scans all of its connections. With thousands of connections in one pool that scan dominates the
-    client's CPU time.
+    client's CPU time. `limits` apply to each pool. With `moved`, requests go to the servers' current addresses.
     """
 
-    def __init__(self, moved: MovedServers | None = None, **options: Any):
-        self._moved, self._options, self._turn = moved, options, 0
+    def __init__(self, limits: httpx.Limits, certificates: ssl.SSLContext, moved: MovedServers | None = None):
+        self._limits, self._certificates, self._moved, self._turn = limits, certificates, moved, 0
         self._pools: list[httpx.AsyncHTTPTransport] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send the request to the server's current address, through the next pool."""
         if self._moved is not None:
             self._moved.redirect(request)
-        place = self._turn % POOLS
+        index = self._turn % POOLS
         self._turn += 1
-        if place == len(self._pools):
-            self._pools.append(httpx.AsyncHTTPTransport(**self._options))
-        return await self._pools[place].handle_async_request(request)
+        if index == len(self._pools):
+            self._pools.append(httpx.AsyncHTTPTransport(verify=self._certificates, limits=self._limits, trust_env=False))
+        return await self._pools[index].handle_async_request(request)
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -201,10 +179,10 @@ class MovedServers:
     def redirect(self, request: httpx.Request) -> None:
         """Rewrite `request` to the current address of its server, if the server has moved."""
         try:
-            found = self._file.stat()
-            if (found.st_ino, found.st_mtime_ns) != self._seen:
+            status = self._file.stat()
+            if (status.st_ino, status.st_mtime_ns) != self._seen:
                 self._addresses = {url: httpx.URL(address) for url, address in json.loads(self._file.read_text()).items()}
-                self._seen = found.st_ino, found.st_mtime_ns
+                self._seen = status.st_ino, status.st_mtime_ns
         except (OSError, ValueError):  # no server has moved
             return
         if (address := self._addresses.get(f"{request.url.scheme}://{request.url.netloc.decode()}")) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ class Updates(Servers):
     """Servers that hold the same weights, version `weight_version`.
 
     Each phase of an update times out after `sync_timeout` seconds. With `lora` a weight version is an adapter, and the base weights never
-    change. `patience` is the number of seconds that a dead server may take to return; 0 means that none returns. With `sleeps` the servers
-    can release their GPU memory. Without `refills` a server that returns must wait until all ranks push weights.
+    change. With `sleeps` the servers can release their GPU memory. Without `refills` a server that returns must wait until all ranks push
+    weights. All other options are those of `Servers`.
 
     `in_flight` is the treatment of in-flight responses during an update. "wait": the update waits for them. "keep": they are paused and
     continue afterwards. "resume": they are aborted and continued from their tokens. None: no response is in flight.
@@ -51,17 +51,25 @@ class Updates(Servers):
         urls_file: Path | None = None,
         moved: MovedServers | None = None,
     ):
-        super().__init__(urls, logs=logs, request_timeout=request_timeout, token=token, urls_file=urls_file, moved=moved)
-        self.sync_timeout, self.lora, self.patience = sync_timeout, lora, patience
-        self.sleeps, self.asleep, self.refills, self.in_flight = sleeps, False, refills, in_flight
-        self.unsettled: set[str] = set()  # servers that start or do not respond: they may hold GPU memory and cannot be put to sleep
-        self.leaving = False  # True: kill servers in `unsettled` instead of waiting for them
-        self.weight_version = 0
+        super().__init__(
+            urls, patience=patience, logs=logs, request_timeout=request_timeout, token=token, urls_file=urls_file, moved=moved
+        )
+        self.sync_timeout, self.lora, self.sleeps, self.refills, self.in_flight = sync_timeout, lora, sleeps, refills, in_flight
+
+    @property
+    def weight_version(self) -> int:
+        """The current weight version. Set it when another rank has synced the servers."""
+        return self.fleet.version
+
+    @weight_version.setter
+    def weight_version(self, version: int) -> None:
+        self.fleet.version = version
 
     # -- weights
 
     def workers(self) -> dict[str, int]:
-        """Return the address of each live server and its number of workers. Without a live server, wait up to `patience` seconds for one.
+        """Return the address of each server that gets updates and its number of workers. Without a server, wait up to the fleet's
+        `patience` seconds for one.
 
         Raises WeightSyncError when a server does not report its workers, EngineDeadError when no server is left.
         """
@@ -73,49 +81,45 @@ class Updates(Servers):
         silent_since = time.monotonic()
         self.follow()
         while True:
-            self._admit_waiting()
-            if found := dict(self._update(verbs)):
-                return found
-            self.asleep = False  # a restarted server is awake, and needs the GPU memory to be free
-            if time.monotonic() - silent_since >= self.patience:
-                self._alive()  # raises EngineDeadError
+            if num_workers := dict(self._update(verbs)):
+                return num_workers
+            self.fleet.end_sleep()  # a restarted server is awake, and needs the GPU memory to be free
+            if time.monotonic() - silent_since >= self.fleet.patience:
+                self.serving()  # raises EngineDeadError
             time.sleep(LOOK_SECONDS)
 
     async def _world_size(self, client: httpx.AsyncClient, url: str) -> int:
-        return (await self._get(client, url, "/get_world_size", self.sync_timeout))["world_size"]
+        return int((await self._get(client, url, "/get_world_size", self.sync_timeout))["world_size"])
 
     def sleep(self, keeps_weights: bool = False, last: bool = False) -> None:
         """Make the servers release their GPU memory, if they can (`sleeps`).
 
         They sleep until the next weights arrive. With `keeps_weights` they move their weights to host memory and sleep until `wake`; base
-        weights under adapters are always kept. A server that is starting or silent is waited for until it responds or exits. If this is the
-        `last` call, such a server is killed.
+        weights under adapters are always kept. Servers that wait for weights hold GPU memory too, so they also sleep. An unsettled server
+        is waited for until it responds or exits. If this is the `last` call, the restart thread kills it.
         """
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
             await self._post(client, url, f"/sleep?level={1 if self.lora or keeps_weights else 2}", seconds=self.sync_timeout)
             return []
 
-        if self.sleeps and not self.asleep:
-            self.asleep, self.leaving = True, last  # no server is started from here on
-            while self.unsettled:
+        if self.sleeps and self.fleet.begin_sleep(last):
+            while self.fleet.unsettled():
                 time.sleep(LOOK_SECONDS)
-            self.dead -= self.waiting  # these servers have stale weights, but hold GPU memory
             self._update(verbs)
-            self.dead |= self.waiting
 
     def wake(self) -> None:
         """Wake servers that sleep and kept their weights; they continue with these weights."""
         for what in ("weights", "kv_cache"):
             self._wake(what, None)
-        self.asleep = False
+        self.fleet.end_sleep()
 
     def _wake(self, what: str, only: Sequence[str] | None) -> None:
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
             await self._post(client, url, f"/wake_up?tags={what}", seconds=self.sync_timeout)
             return []
 
-        if self.asleep and only is None:  # a server that was just started is awake
+        if self.fleet.asleep and only is None:  # a server that was just started is awake
             self._update(verbs)
 
     def load_weights(self, update: WeightUpdate, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -124,14 +128,12 @@ class Updates(Servers):
         Returns one report per worker, with `server` and `worker` added; servers that died and may return give no report. Raises
         WeightSyncError when a worker fails, hangs or does not report; ServerDied when a server died that must get `update`.
         """
-        if only is None and update.servers is None:
-            self._admit_waiting()
         self._wake("weights", only)
         return self._update(self._load_weights, update, only=only, together=update.servers)
 
     def resume(self, update: WeightUpdate, only: Sequence[str] | None = None) -> None:
         """Drop cached prefixes, which were computed with older weights, and serve again. With `in_flight: keep` the KV cache of running
-        responses is recomputed. Raises the errors of `load_weights`."""
+        responses is recomputed. A server that did not load the weights is left paused. Raises the errors of `load_weights`."""
         version, running = update.manifest.version, "?reset_running_requests=true" if self.in_flight == "keep" else ""
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
@@ -144,13 +146,17 @@ class Updates(Servers):
             return []
 
         self._wake("kv_cache", only)
-        self.asleep = self.asleep and only is not None
-        self._update(verbs, only=only, together=update.servers)
-        self.weight_version = version
+        if only is not None:
+            self._update(verbs, only=only)
+            return
+        self.fleet.end_sleep()
+        self._update(verbs, urls=self.fleet.holding(version), together=update.servers)
+        self.fleet.synced(version)
 
     async def _load_weights(self, client: httpx.AsyncClient, url: str, update: WeightUpdate) -> list[dict[str, Any]]:
         info = update.request(url)
         phase, seconds = "pause", self.sync_timeout
+        self.fleet.loading(url)
         try:
             # vLLM must not run while its parameters are moved aside.
             await self._post(client, url, f"/pause?mode={PAUSE_MODES[self.in_flight]}", seconds=seconds)
@@ -167,14 +173,15 @@ class Updates(Servers):
             reports = update.replies(url)
             if len(reports) != world:
                 errors = (await self._post(client, url, "/collective_rpc", {"method": "weight_update_error"}, seconds))["results"]
-                told = f"{self._name(url)}: {len(reports)} of {world} workers reported on weight version {update.manifest.version}"
-                raise WeightSyncError("; ".join([told, *(f"worker {i}: {error}" for i, error in enumerate(errors) if error)]))
+                counted = f"{self.name(url)}: {len(reports)} of {world} workers reported on weight version {update.manifest.version}"
+                raise WeightSyncError("; ".join([counted, *(f"worker {i}: {error}" for i, error in enumerate(errors) if error)]))
         except ServerTimeout as error:
             raise ServerTimeout(f"phase {phase}: {error} (rollout.weight_sync_timeout){_standing(update, url)}") from error
         except WeightSyncError as error:
             with contextlib.suppress(WeightSyncError):
                 await self._end_update(client, url)
             raise type(error)(f"phase {phase}: {error}") from error
+        self.fleet.loaded(url, update.manifest.version)
         return [report | {"server": url} for report in reports]
 
     async def _end_update(self, client: httpx.AsyncClient, url: str) -> None:
@@ -192,17 +199,20 @@ class Updates(Servers):
         each worker then holds. Raises WeightSyncError when a server rejects the adapter."""
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[dict[str, Any]]:
+            self.fleet.loading(url)
             with _phase("update"):
                 await self._forget_adapter(client, url, version)  # left over from an earlier attempt or another run
                 # Without load_inplace: with it, vLLM would read the folder again for every request.
                 body = {"lora_name": adapter_name(version), "lora_path": str(folder)}
                 await self._post(client, url, "/v1/load_lora_adapter", body, self.sync_timeout)
-                told = await self._post(client, url, "/collective_rpc", {"method": "adapter_checksums"}, self.sync_timeout)
-            return [{"server": url, "worker": i, "sums": sums} for i, sums in enumerate(told["results"])]
+                answer = await self._post(client, url, "/collective_rpc", {"method": "adapter_checksums"}, self.sync_timeout)
+            self.fleet.loaded(url, version)
+            return [{"server": url, "worker": i, "sums": sums} for i, sums in enumerate(answer["results"])]
 
         for what in ("weights", "kv_cache"):
             self._wake(what, only)
-        self.asleep = self.asleep and only is not None
+        if only is None:
+            self.fleet.end_sleep()
         return self._update(verbs, only=only)
 
     def use_adapter(self, version: int) -> None:
@@ -214,7 +224,7 @@ class Updates(Servers):
 
         if self.weight_version not in (0, version):
             self._update(verbs)
-        self.weight_version = version
+        self.fleet.synced(version)
 
     async def _forget_adapter(self, client: httpx.AsyncClient, url: str, version: int) -> None:
         try:
@@ -226,12 +236,19 @@ class Updates(Servers):
 
     # -- servers that die and come back
 
-    def _update(self, verbs: Any, *args: Any, only: Sequence[str] | None = None, together: Collection[str] | None = None) -> list[Any]:
-        """Run `verbs` on each server and return all results in one list.
+    def _update(
+        self,
+        verbs: Callable[..., Coroutine[Any, Any, list[Any]]],
+        *args: Any,
+        urls: Sequence[str] | None = None,
+        only: Sequence[str] | None = None,
+        together: Collection[str] | None = None,
+    ) -> list[Any]:
+        """Run `verbs` on each server that gets updates, or on those in `urls`, and return all results in one list.
 
-        A server that fails its health check afterwards counts as dead, and an unreachable one is excluded; neither gives a result. Raises
-        the server's error when it is one of `only`, or when no server is left and none may return. Raises ServerDied when it is one of
-        `together`.
+        A server that fails its health check afterwards is SILENT, and an unreachable one is EXCLUDED; neither gives a result. Raises the
+        server's error when it is one of `only`, or when no server is left and none may return. Raises ServerDied when it is one of
+        `together`. `only` and `together` take the place of `urls`.
         """
         failures: list[WeightSyncError] = []
 
@@ -239,55 +256,59 @@ class Updates(Servers):
             try:
                 return await verbs(client, url, *args)
             except WeightSyncError as error:
-                if only is not None or (isinstance(error, ServerTimeout) and not self.patience):
+                if only is not None or (isinstance(error, ServerTimeout) and not self.fleet.patience):
                     raise
                 if not await answers(client, url):
-                    self.dead.add(url)
-                elif isinstance(error, NoAnswer) and self.patience:
-                    self.leave_out(url)
+                    self.fleet.silent(url)
+                elif isinstance(error, NoAnswer) and self.fleet.patience:
+                    self.fleet.excluded(url)
                 else:
                     raise
                 failures.append(error)
                 return []
 
-        if only is None and together is None and self.patience and not self._living():
+        targets = only or together or (self.fleet.updatable() if urls is None else urls)
+        if not targets and self.fleet.patience:
             return []
+        if not targets:
+            raise self.dead_error()
         results = []
         try:
-            results = [result for results in asyncio.run(self._each(attempt, only=only or together)) for result in results]
+            results = [result for results in asyncio.run(self._each(attempt, targets)) for result in results]
         except WeightSyncError as error:
             if together is None or not failures:
                 raise
             failures.append(error)  # a server that waited for the dead one
-        if failures and not self._living() and not self.patience:
+        if failures and not self.fleet.updatable() and not self.fleet.patience:
             raise failures[0]
         if failures and together is not None:
             raise ServerDied("; ".join(map(str, failures)))
         return results
 
-    def _admit_waiting(self) -> None:
-        """Include servers that returned but could not get the last sync's weights: this update gives them weights."""
-        self.dead -= self.waiting
-        self.waiting.clear()
+    async def report_if_ready(self, client: httpx.AsyncClient, url: str) -> None:
+        """Report to the fleet when the server is healthy and serves the current weights."""
+        version = self.weight_version
+        if await self._serves(client, url, version):
+            self.fleet.ready(url, version)
 
-    async def _ready(self, client: httpx.AsyncClient, url: str) -> bool:
-        """Whether the server is healthy and serves the current weights."""
+    async def _serves(self, client: httpx.AsyncClient, url: str, version: int) -> bool:
+        """Whether the server is healthy and serves the weights of `version`."""
         if not await answers(client, url):
             return False
         try:
             if self.lora:
                 models = await self._get(client, url, "/v1/models", HEALTH_SECONDS)
-                return not self.weight_version or adapter_name(self.weight_version) in (model["id"] for model in models["data"])
+                return not version or adapter_name(version) in (model["id"] for model in models["data"])
             if (await self._get(client, url, "/is_paused", HEALTH_SECONDS))["is_paused"]:
                 return False
-            told = await client.get(f"{url}/weight_info", timeout=HEALTH_SECONDS)  # vLLM has this route since 0.27
-            return told.status_code == 404 or told.json()["weight_version"] == self._served_version()
+            answer = await client.get(f"{url}/weight_info", timeout=HEALTH_SECONDS)  # vLLM has this route since 0.27
+            return answer.status_code == 404 or answer.json()["weight_version"] == self._reported_name(version)
         except (WeightSyncError, httpx.HTTPError, ValueError, LookupError, TypeError):  # another program may respond at this address
             return False
 
-    def _served_version(self) -> str:
-        """The name that a server with the current weights reports for them."""
-        return str(self.weight_version) if self.weight_version and not self.lora else INITIAL_VERSION
+    def _reported_name(self, version: int) -> str:
+        """The name that a server with the weights of `version` reports for them."""
+        return str(version) if version and not self.lora else INITIAL_VERSION
 
 
 class _phase:
@@ -315,4 +336,4 @@ def _raise_worker_errors(reports: list[dict[str, Any]], server: str) -> None:
 
 
 def _standing(update: WeightUpdate, server: str) -> str:
-    return "".join(f"; worker {worker} is stuck in: {place}" for worker, place in update.standing(server).items())
+    return "".join(f"; worker {worker} is stuck in: {operation}" for worker, operation in update.standing(server).items())

@@ -17,8 +17,8 @@ from typing import IO, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-FOLDER_VARIABLE = "MEGAGRPO_RENDEZVOUS"  # launch/rendezvous.py makes the folder and sets this
-TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "MEGAGRPO_TOKEN", "MEGAGRPO_TOKEN_FILE"  # the same variables as in engine/access.py
+from megagrpo.process.variables import RENDEZVOUS_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+
 LOOPBACK = "lo"
 CODE_BYTES = 32
 
@@ -29,7 +29,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
     Raises ValueError on several nodes without a token, with which ranks sign their messages.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    folder = os.environ.get(FOLDER_VARIABLE)
+    folder = os.environ.get(RENDEZVOUS_VARIABLE)
     if size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         stay_on_this_host()
     else:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import json
 import math
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,13 +24,14 @@ from pathlib import Path
 
 import httpx
 
-from megagrpo.engine.access import FILE_VARIABLE, GUARD, TOKEN_VARIABLE
+from megagrpo.engine.access import GUARD
 from megagrpo.engine.http import CERTIFICATES, MovedServers
 from megagrpo.engine.protocol import EngineStartError
+from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from megagrpo.servers.ports import check_port, free_ports, is_free
 from megagrpo.transfer.shm_names import remove_stale
 
 HOST = "127.0.0.1"
-PORTS = range(15_000, 30_000)  # ports of servers when rollout.port is 0
 HERE = Path(__file__).parent
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 MAX_BATCHED_TOKENS = 4096  # tokens of one prefill batch on a CPU
@@ -92,7 +90,7 @@ class Server:
         return self.supervisor.returncode in KILLED
 
     @property
-    def fate(self) -> str:
+    def exit_description(self) -> str:
         """How the server ended, as text for a message."""
         code = self.supervisor.returncode
         return f"was killed by {KILLED[code].name}" if self.killed else f"ended with exit code {code}"
@@ -119,12 +117,12 @@ class Server:
 
         The end of the log only shows the parent process's exception, which says that a child process failed.
         """
-        found = [match for line in self.log_tail(0).splitlines() if (match := ERROR.match(line))]
-        for _, record in groupby(found, key=lambda match: match[0]):
+        errors = [match for line in self.log_tail(0).splitlines() if (match := ERROR.match(line))]
+        for _, record in groupby(errors, key=lambda match: match[0]):
             lines = [match.string[match.end() :] for match in record]
             if TRACEBACK in lines:
-                said = dropwhile(lambda line: line.startswith(" "), lines[lines.index(TRACEBACK) + 1 :])
-                return " ".join(takewhile(str.strip, said))
+                message = dropwhile(lambda line: line.startswith(" "), lines[lines.index(TRACEBACK) + 1 :])
+                return " ".join(takewhile(str.strip, message))
         return ""
 
 
@@ -135,7 +133,7 @@ class Launcher:
     next ones; 0 picks free ports. `devices` are GPU ids, `options.tp` for each server; None runs vLLM for CPU.
 
     Servers listen only on the address `host`, and require `token` if given. Each server logs to `log_dir/vllm_N.log`. A server that has
-    ended may be restarted up to `max_restarts` times (`may_start_again`). With `moved`, a server whose port was taken by another process
+    ended may be restarted up to `max_restarts` times (`may_restart`). With `moved`, a server whose port was taken by another process
     restarts on another port, and clients learn the new address from `moved`. Raises ValueError when there are too few devices.
     """
 
@@ -190,9 +188,9 @@ class Launcher:
         remove_stale()
         if self._moved is not None:
             self._moved.forget()
-        ports = [self.port + i for i in range(self.num_servers)] if self.port else _free_ports(self.host, self.num_servers)
+        ports = [self.port + i for i in range(self.num_servers)] if self.port else free_ports(self.host, self.num_servers)
         for port in ports:
-            _check_port(self.host, port)
+            check_port(self.host, port)
         atexit.register(self.stop)
         self._pid = os.getpid()
         for index, port in enumerate(ports):
@@ -204,24 +202,24 @@ class Launcher:
         A server that was killed is restarted. Raises EngineStartError when a server exits by itself, is killed too often, or does not
         respond within `startup_timeout` seconds. The message has the cause, or else the end of the log. All servers are stopped then.
         """
-        begun, told = time.monotonic(), 0.0
+        begun, reported = time.monotonic(), 0.0
         waiting = list(range(self.num_servers))
         while waiting:
             now = time.monotonic()
-            for place in waiting:
-                server = self.servers[place]
+            for index in waiting:
+                server = self.servers[index]
                 if not server.alive:
-                    if not (server.killed and self.may_start_again(server)):
-                        self._give_up(server, f"{server.fate} after {now - server.started:.0f} s")
-                    progress(f"warning: {self.start_again(place)}")
-                    self._rename(place)  # safe to rename: no client knows the server yet
+                    if not (server.killed and self.may_restart(server)):
+                        self._give_up(server, f"{server.exit_description} after {now - server.started:.0f} s")
+                    progress(f"warning: {self.restart(index)}")
+                    self._rename(index)  # safe to rename: no client knows the server yet
                 elif now - server.started > self.startup_timeout:
                     self._give_up(server, f"did not respond within {self.startup_timeout:.0f} s (rollout.startup_timeout)")
-            waiting = [place for place in waiting if not healthy(self.servers[place].address)]
-            if waiting and now - begun - told >= 5:
-                told = now - begun
+            waiting = [index for index in waiting if not healthy(self.servers[index].address)]
+            if waiting and now - begun - reported >= 5:
+                reported = now - begun
                 log = self.servers[waiting[0]].log
-                progress(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {told:.0f} s, log {log}")
+                progress(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {reported:.0f} s, log {log}")
             time.sleep(0.1 if waiting else 0)
         return self.urls
 
@@ -240,26 +238,26 @@ class Launcher:
         self.servers.clear()
         atexit.unregister(self.stop)
 
-    def may_start_again(self, server: Server) -> bool:
+    def may_restart(self, server: Server) -> bool:
         """Whether the server has been restarted fewer than `max_restarts` times."""
         return self.restarts[server.url] < self.max_restarts
 
-    def start_again(self, index: int) -> str:
+    def restart(self, index: int) -> str:
         """Restart a server that has ended, without waiting for it, and return the line to log. The log file is appended to. The server
         keeps the port of its URL. With `moved`, it gets a free port when another process listens on the old one."""
         server = self.servers[index]
-        assert not server.alive and self.may_start_again(server)
+        assert not server.alive and self.may_restart(server)
         self.restarts[server.url] += 1
         port, where = int(server.url.rpartition(":")[2]), ""
         if self._moved is not None and not is_free(self.host, port):
-            (fresh,) = _free_ports(self.host, 1)
+            (fresh,) = free_ports(self.host, 1)
             port, where = fresh, f", and another process took its port (new port {fresh})"
         self.servers[index] = self._launch(index, port, how="ab", url=server.url)
         if self._moved is not None:
             self._moved.write({each.url: each.address for each in self.servers if each.address != each.url})
         return (
-            f"vLLM server {server.url} {server.fate}{where}; restarting it, {self.restarts[server.url]} of {self.max_restarts} times "
-            f"(rollout.max_restarts); log: {server.log}"
+            f"vLLM server {server.url} {server.exit_description}{where}; restarting it, {self.restarts[server.url]} of "
+            f"{self.max_restarts} times (rollout.max_restarts); log: {server.log}"
         )
 
     def _rename(self, index: int) -> None:
@@ -339,7 +337,7 @@ class Launcher:
             "MASTER_ADDR",
             "MASTER_PORT",
             TOKEN_VARIABLE,
-            FILE_VARIABLE,
+            TOKEN_FILE_VARIABLE,
         )
         env = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("TORCHELASTIC_")}
         env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -349,7 +347,7 @@ class Launcher:
         if self.host == HOST:
             env["NCCL_SOCKET_IFNAME"] = "lo"  # all ranks that send them weights are on this host too
         if self.token is not None:
-            env[FILE_VARIABLE] = "/dev/stdin"  # a pipe, empty after one read; an environment is readable by every process of this user
+            env[TOKEN_FILE_VARIABLE] = "/dev/stdin"  # a pipe, empty after one read; any process of this user can read an environment
         if self.options.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # without compiled bytecode of vLLM every start takes twice as long
@@ -384,37 +382,3 @@ def healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=5, verify=CERTIFICATES).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def _free_ports(host: str, count: int) -> list[int]:
-    """Return ports that nothing listens on now. All are below 32768, from where the kernel assigns ports to outgoing connections of other
-    programs, so no such connection takes one before the server listens. Raises EngineStartError when fewer than `count` ports are free, or
-    when this machine does not have the address."""
-    tried = random.SystemRandom().sample(PORTS, len(PORTS))
-    ports = list(itertools.islice((port for port in tried if is_free(host, port)), count))
-    if len(ports) < count:
-        raise EngineStartError(f"rollout.port: {count} free ports needed on {host}, {len(ports)} found ({_bind_error(host, tried[0])})")
-    return ports
-
-
-def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen on this port now."""
-    return _bind_error(host, port) is None
-
-
-def _check_port(host: str, port: int) -> None:
-    if error := _bind_error(host, port):
-        raise EngineStartError(
-            f"rollout.port: {port} cannot be used on {host} ({error.strerror}); name another, or 0 to pick a free one"
-        ) from error
-
-
-def _bind_error(host: str, port: int) -> OSError | None:
-    """Try to bind the address. Returns the error, or None when a server could listen there."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((host, port))
-        except OSError as error:
-            return error
-    return None

@@ -119,13 +119,13 @@ def descendants() -> list[int]:
                 continue
             if state != "Z":
                 parents[int(entry)] = int(ppid)
-    found, todo = [], [os.getpid()]
+    below_here, todo = [], [os.getpid()]
     while todo:
         pid = todo.pop()
         below = [child for child, ppid in parents.items() if ppid == pid]
-        found += below
+        below_here += below
         todo += below
-    return found
+    return below_here
 
 
 def has_engine(pids: list[int]) -> bool:

@@ -26,7 +26,7 @@ from megagrpo.config import LOOPBACK, ConfigError, RolloutSection, RunConfig, sa
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.device import quiet
-from megagrpo.engine.access import TOKEN_VARIABLE, read_token
+from megagrpo.engine.access import read_token
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http import MovedServers, check_urls, named_urls
 from megagrpo.engine.probe import check_plugin
@@ -42,6 +42,7 @@ from megagrpo.plan import plan
 from megagrpo.policy.megatron_policy import MegatronPolicy, check_device
 from megagrpo.policy.reference import Reference
 from megagrpo.process.terminal import show, warn
+from megagrpo.process.variables import TOKEN_VARIABLE
 from megagrpo.records.checkpoint import Checkpointer, CheckpointError, checked, newest_checkpoint
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import MetricsWriter, PhaseTimer
@@ -50,7 +51,7 @@ from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.ahead import AsyncPool
 from megagrpo.rollout.collector import Collector, sampling_params
 from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.restarts import Keeper, Watcher
+from megagrpo.servers.restarts import Reconnector, Restarter
 from megagrpo.servers.serving import engine_dtype, make_launcher, name_of, offloads, servers_sleep
 from megagrpo.trainer.offload import Offload
 from megagrpo.trainer.stop_signals import stop_on_signals
@@ -175,16 +176,17 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         options = dict(lora=config.lora.syncs_adapters, sleeps=servers_sleep(config), refills=transport == "shared_memory")
         options["in_flight"] = config.rollout.in_flight if config.rollout.max_staleness else None
         engine = VllmEngine(urls, tokenizer.decode, logs=logs, token=token, moved=moved, **options, **_limits(config.rollout))
-        engine.asleep = engine.sleeps
+        if engine.sleeps:
+            engine.fleet.begin_sleep()
     offload = Offload(policy, reference) if offloads(config) else Stays()
     with _problems_of_the_config():
         options = dict(transport=transport, say=writer.message, offload=offload)
         weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype(config), **options)
     resources.enter_context(weight_sync)
     if launcher is not None and launcher.max_restarts:
-        resources.enter_context(Keeper(launcher, engine, weight_sync.refill, writer.message))
+        resources.enter_context(Restarter(launcher, engine, weight_sync.refill, writer.message))
     elif first and config.rollout.urls:
-        resources.enter_context(Watcher(engine, weight_sync.refill, writer.message))
+        resources.enter_context(Reconnector(engine, weight_sync.refill, writer.message))
     pool = None
     if engine is not None and config.rollout.max_staleness:
         pool = resources.enter_context(AsyncPool(engine, rewards, config.rollout.max_staleness, config.rollout.straggler_seconds))

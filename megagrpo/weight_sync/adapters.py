@@ -62,13 +62,14 @@ class AdapterSync(WeightSync):
         ended = time.perf_counter()
         return SyncReport(weight_version, published - started, ended - published, ended - started, self._checksum_seconds, *told)
 
-    def refill(self, url: str) -> bool:
-        """Load the adapter of the last `push` into the server at `url`; always returns True. See `WeightSync.refill`."""
+    def refill(self, url: str) -> int:
+        """Load the adapter of the last `push` into the server at `url`; returns its version. See `WeightSync.refill`."""
         with self._driving:
-            if self._delivered_adapter is not None:
-                folder, sums, version = self._delivered_adapter
-                verify_adapter(sums, self.engine.load_adapter(folder, version, only=[url]))
-        return True
+            if self._delivered_adapter is None:
+                return self.engine.weight_version
+            folder, sums, version = self._delivered_adapter
+            verify_adapter(sums, self.engine.load_adapter(folder, version, only=[url]))
+            return version
 
     def _note(self, sums: Sums, name: str, values: Tensor) -> None:
         """Record the checksum of one tensor in the form that vLLM holds: B is multiplied by the scale."""

@@ -131,20 +131,20 @@ class WeightSync:
         sent = addends(param.detach().float())
         return name, sent, [with_last_dim(block, sent.shape[-1]) for block in blocks]
 
-    def refill(self, url: str) -> bool:
+    def refill(self, url: str) -> int | None:
         """Load the weights of the last `push` into the restarted server at `url`. Call it on rank 0 only, from any thread.
 
-        Returns False when the transport needs all ranks, so the server must wait for the next `push`. Raises WeightSyncError when the load
-        fails; the server stays paused.
+        Returns their version, or None when the transport needs all ranks, so the server must wait for the next `push`. Raises
+        WeightSyncError when the load fails; the server stays paused.
         """
         with self._driving:
             if self._delivered is None:
-                return True
+                return self.engine.weight_version
             if self._delivered.servers is not None:
-                return False
+                return None
             self._delivered.verify(self.engine.load_weights(self._delivered, only=[url]))
             self.engine.resume(self._delivered, only=[url])
-        return True
+            return self._delivered.manifest.version
 
     def _deliver(self, update: Update) -> tuple[float, int, int, float, float] | WeightSyncError | None:
         """Send from every rank while the engine loads and verifies; return the last five fields of a `SyncReport`, or the error, on rank 0.

@@ -22,8 +22,8 @@ ENGINE_SECONDS = 6.0
 
 
 def look_often(set_to=setattr):
-    set_to(hang_detection, "PULSE_SECONDS", 0.2)
-    set_to(hang_detection, "SILENT_SECONDS", ENGINE_SECONDS)
+    set_to(hang_detection, "CHECK_SECONDS", 0.2)
+    set_to(hang_detection, "HANG_SECONDS", ENGINE_SECONDS)
 
 
 @pytest.mark.full

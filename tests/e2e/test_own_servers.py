@@ -32,7 +32,7 @@ def launcher(tmp_path_factory):
 @pytest.fixture
 def words(launcher, tmp_path):
     """Options of a run on these servers, which are there whatever an earlier test has left."""
-    start_again(launcher, *(place for place, server in enumerate(launcher.servers) if not server.alive))
+    restart(launcher, *(place for place, server in enumerate(launcher.servers) if not server.alive))
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text(TOKEN)
@@ -46,9 +46,9 @@ def kill(launcher, place):
     world.wait_for(lambda: not server.alive, "end of the server")
 
 
-def start_again(launcher, *places):
+def restart(launcher, *places):
     for place in places:
-        launcher.start_again(place)
+        launcher.restart(place)
     launcher.wait()
 
 
@@ -89,7 +89,7 @@ def test_a_server_that_dies_is_left_out_and_back_with_the_current_weights(launch
         world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
         kill(launcher, 0)
         more_steps(tmp_path)
-        start_again(launcher, 0)
+        restart(launcher, 0)
         world.wait_for(lambda: f"vLLM server {url} is back, with weight version" in trainer.out(), "its return")
         before = requests_served(url, TOKEN)
         more_steps(tmp_path)
@@ -137,7 +137,7 @@ def test_when_all_servers_are_gone_the_run_saves_what_it_has_and_goes_on_when_th
     assert f"rank 0 stops: no vLLM server responds any longer: {named}" in run.err and "Traceback" not in run.err
     steps = len(run.metrics)
     assert run.saved == [f"step_{steps:06d}"]
-    start_again(launcher, 0, 1)
+    restart(launcher, 0, 1)
     run = world.train(tmp_path, *words, f"run.max_steps={steps + 2}", "--resume", launched=True)
     assert run.code == 0 and len(run.metrics) == steps + 2, run.err
     assert_undisturbed(run, tmp_path / "plain", words, bits=not ahead)

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from megagrpo.engine.fleet import State
 from megagrpo.transfer.exchange import Exchange
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.weight_sync.point_to_point import PointToPoint
@@ -108,13 +109,13 @@ def test_a_push_to_two_servers_one_of_which_dies_goes_on_with_the_other():
     two_servers = connect(launch(folder, "llama_of_two", num_servers=2), folder)
     with KeptOverP2p(two_servers, fresh) as kept:
         push_and_kill(kept, folder, 0, 5, lambda halted: below(two_servers.launcher.servers[0].supervisor.pid))
-        assert len(kept.synced) == 1 and two_servers.engine._living() == two_servers.engine.urls[1:]
+        assert len(kept.synced) == 1 and two_servers.engine.fleet.serving() == two_servers.engine.urls[1:]
         kept.push(fresh.folder)  # to the other alone: its workers have other numbers now
         assert greedy(two_servers.engine) == greedy(fresh.engine)
-        wait_for(lambda: two_servers.engine.waiting, 120)
+        wait_for(lambda: State.NEEDS_WEIGHTS in two_servers.engine.fleet.states().values(), 120)
         kept.push(folder)
         kept.push(fresh.folder)
-        assert two_servers.engine._living() == two_servers.engine.urls and kept.asked_before == [0]
+        assert two_servers.engine.fleet.serving() == two_servers.engine.urls and kept.asked_before == [0]
         assert sampled(two_servers.engine) == sampled_fresh()
     two_servers.launcher.stop()
 

@@ -87,7 +87,8 @@ def test_a_server_that_slept_and_was_pushed_to_equals_a_fresh_one(monkeypatch):
     synced.engine.sleep()
     assert httpx.get(f"{synced.engine.urls[0]}/is_sleeping").json() == {"is_sleeping": True}
     results = run_ranks(push_from_megatron, 4, dict(tp=2, pp=2), synced.engine, folders, version)
-    synced.engine.weight_version, synced.engine.asleep = version + 2, False  # the ranks' copy of the client moved on, this one did not
+    synced.engine.weight_version = version + 2  # the ranks' copy of the client moved on, this one did not
+    synced.engine.fleet.end_sleep()
     assert httpx.get(f"{synced.engine.urls[0]}/is_sleeping").json() == {"is_sleeping": False}
     assert sampled(synced.engine) == sampled(fresh.engine)
     total = sum(tensor.nbytes for tensor in weights(fresh.folder).values())

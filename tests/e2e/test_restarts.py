@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from megagrpo.engine.access import headers
-from megagrpo.servers.restarts import Keeper
+from megagrpo.servers.restarts import Restarter
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import SamplingParams
 from megagrpo.weight_sync.sync import WeightSync
@@ -48,7 +48,8 @@ def fresh():
 
 
 class Kept:
-    """A shared server under a keeper: weights of `fresh` in it, what the keeper said, and how often it was asked before it was filled."""
+    """A shared server under a Restarter: weights of `fresh` in it, what the Restarter said, and how often the server was asked before it was
+    filled."""
 
     def __init__(self, server, fresh):
         self.server, self.fresh, self.said, self.asked_before = server, fresh, [], []
@@ -67,15 +68,15 @@ class Kept:
         self.sync = self.make_sync()
         self.server.launcher.max_restarts = 3
         self.server.launcher.restarts.clear()
-        self.keeper = Keeper(self.server.launcher, self.server.engine, self.refill, self.said.append).__enter__()
-        self.server.engine.patience = 200.0
+        self.restarter = Restarter(self.server.launcher, self.server.engine, self.refill, self.said.append).__enter__()
+        self.server.engine.fleet.patience = 200.0
         self.push(self.fresh.folder)
         return self
 
     def __exit__(self, *exc):
-        self.keeper.__exit__()
+        self.restarter.__exit__()
         self.sync.close()
-        self.server.engine.patience = 0.0
+        self.server.engine.fleet.patience = 0.0
 
 
 @pytest.mark.full

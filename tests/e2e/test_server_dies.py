@@ -69,8 +69,8 @@ def assert_same_steps(run, plain):
 
 
 def hang_in_the_third_update():
-    """Called in the trainer: from then on its server is stopped, until the keeper ends it."""
-    pid, restarts.SILENT_SECONDS = os.getpid(), 2.0
+    """Called in the trainer: from then on its server is stopped, until the restart thread ends it."""
+    pid, restarts.KILL_SILENT_SECONDS = os.getpid(), 2.0
     in_the_third_update(lambda: kill_server(pid, signal.SIGSTOP))
 
 

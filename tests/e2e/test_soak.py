@@ -20,7 +20,7 @@ import torch
 
 from megagrpo.engine.client import VllmEngine
 from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.restarts import Keeper
+from megagrpo.servers.restarts import Restarter
 from megagrpo.weight_sync.sync import WeightSync
 from tests.e2e import world
 from tests.e2e.test_server_dies import kill_server
@@ -57,7 +57,7 @@ class Struck:
             (WeightSync, "push", "sync", "other"),
             (Launcher, "_launch", "start-up", "start-up"),
             (Launcher, "wait", "start-up", "up"),
-            (Keeper, "_filled", "start-up", "up"),
+            (Restarter, "_fill", "start-up", "up"),
         ]:
             told = self.home / ("trainer" if after == "other" else "server")
             setattr(owner, method, telling(getattr(owner, method), told, during, after))

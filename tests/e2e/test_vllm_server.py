@@ -111,7 +111,7 @@ def test_prompts_of_a_dead_server_go_to_the_others(fresh):
     expected = ids(fresh.engine.generate(PROMPTS, 2, SamplingParams(1.0, 8), seed=9))
     both = VllmEngine([dead_url(), *fresh.launcher.urls], str)
     assert ids(both.generate(PROMPTS, 2, SamplingParams(1.0, 8), seed=9)) == expected
-    assert both.dead == {both.urls[0]}
+    assert both.fleet.serving() == both.urls[1:]
 
 
 def test_when_no_server_is_left_the_error_names_them_and_their_logs():

@@ -80,9 +80,9 @@ def test_time_in_which_nobody_listened_is_no_silence(monkeypatch):
 
 def test_who_has_no_time_to_listen_takes_nobody_for_silent(stand, monkeypatch):
     impatient(monkeypatch)
-    monkeypatch.setattr(hang_detection, "SILENT_SECONDS", 0.0)
-    monkeypatch.setattr(hang_detection, "PULSE_SECONDS", 0.0)
-    watching = hang_detection.Pulse(stand, 60)
+    monkeypatch.setattr(hang_detection, "HANG_SECONDS", 0.0)
+    monkeypatch.setattr(hang_detection, "CHECK_SECONDS", 0.0)
+    watching = hang_detection.HangDetector(stand, 60)
     stop(stand.servers[0])
     for health_seconds, hung in ((-1.0, 0), (0.2, 1)):  # by the first every answer takes too long
         monkeypatch.setattr(hang_detection, "HEALTH_SECONDS", health_seconds)

@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from megagrpo.config import ConfigError, load_config
-from megagrpo.engine.access import TOKEN_VARIABLE, TokenGuard, address_of, headers, read_token
+from megagrpo.engine.access import TokenGuard, address_of, headers, read_token
+from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from megagrpo.servers import serving
 from megagrpo.servers.launcher import Launcher, ServerOptions
 from megagrpo.trainer import wiring
@@ -76,7 +77,7 @@ def test_a_token_file_is_for_its_owner_alone_and_holds_one_long_word(monkeypatch
         with pytest.raises(ValueError, match="a token must be one word of 16 or more characters"):
             read_token(file)
     file.write_text(TOKEN + "\n")
-    monkeypatch.setenv("MEGAGRPO_TOKEN_FILE", str(file))
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(file))
     assert read_token(file) == TOKEN and TokenGuard(None) and headers(None) == {}
     file.chmod(0o640)
     with pytest.raises(ValueError, match=r".* is readable by other users; run chmod 600 on it"):
@@ -90,9 +91,9 @@ def test_a_launched_server_gets_its_token_by_a_pipe_and_neither_by_its_environme
     command = guarded._command(8000)
     environment = guarded._environment(0)
     assert TOKEN not in str(environment) and TOKEN not in str(command) and "TokenGuard" in str(command)
-    assert environment["MEGAGRPO_TOKEN_FILE"] == "/dev/stdin"
+    assert environment[TOKEN_FILE_VARIABLE] == "/dev/stdin"
     assert command[command.index("--host") + 1] == "127.0.0.2"
-    assert not {TOKEN_VARIABLE, "MEGAGRPO_TOKEN_FILE"} & Launcher(options, tmp_path)._environment(0).keys()
+    assert not {TOKEN_VARIABLE, TOKEN_FILE_VARIABLE} & Launcher(options, tmp_path)._environment(0).keys()
     read = "from megagrpo.engine.access import TokenGuard; print(TokenGuard(None)._expected)"
     monkeypatch.setattr(guarded, "_command", lambda port: [sys.executable, "-c", read])
     server = guarded._launch(0, 8000)

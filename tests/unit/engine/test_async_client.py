@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megagrpo.engine import client
+from megagrpo.engine import client, generation
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineError
 from megagrpo.types import Prompt, SamplingParams
@@ -96,7 +96,7 @@ def test_what_comes_next_may_begin_when_servers_have_room_for_more(room, first):
 
 
 def test_generation_ends_with_its_last_answer_also_where_servers_may_come_back(monkeypatch):
-    monkeypatch.setattr(client, "LOOK_SECONDS", 20.0)
+    monkeypatch.setattr(generation, "LOOK_SECONDS", 20.0)
     with scripted([choice([4], "stop", ("7", 0, 1))]) as (url, _):
         engine = VllmEngine([url], str, patience=30.0)
         engine.weight_version = 7
@@ -161,5 +161,6 @@ def test_a_sync_empties_the_prefix_cache_before_a_server_serves_again(in_flight,
     """vLLM keeps its cache in the pause of `keep`: a prefix of older weights would be taken for one of the new."""
     with noting() as (url, paths):
         engine = VllmEngine([url], str, in_flight=in_flight)
+        engine.fleet.loaded(url, 8)
         engine.resume(SimpleNamespace(manifest=SimpleNamespace(version=8), servers=None))
     assert paths == ["/update_weight_version", f"/reset_prefix_cache{query}", "/resume"] and engine.weight_version == 8

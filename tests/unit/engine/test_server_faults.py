@@ -7,12 +7,14 @@ from contextlib import ExitStack, closing
 import pytest
 
 import megagrpo.engine.client as client_module
+import megagrpo.engine.fleet as fleet_module
+import megagrpo.engine.generation as generation_module
 import megagrpo.engine.http as http_module
 import megagrpo.servers.restarts as restarts_module
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http import named_urls, read_urls
 from megagrpo.engine.protocol import EngineDeadError, EngineError, derive_seed
-from megagrpo.servers.restarts import Watcher
+from megagrpo.servers.restarts import Reconnector
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import Prompt, SamplingParams
 from tests.unit.engine.stand_ins import Process, StandIn, ids_for
@@ -26,10 +28,11 @@ BREAKS_OFF = ["reset", "half", "no http", "error", "drip"]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(client_module, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(client_module, "PULSE_SECONDS", 0.05)
-    monkeypatch.setattr(client_module, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(generation_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(generation_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(generation_module, "REASSIGN_SECONDS", 0.5)
     monkeypatch.setattr(restarts_module, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(http_module, "FIRST_PAUSE", 0.3)
+    monkeypatch.setattr(fleet_module, "FIRST_EXCLUSION_SECONDS", 0.3)
     monkeypatch.setattr(http_module, "HEALTH_SECONDS", 1.0)
 
 
@@ -69,18 +72,18 @@ def test_a_server_that_breaks_off_costs_no_prompt(mode, servers):
 
 @pytest.mark.parametrize("mode", ANSWERS_WRONG)
 def test_a_server_that_answers_wrong_is_excluded_and_costs_no_prompt(mode, servers, monkeypatch):
-    monkeypatch.setattr(http_module, "FIRST_PAUSE", 60.0)  # excluded until the test ends, however busy the machine is
+    monkeypatch.setattr(fleet_module, "FIRST_EXCLUSION_SECONDS", 60.0)  # excluded until the test ends, however busy the machine is
     bad, good = servers(mode), servers(delay=0.02)
     engine = engine_of(good, bad, request_timeout=30.0)
     generate(engine)
-    assert bad.asked and engine.dead == {bad.url}
+    assert bad.asked and engine.fleet.serving() == [good.url]
 
 
 def test_a_slow_connection_is_waited_for(servers):
     slow = servers("slow")
     engine = engine_of(slow, servers(delay=0.02))
     generate(engine)
-    assert slow.asked and engine.dead == set()
+    assert slow.asked and engine.fleet.serving() == engine.urls
 
 
 @pytest.mark.parametrize(
@@ -96,10 +99,10 @@ def test_a_server_that_refuses_connections_is_left_out_and_asked_again_when_it_i
     gone.close()
     engine = engine_of(good, gone)
     generate(engine, 4)
-    assert engine.dead == {gone.url}
+    assert engine.fleet.serving() == [good.url]
     with closing(StandIn(port=gone.port)) as back:
         generate(engine, 16)
-        assert engine.dead == set() and back.asked
+        assert engine.fleet.serving() == engine.urls and back.asked
 
 
 def test_prompts_of_a_server_that_is_stopped_go_to_the_others_and_it_comes_back_when_it_goes_on(servers):
@@ -109,10 +112,10 @@ def test_prompts_of_a_server_that_is_stopped_go_to_the_others_and_it_comes_back_
         threading.Timer(0.1, halted.stop).start()
         began = time.monotonic()
         generate(engine, 24)
-        assert engine.dead == {halted.url} and time.monotonic() - began < 20
+        assert engine.fleet.serving() == [good.url] and time.monotonic() - began < 20
         halted.go_on()
         generate(engine, 24)
-        assert engine.dead == set()
+        assert engine.fleet.serving() == engine.urls
     finally:
         halted.kill()
 
@@ -123,7 +126,7 @@ def test_a_server_that_is_killed_while_it_generates_costs_no_prompt(servers):
     threading.Timer(0.1, killed.kill).start()
     engine = engine_of(good, killed)
     generate(engine, 24)
-    assert engine.dead == {killed.url}
+    assert engine.fleet.serving() == [good.url]
 
 
 def test_when_all_are_gone_the_run_waits_as_long_as_it_was_told_and_names_them():
@@ -147,14 +150,14 @@ def test_servers_of_others_are_given_the_current_weights_before_they_are_asked_a
         if len(filled) == 1:
             raise RuntimeError("no room for weights")
         back.version = "3"
-        return True
+        return 3
 
-    with Watcher(engine, refill, said.append):
+    with Reconnector(engine, refill, said.append):
         generate(engine, 12)
         deadline = time.monotonic() + 5
-        while engine.dead and time.monotonic() < deadline:
+        while engine.fleet.serving() != engine.urls and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert filled == [back.url] * 2 and engine.dead == set()
+    assert filled == [back.url] * 2 and engine.fleet.serving() == engine.urls
     assert said[0].endswith("excluded until it responds correctly") and "did not load the current weights" in said[1]
     assert said[2].endswith("is back, with weight version 3")
 
@@ -164,7 +167,7 @@ def test_a_server_that_cannot_be_told_anything_is_left_out_of_that(way, servers)
     good, bad = servers(), servers()
     bad.spoiled["/get_world_size"] = way
     engine = engine_of(good, bad)
-    assert engine.workers() == {good.url: 1} and engine.dead == {bad.url}
+    assert engine.workers() == {good.url: 1} and engine.fleet.serving() == [good.url]
     with pytest.raises(WeightSyncError, match=f"phase publish: vLLM server {bad.url} "):
         engine_of(bad, patience=0.0).workers()  # none would come back
 
@@ -186,7 +189,7 @@ def test_servers_that_join_and_leave_are_told_of_once(servers, tmp_path):
         while len(said) < lines and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    with Watcher(engine, lambda url: True, said.append):
+    with Reconnector(engine, lambda url: 3, said.append):
         for turn, urls in enumerate(([first.url, second.url], [second.url]), 1):
             file.write_text("\n".join(urls))
             engine.follow()
@@ -205,10 +208,10 @@ def test_servers_join_and_leave_by_a_file_between_steps(servers, tmp_path):
     generate(engine)
     file.write_text(f"# two\n{first.url}/\n{second.url}\n{second.url}\n")
     generate(engine)
-    assert engine.urls == [first.url, second.url] and engine.dead == {second.url} and not second.asked  # it has other weights
+    assert engine.urls == [first.url, second.url] and engine.fleet.serving() == [first.url] and not second.asked  # it has other weights
     second.version = "default"
     generate(engine, 32)
-    assert second.asked and engine.dead == set()
+    assert second.asked and engine.fleet.serving() == engine.urls
     asked = len(first.asked)
     file.write_text(second.url)
     generate(engine)

@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 
 from launch import rendezvous
 from megagrpo.parallel.rendezvous import join_world, sign_objects
+from megagrpo.process.variables import RENDEZVOUS_VARIABLE
 from tests.listening import listening
 
 
@@ -56,13 +57,13 @@ def test_the_first_of_several_agents_listens_on_the_master_address_alone():
 def test_the_folder_of_the_ranks_is_for_their_user_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setenv(rendezvous.FOLDER_VARIABLE, "of another run")
+    monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of another run")
     words = rendezvous.options()
-    folder = Path(os.environ[rendezvous.FOLDER_VARIABLE])
+    folder = Path(os.environ[RENDEZVOUS_VARIABLE])
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0 and len((folder / "secret").read_text()) == 64
     assert (folder / "secret").read_text() not in " ".join(words)
     several = rendezvous.options(1, 2, "10.0.0.1", 29400)
-    assert rendezvous.FOLDER_VARIABLE not in os.environ and "--rdzv-endpoint=10.0.0.1:29400" in several
+    assert RENDEZVOUS_VARIABLE not in os.environ and "--rdzv-endpoint=10.0.0.1:29400" in several
 
 
 def meet(folder, forged):

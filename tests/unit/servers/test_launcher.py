@@ -300,29 +300,29 @@ def test_a_server_whose_port_was_taken_restarts_at_a_fresh_port_and_clients_foll
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             taken.bind((launcher.host, port))
             taken.listen()
-            line = launcher.start_again(0)
+            line = launcher.restart(0)
             address = launcher.servers[0].address
             assert launcher.urls == [url] != [address]
             fresh = address.rpartition(":")[2]
             assert f"{url} was killed by SIGKILL, and another process took its port (new port {fresh}); restarting it" in line
             wait_until(lambda: launcher_module.healthy(address))
-            assert asyncio.run(client._each(answers)) == [True]
+            assert asyncio.run(client._each(answers, client.urls)) == [True]
         launcher.servers[0].end()
-        launcher.start_again(0)  # the port is free again
+        launcher.restart(0)  # the port is free again
         assert launcher.servers[0].address == url
         wait_until(lambda: launcher_module.healthy(url))
-        assert asyncio.run(client._each(answers)) == [True]
+        assert asyncio.run(client._each(answers, client.urls)) == [True]
     assert not file.exists()
 
 
 @pytest.mark.parametrize(
-    ("first", "restarts", "fate"), [("kill -KILL $$", 2, "was killed by SIGKILL after"), ("exit 3", 0, "ended with exit code 3 after")]
+    ("first", "restarts", "ending"), [("kill -KILL $$", 2, "was killed by SIGKILL after"), ("exit 3", 0, "ended with exit code 3 after")]
 )
-def test_a_server_that_is_killed_too_often_or_ends_by_itself_while_it_starts_is_given_up(first, restarts, fate, options, tmp_path):
+def test_a_server_that_is_killed_too_often_or_ends_by_itself_while_it_starts_is_given_up(first, restarts, ending, options, tmp_path):
     with Starting(options, tmp_path, max_restarts=2) as launcher:
         launcher.first = first
         launcher.start()
-        with pytest.raises(EngineStartError, match=f"vLLM server .* {fate}"):
+        with pytest.raises(EngineStartError, match=f"vLLM server .* {ending}"):
             launcher.wait()
         assert launcher.restarts.total() == restarts and launcher.servers == []
 

@@ -1,4 +1,4 @@
-"""The keeper around ordinary processes that answer a health check: how often it starts them again, and what makes it give one up."""
+"""The restarter around ordinary processes that answer a health check: how often it starts them again, and what makes it give one up."""
 
 import os
 import signal
@@ -11,11 +11,12 @@ import pytest
 import megagrpo.servers.restarts as restarts_module
 from megagrpo.engine import http
 from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.fleet import State
 from megagrpo.engine.protocol import EngineDeadError
 from megagrpo.servers import hang_detection
 from megagrpo.servers import launcher as launcher_module
 from megagrpo.servers.launcher import Launcher, ServerOptions
-from megagrpo.servers.restarts import Keeper
+from megagrpo.servers.restarts import Restarter
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import Prompt, SamplingParams
 
@@ -58,7 +59,7 @@ def stop(server):
 
 def impatient(monkeypatch):
     """Who says nothing for half a second hangs."""
-    for name, seconds in (("PULSE_SECONDS", 0.01), ("SILENT_SECONDS", 0.5)):
+    for name, seconds in (("CHECK_SECONDS", 0.01), ("HANG_SECONDS", 0.5)):
         monkeypatch.setattr(hang_detection, name, seconds)
     for module in (hang_detection, http):
         monkeypatch.setattr(module, "HEALTH_SECONDS", 0.2)
@@ -91,16 +92,16 @@ def test_a_server_is_started_again_at_its_address_filled_and_then_alive(stand):
     engine, filled, said = VllmEngine(stand.urls, str, patience=5.0), [], []
 
     def refill(url):
-        assert url in engine.dead
+        assert engine.fleet.state(url) is State.STARTING
         filled.append(url)
-        return True
+        return 0
 
     stand.max_restarts = 2
-    with Keeper(stand, engine, refill, said.append):
+    with Restarter(stand, engine, refill, said.append):
         for time_ in (1, 2):
             kill(stand.servers[0])
             wait_until(lambda: len(said) == 2 * time_)  # noqa: B023
-            assert filled == stand.urls * time_ and engine.dead == set()
+            assert filled == stand.urls * time_ and engine.fleet.serving() == stand.urls
     assert "was killed by SIGKILL; restarting it, 1 of 2 times (rollout.max_restarts); log: " in said[0]
     assert said[1].endswith("is back, with weight version 0")
 
@@ -109,7 +110,7 @@ def test_a_server_that_ends_again_and_again_is_given_up_and_the_engine_waits_no_
     engine, said = VllmEngine(stand.urls, str, patience=60.0), []
     (tmp_path / "broken").touch()
     stand.max_restarts = 2
-    with Keeper(stand, engine, lambda url: True, said.append):
+    with Restarter(stand, engine, lambda url: 0, said.append):
         kill(stand.servers[0])
         with pytest.raises(EngineDeadError, match="no vLLM server responds any longer"):
             engine.generate([Prompt(0, (5, 6), "")], 1, SamplingParams(0.0, 4), seed=0)
@@ -122,29 +123,30 @@ def test_a_server_that_does_not_take_the_weights_is_ended(stand):
     def refill(url):
         raise WeightSyncError("phase update: worker 0: no")
 
-    with Keeper(stand, engine, refill, said.append):
+    with Restarter(stand, engine, refill, said.append):
         kill(stand.servers[0])
         wait_until(lambda: len(said) == 3)
     assert "did not load the current weights; killing it: phase update: worker 0: no" in said[1] and "restart limit 1 reached" in said[2]
-    assert engine.dead == set(stand.urls)
+    assert engine.fleet.states() == {stand.urls[0]: State.GONE}
 
 
 def test_a_server_that_cannot_be_filled_now_stays_out_until_the_next_sync(stand):
     engine, said = VllmEngine(stand.urls, str, patience=5.0), []
-    with Keeper(stand, engine, lambda url: False, said.append):
+    with Restarter(stand, engine, lambda url: None, said.append):
         kill(stand.servers[0])
         wait_until(lambda: len(said) == 2)
-        assert said[1].endswith("is back and waits for the next weight sync") and engine.dead == engine.waiting == set(stand.urls)
+        assert said[1].endswith("is back and waits for the next weight sync")
+        assert engine.fleet.states() == {stand.urls[0]: State.NEEDS_WEIGHTS}
         assert engine.workers() == {stand.urls[0]: 2}  # it takes part
-    assert engine.dead == engine.waiting == set()
+        assert engine.fleet.serving() == []  # before it has the weights it gets no requests
 
 
 def test_a_server_that_is_there_and_says_nothing_is_ended_and_started_again(stand, monkeypatch):
-    monkeypatch.setattr(restarts_module, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(restarts_module, "KILL_SILENT_SECONDS", 0.2)
     monkeypatch.setattr(restarts_module, "healthy", lambda url: len(said) > 1)
     engine, said = VllmEngine(stand.urls, str, patience=5.0), []
-    engine.dead.add(stand.urls[0])  # a request had found no answer
-    with Keeper(stand, engine, lambda url: True, said.append):
+    engine.fleet.silent(stand.urls[0])  # a request had found no answer
+    with Restarter(stand, engine, lambda url: 0, said.append):
         wait_until(lambda: len(said) == 3)
     assert "no response for 0.2 s; killing it" in said[0] and "restarting it" in said[1] and "is back" in said[2]
 
@@ -157,7 +159,7 @@ def test_a_server_that_hangs_while_nobody_asks_it_anything_is_ended_and_started_
     with Wedged(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
         launcher.start()
         engine, said = VllmEngine(launcher.wait(), str, patience=5.0, sync_timeout=0.6 if wedged else 60.0), []
-        with Keeper(launcher, engine, lambda url: True, said.append):
+        with Restarter(launcher, engine, lambda url: 0, said.append):
             (tmp_path / "wedged").touch()
             if not wedged:
                 time.sleep(1.0)  # an engine that takes in weights says nothing either
@@ -168,12 +170,12 @@ def test_a_server_that_hangs_while_nobody_asks_it_anything_is_ended_and_started_
             wait_until(lambda: len(said) == 3)
     words = "is up, but its engine has not responded for 0.6 s" if wedged else "has not passed a health check for 0.5 s"
     assert words in said[0] and "restarting it, 1 of 1 times" in said[1] and "is back" in said[2]
-    assert not engine.dead
+    assert engine.fleet.serving() == engine.urls
 
 
-def test_nothing_is_started_once_the_keeper_is_left(stand):
+def test_nothing_is_started_once_the_restarter_is_left(stand):
     engine = VllmEngine(stand.urls, str, patience=5.0)
-    with Keeper(stand, engine, lambda url: True, lambda line: None):
+    with Restarter(stand, engine, lambda url: 0, lambda line: None):
         pass
     kill(stand.servers[0])
     time.sleep(0.3)
@@ -182,14 +184,14 @@ def test_nothing_is_started_once_the_keeper_is_left(stand):
 
 def test_a_server_that_ends_while_others_sleep_is_started_when_they_wake(stand):
     engine, said = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), []
-    engine.asleep = True
-    with Keeper(stand, engine, lambda url: False, said.append):
+    engine.fleet.begin_sleep()
+    with Restarter(stand, engine, lambda url: None, said.append):
         kill(stand.servers[0])
-        wait_until(lambda: engine.dead)
+        wait_until(lambda: engine.fleet.state(stand.urls[0]) is State.ENDED)
         time.sleep(0.3)
         assert not stand.servers[0].alive and not said
         assert engine.workers() == {stand.urls[0]: 2}  # no other is left: it is started, and takes part
-    assert not engine.asleep and "restarting it" in said[0]
+    assert not engine.fleet.asleep and "restarting it" in said[0]
 
 
 def test_a_server_that_starts_is_not_waited_for_at_the_end(stand, monkeypatch):
@@ -198,7 +200,7 @@ def test_a_server_that_starts_is_not_waited_for_at_the_end(stand, monkeypatch):
     engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
     monkeypatch.setattr(engine, "_update", lambda verbs: told.append(stand.servers[0].alive))
     kill(stand.servers[0])
-    with Keeper(stand, engine, lambda url: False, said.append):
+    with Restarter(stand, engine, lambda url: None, said.append):
         wait_until(lambda: said)
         engine.sleep(keeps_weights=True, last=True)
     assert told == [False] and len(said) == 1
@@ -206,22 +208,22 @@ def test_a_server_that_starts_is_not_waited_for_at_the_end(stand, monkeypatch):
 
 def test_who_has_servers_sleep_waits_for_one_that_starts_and_it_sleeps_too(stand, monkeypatch):
     engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
-    monkeypatch.setattr(engine, "_update", lambda verbs: told.append((set(engine.dead), list(said))))
+    monkeypatch.setattr(engine, "_update", lambda verbs: told.append((engine.fleet.updatable(), list(said))))
     kill(stand.servers[0])
-    with Keeper(stand, engine, lambda url: False, said.append):
+    with Restarter(stand, engine, lambda url: None, said.append):
         wait_until(lambda: said)
         engine.sleep()
-    assert len(told) == 1 and told[0][0] == set() and told[0][1][-1].endswith("is back and waits for the next weight sync")
-    assert engine.dead == engine.waiting == set(stand.urls)
+    assert len(told) == 1 and told[0][0] == stand.urls and told[0][1][-1].endswith("is back and waits for the next weight sync")
+    assert engine.fleet.states() == {stand.urls[0]: State.NEEDS_WEIGHTS}
 
 
 def test_who_has_servers_sleep_waits_until_a_silent_one_has_ended(stand, monkeypatch):
-    monkeypatch.setattr(restarts_module, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(restarts_module, "KILL_SILENT_SECONDS", 0.5)
     monkeypatch.setattr(restarts_module, "healthy", lambda url: False)
     engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
     monkeypatch.setattr(engine, "_update", lambda verbs: told.append(stand.servers[0].alive))
-    engine.dead.add(stand.urls[0])  # a request had found no answer
-    with Keeper(stand, engine, lambda url: True, said.append):
-        wait_until(lambda: engine.unsettled)
+    engine.fleet.silent(stand.urls[0])  # a request had found no answer
+    with Restarter(stand, engine, lambda url: 0, said.append):
+        assert engine.fleet.unsettled() == stand.urls
         engine.sleep()
         assert told == [False] and len(said) == 1 and "no response for 0.5 s; killing it" in said[0]

@@ -61,7 +61,7 @@ def test_as_many_servers_start_at_the_ports_that_follow(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     started = []
     monkeypatch.setattr(Launcher, "_launch", lambda self, index, port: started.append((index, port)))
-    monkeypatch.setattr("megagrpo.servers.launcher._check_port", lambda host, port: None)
+    monkeypatch.setattr("megagrpo.servers.launcher.check_port", lambda host, port: None)
     made = launcher(tmp_path, "rollout.servers=3", "rollout.port=21000")
     made.start()
     made.servers.clear()
@@ -97,6 +97,6 @@ def test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on(adap
         wiring._start_asleep(told, Launcher(None, "."), print)
         engine = VllmEngine([url], str, sleeps=True, lora=told.lora.syncs_adapters)
         engine.sleep()
-        engine.asleep = False
+        engine.fleet.end_sleep()
         engine.sleep(keeps_weights=True)  # for a checkpoint
     assert paths == [f"/sleep?level={level}"] * 2 + ["/sleep?level=1"]

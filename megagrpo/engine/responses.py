@@ -13,38 +13,38 @@ import httpx
 from megagrpo.engine.protocol import derive_seed
 
 
-class Garbage(ValueError):
-    """The response is invalid: from another program, truncated, or inconsistent."""
+class InvalidResponse(ValueError):
+    """A response is from another program, truncated, or inconsistent."""
 
 
 def read_choices(answer: httpx.Response, n: int, max_tokens: int) -> list[dict[str, Any]]:
     """Return the `n` choices of a response, sorted by index.
 
-    Raises Garbage unless the indices are 0 to n - 1 and each choice has a finish reason, at most `max_tokens` token ids, and a log-prob for
-    each of them.
+    Raises InvalidResponse unless the indices are 0 to n - 1 and each choice has a finish reason, at most `max_tokens` token ids, and a
+    log-prob for each of them.
     """
     try:
         choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n)):
-            raise Garbage(f"got {len(choices)} responses; {n} were requested")
+            raise InvalidResponse(f"got {len(choices)} responses; {n} were requested")
         for choice in choices:
             _check(choice, max_tokens)
-    except Garbage:
+    except InvalidResponse:
         raise
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         start = answer.text[:80].replace("\n", " ")
-        raise Garbage(f"not a response to a prompt ({type(error).__name__}): {start!r}") from error
+        raise InvalidResponse(f"not a response to a prompt ({type(error).__name__}): {start!r}") from error
     return choices
 
 
 def _check(choice: dict[str, Any], max_tokens: int) -> None:
     ids, content = choice["token_ids"], (choice["logprobs"] or {}).get("content") or ()
     if not all(type(token) is int and token >= 0 for token in ids) or not isinstance(choice["finish_reason"], str):
-        raise Garbage(f"invalid token_ids or finish_reason: {str(choice)[:80]}")
+        raise InvalidResponse(f"invalid token_ids or finish_reason: {str(choice)[:80]}")
     if len(ids) > max_tokens:
-        raise Garbage(f"got {len(ids)} tokens; at most {max_tokens} were requested")
+        raise InvalidResponse(f"got {len(ids)} tokens; at most {max_tokens} were requested")
     if ids != [entry["token_id"] for entry in content] or not all(isinstance(entry["logprob"], int | float) for entry in content):
-        raise Garbage(f"the {len(ids)} token ids do not match the {len(content)} log-prob entries")
+        raise InvalidResponse(f"the {len(ids)} token ids do not match the {len(content)} log-prob entries")
 
 
 def is_broken_off(choice: dict[str, Any]) -> bool:

@@ -1,0 +1,343 @@
+"""The state of every vLLM server of a run: one state per server, one lock, one table of transitions.
+
+The client, weight updates, the restart thread and the reconnect thread report events to a `Fleet` and query it. No other module stores
+which server is in which state.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from enum import Enum
+
+FIRST_EXCLUSION_SECONDS, LONGEST_EXCLUSION_SECONDS = 1.0, 60.0  # exclusion time of an unreliable server; it doubles in between
+BACKOFF_RESET_SECONDS = 120.0  # without an exclusion for this long, the exclusion time starts over
+
+
+class State(Enum):
+    """The state of one server.
+
+    Only the trainer's rank 0 restarts servers or gives them weights, so STARTING, NEEDS_WEIGHTS and ENDED occur there only.
+    """
+
+    JOINING = "joining"  # rollout.urls_file named it during the run; it has never served this run
+    STARTING = "starting"  # its process was restarted and does not have the current weights yet
+    SERVING = "serving"  # has the current weights and gets requests
+    SILENT = "silent"  # failed its health check, did not respond, or missed a weight update; its process may be alive
+    EXCLUDED = "excluded"  # responds, but its responses were invalid or late
+    NEEDS_WEIGHTS = "needs_weights"  # healthy; gets weights in the next push of all ranks, and requests after that push
+    ENDED = "ended"  # its process has ended and may be restarted
+    DRAINING = "draining"  # rollout.urls_file no longer names it; calls of `generate` that use it already may finish on it
+    GONE = "gone"  # does not return: restart limit reached, or removed from rollout.urls_file and not draining
+
+
+class Event(Enum):
+    """What is reported about one server. The verb of `Fleet` that reports it has the same name, except where noted."""
+
+    SILENT = "silent"
+    EXCLUDED = "excluded"
+    DIED = "died"
+    STARTED = "started"  # `may_start`
+    GONE = "gone"
+    READY = "ready"
+    FILLED = "filled"
+    WAITING = "waiting"  # `needs_weights`
+    SYNCED = "synced"  # `synced`, for a server that loaded the version
+    MISSED = "missed"  # `synced`, for a server that did not
+    NAMED = "named"  # `follow`
+    REMOVED = "removed"  # `follow`
+
+
+_S, _E = State, Event
+# event -> {state: next state}. None: the event is ignored in that state. A state that is absent does not allow the event.
+TRANSITIONS: dict[Event, dict[State, State | None]] = {
+    _E.SILENT: {_S.SERVING: _S.SILENT, _S.NEEDS_WEIGHTS: _S.SILENT, _S.DRAINING: _S.GONE}
+    | dict.fromkeys((_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED, _S.ENDED, _S.GONE)),
+    _E.EXCLUDED: {_S.SERVING: _S.EXCLUDED, _S.SILENT: _S.EXCLUDED, _S.EXCLUDED: _S.EXCLUDED, _S.NEEDS_WEIGHTS: _S.EXCLUDED}
+    | {_S.JOINING: _S.JOINING, _S.DRAINING: _S.GONE}
+    | dict.fromkeys((_S.STARTING, _S.ENDED, _S.GONE)),
+    _E.DIED: dict.fromkeys((_S.STARTING, _S.SERVING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS), _S.ENDED) | {_S.ENDED: None},
+    _E.STARTED: {_S.ENDED: _S.STARTING},
+    _E.GONE: {_S.ENDED: _S.GONE},
+    _E.READY: dict.fromkeys((_S.JOINING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS), _S.SERVING)
+    | dict.fromkeys((_S.STARTING, _S.SERVING, _S.ENDED, _S.DRAINING, _S.GONE)),
+    _E.FILLED: dict.fromkeys((_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED), _S.SERVING)
+    | dict.fromkeys((_S.SERVING, _S.DRAINING, _S.GONE)),
+    _E.WAITING: dict.fromkeys((_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED), _S.NEEDS_WEIGHTS)
+    | dict.fromkeys((_S.SERVING, _S.DRAINING, _S.GONE)),
+    _E.SYNCED: {_S.SERVING: _S.SERVING, _S.NEEDS_WEIGHTS: _S.SERVING}
+    | dict.fromkeys((_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED, _S.ENDED, _S.DRAINING, _S.GONE)),
+    _E.MISSED: {_S.SERVING: _S.SILENT}
+    | dict.fromkeys((_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS, _S.ENDED, _S.DRAINING, _S.GONE)),
+    _E.NAMED: {_S.DRAINING: _S.JOINING, _S.GONE: _S.JOINING},
+    _E.REMOVED: {_S.SERVING: _S.DRAINING} | dict.fromkeys((_S.JOINING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS), _S.GONE),
+}
+
+
+class Fleet:
+    """The servers of a run, their states and the weight version that they serve. Thread-safe: one lock covers everything.
+
+    `urls` are the servers of the run; all of them serve at first. `patience` is the number of seconds that a server which does not serve
+    may take to return; 0 means that none returns. Raises ValueError without any URL.
+
+    The table shows the state after an event. "-": the event is ignored. "!": the event raises AssertionError, with state and event.
+
+                      silent    excluded  died   started   gone  ready    filled   waiting        synced   missed  named    removed
+        JOINING       -         JOINING   !      !         !     SERVING  SERVING  NEEDS_WEIGHTS  -        -       !        GONE
+        STARTING      -         -         ENDED  !         !     -        SERVING  NEEDS_WEIGHTS  -        -       !        !
+        SERVING       SILENT    EXCLUDED  ENDED  !         !     -        -        -              SERVING  SILENT  !        DRAINING
+        SILENT        -         EXCLUDED  ENDED  !         !     SERVING  SERVING  NEEDS_WEIGHTS  -        -       !        GONE
+        EXCLUDED      -         EXCLUDED  ENDED  !         !     SERVING  SERVING  NEEDS_WEIGHTS  -        -       !        GONE
+        NEEDS_WEIGHTS SILENT    EXCLUDED  ENDED  !         !     SERVING  !        !              SERVING  -       !        GONE
+        ENDED         -         -         -      STARTING  GONE  -        !        !              -        -       !        !
+        DRAINING      GONE      GONE      !      !         !     -        -        -              -        -       JOINING  !
+        GONE          -         -         !      !         !     -        -        -              -        -       JOINING  !
+
+    Events that are ignored come from another thread, too late:
+    - silent, excluded: a request to a server that does not serve has failed. A STARTING server is not blamed for its former process, and
+      an EXCLUDED one keeps its exclusion time. A server that joins stays JOINING, because it has never served.
+    - ready: the client's health check ended after the state had changed. A STARTING server gets requests from `filled` on.
+    - filled, waiting: the client has seen earlier that the server has the current weights, or the server was removed meanwhile.
+    - synced, missed: the server stopped serving during the update, or it did not serve before.
+
+    ENDED is a state of its own: a server whose process has ended holds no GPU memory, so `unsettled` leaves it out, and only an ENDED
+    server may be started. DRAINING exists because `urls_file` may change while other threads still generate.
+    """
+
+    def __init__(self, urls: Sequence[str], patience: float = 0.0):
+        if not urls:
+            raise ValueError("rollout.urls: no vLLM server is named and none was started")
+        self._lock = threading.Lock()
+        self._urls = list(urls)
+        self._states = dict.fromkeys(urls, State.SERVING)
+        self._loaded: dict[str, int] = {}  # URL -> weight version that the server loaded last and has not lost since
+        self._version = 0
+        self._patience = patience
+        self._asleep = self._leaving = False
+        self._exclusions: Counter[str] = Counter()
+        self._excluded_until: dict[str, float] = {}
+
+    # -- events of one server
+
+    def silent(self, url: str) -> None:
+        """The server failed its health check or does not respond."""
+        self._report(url, Event.SILENT)
+
+    def excluded(self, url: str) -> None:
+        """The server responds but is unreliable. Its exclusion time doubles with each exclusion."""
+        with self._lock:
+            if self._apply(url, Event.EXCLUDED):
+                self._extend_exclusion(url)
+
+    def died(self, url: str) -> None:
+        """The server's process has ended."""
+        self._report(url, Event.DIED)
+
+    def may_start(self, url: str) -> bool:
+        """Whether the process of an ENDED server may be restarted now; the server is STARTING then, and the caller restarts it.
+
+        False while servers sleep: the trainer uses the GPUs, also the one of the server that ended. `begin_sleep` and this method exclude
+        each other, so no server starts unnoticed.
+        """
+        with self._lock:
+            return not self._asleep and self._apply(url, Event.STARTED)
+
+    def gone(self, url: str) -> None:
+        """The server's process has ended and is not restarted."""
+        self._report(url, Event.GONE)
+
+    def ready(self, url: str, version: int) -> None:
+        """The server was seen healthy, serving weights of `version`. Ignored if another version is current by now."""
+        with self._lock:
+            if version == self._version:
+                self._apply(url, Event.READY)
+
+    def filled(self, url: str, version: int) -> bool:
+        """The server loaded weights of `version` after it returned. Returns whether it serves now.
+
+        If another version is current by now, the server missed it: the event is ignored, and the server must be filled again.
+        """
+        with self._lock:
+            if version == self._version:
+                self._apply(url, Event.FILLED)
+            return self._states[url] is State.SERVING
+
+    def needs_weights(self, url: str) -> None:
+        """The server is healthy and waits for the next push of all ranks."""
+        self._report(url, Event.WAITING)
+
+    # -- weights
+
+    @property
+    def version(self) -> int:
+        """The current weight version."""
+        with self._lock:
+            return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        """Set the version without a change of states: another rank synced the servers."""
+        with self._lock:
+            self._version = version
+
+    def loading(self, url: str) -> None:
+        """The server starts to load weights. Until `loaded` it holds no known version."""
+        with self._lock:
+            self._loaded.pop(url, None)
+
+    def loaded(self, url: str, version: int) -> None:
+        """The server loaded weights of `version`."""
+        with self._lock:
+            self._loaded[url] = version
+
+    def synced(self, version: int) -> None:
+        """Make `version` current. Servers that hold it serve; servers that served and missed it are SILENT until they are filled."""
+        with self._lock:
+            self._version = version
+            for url in self._urls:
+                self._apply(url, Event.SYNCED if self._loaded.get(url) == version else Event.MISSED)
+
+    # -- all servers
+
+    def follow(self, urls: Sequence[str]) -> None:
+        """Replace the servers of the run by `urls`. New ones are JOINING; removed ones that serve are DRAINING, the others GONE."""
+        with self._lock:
+            removed, added = set(self._urls) - set(urls), set(urls) - set(self._urls)
+            events = [(url, Event.REMOVED) for url in removed] + [(url, Event.NAMED) for url in added & self._states.keys()]
+            for url, event in events:
+                self._next(url, event)  # all of them are allowed, or nothing changes
+            for url, event in events:
+                self._apply(url, event)
+            self._states |= dict.fromkeys(added - self._states.keys(), State.JOINING)
+            self._urls = list(urls)
+
+    def begin_sleep(self, last: bool = False) -> bool:
+        """Record that servers sleep from here on; returns whether they were awake. No server may start until `end_sleep`.
+
+        `last` means that servers in `unsettled` are to be killed instead of waited for.
+        """
+        with self._lock:
+            if self._asleep:
+                return False
+            self._asleep, self._leaving = True, last
+            return True
+
+    def end_sleep(self) -> None:
+        """Record that servers are awake."""
+        with self._lock:
+            self._asleep = False
+
+    # -- queries; each is a consistent snapshot
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers of the run, in order."""
+        with self._lock:
+            return list(self._urls)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether servers sleep."""
+        with self._lock:
+            return self._asleep
+
+    @property
+    def leaving(self) -> bool:
+        """Whether servers that are unsettled are to be killed."""
+        with self._lock:
+            return self._leaving
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a server may take to return; 0 when no server can return, also because all are GONE."""
+        with self._lock:
+            return 0.0 if all(self._states[url] is State.GONE for url in self._urls) else self._patience
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        with self._lock:
+            self._patience = seconds
+
+    def state(self, url: str) -> State:
+        """The state of one server. Raises KeyError for a URL that was never named."""
+        with self._lock:
+            return self._states[url]
+
+    def states(self) -> dict[str, State]:
+        """The state of each server of the run, in order."""
+        with self._lock:
+            return {url: self._states[url] for url in self._urls}
+
+    def serving(self) -> list[str]:
+        """Servers that get requests."""
+        return self._those_in({State.SERVING})
+
+    def updatable(self) -> list[str]:
+        """Servers that get weight updates: they serve, or wait for weights."""
+        return self._those_in({State.SERVING, State.NEEDS_WEIGHTS})
+
+    def holding(self, version: int) -> list[str]:
+        """Servers of `updatable` that have loaded `version`."""
+        with self._lock:
+            there = (State.SERVING, State.NEEDS_WEIGHTS)
+            return [url for url in self._urls if self._states[url] in there and self._loaded.get(url) == version]
+
+    def unsettled(self) -> list[str]:
+        """Servers that may hold GPU memory and cannot be put to sleep until the restart thread has filled or killed them. Without patience
+        no server returns, and none is waited for."""
+        return self._those_in({State.STARTING, State.SILENT, State.EXCLUDED}) if self.patience else []
+
+    def usable(self, urls: Iterable[str]) -> list[str]:
+        """Those of `urls` that a call of `generate` which uses them may send requests to: they serve, or drain."""
+        with self._lock:
+            return [url for url in urls if self._states[url] in (State.SERVING, State.DRAINING)]
+
+    def returning(self, urls: Iterable[str]) -> list[str]:
+        """Those of `urls` that may turn out to be ready: out of use for another reason than a restart, and not excluded any longer."""
+        out, now = (State.JOINING, State.SILENT, State.EXCLUDED, State.NEEDS_WEIGHTS), time.monotonic()
+        with self._lock:
+            return [url for url in urls if self._states[url] in out and now >= self._excluded_until.get(url, 0.0)]
+
+    def is_excluded(self, url: str) -> bool:
+        """Whether the server's exclusion time has not passed yet."""
+        with self._lock:
+            return time.monotonic() < self._excluded_until.get(url, 0.0)
+
+    # -- with the lock held, except `_report` and `_those_in`, which take it
+
+    def _report(self, url: str, event: Event) -> None:
+        with self._lock:
+            self._apply(url, event)
+
+    def _those_in(self, states: Collection[State]) -> list[str]:
+        with self._lock:
+            return [url for url in self._urls if self._states[url] in states]
+
+    def _next(self, url: str, event: Event) -> State | None:
+        """The server's state after `event`, or None when the event is ignored. Raises AssertionError when the table does not allow it."""
+        state = self._states.get(url)
+        if state is None or state not in TRANSITIONS[event]:
+            shown = "unknown" if state is None else state.name
+            raise AssertionError(f"vLLM server {url}: event {event.name} is not allowed in state {shown}")
+        return TRANSITIONS[event][state]
+
+    def _apply(self, url: str, event: Event) -> bool:
+        """Move the server to its next state. Returns False when the event is ignored. Raises the error of `_next`."""
+        state = self._next(url, event)
+        if state is None:
+            return False
+        if state not in (State.SERVING, State.NEEDS_WEIGHTS):
+            self._loaded.pop(url, None)
+        self._states[url] = state
+        return True
+
+    def _extend_exclusion(self, url: str) -> None:
+        now, until = time.monotonic(), self._excluded_until.get(url, 0.0)
+        if now < until:
+            return
+        if now > until + BACKOFF_RESET_SECONDS:
+            del self._exclusions[url]
+        self._excluded_until[url] = now + min(FIRST_EXCLUSION_SECONDS * 2 ** self._exclusions[url], LONGEST_EXCLUSION_SECONDS)
+        self._exclusions[url] += 1

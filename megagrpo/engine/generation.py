@@ -1,0 +1,152 @@
+"""Distribution of prompts over the servers of a fleet, until every prompt has its responses or no server is left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from megagrpo.engine.http import HEALTH_SECONDS, answers
+from megagrpo.engine.protocol import EngineStarved
+from megagrpo.engine.updates import LOOK_SECONDS, Updates
+from megagrpo.types import Prompt
+
+WAKE_SECONDS = 0.02  # between two looks for prompts that wait for a server
+WATCH_SECONDS = 2.0  # between two health checks of a server that works on prompts
+REASSIGN_SECONDS = 30.0  # without a passed health check, after which a server's prompts go to other servers
+
+Choices = list[dict[str, Any]]  # vLLM's responses to one prompt
+
+
+@dataclass
+class Job:
+    """A request for one prompt: the prompt's index in the call, its body, the weight version at its creation, and the number of failed
+    attempts."""
+
+    index: int
+    prompt: Prompt
+    body: dict[str, Any]
+    version: int
+    failures: int = 0
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """What a `Generation` calls. `respond` returns the choices for a job, or None when the job must be retried. `deliver` takes them.
+    `end_requests` ends all requests of this event loop to a server. `begun` is called when servers work on all prompts and have room."""
+
+    respond: Callable[[httpx.AsyncClient, str, Job], Awaitable[Choices | None]]
+    deliver: Callable[[str, Job, Choices], None]
+    end_requests: Callable[[str], None]
+    begun: Callable[[], None]
+
+
+class Generation:
+    """One call of `generate`. Each server has `slots` slots; a free slot takes the next job.
+
+    When a server stops serving, its jobs go to other servers. With the fleet's `patience`, servers that return are used again. The servers
+    are those of the fleet at construction, although `follow` may be called meanwhile.
+    """
+
+    def __init__(self, engine: Updates, client: httpx.AsyncClient, jobs: deque[Job], slots: int, handlers: Handlers):
+        self._engine, self._fleet, self._client = engine, engine.fleet, client
+        self._jobs, self._slots, self._handlers = jobs, slots, handlers
+        self._urls = self._fleet.urls if self._fleet.patience else engine.serving()
+        self._left, self._busy, self._more = len(jobs), 0, asyncio.Event()
+
+    async def run(self) -> None:
+        """Work off all jobs. Raises EngineDeadError when no server is left, EngineStarved when all remaining servers need weights."""
+        slots = min(self._slots, len(self._jobs))
+        work = [self._serve(url) for _ in range(slots) for url in self._urls]  # prompts are distributed over the servers in turn
+        recovery = [self._await_servers(), self._watch()] if self._fleet.patience else []
+        await gather([*work, self._wake(), *recovery])
+        if self._left:
+            raise self._engine.dead_error()
+
+    def _usable(self) -> list[str]:
+        return self._fleet.usable(self._urls)
+
+    def _report_if_begun(self) -> None:
+        if not self._jobs and self._busy < self._slots * len(self._usable()):
+            self._handlers.begun()
+
+    async def _serve(self, url: str) -> None:
+        """Work off jobs on one slot of the server."""
+        while self._left and (self._fleet.patience or self._fleet.usable([url])):
+            if not self._jobs or not self._fleet.usable([url]):  # another server may still return its prompts, and this server may recover
+                await self._more.wait()
+                continue
+            job = self._jobs.popleft()
+            self._busy += 1
+            self._report_if_begun()
+            choices = await self._handlers.respond(self._client, url, job)
+            self._busy -= 1
+            if choices is None:
+                self._jobs.append(job)
+                continue
+            self._report_if_begun()
+            self._handlers.deliver(url, job, choices)
+            self._left -= 1
+
+    async def _wake(self) -> None:
+        """Wake free slots when there are jobs for them."""
+        while self._left and (self._fleet.patience or self._usable()):
+            if self._jobs and self._usable():
+                self._more.set()  # wakes every waiting `_serve` once
+                self._more.clear()
+            await asyncio.sleep(WAKE_SECONDS)
+        self._more.set()
+
+    async def _await_servers(self) -> None:
+        """Report servers that return. Raises the errors of `run` when no server serves for too long."""
+        silent_since = time.monotonic()
+        while self._left:
+            for url in self._fleet.returning(self._urls):
+                await self._engine.report_if_ready(self._client, url)
+            if self._usable():
+                silent_since = time.monotonic()
+            elif not self._engine.refills and any([await answers(self._client, url) for url in self._urls]):
+                names = ", ".join(map(self._engine.name, self._urls))
+                raise EngineStarved(f"{names}: none has weight version {self._engine.weight_version}")
+            elif time.monotonic() - silent_since >= self._fleet.patience:
+                raise self._engine.dead_error()
+            await pause(LOOK_SECONDS, lambda: not self._left)
+
+    async def _watch(self) -> None:
+        """Report servers that do not respond, and end their requests."""
+        heard: dict[str, float] = {}  # server -> when it passed a health check last, or was not expected to
+        while self._left:
+            urls, began = self._usable(), time.monotonic()
+            healthy = await gather([answers(self._client, url) for url in urls])
+            starved = time.monotonic() - began > HEALTH_SECONDS + 1  # this process was starved of CPU, so silence proves nothing
+            usable = self._fleet.usable(urls)
+            for url, passed in zip(urls, healthy, strict=True):
+                now = time.monotonic()
+                if passed or starved or url not in usable:
+                    heard[url] = now
+                elif now - heard.setdefault(url, now) > REASSIGN_SECONDS:
+                    self._fleet.silent(url)
+                    self._handlers.end_requests(url)
+            await pause(WATCH_SECONDS, lambda: not self._left)
+
+
+async def pause(seconds: float, over: Callable[[], bool]) -> None:
+    """Sleep for `seconds`, or until `over` returns True."""
+    ends = time.monotonic() + seconds
+    while not over() and time.monotonic() < ends:
+        await asyncio.sleep(WAKE_SECONDS)
+
+
+async def gather[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run the coroutines concurrently and return their results in order. When one fails, cancel the others and raise its error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,5 @@
+"""Names of the environment variables that a launcher or a user sets for the processes of a run."""
+
+TOKEN_VARIABLE = "MEGAGRPO_TOKEN"  # the token of the servers and, on several nodes, of the ranks
+TOKEN_FILE_VARIABLE = "MEGAGRPO_TOKEN_FILE"  # the file that holds the token
+RENDEZVOUS_VARIABLE = "MEGAGRPO_RENDEZVOUS"  # the folder in which the ranks of one node meet; launch/rendezvous.py makes it
