@@ -27,12 +27,12 @@ def check_plugin(urls: Sequence[str], token: str | None = None, quantization: st
         if answer.status_code == 404:
             raise ValueError(f"rollout.urls: {url} has no weight update routes (vLLM 0.25 or later has them); start it with {NEEDED}")
         if answer.status_code != 200:
-            said = " ".join(answer.text.split())[:300]
-            raise ValueError(f"rollout.urls: {url} cannot receive weights; start it with {NEEDED}. Response: {said}")
+            text = " ".join(answer.text.split())[:300]
+            raise ValueError(f"rollout.urls: {url} cannot receive weights; start it with {NEEDED}. Response: {text}")
         answer = _post(url, "collective_rpc", {"method": "quantization"}, token)
         if answer.status_code != 200:
-            said = " ".join(answer.text.split())[:300]
-            raise ValueError(f"rollout.urls: {url} lacks {VERBS} of this version. Response: {said}")
+            text = " ".join(answer.text.split())[:300]
+            raise ValueError(f"rollout.urls: {url} lacks {VERBS} of this version. Response: {text}")
         if (its := _first_result(url, answer)) != quantization:
             raise ValueError(
                 f"rollout.quantization: {quantization} differs from {url}, which was started with {its}; set it to that, or "
@@ -53,5 +53,5 @@ def _first_result(url: str, answer: httpx.Response) -> object:
     try:
         return answer.json()["results"][0]
     except (ValueError, LookupError, TypeError):
-        said = " ".join(answer.text.split())[:100]
-        raise ValueError(f"rollout.urls: {url} is not a vLLM server (response: {said!r}); name the address of a vLLM server") from None
+        text = " ".join(answer.text.split())[:100]
+        raise ValueError(f"rollout.urls: {url} is not a vLLM server (response: {text!r}); name the address of a vLLM server") from None

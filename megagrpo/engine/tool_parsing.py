@@ -24,11 +24,11 @@ async def read_tool_calls(
     server cannot parse tool calls or does not respond."""
     at_once = asyncio.Semaphore(AT_ONCE)
 
-    async def read(place: int) -> ToolCalls:
-        url = urls[place % len(urls)]
+    async def read(index: int) -> ToolCalls:
+        url = urls[index % len(urls)]
         async with at_once:
             try:
-                answer = await client.post(f"{url}{PATH}", json=_request(turns[place], tools))
+                answer = await client.post(f"{url}{PATH}", json=_request(turns[index], tools))
             except httpx.TransportError as error:
                 raise EngineError(f"vLLM server {url} did not respond to {PATH}: {error!r}") from error
         if answer.status_code != 200:

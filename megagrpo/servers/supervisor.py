@@ -119,13 +119,13 @@ def descendants() -> list[int]:
                 continue
             if state != "Z":
                 parents[int(entry)] = int(ppid)
-    below_here, todo = [], [os.getpid()]
+    pids, todo = [], [os.getpid()]
     while todo:
         pid = todo.pop()
         below = [child for child, ppid in parents.items() if ppid == pid]
-        below_here += below
+        pids += below
         todo += below
-    return below_here
+    return pids
 
 
 def has_engine(pids: list[int]) -> bool:

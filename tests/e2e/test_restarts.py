@@ -48,8 +48,8 @@ def fresh():
 
 
 class Kept:
-    """A shared server under a Restarter: weights of `fresh` in it, what the Restarter said, and how often the server was asked before it was
-    filled."""
+    """A shared server under a Restarter: weights of `fresh` in it, what the Restarter said, and how often the server was asked before it
+    was filled."""
 
     def __init__(self, server, fresh):
         self.server, self.fresh, self.said, self.asked_before = server, fresh, [], []

@@ -33,15 +33,15 @@ def ids_for(body: dict, index: int) -> list[int]:
 
 def choices_for(body: dict, version: str = "default") -> list[dict]:
     """As vLLM answers."""
-    found = []
+    choices = []
     for index in range(body["sampling_params"]["n"]):
         ids = ids_for(body, index)
         content = [{"token_id": i, "logprob": -0.5} for i in ids]
         spans = [{"version": version, "start": 0, "end": len(ids)}]
-        found.append(
+        choices.append(
             {"index": index, "token_ids": ids, "finish_reason": "length", "logprobs": {"content": content}, "weight_versions": spans}
         )
-    return found
+    return choices
 
 
 class StandIn:

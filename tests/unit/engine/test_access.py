@@ -25,15 +25,17 @@ TOKEN = "a-token-of-the-tests-1234"
 
 def ask(guard, path, *sent, kind="http"):
     """What a guard answers: "in" where the request gets through, else the status or the code of the closed connection, and the text."""
-    told = []
+    messages = []
 
     async def send(message):
-        told.append(message)
+        messages.append(message)
 
     asyncio.run(guard({"type": kind, "path": path, "method": "POST", "headers": list(sent)}, None, send))
-    if told[0]["type"] == "websocket.close":
-        return told[0]["code"]
-    return told[0] if "in" in told[0]["type"] and len(told) == 1 else (told[0]["status"], json.loads(told[1]["body"])["error"]["message"])
+    if messages[0]["type"] == "websocket.close":
+        return messages[0]["code"]
+    if "in" in messages[0]["type"] and len(messages) == 1:
+        return messages[0]
+    return messages[0]["status"], json.loads(messages[1]["body"])["error"]["message"]
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ SAMPLING = SamplingParams(1.0, 6)
 def choice(ids, reason, *versions, index=0):
     """One of vLLM's; `versions` are (version, start, end)."""
     spans = [{"version": v, "start": start, "end": end} for v, start, end in versions]
-    told = {"content": [{"token_id": i, "logprob": -0.5} for i in ids]}
-    return {"index": index, "token_ids": ids, "finish_reason": reason, "logprobs": told, "weight_versions": spans}
+    logprobs = {"content": [{"token_id": i, "logprob": -0.5} for i in ids]}
+    return {"index": index, "token_ids": ids, "finish_reason": reason, "logprobs": logprobs, "weight_versions": spans}
 
 
 @contextlib.contextmanager

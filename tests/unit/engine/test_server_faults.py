@@ -50,17 +50,17 @@ def prompts(count):
 
 def generate(engine, count=12, seen=None):
     """All groups, checked to be those of their prompts and to come once each."""
-    places = []
-    groups = engine.generate(prompts(count), N, SAMPLING, 5, on_group=lambda place, group: places.append(place))
-    assert sorted(places) == list(range(count)), "a prompt was lost or came twice"
+    indices = []
+    groups = engine.generate(prompts(count), N, SAMPLING, 5, on_group=lambda index, group: indices.append(index))
+    assert sorted(indices) == list(range(count)), "a prompt was lost or came twice"
     for prompt, group in zip(prompts(count), groups, strict=True):
         body = {"sampling_params": {"seed": derive_seed(5, prompt.prompt_id, prompt.occurrence)}}
         assert [list(rollout.response_ids) for rollout in group] == [ids_for(body, index) for index in range(N)]
     return groups
 
 
-def engine_of(*found, patience=5.0, **options):
-    return VllmEngine([server.url for server in found], str, max_num_seqs=8, patience=patience, **{"request_timeout": 1.0} | options)
+def engine_of(*servers, patience=5.0, **options):
+    return VllmEngine([server.url for server in servers], str, max_num_seqs=8, patience=patience, **{"request_timeout": 1.0} | options)
 
 
 @pytest.mark.parametrize("mode", BREAKS_OFF)
@@ -87,10 +87,10 @@ def test_a_slow_connection_is_waited_for(servers):
 
 
 @pytest.mark.parametrize(
-    ("mode", "told"), [("html", "not a response to a prompt .*<html>"), ("error", "out of order"), ("fewer", "got 1 responses")]
+    ("mode", "reason"), [("html", "not a response to a prompt .*<html>"), ("error", "out of order"), ("fewer", "got 1 responses")]
 )
-def test_where_nobody_answers_right_the_end_says_what_came(mode, told, servers):
-    with pytest.raises(EngineError, match=f"failed, after 3 attempts, on prompt 0: .*{told}"):
+def test_where_nobody_answers_right_the_end_says_what_came(mode, reason, servers):
+    with pytest.raises(EngineError, match=f"failed, after 3 attempts, on prompt 0: .*{reason}"):
         generate(engine_of(servers(mode), patience=0.0), count=1)
 
 

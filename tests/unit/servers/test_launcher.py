@@ -40,15 +40,15 @@ time.sleep(600)
 
 def with_mark(mark):
     """Processes whose command line holds `mark`."""
-    found = []
+    pids = []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
             try:
                 if mark.encode() in Path(f"/proc/{entry}/cmdline").read_bytes():
-                    found.append(int(entry))
+                    pids.append(int(entry))
             except OSError:
                 pass
-    return found
+    return pids
 
 
 def wait_until(condition, seconds=20.0):

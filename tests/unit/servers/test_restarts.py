@@ -197,33 +197,33 @@ def test_a_server_that_ends_while_others_sleep_is_started_when_they_wake(stand):
 def test_a_server_that_starts_is_not_waited_for_at_the_end(stand, monkeypatch):
     monkeypatch.setattr(restarts_module, "healthy", lambda url: False)
     stand.max_restarts = 2
-    engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
-    monkeypatch.setattr(engine, "_update", lambda verbs: told.append(stand.servers[0].alive))
+    engine, said, updates = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
+    monkeypatch.setattr(engine, "_update", lambda verbs: updates.append(stand.servers[0].alive))
     kill(stand.servers[0])
     with Restarter(stand, engine, lambda url: None, said.append):
         wait_until(lambda: said)
         engine.sleep(keeps_weights=True, last=True)
-    assert told == [False] and len(said) == 1
+    assert updates == [False] and len(said) == 1
 
 
 def test_who_has_servers_sleep_waits_for_one_that_starts_and_it_sleeps_too(stand, monkeypatch):
-    engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
-    monkeypatch.setattr(engine, "_update", lambda verbs: told.append((engine.fleet.updatable(), list(said))))
+    engine, said, updates = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
+    monkeypatch.setattr(engine, "_update", lambda verbs: updates.append((engine.fleet.updatable(), list(said))))
     kill(stand.servers[0])
     with Restarter(stand, engine, lambda url: None, said.append):
         wait_until(lambda: said)
         engine.sleep()
-    assert len(told) == 1 and told[0][0] == stand.urls and told[0][1][-1].endswith("is back and waits for the next weight sync")
+    assert len(updates) == 1 and updates[0][0] == stand.urls and updates[0][1][-1].endswith("is back and waits for the next weight sync")
     assert engine.fleet.states() == {stand.urls[0]: State.NEEDS_WEIGHTS}
 
 
 def test_who_has_servers_sleep_waits_until_a_silent_one_has_ended(stand, monkeypatch):
     monkeypatch.setattr(restarts_module, "KILL_SILENT_SECONDS", 0.5)
     monkeypatch.setattr(restarts_module, "healthy", lambda url: False)
-    engine, said, told = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
-    monkeypatch.setattr(engine, "_update", lambda verbs: told.append(stand.servers[0].alive))
+    engine, said, updates = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
+    monkeypatch.setattr(engine, "_update", lambda verbs: updates.append(stand.servers[0].alive))
     engine.fleet.silent(stand.urls[0])  # a request had found no answer
     with Restarter(stand, engine, lambda url: 0, said.append):
         assert engine.fleet.unsettled() == stand.urls
         engine.sleep()
-        assert told == [False] and len(said) == 1 and "no response for 0.5 s; killing it" in said[0]
+        assert updates == [False] and len(said) == 1 and "no response for 0.5 s; killing it" in said[0]

@@ -91,11 +91,11 @@ def test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server(sec
 @pytest.mark.parametrize(("adapters", "level"), [([], 2), (["lora.rank=8"], 2), (["lora.rank=8", "lora.sync=adapter"], 1)])
 def test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on(adapters, level, monkeypatch):
     """At level 2 vLLM drops its weights, which a sync of adapters would not bring back."""
-    told = config(*adapters)
+    settings = config(*adapters)
     with noting() as (url, paths):
         monkeypatch.setattr(Launcher, "wait", lambda self, say: [url])
-        wiring._start_asleep(told, Launcher(None, "."), print)
-        engine = VllmEngine([url], str, sleeps=True, lora=told.lora.syncs_adapters)
+        wiring._start_asleep(settings, Launcher(None, "."), print)
+        engine = VllmEngine([url], str, sleeps=True, lora=settings.lora.syncs_adapters)
         engine.sleep()
         engine.fleet.end_sleep()
         engine.sleep(keeps_weights=True)  # for a checkpoint
