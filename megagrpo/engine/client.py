@@ -9,7 +9,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import httpx
 
@@ -18,7 +18,7 @@ from megagrpo.engine.http import HEALTH_SECONDS, answers, error_text
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, OnGroup, derive_seed
 from megagrpo.engine.responses import Deadlines, InvalidResponse, is_broken_off, joined, read_choices, rest_of
 from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
-from megagrpo.engine.updates import LOOK_SECONDS, Updates, adapter_name
+from megagrpo.engine.updates import LOOK_SECONDS, UpdateOptions, Updates, adapter_name
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
@@ -44,14 +44,14 @@ class VllmEngine(Updates):
         max_num_seqs: int = 256,
         model: str | None = None,
         any_version: bool = False,
-        **options: Any,
+        **options: Unpack[UpdateOptions],
     ):
         super().__init__(urls, **options)
         self.decode, self.max_num_seqs, self.model, self.any_version = decode, max_num_seqs, model, any_version
         self._deadlines = Deadlines(self.timeout)
         self._interrupted = False
         # (event loop, task) of each `generate`, for `interrupt`
-        self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = set()
+        self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = set()
         self._asking: dict[str, int | None] = {}  # request id of each request in flight -> `place` of its prompt
         self._cut: set[int] = set()
 
@@ -124,7 +124,9 @@ class VllmEngine(Updates):
                 loop.call_soon_threadsafe(task.cancel)
 
     async def _work_off(self, jobs: deque[Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
-        mine = asyncio.get_running_loop(), asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None, "this coroutine runs in a task"
+        mine = asyncio.get_running_loop(), task
         self._under_way.add(mine)
         try:
             if self._interrupted:  # check after registering in _under_way: the other order races with `interrupt`
@@ -150,8 +152,8 @@ class VllmEngine(Updates):
         update aborted are continued from their tokens."""
         choices = await self._ask(client, url, job)
         while choices and any(map(is_broken_off, choices)) and (self.in_flight == "resume" or job.prompt.place in self._cut):
-            rests = await gather([self._rest(client, url, job, choice) for choice in choices])
-            choices = None if None in rests else rests
+            rests = [rest for rest in await gather([self._rest(client, url, job, choice) for choice in choices]) if rest is not None]
+            choices = rests if len(rests) == len(choices) else None
         return choices
 
     async def _rest(self, client: httpx.AsyncClient, url: str, job: Job, choice: dict[str, Any]) -> dict[str, Any] | None:
@@ -161,10 +163,10 @@ class VllmEngine(Updates):
             return choice
         if not (cut := job.prompt.place in self._cut):
             more = await self._ask(client, url, replace(job, body=rest_of(job.body, choice)))
-            return more and joined(choice, *more)
+            return joined(choice, *more) if more else None
         if not choice["token_ids"]:
             more = await self._ask(client, url, replace(job, body=rest_of(job.body, choice, limit=1)))
-            return more and more[0] | {"index": choice["index"], "cut": cut}
+            return more[0] | {"index": choice["index"], "cut": cut} if more else None
         return choice | {"finish_reason": "length", "cut": cut}
 
     def cut(self, places: Collection[int]) -> None:
@@ -181,34 +183,48 @@ class VllmEngine(Updates):
 
     async def _ask(self, client: httpx.AsyncClient, url: str, job: Job) -> Choices | None:
         """Send the request for one prompt and return its choices, which may be aborted; None when the prompt must be retried, here or
-        elsewhere."""
+        elsewhere. Raises EngineError when no attempts are left or the server rejects the prompt."""
+        try:
+            answer = await self._post_prompt(client, url, job)
+        except httpx.ConnectTimeout as error:
+            await self._failed(client, url, job, repr(error))
+            return None
+        except (TimeoutError, httpx.TimeoutException) as error:
+            self._hung(url, job, error)
+            return None
+        except httpx.HTTPError as error:
+            await self._failed(client, url, job, repr(error))
+            return None
+        if answer.status_code == 503 and self.in_flight is not None and await self._was_paused(client, url):
+            return await self._ask(client, url, job)
+        if answer.status_code >= 500:
+            await self._failed(client, url, job, error_text(answer))
+            return None
+        if answer.status_code != 200:
+            raise EngineError(f"{self.name(url)} rejected prompt {job.prompt.prompt_id}: {error_text(answer)}")
+        try:
+            return self._read(answer, job)
+        except InvalidResponse as error:
+            await self._failed(client, url, job, str(error), trusted=False)
+            return None
+
+    async def _post_prompt(self, client: httpx.AsyncClient, url: str, job: Job) -> httpx.Response:
+        """Send the request for one prompt under the deadline, with a request id by which `cut` aborts it."""
         name = uuid.uuid4().hex
         self._asking[name] = job.prompt.place
         try:
             async with self._deadlines.of(url):
-                answer = await client.post(f"{url}/inference/v1/generate", json=job.body | {"request_id": name})
-        except httpx.ConnectTimeout as error:
-            return await self._failed(client, url, job, repr(error))
-        except (TimeoutError, httpx.TimeoutException) as error:
-            return self._hung(url, job, error)
-        except httpx.HTTPError as error:
-            return await self._failed(client, url, job, repr(error))
+                return await client.post(f"{url}/inference/v1/generate", json=job.body | {"request_id": name})
         finally:
             del self._asking[name]
-        if answer.status_code == 503 and self.in_flight is not None and await self._was_paused(client, url):
-            return await self._ask(client, url, job)
-        if answer.status_code >= 500:
-            return await self._failed(client, url, job, error_text(answer))
-        if answer.status_code != 200:
-            raise EngineError(f"{self.name(url)} rejected prompt {job.prompt.prompt_id}: {error_text(answer)}")
+
+    def _read(self, answer: httpx.Response, job: Job) -> Choices:
+        """Return the choices of a response. Raises InvalidResponse, also for weights that are not current while servers may return."""
         params = job.body["sampling_params"]
-        try:
-            choices = read_choices(answer, params["n"], params["max_tokens"])
-        except InvalidResponse as error:
-            return await self._failed(client, url, job, str(error), trusted=False)
+        choices = read_choices(answer, params["n"], params["max_tokens"])
         others = {version for choice in choices for version in self._other_versions(choice)}
         if self.fleet.patience and others:  # the server was restarted and does not have the current weights yet
-            return await self._failed(client, url, job, f"it sampled with weight version {sorted(others)}", trusted=False)
+            raise InvalidResponse(f"it sampled with weight version {sorted(others)}")
         return choices
 
     async def _was_paused(self, client: httpx.AsyncClient, url: str) -> bool:

@@ -72,7 +72,7 @@ TRANSITIONS: dict[Event, dict[State, State | None]] = {
     _E.MISSED: {_S.SERVING: _S.SILENT}
     | dict.fromkeys((_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS, _S.ENDED, _S.DRAINING, _S.GONE)),
     _E.NAMED: {_S.DRAINING: _S.JOINING, _S.GONE: _S.JOINING},
-    _E.REMOVED: {_S.SERVING: _S.DRAINING} | dict.fromkeys((_S.JOINING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS), _S.GONE),
+    _E.REMOVED: {_S.JOINING: _S.GONE, _S.SERVING: _S.DRAINING, _S.SILENT: _S.GONE, _S.EXCLUDED: _S.GONE, _S.NEEDS_WEIGHTS: _S.GONE},
 }
 
 
@@ -272,22 +272,24 @@ class Fleet:
 
     def serving(self) -> list[str]:
         """Servers that get requests."""
-        return self._those_in({State.SERVING})
+        with self._lock:
+            return self._those({State.SERVING})
 
     def updatable(self) -> list[str]:
         """Servers that get weight updates: they serve, or wait for weights."""
-        return self._those_in({State.SERVING, State.NEEDS_WEIGHTS})
+        with self._lock:
+            return self._those({State.SERVING, State.NEEDS_WEIGHTS})
 
     def holding(self, version: int) -> list[str]:
         """Servers of `updatable` that have loaded `version`."""
         with self._lock:
-            there = (State.SERVING, State.NEEDS_WEIGHTS)
-            return [url for url in self._urls if self._states[url] in there and self._loaded.get(url) == version]
+            return [url for url in self._those({State.SERVING, State.NEEDS_WEIGHTS}) if self._loaded.get(url) == version]
 
     def unsettled(self) -> list[str]:
         """Servers that may hold GPU memory and cannot be put to sleep until the restart thread has filled or killed them. Without patience
         no server returns, and none is waited for."""
-        return self._those_in({State.STARTING, State.SILENT, State.EXCLUDED}) if self.patience else []
+        with self._lock:
+            return self._those({State.STARTING, State.SILENT, State.EXCLUDED}) if self._patience else []
 
     def usable(self, urls: Iterable[str]) -> list[str]:
         """Those of `urls` that a call of `generate` which uses them may send requests to: they serve, or drain."""
@@ -305,15 +307,14 @@ class Fleet:
         with self._lock:
             return time.monotonic() < self._excluded_until.get(url, 0.0)
 
-    # -- with the lock held, except `_report` and `_those_in`, which take it
-
     def _report(self, url: str, event: Event) -> None:
         with self._lock:
             self._apply(url, event)
 
-    def _those_in(self, states: Collection[State]) -> list[str]:
-        with self._lock:
-            return [url for url in self._urls if self._states[url] in states]
+    # -- call these with the lock held
+
+    def _those(self, states: Collection[State]) -> list[str]:
+        return [url for url in self._urls if self._states[url] in states]
 
     def _next(self, url: str, event: Event) -> State | None:
         """The server's state after `event`, or None when the event is ignored. Raises AssertionError when the table does not allow it."""

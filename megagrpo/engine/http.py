@@ -7,7 +7,7 @@ import json
 import ssl
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import httpx
 
@@ -22,6 +22,17 @@ CONNECT_SECONDS = 30.0  # longer than thousands of simultaneous requests can kee
 POOLS = 64  # connection pools per client
 OF_PROXIES = (502, 503, 504)  # status codes by which a proxy reports that the server behind it did not respond
 HEALTH_SECONDS = 5.0  # timeout of a health check
+
+
+class ConnectionOptions(TypedDict, total=False):
+    """The optional arguments of `Servers`, for classes that pass them on."""
+
+    patience: float
+    logs: Sequence[Path]
+    request_timeout: float
+    token: str | None
+    urls_file: Path | None
+    moved: MovedServers | None
 
 
 class Servers:

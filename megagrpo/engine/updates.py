@@ -11,17 +11,27 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import httpx
 
-from megagrpo.engine.http import HEALTH_SECONDS, MovedServers, NoAnswer, Servers, ServerTimeout, answers
+from megagrpo.engine.http import HEALTH_SECONDS, ConnectionOptions, NoAnswer, Servers, ServerTimeout, answers
 from megagrpo.engine.protocol import ServerDied, WeightUpdate
 from megagrpo.transfer.manifest import WeightSyncError
 
 INITIAL_VERSION = "default"  # vLLM's name for the weights it started with
 LOOK_SECONDS = 0.5  # between two polls of servers that do not respond
 PAUSE_MODES = {None: "wait", "wait": "wait", "keep": "keep", "resume": "abort"}  # `in_flight` -> vLLM's pause mode
+
+
+class UpdateOptions(ConnectionOptions, total=False):
+    """The optional arguments of `Updates`, for classes that pass them on."""
+
+    sync_timeout: float
+    lora: bool
+    sleeps: bool
+    refills: bool
+    in_flight: str | None
 
 
 class Updates(Servers):
@@ -39,21 +49,14 @@ class Updates(Servers):
         self,
         urls: Sequence[str],
         *,
-        logs: Sequence[Path] = (),
-        request_timeout: float = 1800.0,
         sync_timeout: float = 300.0,
         lora: bool = False,
-        patience: float = 0.0,
         sleeps: bool = False,
         refills: bool = True,
         in_flight: str | None = None,
-        token: str | None = None,
-        urls_file: Path | None = None,
-        moved: MovedServers | None = None,
+        **connection: Unpack[ConnectionOptions],
     ):
-        super().__init__(
-            urls, patience=patience, logs=logs, request_timeout=request_timeout, token=token, urls_file=urls_file, moved=moved
-        )
+        super().__init__(urls, **connection)
         self.sync_timeout, self.lora, self.sleeps, self.refills, self.in_flight = sync_timeout, lora, sleeps, refills, in_flight
 
     @property

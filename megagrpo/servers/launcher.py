@@ -72,11 +72,11 @@ class Server:
 
     url: str
     log: Path
-    supervisor: subprocess.Popen = field(repr=False)
+    supervisor: subprocess.Popen[bytes] = field(repr=False)
     started: float = 0.0  # monotonic clock
     address: str = ""  # empty means `url`
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.address = self.address or self.url
 
     @property
@@ -166,7 +166,7 @@ class Launcher:
     def __enter__(self) -> Launcher:
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
@@ -278,6 +278,7 @@ class Launcher:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        assert supervisor.stdin is not None, "stdin is a pipe"
         with contextlib.suppress(BrokenPipeError), supervisor.stdin as pipe:  # the supervisor may have ended already; `wait` reports that
             pipe.write((self.token or "").encode())
         address = f"http://{self.host}:{port}"

@@ -182,7 +182,8 @@ class Serving:
         self._config, self._say = config, say
         self._resources = ExitStack()
         self._launcher: Launcher | None = None
-        self.folder, self.adapter = Path(), None
+        self.folder = Path()
+        self.adapter: Path | None = None
 
     def find(self, checkpoint: str | None, adapter: str | None) -> Path:
         """Return the Hugging Face folder whose tokenizer and weights are used. Raises ValueError when the weights are missing, or when

@@ -79,7 +79,7 @@ def main() -> int:
     return 0 if status is None else status if status >= 0 else 128 - status
 
 
-def end(server: subprocess.Popen, grace: float) -> None:
+def end(server: subprocess.Popen[bytes], grace: float) -> None:
     """Send SIGTERM to the server, then, after `grace` seconds, SIGKILL to all remaining descendants of this process."""
     deadline = time.monotonic() + grace
     if server.poll() is None:

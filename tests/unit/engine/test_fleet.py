@@ -149,7 +149,7 @@ def test_no_server_starts_while_servers_sleep():
 
 
 @pytest.mark.parametrize("state", State, ids=lambda state: state.value)
-def test_sleep_waits_for_servers_that_may_hold_gpu_memory_and_that_somebody_settles(state):
+def test_sleep_waits_for_servers_that_may_hold_gpu_memory_if_servers_may_return(state):
     waits = state in (State.STARTING, State.SILENT, State.EXCLUDED)
     assert fleet_in(state, patience=1.0).unsettled() == ["a"] * waits and fleet_in(state).unsettled() == []
 
