@@ -1,0 +1,180 @@
+"""Megatron's configuration of a model: architecture, layout, fused kernels, recomputation and FP8."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megagrpo import device
+from megagrpo.families.config import HfConfig
+from megagrpo.families.family import rope
+from megagrpo.parallel.layout import Layout
+from megagrpo.policy.fp8.megatron_patches import keep_in_bf16, pad_routing
+from megagrpo.policy.fp8.settings import Fp8
+from megagrpo.policy.specs import BLOCK
+
+RECOMPUTE = {
+    "none": {},
+    "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    # A decoder block is two hybrid layers. Each block stores one activation checkpoint, at its entry.
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=BLOCK),
+}
+
+
+def transformer_config(
+    hf_config: HfConfig,
+    layout: Layout,
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+    init_weights: bool = True,
+    fp8: Fp8 | None = None,
+) -> TransformerConfig:
+    """Return Megatron's configuration of this model in this layout. Raises ValueError when the GPU does not support the FP8 recipe."""
+    fused = device.has_transformer_engine()
+    # Megatron's default of cuda_graph_modules makes its config class warn on every construction.
+    warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron")
+    config = (TransformerConfig if hf_config.mla is None else MLATransformerConfig)(
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        deterministic_mode=device.is_deterministic(),
+        perform_initialization=init_weights,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        sequence_parallel=sequence_parallel,
+        calculate_per_token_loss=True,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=fused,
+        **RECOMPUTE[recompute],
+        **_shape_config(hf_config),
+        **_layout_config(layout),
+        **_fusions_config(hf_config, fused),
+        **_windows_config(hf_config),
+        **_activation(hf_config, fused),
+        **_experts_config(hf_config, layout),
+        **(_latent_config(hf_config) if hf_config.mla else {}),
+        **(fp8.megatron_config() if fp8 else {}),
+    )
+    if fp8 is not None:
+        keep_in_bf16(config, (BLOCK * layer + half for layer in fp8.bf16_layers for half in range(BLOCK)))
+        if fp8.pads_routing and not fused:
+            pad_routing(config, fp8.recipe)
+    # Set after construction: megatron-core 0.19 rejects biases with tensor-parallel experts. `prepare_experts` handles those biases.
+    config.add_bias_linear = hf_config.linear_bias
+    return config
+
+
+def _shape_config(hf_config: HfConfig) -> dict[str, Any]:
+    """The fields of Megatron's configuration for the sizes and layers that every family has."""
+    return dict(
+        num_layers=hf_config.num_layers * BLOCK,
+        hidden_size=hf_config.hidden_size,
+        num_attention_heads=hf_config.num_heads,
+        num_query_groups=hf_config.num_kv_heads,
+        kv_channels=hf_config.head_dim,
+        ffn_hidden_size=hf_config.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_zero_centered_gamma=hf_config.centred_norms,
+        layernorm_epsilon=hf_config.norm_eps,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=hf_config.qkv_bias,
+        qk_layernorm=hf_config.qk_norm,
+        softmax_scale=hf_config.softmax_scale,
+        softmax_type="learnable" if hf_config.sinks else "vanilla",
+        init_method_std=hf_config.raw.get("initializer_range", 0.02),
+        rotary_interleaved=hf_config.rotary_interleaved,
+    )
+
+
+def _layout_config(layout: Layout) -> dict[str, Any]:
+    """The fields of Megatron's configuration for the layout and its communication."""
+    return dict(
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp_size,
+        cp_comm_type="p2p",  # Transformer Engine's ring attention: keys and values go from rank to rank in a ring
+        # Micro-batches differ in length. With variable lengths Megatron requires this dispatcher, even without experts.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # With batched messages and two stages, megatron-core 0.19 swaps two messages to the same peer and trains on wrong activations.
+        batch_p2p_comm=layout.vpp == 1,
+        # Unbatched and unoverlapped, two stages that exchange the lengths of their micro-batches deadlock.
+        overlap_p2p_comm=layout.vpp > 1,
+    )
+
+
+def _fusions_config(hf_config: HfConfig, fused: bool) -> dict[str, Any]:
+    """The fields of Megatron's configuration for fused kernels, which exist on GPUs only."""
+    return dict(
+        # The fused rotation cannot apply an attention factor.
+        apply_rope_fusion=fused and hf_config.rope_type not in ("yarn", "longrope") and not hf_config.mla,
+        bias_activation_fusion=fused,  # the fused gelu is the tanh approximation
+        bias_dropout_fusion=fused and not hf_config.linear_bias,  # Megatron's grouped experts reject this fusion together with biases
+    )
+
+
+def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
+    """The fields of Megatron's configuration for latent attention. Of the rotary settings it contains only those that scale the scores."""
+    mla, rotary = hf_config.mla, rope(hf_config.raw)
+    return dict(
+        q_lora_rank=mla.query_rank,
+        kv_lora_rank=mla.kv_rank,
+        qk_head_dim=mla.nope_dim,
+        qk_pos_emb_head_dim=mla.rope_dim,
+        v_head_dim=mla.value_dim,
+        rope_type="rope",
+        rotary_scaling_factor=rotary.get("factor") or 1.0,
+        mscale_all_dim=rotary.get("mscale_all_dim") or 0.0,
+    )
+
+
+def _activation(hf_config: HfConfig, fused: bool) -> dict[str, Any]:
+    """The fields of Megatron's configuration for the activation function between an MLP's two linears."""
+    if hf_config.experts is not None and hf_config.experts.clamp is not None:
+        return dict(activation_func=quick_gelu, activation_func_clamp_value=hf_config.experts.clamp, glu_linear_offset=1.0)
+    # True selects the spec's activation module; without Transformer Engine that module is specs.GatedActivation.
+    return dict(activation_func={"silu": F.silu, "gelu": F.gelu}[hf_config.activation], use_te_activation_func=not fused)
+
+
+def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
+    """The fields of Megatron's configuration for sliding windows: the tokens before its own that a token sees, and the hybrid layers with a
+    window."""
+    sizes = set(filter(None, hf_config.windows))
+    if not sizes:
+        return {}
+    (size,) = sizes
+    inside = [int(window is not None) for window in hf_config.windows for _ in range(BLOCK)]
+    return dict(window_size=(size - 1, 0), window_attn_skip_freq=inside)
+
+
+def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
+    """The fields of Megatron's configuration for a mixture of experts. No token is dropped. `balance` implements the balancing loss."""
+    experts = hf_config.experts
+    if experts is None:
+        return {}
+    return dict(
+        num_moe_experts=experts.count,
+        moe_ffn_hidden_size=experts.intermediate_size,
+        moe_router_topk=experts.per_token,
+        # Softmax over the chosen experts equals softmax over all experts, renormalised to sum to 1.
+        moe_router_pre_softmax=not experts.normalized,
+        moe_router_score_function="sigmoid" if experts.sigmoid else "softmax",
+        moe_router_enable_expert_bias=experts.bias,
+        moe_router_topk_scaling_factor=experts.scale,
+        moe_shared_expert_intermediate_size=experts.shared_size or None,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_grouped_gemm=device.has_transformer_engine(),
+        expert_model_parallel_size=layout.ep_size,
+        expert_tensor_parallel_size=layout.etp_size,
+    )
