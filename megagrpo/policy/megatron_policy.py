@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -140,13 +141,13 @@ class MegatronPolicy:
 
     def _collect(self, batch: TrainBatch, collect: Callable[..., Any]) -> list[Any]:
         """Run the micro-batches forward and return `collect`'s results for the hidden states of the last stage; None on other stages."""
-        with without_dropout(self.chunks):
-            rows = self._run(batch.micro_batches, collect, forward_only=True)
+        with without_dropout(self.chunks), self._arguments(batch.micro_batches, collect, forward_only=True) as arguments:
+            rows = self._schedule(**arguments)
         return rows if self.layout.is_last_stage else [None] * len(batch.micro_batches)
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, float]:
-        """Take one optimizer step on the sum of `loss_fn` over all ranks' micro-batches divided by `denominator`; return metrics of the
-        whole step.
+        """Take one optimizer step, `backward` and `update`, on the sum of `loss_fn` over all ranks' micro-batches divided by
+        `denominator`; return metrics of the whole step.
 
         Raises NonFiniteError; weights, optimizer and learning-rate schedule are then unchanged.
         """
@@ -171,7 +172,9 @@ class MegatronPolicy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         balance = self._balance(batch, denominator)
-        metrics, bad = self._reduce_metrics(self._run(batch.micro_batches, loss, forward_only=False))
+        with self._arguments(batch.micro_batches, loss, forward_only=False) as arguments:
+            per_micro_batch = self._schedule(**arguments)
+        metrics, bad = self._reduce_metrics(per_micro_batch)
         metrics["loss"] /= denominator
         if bad is not None or not math.isfinite(metrics["loss"]):
             raise NonFiniteError(bad, metrics)
@@ -182,8 +185,9 @@ class MegatronPolicy:
         coefficient = self.config.algorithm.router_aux_loss_coef
         if not coefficient:
             return {}
-        with torch.no_grad(), counting(self.chunks):
-            self._run(batch.micro_batches, lambda *args, **kwargs: None, forward_only=True)
+        forward = self._arguments(batch.micro_batches, lambda *args, **kwargs: None, forward_only=True)
+        with torch.no_grad(), counting(self.chunks), forward as arguments:
+            self._schedule(**arguments)
         # The sum of all gradients is divided by the denominator later. Multiplying by it here cancels that division.
         return {"aux_loss": set_slopes(self.chunks, coefficient * denominator, self.layout)}
 
@@ -195,9 +199,12 @@ class MegatronPolicy:
         norm = {} if grad_norm is None else {"grad_norm": float(grad_norm)}
         return norm | {"learning_rate": learning_rate(self.optimizer)}
 
-    def _run(self, micro_batches: Sequence[MicroBatch], last_stage: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Run the micro-batches through Megatron's pipeline schedule. `last_stage` turns the final hidden states into the returned
-        values."""
+    @contextmanager
+    def _arguments(
+        self, micro_batches: Sequence[MicroBatch], last_stage: Callable[..., Any], forward_only: bool
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of Megatron's pipeline schedule for one pass over the micro-batches, which must run inside this context.
+        `last_stage` turns the final hidden states into the values that the schedule returns."""
 
         def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             micro_batch = next(iterator)
@@ -217,7 +224,7 @@ class MegatronPolicy:
         if self._scaling is not None:
             self._scaling.begin()
         with hidden_states(self.chunks):
-            return self._schedule(
+            yield dict(
                 forward_step_func=forward_step,
                 data_iterator=iterators[0] if single else iterators,
                 model=self.model[0] if single else self.model,
