@@ -7,14 +7,13 @@ All problems are reported at once, as `key: what is wrong; what to do`.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megagrpo.config import ConfigError, Problem, ProblemError, RunConfig
+from megagrpo.config import Problem, ProblemError, RunConfig
 from megagrpo.families.config import MODEL, HfConfig, model_problems, parse_hf_config
 from megagrpo.plan.files import data_notes, data_problems, output_problems, tokenizer_notes
-from megagrpo.plan.gpus import GPUS, Gpu
+from megagrpo.plan.gpus import Gpu
 from megagrpo.plan.host import host_memory
 from megagrpo.plan.memory import engine_memory, on_shared_gpu, smallest_gpu, trainer_memory
 from megagrpo.plan.problems import (
@@ -40,6 +39,7 @@ from megagrpo.plan.text import (
     experts_text,
     gpu_text,
     host_text,
+    layout_text,
     lora_text,
     machine_text,
     memory_table,
@@ -52,8 +52,7 @@ from megagrpo.plan.text import (
     wrapped,
 )
 from megagrpo.plan.times import StepTimes, step_times
-from megagrpo.plan.workload import Lengths, expected_lengths
-from megagrpo.process.terminal import show
+from megagrpo.plan.workload import Lengths
 
 
 @dataclass(frozen=True)
@@ -105,45 +104,6 @@ def _times_json(times: StepTimes) -> dict[str, Any]:
     return {"seconds": times.seconds, "gpus": times.gpus, "bubble": times.bubble} | derived
 
 
-def main(
-    config: RunConfig,
-    world_size: int | None = None,
-    gpu_memory_gb: float | None = None,
-    link_gb_per_s: float | None = None,
-    prompt_tokens: float | None = None,
-    response_tokens: float | None = None,
-    weight_sync: bool = False,
-    gpu: str | None = None,
-    search: bool = False,
-    json: bool = False,
-) -> int:
-    """Print the plan; return exit code 2 when there are problems, else 0.
-
-    Without `world_size` it plans for the smallest number of ranks that fits the layout. With `gpu`, one of `GPUS`, it also predicts
-    seconds, for prompts and responses of these average lengths; with `search` also the fastest layouts there. With `weight_sync` it also
-    plans one weight sync, which imports the model's code and torch. Raises ConfigError for invalid arguments.
-    """
-    if gpu is not None and gpu not in GPUS:
-        raise ConfigError(f"--gpu: {gpu} is not known; choose one of {', '.join(GPUS)}")
-    if gpu is None and (search or prompt_tokens or response_tokens):
-        asked = "--search" if search else "prompt_tokens" if prompt_tokens else "response_tokens"
-        raise ConfigError(f"{asked}: predicted seconds need a kind of GPU; add --gpu, one of {', '.join(GPUS)}")
-    world_size, kind = world_size or config.parallel.smallest_world, GPUS.get(gpu)
-    made = plan(config, world_size, gpu_memory_gb or (kind and kind.memory_gib))
-    if kind:
-        made = with_times(made, config, world_size, kind, expected_lengths(config, prompt_tokens, response_tokens), search)
-    if weight_sync and not made.problems:
-        from megagrpo.plan.weight_sync import rows_of
-
-        try:
-            links = kind and (kind.nvlink_gb_per_s if config.rollout.placed == "colocated" else kind.network_gb_per_s)
-            made.rows.extend([("", ""), *rows_of(config, world_size, link_gb_per_s or links)])
-        except ValueError as error:
-            made.problems.extend(error.problems if isinstance(error, ProblemError) else [Problem(("--weight-sync",), str(error))])
-    show(made.as_json() if json else made, sys.stderr if made.problems and not json else sys.stdout)
-    return 2 if made.problems else 0
-
-
 def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths: Lengths, searching: bool = False) -> Plan:
     """Return the plan with the predicted seconds of its layout, if the layout can run, and with the fastest layouts when `searching`."""
     if made.model is None:
@@ -171,19 +131,14 @@ def plan(
     With `gpu_memory_gb`, the memory of each GPU in GiB, the run must also fit a GPU. With `host_memory_gb` the data that stays in a
     node's RAM must fit that. With `has_data` False data files are not checked.
     """
-    parallel = config.parallel
     problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config) + output_problems(config)
     problems += data_problems(config) if has_data else []
     if host_memory_gb is not None and gpu_memory_gb is None:
         problems += cache_problems(config, host_memory_gb)
     notes = layout_notes(config, world_size) + (data_notes(config) if has_data else [])
-    dp = max(1, world_size // parallel.model_parallel_size)
-    context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
-    stages = [f"vpp {parallel.vpp}"] * (parallel.vpp > 1)
-    stages += [f"layers {' '.join(map(str, parallel.pipeline_layers))}"] if parallel.pipeline_layers else []
-    stages = f" ({', '.join(stages)})" if stages else ""
+    dp = max(1, world_size // config.parallel.model_parallel_size)
     rows = [
-        ("layout", f"{world_size} rank(s) = tp {parallel.tp}{context} x pp {parallel.pp}{stages} x dp {dp}"),
+        ("layout", layout_text(config.parallel, world_size, dp)),
         ("machine", machine_text(config, world_size, gpu_memory_gb)),
         ("rollout", rollout_text(config)),
         ("weights", weights_text(config, True if gpu_memory_gb else None)),
@@ -193,46 +148,47 @@ def plan(
         raw = model_shape(config.model.path)
     except ProblemError as error:
         return judged(Plan([*problems, *error.problems], rows, notes=notes), gpu_memory_gb)
-    unfit = model_problems(raw, parallel)
+    unfit = model_problems(raw, config.parallel)
     if any(problem.keys == MODEL for problem in unfit):
         return judged(Plan(problems + unfit, rows, notes=notes), gpu_memory_gb)
     model = parse_hf_config(raw)
-    wrong, worth_knowing = tokenizer_notes(config, model)
-    problems, notes = problems + wrong, notes + vocabulary_notes(config, model) + worth_knowing
+    tokenizer_problems, worth_knowing = tokenizer_notes(config, model)
+    notes += vocabulary_notes(config, model) + worth_knowing
     rows.insert(0, ("model", model_text(config.model.path, model)))
     if model.experts:
         rows.insert(2, ("experts", experts_text(config, model, world_size)))
     if config.lora.enabled:
         rows.insert(1, ("LoRA", lora_text(config.lora, model)))
-    problems += (
-        unfit
-        + expert_problems(config, model)
-        + adapter_problems(config, model)
-        + fp8_problems(config, model)
-        + rollout_problems(config, model)
-    )
-    if unfit:
-        return judged(Plan(problems, rows, notes=notes, model=model), gpu_memory_gb)
-    memory = trainer_memory(config, model, dp, gpu=gpu_memory_gb is not None)
+    problems += tokenizer_problems + unfit + expert_problems(config, model) + adapter_problems(config, model)
+    problems += fp8_problems(config, model) + rollout_problems(config, model)
+    made = Plan(problems, rows, notes=notes, model=model)
+    return judged(made if unfit else with_memory(made, config, world_size, gpu_memory_gb, host_memory_gb), gpu_memory_gb)
+
+
+def with_memory(made: Plan, config: RunConfig, world_size: int, gpu_memory_gb: float | None, host_memory_gb: float | None) -> Plan:
+    """Return the plan with the memory of each phase on the GPU and on the host, and the problems of memory that is too small."""
+    parallel, model, has_gpu = config.parallel, made.model, gpu_memory_gb is not None
+    problems, rows = list(made.problems), list(made.rows)
+    memory = trainer_memory(config, model, max(1, world_size // parallel.model_parallel_size), gpu=has_gpu)
     smallest = smallest_gpu(config, model, memory)
-    if gpu_memory_gb is not None and not config.rollout.urls:
+    if has_gpu and not config.rollout.urls:
         rows.insert([name for name, _ in rows].index("rollout") + 1, ("vLLM", cache_text(config, model, gpu_memory_gb)))
     rows.append(("GPU", gpu_text(config, smallest)))
     host = {}
     if world_size % parallel.model_parallel_size == world_size % parallel.expert_parallel_size == 0:  # otherwise the layout does not exist
-        host = host_memory(config, model, world_size, gpu=gpu_memory_gb is not None)
+        host = host_memory(config, model, world_size, gpu=has_gpu)
         rows.append(("host", host_text(host)))
         problems += [] if host_memory_gb is None else too_little_ram(host, host_memory_gb)
-    if gpu_memory_gb is not None and smallest > gpu_memory_gb:
+    if has_gpu and smallest > gpu_memory_gb:
         problems.append(too_big(config, model, memory, smallest, gpu_memory_gb))
     engine = engine_memory(config, model, gpu_memory_gb)
-    if config.rollout.placed == "colocated" and gpu_memory_gb is None:  # on CPUs vLLM does not sleep, and offloading frees no RAM
+    if config.rollout.placed == "colocated" and not has_gpu:  # on CPUs vLLM does not sleep, and offloading frees no RAM
         memory["generate"] = memory["generate"] | engine
     elif config.rollout.placed == "colocated":
         memory = on_shared_gpu(config, memory, engine)
     for parts in memory.values():
         parts["total"] = sum(parts.values())
-    return judged(Plan(problems, rows, memory, host, smallest, notes, model), gpu_memory_gb)
+    return replace(made, problems=problems, rows=rows, memory=memory, host=host, smallest_gpu=smallest)
 
 
 def judged(made: Plan, gpu_memory_gb: float | None) -> Plan:

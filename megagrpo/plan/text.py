@@ -32,6 +32,15 @@ def machine_text(config: RunConfig, world_size: int, gpu: float | None) -> str:
     return f"{world_size} GPU(s) of {gpu:g} GiB, one for each rank{servers}"
 
 
+def layout_text(parallel: ParallelSection, world_size: int, dp: int) -> str:
+    """Return the number of ranks as the product of the layout's axes."""
+    context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
+    stages = [f"vpp {parallel.vpp}"] * (parallel.vpp > 1)
+    stages += [f"layers {' '.join(map(str, parallel.pipeline_layers))}"] if parallel.pipeline_layers else []
+    stages = f" ({', '.join(stages)})" if stages else ""
+    return f"{world_size} rank(s) = tp {parallel.tp}{context} x pp {parallel.pp}{stages} x dp {dp}"
+
+
 def model_text(path: str, model: HfConfig) -> str:
     embeddings = "tied" if model.tied_embeddings else "untied"
     active = f" ({num_active_parameters(model) / 1e6:,.1f}M active)" if model.experts else ""
