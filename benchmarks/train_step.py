@@ -92,7 +92,7 @@ class Megagrpo:
 
     def step(self, samples: Sequence[TrainSample]) -> float:
         batch = pack(samples, self.rules)
-        return self.policy.train_step(batch, policy_gradient, batch.num_tokens)["loss"]
+        return self.policy.train_step(batch, policy_gradient, batch.num_tokens)["loss"].value
 
 
 def policy_gradient(inputs: LossInputs) -> LossOutput:

@@ -10,9 +10,10 @@ position of a sample has no label, and its loss_mask is False.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -209,7 +210,7 @@ class TrainBatch:
     micro_batches: tuple[MicroBatch, ...]
     num_tokens: int  # loss tokens of all ranks, including samples that were skipped for an advantage of 0
     num_sequences: int  # samples of all ranks, including skipped ones
-    packing: dict[str, float] = field(default_factory=dict)  # metrics of the packing's balance over all ranks
+    packing: dict[str, Metric] = field(default_factory=dict)  # metrics of the packing's balance over all ranks
     samples: tuple[int, ...] = ()  # `TrainSample.index` of the `num_sequences` samples
 
     def with_terms(self, **terms: Sequence[Any]) -> TrainBatch:
@@ -232,17 +233,38 @@ class LossInputs:
     full_kl: Tensor | None = None  # [T] float32, with gradient: KL to the reference over the whole vocabulary; None without `ref_head`
 
 
-@dataclass(frozen=True)
-class LossOutput:
-    """The result of a loss for one micro-batch.
+_MERGES: dict[str, Callable] = {"mean": operator.add, "max": max, "min": min, "last": lambda _, later: later}
 
-    `numerator` is a sum over the micro-batch. The policy divides the gradient once by the denominator of the whole step. `metrics` maps a
-    name to (sum, count). Sums and counts are added over micro-batches and ranks, and the metric is sum / count. A metric whose name ends
-    in `/max` or `/min` is the maximum or minimum of the sums, without the count.
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric, and how it is reduced over micro-batches, ranks and optimizer steps.
+
+    `mean`: `sum` and `count` add up over micro-batches and ranks, and `value` is their quotient; over optimizer steps it is the mean of
+    the values. `max`, `min`, `last`: `sum` holds that number instead of a sum. A metric with count 0 has no value.
     """
 
+    sum: Tensor | float
+    count: Tensor | float = 1.0
+    reduce: Literal["mean", "max", "min", "last"] = "mean"
+
+    @property
+    def value(self) -> float:
+        """The metric as a number."""
+        return self.sum / self.count if self.reduce == "mean" else self.sum
+
+    def merge(self, other: Metric) -> Metric:
+        """Return the metric of this part and of `other` together."""
+        return Metric(_MERGES[self.reduce](self.sum, other.sum), self.count + other.count, self.reduce)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The result of a loss for one micro-batch: `numerator` is a sum over the micro-batch, and the policy divides the gradient once by the
+    denominator of the whole step."""
+
     numerator: Tensor  # scalar float32
-    metrics: dict[str, tuple[Tensor, Tensor]]  # scalars
+    metrics: dict[str, Metric]  # of this micro-batch
 
 
 LossFn = Callable[[LossInputs], LossOutput]

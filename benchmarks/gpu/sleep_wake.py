@@ -72,7 +72,7 @@ def measure(case: Case, scratch: Path, rounds: int) -> tuple[list[Round], list[C
     with pair(case.config, scratch, trains=True, offloads=case.config.train.offload is not False) as both:
         config, policy = case.config, both.policy
         batch = pack(samples_of(case), packing_rules(config, policy.shares_prompts))
-        divisor, loss_fn = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length), make_loss(config)
+        divisor, loss_fn = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length), make_loss(config)
 
         both.push()
         for number in range(1 + rounds):

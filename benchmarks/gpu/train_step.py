@@ -161,7 +161,7 @@ def measure(case: Case, steps: int, warm_up: int = 2) -> Measured:
     try:
         policy = MegatronPolicy(config, layout, case.model)
         batch = pack(samples_of(case), packing_rules(config, policy.shares_prompts))
-        divisor, loss_fn = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length), make_loss(config)
+        divisor, loss_fn = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length), make_loss(config)
         train = _median(lambda: policy.train_step(batch, loss_fn, divisor), steps, warm_up)
         peak = device.memory_gb()
         logprobs = _median(lambda: policy.logprobs(batch), steps, 1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algorithms.sequences import Sequences, masked_sum
+from megagrpo.types import Metric
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -50,14 +51,13 @@ def correction_weights(
     return torch.where(outside, 0.0, ratio), ratio
 
 
-def correction_metrics(weights: Tensor, sequences: Sequences, mode: str) -> dict[str, tuple[Tensor, Tensor]]:
+def correction_metrics(weights: Tensor, sequences: Sequences, mode: str) -> dict[str, Metric]:
     """TRL's names: `sampling/importance_sampling_ratio/min`, `mean` and `max`, of the weights after truncation and masking; over loss
     tokens, and over sequences where those have one weight each."""
     mask, name = sequences.mask, "sampling/importance_sampling_ratio"
-    mean = masked_sum(weights, mask) if mode.startswith("token") else sequences.total_of_means(weights)
-    _, count = mean
+    total, count = masked_sum(weights, mask) if mode.startswith("token") else sequences.total_of_means(weights)
     return {
-        f"{name}/mean": mean,
-        f"{name}/min": (torch.where(mask, weights, math.inf).min(), count),
-        f"{name}/max": (torch.where(mask, weights, 0.0).max(), count),
+        f"{name}/mean": Metric(total, count),
+        f"{name}/min": Metric(torch.where(mask, weights, math.inf).min(), count, "min"),
+        f"{name}/max": Metric(torch.where(mask, weights, 0.0).max(), count, "max"),
     }

@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megagrpo.algorithms import policy_losses
 from megagrpo.algorithms.correction import correction_metrics, correction_weights
+from megagrpo.algorithms.custom_loss import load_policy_term
 from megagrpo.algorithms.kl import token_kl
 from megagrpo.algorithms.mismatch import mismatch_metrics
-from megagrpo.algorithms.policy_losses import POLICY_LOSSES, Tokens, importance_ratio, keep_on_policy
+from megagrpo.algorithms.policy_losses import PolicyTerm, Tokens, importance_ratio, keep_on_policy
 from megagrpo.algorithms.reductions import numerator
 from megagrpo.algorithms.sequences import Sequences, masked_sum
 from megagrpo.config import AlgorithmSection, RunConfig
-from megagrpo.config.algorithm import CLIPPED_LOSSES
-from megagrpo.types import LossFn, LossInputs, LossOutput
-
-Sums = dict[str, tuple[Tensor, Tensor]]
+from megagrpo.types import LossFn, LossInputs, LossOutput, Metric
 
 
 def make_loss(config: RunConfig) -> LossFn:
-    """The loss this configuration names, as a function of one micro-batch."""
+    """The loss this configuration names, as a function of one micro-batch. Raises ProblemError for a user's loss that cannot be used."""
     algorithm = config.algorithm
+    row, policy_term = algorithm.loss, policy_term_of(algorithm)
 
     def loss(inputs: LossInputs) -> LossOutput:
         batch, terms, policy = inputs.micro_batch, inputs.micro_batch.terms, inputs.policy_logprobs
@@ -35,27 +35,27 @@ def make_loss(config: RunConfig) -> LossFn:
 
         ratio = importance_ratio(policy, old, sequences, algorithm.importance_sampling_level)
         tokens = Tokens(policy, old, ratio, batch.advantages, sequences, correction, terms.real_slopes, terms.real_values)
-        per_token = POLICY_LOSSES[algorithm.loss_type](tokens, algorithm)
+        per_token = policy_term(tokens, algorithm)
         if algorithm.off_policy_mask_threshold is not None:
             sampled = batch.rollout_logprobs if algorithm.importance_correction != "off" else old
             keep = keep_on_policy(policy, sampled, batch.advantages, sequences, algorithm.off_policy_mask_threshold)
             per_token = torch.where(keep, per_token, 0.0)
-            metrics["off_policy_mask/kept"] = masked_sum(keep.float(), batch.loss_mask)
+            metrics["off_policy_mask/kept"] = Metric(*masked_sum(keep.float(), batch.loss_mask))
         if terms.high_entropy is not None:
             per_token = torch.where(terms.high_entropy, per_token, 0.0)
-        if correction is not None and algorithm.loss_type != "vespo":  # vespo holds it in its own weight
+        if correction is not None and not row.own_correction:
             per_token = per_token * correction
         kl = inputs.full_kl
         if terms.ref_logprobs is not None and not algorithm.kl_in_reward:
             kl = token_kl(policy, terms.ref_logprobs, ratio, algorithm.kl_estimator, algorithm.use_bias_correction_kl)
         if kl is not None:
             per_token = per_token + algorithm.beta * kl
-            metrics["kl"] = masked_sum(kl.detach(), batch.loss_mask)
+            metrics["kl"] = Metric(*masked_sum(kl.detach(), batch.loss_mask))
         metrics |= ratio_metrics(tokens, algorithm)
-        metrics["entropy"] = masked_sum(inputs.entropy, batch.loss_mask)
-        total = numerator(per_token, sequences, algorithm.loss_type)
+        metrics["entropy"] = Metric(*masked_sum(inputs.entropy, batch.loss_mask))
+        total = numerator(per_token, sequences, row.average)
         if terms.high_entropy is not None:
-            metrics["entropy/top"] = masked_sum(inputs.entropy, terms.high_entropy)
+            metrics["entropy/top"] = Metric(*masked_sum(inputs.entropy, terms.high_entropy))
         if terms.entropy_weights is not None:
             total = total - masked_sum(terms.entropy_weights * inputs.entropy, batch.loss_mask)[0]
         return LossOutput(numerator=total, metrics=metrics)
@@ -63,18 +63,26 @@ def make_loss(config: RunConfig) -> LossFn:
     return loss
 
 
-def ratio_metrics(tokens: Tokens, algorithm: AlgorithmSection) -> Sums:
+def policy_term_of(algorithm: AlgorithmSection) -> PolicyTerm:
+    """The policy term of `algorithm.loss_type`: a function of `policy_losses`, or the user's own."""
+    row = algorithm.loss
+    return load_policy_term(algorithm) if row.custom else getattr(policy_losses, row.policy_term)
+
+
+def ratio_metrics(tokens: Tokens, algorithm: AlgorithmSection) -> dict[str, Metric]:
     """What bounds do to the ratios: share of loss tokens (of sequences, when they have one ratio) below the range with A < 0, above with
-    A > 0, and both for the clipped losses; share above the bound with A > 0 for cispo. The others bound nothing a token could be out of."""
+    A > 0, and both where the ratio is clipped; share above the bound with A > 0 where the weight is. The others bound nothing a token could
+    be out of."""
     ratio, advantages = tokens.ratio.detach(), tokens.advantages
 
-    def share(which: Tensor) -> tuple[Tensor, Tensor]:
-        of_sequences = algorithm.importance_sampling_level == "sequence"
-        return tokens.sequences.total_of_means(which.float()) if of_sequences else masked_sum(which.float(), tokens.sequences.mask)
+    def share(which: Tensor) -> Metric:
+        if algorithm.importance_sampling_level == "sequence":
+            return Metric(*tokens.sequences.total_of_means(which.float()))
+        return Metric(*masked_sum(which.float(), tokens.sequences.mask))
 
-    if algorithm.loss_type == "cispo":
+    if algorithm.loss.clips == "weight":
         return {"cispo_clip_ratio": share((ratio > algorithm.upper_epsilon) & (advantages > 0))}
-    if algorithm.loss_type not in CLIPPED_LOSSES:
+    if algorithm.loss.clips != "ratio":
         return {}
     low = (ratio < 1 - algorithm.epsilon) & (advantages < 0)
     high = (ratio > 1 + algorithm.upper_epsilon) & (advantages > 0)

@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-Sums = dict[str, tuple[Tensor, Tensor]]
+from megagrpo.types import Metric
 
 
-def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> Sums:
+def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> dict[str, Metric]:
     """Sums and counts over the loss tokens of one micro-batch, all [T]; exact over micro-batches and ranks once they are added up.
 
     `token_mult_prob_error`: mean of exp|d|, 1 when the two agree. `gen_kl_error`: k3(d), which estimates KL(engine || trainer) on tokens
@@ -32,8 +32,9 @@ def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: 
         "sampling/sampling_logp_difference/mean": difference.abs(),
     }
     count = loss_mask.sum().float()
-    sums = {name: (torch.where(loss_mask, values, 0.0).sum(), count) for name, values in per_token.items()}
-    return sums | {"sampling/sampling_logp_difference/max": (torch.where(loss_mask, difference.abs(), 0.0).max(), count)}
+    sums = {name: Metric(torch.where(loss_mask, values, 0.0).sum(), count) for name, values in per_token.items()}
+    largest = torch.where(loss_mask, difference.abs(), 0.0).max()
+    return sums | {"sampling/sampling_logp_difference/max": Metric(largest, count, "max")}
 
 
 def _k3(log_ratio: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""The policy term of each loss type, per token: minimised, advantages and ratios in, no averaging.
+"""The policy terms of the losses, per token: minimised, advantages and ratios in, no averaging.
 
-Every function takes `Tokens` and the `algorithm` section and returns [T] with gradient in the policy's log-probs. How tokens are averaged
-is in `reductions`. Formulas are those of the papers named, as TRL 1.16 and ms-swift 4.6 compute them.
+Every term takes `Tokens` and the `algorithm` section and returns [T] with gradient in the policy's log-probs. `config/losses.py` names the
+term of each loss; how tokens are averaged is in `reductions`. Formulas are those of the papers named, as TRL 1.16 and ms-swift 4.6 compute
+them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class Tokens:
     correction: Tensor | None = None  # weight of each token for the engine's mismatch; None: 1
     slopes: Tensor | None = None  # what real knows from the whole step
     values: Tensor | None = None
+
+
+PolicyTerm = Callable[[Tokens, AlgorithmSection], Tensor]
 
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, sequences: Sequences, level: str) -> Tensor:
@@ -113,23 +117,6 @@ def fipo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
         unsafe = (t.advantages < 0) & (ratio > algorithm.fipo_safety_threshold)
         bounded = torch.where(unsafe, weight.clamp(1 - span, 1.0), bounded)
     return bounded * clipped(t, algorithm)
-
-
-PolicyLoss = Callable[[Tokens, AlgorithmSection], Tensor]
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "grpo": clipped,
-    "bnpo": clipped,
-    "dapo": clipped,
-    "dr_grpo": clipped,
-    "luspo": clipped,
-    "cispo": cispo,
-    "sapo": sapo,
-    "vespo": vespo,
-    "gmpo": gmpo,
-    "real": real,
-    "fipo": fipo,
-}
 
 
 def keep_on_policy(logprobs: Tensor, sampled_logprobs: Tensor, advantages: Tensor, sequences: Sequences, threshold: float) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from megagrpo.audit import naive_advantages, naive_loss
 from megagrpo.audit.compare import EXACT, ROUNDING, SUMMING, TOLERANCES, Check, compare, named
+from megagrpo.audit.custom_term import check_custom_loss, note
 from megagrpo.audit.recompute import Recomputed, recompute
 from megagrpo.audit.rows import Rows, means
 from megagrpo.audit.saved import Sample, Step, Update
@@ -24,7 +25,9 @@ from megagrpo.types import Dialogue, Prompt, Rollout
 
 
 def check_step(step: Step) -> Iterator[Check]:
-    """Yield all checks of a step, in order, as they finish. Expensive checks come last."""
+    """Yield all checks of a step, in order, as they finish. Expensive checks come last. Raises ConfigError when the run's own loss is
+    gone."""
+    check_custom_loss(step.config.algorithm)
     yield _tokens(step)
     if len(step.updates) > 1:
         yield _slices(step)
@@ -180,16 +183,16 @@ def _numbers(step: Step, rows: Rows, result: Recomputed) -> Iterator[Check]:
         if rows.dumped(name) is not None:
             yield rows.compare(quantity, name, recomputed, tolerances.token, tolerances.average)
 
-    def single(quantity: str, dumped: float, recomputed: float, tolerance: float, size: float = 1.0) -> Check:
-        return compare(named(quantity, step, update), [dumped], [recomputed], tolerance, lambda _: "", size)
+    def single(quantity: str, dumped: float, recomputed: float, tolerance: float, size: float = 1.0, remark: str = "") -> Check:
+        return compare(named(quantity, step, update), [dumped], [recomputed], tolerance, lambda _: "", size, note=remark)
 
     for name, (value, border) in means(rows).items():
         quantity = name if "ratio" in name or name.startswith(("sampling/", "off_")) else f"mean {name}"
         yield single(quantity, update.metric(name), value, SUMMING + border)
     yield single("denominator", update.denominator, _denominator(step, update), EXACT)
-    yield single("loss", update.metric("loss"), result.loss, tolerances.loss, result.loss_size)
+    yield single("loss", update.metric("loss"), result.loss, tolerances.loss, result.loss_size, note(step.config.algorithm))
     yield single("grad_norm", update.metric("grad_norm"), result.grad_norm, tolerances.grad_norm, 0.0)
 
 
 def _denominator(step: Step, update: Update) -> int:
-    return naive_loss.denominator(step.loss_lengths(update), step.config.algorithm.loss_type, step.config.rollout.max_completion_length)
+    return naive_loss.denominator(step.loss_lengths(update), step.config.algorithm.loss.average, step.config.rollout.max_completion_length)

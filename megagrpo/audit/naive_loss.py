@@ -1,5 +1,5 @@
-"""The loss of one response in float64, as in the papers: every `loss_type`, ratio, mask and correction. Values that depend on other
-responses come in as `WholeStep`."""
+"""The loss of one response in float64, as in the papers: every built-in loss, ratio, mask and correction. Values that depend on
+other responses come in as `WholeStep`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megagrpo.audit.custom_term import custom_term
 from megagrpo.config import AlgorithmSection
-
-TOKEN_MEANS = ("dapo", "bnpo", "cispo", "vespo", "fipo", "real")
-SEQUENCE_MEANS = ("grpo", "sapo", "gmpo")
+from megagrpo.config.losses import Average
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ class WholeStep:
 
 def policy_term(of: Response, algorithm: AlgorithmSection, threshold: float) -> Tensor:
     """Return [Lr]: the policy term of each token of a response."""
-    losses = LOSSES.get(algorithm.loss_type, _clipped)(of, algorithm)
+    losses = (_custom if algorithm.loss.custom else TERMS[algorithm.loss.policy_term])(of, algorithm)
     if algorithm.off_policy_mask_threshold is not None and of.advantage < 0:
         if left_behind(of, algorithm) > algorithm.off_policy_mask_threshold:
             losses = losses * 0
     losses = losses * (of.entropy >= threshold)
-    if algorithm.importance_correction != "off" and algorithm.loss_type != "vespo":
+    if algorithm.importance_correction != "off" and not algorithm.loss.own_correction:
         losses = losses * correction(of, algorithm)
     return losses
 
@@ -56,16 +55,16 @@ def left_behind(of: Response, algorithm: AlgorithmSection) -> float:
     return torch.where(sampled.isnan(), 0.0, sampled - of.logprobs).mean().item()
 
 
-def share(loss_type: str, length: int) -> int:
+def share(average: Average, length: int) -> int:
     """Return the divisor of a response's tokens before the step's denominator, given its length."""
-    return length if loss_type in SEQUENCE_MEANS else 1
+    return length if average == "sequence_means" else 1
 
 
-def denominator(response_lengths: Sequence[int], loss_type: str, max_completion_length: int) -> int:
+def denominator(response_lengths: Sequence[int], average: Average, max_completion_length: int) -> int:
     """Return the divisor of the sum over the step."""
-    if loss_type in TOKEN_MEANS:
+    if average == "tokens":
         return max(1, sum(response_lengths))
-    return max(1, len(response_lengths)) * (max_completion_length if loss_type == "dr_grpo" else 1)
+    return max(1, len(response_lengths)) * (max_completion_length if average == "fixed_length" else 1)
 
 
 def probability_ratio(log_ratio: Tensor, level: str) -> Tensor:
@@ -96,7 +95,7 @@ def correction(of: Response, algorithm: AlgorithmSection) -> Tensor:
     return torch.tensor(weights, dtype=torch.float64)
 
 
-def _clipped(of: Response, algorithm: AlgorithmSection) -> Tensor:
+def clipped(of: Response, algorithm: AlgorithmSection) -> Tensor:
     """-min(min(r, delta) A, clip(r) A)."""
     ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level)
     clip = ratio.clamp(1 - algorithm.epsilon, 1 + _upper(algorithm))
@@ -104,18 +103,18 @@ def _clipped(of: Response, algorithm: AlgorithmSection) -> Tensor:
     return -torch.minimum(bounded * of.advantage, clip * of.advantage)
 
 
-def _cispo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+def cispo(of: Response, algorithm: AlgorithmSection) -> Tensor:
     ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level).detach()
     return -torch.where(ratio > _upper(algorithm), _upper(algorithm), ratio) * of.advantage * of.logprobs
 
 
-def _sapo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+def sapo(of: Response, algorithm: AlgorithmSection) -> Tensor:
     tau = algorithm.sapo_temperature_pos if of.advantage > 0 else algorithm.sapo_temperature_neg
     ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level)
     return -of.advantage * (4 / tau) / (1 + (-tau * (ratio - 1)).exp())
 
 
-def _vespo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+def vespo(of: Response, algorithm: AlgorithmSection) -> Tensor:
     positive = of.advantage >= 0
     k, scale = (algorithm.vespo_k_pos, algorithm.vespo_lambda_pos) if positive else (algorithm.vespo_k_neg, algorithm.vespo_lambda_neg)
     floor = math.log(1e-8)
@@ -127,14 +126,14 @@ def _vespo(of: Response, algorithm: AlgorithmSection) -> Tensor:
     return -phi * of.advantage * of.logprobs
 
 
-def _gmpo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+def gmpo(of: Response, algorithm: AlgorithmSection) -> Tensor:
     log_ratio = of.logprobs - of.old
     clip = log_ratio.clamp(-algorithm.epsilon, _upper(algorithm))
     mean = (torch.minimum(log_ratio, clip) if of.advantage > 0 else torch.maximum(log_ratio, clip)).mean()
     return (-mean.exp() * of.advantage).expand_as(log_ratio)
 
 
-def _fipo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+def fipo(of: Response, algorithm: AlgorithmSection) -> Tensor:
     """The clipped losses, each weighted by how much likelier its later tokens have become."""
     log_ratio, span = (of.logprobs - of.old).tolist(), algorithm.fipo_clip_range
     weights = []
@@ -148,10 +147,16 @@ def _fipo(of: Response, algorithm: AlgorithmSection) -> Tensor:
         if limit is not None and of.advantage < 0 and math.exp(log_ratio[t]) > limit:
             low, high = 1 - span, 1.0
         weights.append(min(max(math.exp(future), low), high))
-    return torch.tensor(weights, dtype=torch.float64) * _clipped(of, algorithm)
+    return torch.tensor(weights, dtype=torch.float64) * clipped(of, algorithm)
 
 
-LOSSES = {"cispo": _cispo, "sapo": _sapo, "vespo": _vespo, "gmpo": _gmpo, "fipo": _fipo}
+def _custom(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level)
+    weights = correction(of, algorithm) if algorithm.importance_correction != "off" else None
+    return custom_term(of.logprobs, of.old, ratio, of.advantage, weights, algorithm)
+
+
+TERMS = {term.__name__: term for term in (clipped, cispo, sapo, vespo, gmpo, fipo)}  # real's is in `real_loss`
 
 
 def _upper(algorithm: AlgorithmSection) -> float:

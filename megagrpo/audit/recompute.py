@@ -70,7 +70,7 @@ def _recompute_update(
     step: Step, update: Update, advantages: list[float], model: nn.Module, reference: nn.Module | None, old: list[Tensor] | None
 ) -> Recomputed:
     algorithm, rollout = step.config.algorithm, step.config.rollout
-    divisor = naive_loss.denominator(step.loss_lengths(update), algorithm.loss_type, rollout.max_completion_length)
+    divisor = naive_loss.denominator(step.loss_lengths(update), algorithm.loss.average, rollout.max_completion_length)
     slope = _balancing_slope(step, update, model) if algorithm.router_aux_loss_coef else None
     whole = _whole_step(step, update, advantages, model, old)
     result = Recomputed(loss=whole.real_loss)
@@ -81,7 +81,7 @@ def _recompute_update(
             continue
         policy = naive.log_softmax(model, sample.token_ids, rollout)[sample.places - 1]
         response = _response(step, index, policy, advantage, old)
-        share = divisor * naive_loss.share(algorithm.loss_type, response.logprobs.numel())
+        share = divisor * naive_loss.share(algorithm.loss.average, response.logprobs.numel())
         terms = _policy_terms(response, whole, index, algorithm, share)
         ref_picked = kl = None
         if reference is not None:
@@ -95,7 +95,7 @@ def _recompute_update(
         sum(term.sum() for term in terms).backward()
         if slope is not None:
             (naive.router_probabilities(model, sample.token_ids, sample.places) @ slope).sum().backward()
-        of_real = algorithm.loss_type == "real"  # REAL's value is not the sum of the terms that its gradient comes from
+        of_real = algorithm.loss.whole_step  # REAL's value is not the sum of the terms that its gradient comes from
         result.loss += sum(term.sum().item() for term in terms[of_real:])
         result.loss_size += sum(term.detach().abs().sum().item() for term in terms)
         _append(result, response.logprobs, response.old, ref_picked, response.entropy, kl)
@@ -138,7 +138,7 @@ def _response(step: Step, index: int, policy: Tensor, advantage: float, old: lis
 
 def _policy_terms(response: Response, whole: WholeStep, index: int, algorithm: AlgorithmSection, share: float) -> list[Tensor]:
     """Return [Lr] each: the policy term (for REAL the terms of its gradient) and the entropy bonus."""
-    if algorithm.loss_type == "real":
+    if algorithm.loss.whole_step:
         of_policy = whole.real_slopes[index] * (response.logprobs - response.old) / response.old.numel() / algorithm.real_tau
     else:
         of_policy = naive_loss.policy_term(response, algorithm, whole.entropy_threshold) / share
@@ -150,7 +150,7 @@ def _whole_step(step: Step, update: Update, advantages: list[float], model: nn.M
     """Compute the values that responses' losses take from each other, by running the model on all of them first."""
     algorithm, whole = step.config.algorithm, WholeStep()
     coefficient = update.metric("entropy_coef") if algorithm.entropy_bonus else 0.0
-    if algorithm.top_entropy_quantile == 1 and not coefficient and algorithm.loss_type != "real":
+    if algorithm.top_entropy_quantile == 1 and not coefficient and not algorithm.loss.whole_step:
         return whole
     responses = {}
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
@@ -161,7 +161,7 @@ def _whole_step(step: Step, update: Update, advantages: list[float], model: nn.M
     if algorithm.top_entropy_quantile < 1 and entropies:
         whole.entropy_threshold = naive_loss.top_threshold(entropies, algorithm.top_entropy_quantile)
     whole.bonus = coefficient / max(1, sum(value >= whole.entropy_threshold for value in entropies))
-    if algorithm.loss_type == "real":
+    if algorithm.loss.whole_step:
         moved = [(responses[i].logprobs - responses[i].old).mean().item() if i in responses else 0.0 for i in range(len(advantages))]
         scores = (torch.tensor(moved, dtype=torch.float64) / algorithm.real_tau).requires_grad_()
         signs = [advantage if i in responses else 0.0 for i, advantage in enumerate(advantages)]

@@ -12,7 +12,6 @@ from megagrpo.audit import naive, naive_loss
 from megagrpo.audit.compare import ROUNDING, compare, named
 from megagrpo.audit.naive_loss import Response
 from megagrpo.audit.saved import Step, Update
-from megagrpo.config.algorithm import CLIPPED_LOSSES
 
 BORDER = 1e-5  # relative: a ratio this close to a bound may be on its other side in float32
 
@@ -97,9 +96,9 @@ def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]
         near = sum(((ratio / bound - 1).abs() < BORDER).double() if bound else torch.zeros_like(ratio) for bound, _ in sides)
         return (weights * beyond).sum().item(), (weights * near).sum().item()
 
-    if algorithm.loss_type == "cispo":
+    if algorithm.loss.clips == "weight":
         return {"cispo_clip_ratio": share((algorithm.upper_epsilon, 1))}
-    if algorithm.loss_type not in CLIPPED_LOSSES:
+    if algorithm.loss.clips != "ratio":
         return {}
     low, high = (1 - algorithm.epsilon, -1), (1 + algorithm.upper_epsilon, 1)
     return {"clip_ratio/low_mean": share(low), "clip_ratio/high_mean": share(high), "clip_ratio/region_mean": share(low, high)}

@@ -36,8 +36,8 @@ def ahead_problems(config: RunConfig) -> list[Problem]:
     if config.train.offload:
         said = "true empties the GPU while servers generate, which they do while the policy trains; leave it empty"
         problems.append(Problem(("train.offload", key), said))
-    if a.loss_type == "real":
-        said = f"{value} trains on what older weights have sampled, and the loss real has no correction for that; set it to 0"
+    if a.loss.whole_step:
+        said = f"{value} trains on what older weights have sampled, and the loss {a.loss_type} has no correction for that; set it to 0"
         problems.append(Problem((key, "algorithm.loss_type"), said))
     elif a.importance_correction == "off":
         problems.append(

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
+from megagrpo.config.losses import LOSSES, Average, Loss, custom_loss
+from megagrpo.config.paths import is_user_code
 from megagrpo.config.section import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
-CLIPPED_LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "fipo")
+
+def _known_loss(value: object) -> object:
+    if isinstance(value, str) and (value in LOSSES or is_user_code(value)):
+        return value
+    names = ", ".join(f"'{name}'" for name in LOSSES)
+    raise PydanticCustomError("literal_error", "must be {expected}", {"expected": f"{names}, or your own as FILE.py:NAME"})
 
 
 class AlgorithmSection(Section):
-    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo", "real", "fipo"] = "dapo"
+    loss_type: Annotated[Literal[*LOSSES] | str, BeforeValidator(_known_loss)] = "dapo"
     """The loss and how its tokens are averaged. The clipped ratio: grpo by sequence then batch, dapo and bnpo by token, dr_grpo by
     sequences x max_completion_length, luspo summed by sequence. cispo, sapo, vespo, gmpo and fipo bound or weigh the ratio otherwise, real
-    classifies the responses of a group: docs/losses.md."""
+    classifies the responses of a group. Your own: `path/file.py:function` or `package.module:function`. docs/losses.md."""
+    loss_average: Average | None = None
+    """How a loss of your own averages its tokens: over tokens, as means of samples, as sums of samples, or over samples x
+    max_completion_length. Empty: over tokens. The other losses have an average of their own."""
     beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the reference model; 0 builds no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var", "full_forward", "full_reverse"] = "k3"
@@ -123,12 +134,18 @@ class AlgorithmSection(Section):
     rewards stay in the statistics of their group, and they still count as sequences."""
     skip_zero_advantage: bool = True
     """Leave samples whose advantage is exactly 0 out of the forward and backward pass where they add no gradient: not with beta,
-    router_aux_loss_coef, an entropy option or real. They still count in every denominator, so the update is the same."""
+    router_aux_loss_coef, an entropy option, real or a loss of your own. They still count in every denominator, so the update is the
+    same."""
 
     @property
     def upper_epsilon(self) -> float:
         """`epsilon_high`, or `epsilon` when it is empty."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def loss(self) -> Loss:
+        """The row of `loss_type`."""
+        return LOSSES.get(self.loss_type) or custom_loss(self.loss_type, self.loss_average)
 
     @property
     def updates_per_step(self) -> int:
@@ -139,7 +156,7 @@ class AlgorithmSection(Section):
     def gradient_is_local(self) -> bool:
         """Whether the loss's gradient in a token's log-prob depends on no other token's."""
         return (
-            self.loss_type not in ("vespo", "gmpo", "fipo")
+            self.loss.local
             and self.importance_sampling_level == "token"
             and self.importance_correction in ("off", "token_truncate", "token_mask")
             and self.off_policy_mask_threshold is None
@@ -158,5 +175,5 @@ class AlgorithmSection(Section):
     @property
     def leaves_out_zero_advantage(self) -> bool:
         """Whether samples without advantage are not computed."""
-        teaches = self.beta or self.router_aux_loss_coef or self.entropy_bonus or self.top_entropy_quantile < 1 or self.loss_type == "real"
-        return self.skip_zero_advantage and not teaches
+        teaches = self.beta or self.router_aux_loss_coef or self.entropy_bonus or self.top_entropy_quantile < 1
+        return self.skip_zero_advantage and not (teaches or self.loss.whole_step or self.loss.custom)

@@ -87,8 +87,9 @@ def extra_args_problems(config: RunConfig) -> list[Problem]:
 def _uncorrected(config: RunConfig, setting: str) -> list[Problem]:
     """A cache of few bits is held to the rule of `rollout.quantization`."""
     samples = f"{setting} samples from other probabilities than the trainer's, and"
-    if config.algorithm.loss_type == "real":
-        return [Problem((KEY, "algorithm.loss_type"), f"{samples} the loss real has no correction for that; leave it out")]
+    if config.algorithm.loss.whole_step:
+        said = f"{samples} the loss {config.algorithm.loss_type} has no correction for that; leave it out"
+        return [Problem((KEY, "algorithm.loss_type"), said)]
     if config.algorithm.importance_correction == "off":
         return [Problem((KEY, CORRECTION), f"{samples} {CORRECTION} is off; set it to token_truncate, or leave the argument out")]
     return []

@@ -13,6 +13,7 @@ from typing import Any
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _FUNCTION_IN_FILE = re.compile(r"(.+\.py)(:[A-Za-z_]\w*)")
+_FUNCTION_IN_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _REWARD_MODEL = "model:"
 
 
@@ -21,6 +22,11 @@ def anchored(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     for key, resolve in PATHS.items():
         _rewrite(values, key.split("."), lambda text, resolve=resolve: resolve(text, folder))
     return values
+
+
+def is_user_code(text: str) -> bool:
+    """Whether `text` has the form of a name in the user's code: `path/file.py:name` or `package.module:name`."""
+    return bool(_FUNCTION_IN_FILE.fullmatch(text) or _FUNCTION_IN_MODULE.fullmatch(text))
 
 
 def _rewrite(node: Any, parts: list[str], resolve: Callable[[str], str]) -> None:
@@ -71,6 +77,8 @@ PATHS: dict[str, Callable[[str, Path], str]] = {
     "model.path": _folder_or_name,
     "model.reference_path": _folder_or_name,
     "model.tokenizer": _folder_or_name,
+    "run.callbacks.*": _function,
+    "algorithm.loss_type": _function,
     "lora.adapter_path": _file,
     "data.train.source": _data,
     "data.eval.source": _data,

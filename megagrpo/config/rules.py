@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megagrpo.config.ahead import ahead_problems
-from megagrpo.config.algorithm import CLIPPED_LOSSES, AlgorithmSection
+from megagrpo.config.algorithm import AlgorithmSection
 from megagrpo.config.evaluation import evaluation_problems
 from megagrpo.config.extra_args import extra_args_problems
 from megagrpo.config.lora import lora_problems
+from megagrpo.config.losses import LOSSES
 from megagrpo.config.multi_turn import multi_turn_problems
 from megagrpo.config.placement import placement_problems
 from megagrpo.config.problems import Problem
@@ -176,40 +177,51 @@ def kl_problems(config: RunConfig) -> list[Problem]:
 
 def loss_problems(a: AlgorithmSection) -> list[Problem]:
     """Options of the loss that would say nothing, or contradict each other."""
-    problems, loss = [], "algorithm.loss_type"
-    if a.delta is not None and a.loss_type not in CLIPPED_LOSSES:
-        said = f"{a.loss_type} has no such bound; leave it empty or choose one of {', '.join(CLIPPED_LOSSES)}"
-        problems.append(Problem(("algorithm.delta", loss), said))
-    if a.loss_type == "cispo" and a.epsilon_high is None:
-        problems.append(Problem(("algorithm.epsilon_high", loss), "cispo needs the largest weight itself; ScaleRL uses 5.0"))
-    if a.loss_type in ("vespo", "gmpo", "real") and a.importance_sampling_level != "token":
+    problems, key, loss = [], "algorithm.loss_type", a.loss
+    if a.delta is not None and loss.clips != "ratio" and not loss.custom:
+        clipped = ", ".join(name for name, row in LOSSES.items() if row.clips == "ratio")
+        said = f"{a.loss_type} has no such bound; leave it empty or choose one of {clipped}"
+        problems.append(Problem(("algorithm.delta", key), said))
+    if loss.clips == "weight" and a.epsilon_high is None:
+        problems.append(Problem(("algorithm.epsilon_high", key), f"{a.loss_type} needs the largest weight itself; ScaleRL uses 5.0"))
+    if a.loss_average is not None and not loss.custom:
+        said = f"{a.loss_type} has its own average, {loss.average}; leave loss_average empty, or name a loss of your own in loss_type"
+        problems.append(Problem(("algorithm.loss_average", key), said))
+    if loss.own_ratio and a.importance_sampling_level != "token":
         said = f"{a.loss_type} has its own sequence ratio; set it to token"
-        problems.append(Problem(("algorithm.importance_sampling_level", loss), said))
-    if a.loss_type == "real":
-        problems += [
-            Problem((f"algorithm.{key}", loss), f"real compares whole responses of a group and knows no {what}; set it to {neutral}")
-            for key, value, what, neutral in (
-                ("importance_correction", a.importance_correction, "weights of tokens", "off"),
-                ("off_policy_mask_threshold", a.off_policy_mask_threshold, "left-out sequences", None),
-                ("top_entropy_quantile", a.top_entropy_quantile, "left-out tokens", 1.0),
-            )
-            if value != neutral
-        ]
+        problems.append(Problem(("algorithm.importance_sampling_level", key), said))
+    if loss.whole_step:
+        problems += _whole_step_problems(a)
     if a.use_adaptive_entropy and a.entropy_coef_min > a.entropy_coef_max:
         keys = ("algorithm.entropy_coef_min", "algorithm.entropy_coef_max", "algorithm.use_adaptive_entropy")
         problems.append(Problem(keys, f"{a.entropy_coef_min} is above entropy_coef_max {a.entropy_coef_max}; lower it"))
-    if a.loss_type == "real" and a.steps_per_generation > 1:
-        said = f"real compares whole groups, and {a.steps_per_generation} optimizer steps hold parts of them; set it to 1"
-        problems.append(Problem(("algorithm.steps_per_generation", loss), said))
     return problems if a.importance_correction == "off" else problems + _correction_problems(a)
+
+
+def _whole_step_problems(a: AlgorithmSection) -> list[Problem]:
+    """Options of single tokens and sequences, beside a loss that compares the responses of a group."""
+    name, key = a.loss_type, "algorithm.loss_type"
+    problems = [
+        Problem((f"algorithm.{option}", key), f"{name} compares whole responses of a group and knows no {what}; set it to {neutral}")
+        for option, value, what, neutral in (
+            ("importance_correction", a.importance_correction, "weights of tokens", "off"),
+            ("off_policy_mask_threshold", a.off_policy_mask_threshold, "left-out sequences", None),
+            ("top_entropy_quantile", a.top_entropy_quantile, "left-out tokens", 1.0),
+        )
+        if value != neutral
+    ]
+    if a.steps_per_generation > 1:
+        said = f"{name} compares whole groups, and {a.steps_per_generation} optimizer steps hold parts of them; set it to 1"
+        problems.append(Problem(("algorithm.steps_per_generation", key), said))
+    return problems
 
 
 def _correction_problems(a: AlgorithmSection) -> list[Problem]:
     """What contradicts an importance correction, or lacks from it."""
     key, problems = "algorithm.importance_correction", []
     correction, low, high = a.importance_correction, a.importance_correction_min, a.importance_correction_max
-    if a.loss_type == "vespo" and not correction.startswith("token"):
-        said = f"vespo sums the tokens' weights itself, {correction} would count them twice; choose token_truncate or token_mask"
+    if a.loss.own_correction and not correction.startswith("token"):
+        said = f"{a.loss_type} sums the tokens' weights itself, {correction} would count them twice; choose token_truncate or token_mask"
         problems.append(Problem((key, "algorithm.loss_type"), said))
     if low is None and high is None:
         said = f"{correction} needs importance_correction_min, importance_correction_max or both"
@@ -283,8 +295,9 @@ def quantization_problems(config: RunConfig) -> list[Problem]:
     if r.quantization == "none":
         return problems
     samples = f"{r.quantization} samples from other probabilities than the trainer's, and"
-    if a.loss_type == "real":
-        problems.append(Problem((key, "algorithm.loss_type"), f"{samples} the loss real has no correction for that; set it to none"))
+    if a.loss.whole_step:
+        said = f"{samples} the loss {a.loss_type} has no correction for that; set it to none"
+        problems.append(Problem((key, "algorithm.loss_type"), said))
     elif a.importance_correction == "off":
         said = f"{samples} algorithm.importance_correction is off; set it to token_truncate, or quantization to none"
         problems.append(Problem((key, "algorithm.importance_correction"), said))

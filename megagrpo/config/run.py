@@ -27,6 +27,8 @@ class RunSection(Section):
     """Go on training while a checkpoint is written: costs a copy of it in host memory. The last one is waited for."""
     save_total_limit: PositiveInt = 2
     """How many checkpoints to keep; the oldest are deleted after a newer one is complete."""
+    callbacks: list[str] = []
+    """Classes with your own code between steps, as `path/file.py:Class` or `package.module:Class`: docs/callbacks.md."""
     nodes: PositiveInt = 1
     """Machines of the job that `launch/submit.py` asks for (docs/slurm.md)."""
     time_limit: Annotated[str, Field(pattern=r"^(\d{1,4}-)?\d{1,5}:[0-5]\d:[0-5]\d$")] | None = None

@@ -14,7 +14,7 @@ from math import ceil
 import torch
 
 from megagrpo.config import RunConfig
-from megagrpo.types import MicroBatch, TrainBatch, TrainSample
+from megagrpo.types import Metric, MicroBatch, TrainBatch, TrainSample
 
 
 @dataclass(frozen=True)
@@ -232,14 +232,14 @@ def _shift(row: torch.Tensor) -> torch.Tensor:
     return torch.cat([row[1:], row.new_zeros(1)])
 
 
-def imbalances(loads: Sequence[int], num_ranks: int) -> dict[str, float]:
+def imbalances(loads: Sequence[int], num_ranks: int) -> dict[str, Metric]:
     """Return metrics of a packing: largest over mean number of tokens, of all micro-batches and of the data-parallel ranks.
 
     `loads` are the tokens of the bins in the order of `assign`. With L the longest bundle and m the mean micro-batch, in tokens, and k
     micro-batches on a rank, the metrics are at most 1 + L / m and 1 + L / (k m).
     """
     per_rank = [sum(loads[rank::num_ranks]) for rank in range(num_ranks)]
-    return {"packing/micro_batch_imbalance": imbalance(loads), "packing/rank_imbalance": imbalance(per_rank)}
+    return {"packing/micro_batch_imbalance": Metric(imbalance(loads)), "packing/rank_imbalance": Metric(imbalance(per_rank))}
 
 
 def imbalance(loads: Sequence[int]) -> float:

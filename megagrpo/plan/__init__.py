@@ -25,6 +25,7 @@ from megagrpo.plan.problems import (
     layout_notes,
     layout_problems,
     multi_turn_problems,
+    own_code_problems,
     reward_problems,
     rollout_problems,
     too_big,
@@ -131,7 +132,8 @@ def plan(
     With `gpu_memory_gb`, the memory of each GPU in GiB, the run must also fit a GPU. With `host_memory_gb` the data that stays in a
     node's RAM must fit that. With `has_data` False data files are not checked.
     """
-    problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config) + output_problems(config)
+    problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config)
+    problems += own_code_problems(config) + output_problems(config)
     problems += data_problems(config) if has_data else []
     if host_memory_gb is not None and gpu_memory_gb is None:
         problems += cache_problems(config, host_memory_gb)

@@ -209,7 +209,21 @@ def reward_problems(config: RunConfig) -> list[Problem]:
     return problems
 
 
-def undefined(target: Target, key: str) -> list[Problem]:
+def own_code_problems(config: RunConfig) -> list[Problem]:
+    """Return files and names of the user's own loss and callbacks that do not exist."""
+    named = {f"run.callbacks.{i}": (name, "callback") for i, name in enumerate(config.run.callbacks)}
+    if config.algorithm.loss.custom:
+        named["algorithm.loss_type"] = (config.algorithm.loss_type, "loss")
+    problems: list[Problem] = []
+    for key, (name, kind) in named.items():
+        try:
+            problems += undefined(registry.locate(name, key, kind, {}), key, rule=None)
+        except ProblemError as error:
+            problems += error.problems
+    return problems
+
+
+def undefined(target: Target, key: str, rule: int | None = 18) -> list[Problem]:
     """Return the problem of a name that the file of `target` does not define.
 
     The file is parsed, not run, so the names of a star import remain unknown.
@@ -219,7 +233,7 @@ def undefined(target: Target, key: str) -> list[Problem]:
     try:
         body = list(ast.walk(ast.parse(Path(target.location).read_bytes())))
     except SyntaxError as error:
-        return [Problem((key,), f"{target.location}, line {error.lineno}: not valid Python: {error.msg}", rule=18)]
+        return [Problem((key,), f"{target.location}, line {error.lineno}: not valid Python: {error.msg}", rule=rule)]
     except (OSError, ValueError):
         return []  # the run reports the error
     defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
@@ -229,7 +243,7 @@ def undefined(target: Target, key: str) -> list[Problem]:
         return []
     hint = did_you_mean(target.attribute, names)
     said = f"{target.location} defines no `{target.attribute}`{hint}; it defines {', '.join(defined) or 'nothing'}"
-    return [Problem((key,), said, rule=18)]
+    return [Problem((key,), said, rule=rule)]
 
 
 def multi_turn_problems(config: RunConfig) -> list[Problem]:

@@ -12,6 +12,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megagrpo.policy.fp8.tensor import dense
+from megagrpo.types import Metric
 
 KINDS = ("weight", "gradient", "gradient summed over ranks")  # the most likely cause comes first
 
@@ -34,9 +35,9 @@ class NonFiniteError(RuntimeError):
     `tensor` is None when only the loss is bad. `metrics` are the step's metrics, the loss included.
     """
 
-    def __init__(self, tensor: BadTensor | None, metrics: dict[str, float]):
+    def __init__(self, tensor: BadTensor | None, metrics: dict[str, Metric]):
         where = f"NaN or infinity in {tensor.kind} {tensor.name} on rank {tensor.rank}" if tensor else "all gradients are finite"
-        super().__init__(f"{where}; the loss is {metrics['loss']:g}")
+        super().__init__(f"{where}; the loss is {metrics['loss'].value:g}")
         self.tensor, self.metrics = tensor, metrics
 
 

@@ -30,6 +30,7 @@ from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.lm_head import fused_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
 from megagrpo.policy.lora import attach_adapters, without_dropout
+from megagrpo.policy.metric_sums import merged, on_host
 from megagrpo.policy.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -40,9 +41,7 @@ from megagrpo.policy.optimizer import (
     wrap_data_parallel,
 )
 from megagrpo.policy.stored import store_weights
-from megagrpo.types import LossFn, LossInputs, MicroBatch, RefHead, TrainBatch, Truncation
-
-Sums = dict[str, tuple[float, float]]
+from megagrpo.types import LossFn, LossInputs, Metric, MicroBatch, RefHead, TrainBatch, Truncation
 
 
 class MegatronPolicy:
@@ -145,7 +144,7 @@ class MegatronPolicy:
             rows = self._schedule(**arguments)
         return rows if self.layout.is_last_stage else [None] * len(batch.micro_batches)
 
-    def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, float]:
+    def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, Metric]:
         """Take one optimizer step, `backward` and `update`, on the sum of `loss_fn` over all ranks' micro-batches divided by
         `denominator`; return metrics of the whole step.
 
@@ -153,7 +152,7 @@ class MegatronPolicy:
         """
         return self.backward(batch, loss_fn, denominator) | self.update()
 
-    def backward(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, float]:
+    def backward(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, Metric]:
         """Compute the gradient of `train_step` in the parameters' float32 `main_grad`; return loss and metrics of the whole step.
 
         With the distributed optimizer each data-parallel rank holds its own shard of the summed gradient. Raises NonFiniteError on every
@@ -163,7 +162,7 @@ class MegatronPolicy:
         def loss(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict]:
             local = loss_fn if self.config.algorithm.gradient_is_local else None
             result = loss_fn(self._loss_inputs(output, micro_batch, chunk, local))
-            sums = {"loss": (result.numerator.detach(), torch.ones(()))} | result.metrics
+            sums = {"loss": Metric(result.numerator.detach(), torch.ones(()))} | result.metrics
             # Megatron would divide by the second value; the division is ours (see _finalize_gradients).
             return result.numerator, torch.ones((), dtype=torch.int), sums
 
@@ -175,12 +174,12 @@ class MegatronPolicy:
         with self._arguments(batch.micro_batches, loss, forward_only=False) as arguments:
             per_micro_batch = self._schedule(**arguments)
         metrics, bad = self._reduce_metrics(per_micro_batch)
-        metrics["loss"] /= denominator
-        if bad is not None or not math.isfinite(metrics["loss"]):
+        metrics["loss"] = Metric(metrics["loss"].sum, denominator)
+        if bad is not None or not math.isfinite(metrics["loss"].value):
             raise NonFiniteError(bad, metrics)
         return metrics | balance
 
-    def _balance(self, batch: TrainBatch, denominator: int) -> dict[str, float]:
+    def _balance(self, batch: TrainBatch, denominator: int) -> dict[str, Metric]:
         """Prepare the routers for the coming backward passes. The balancing loss needs a forward pass of its own over the step."""
         coefficient = self.config.algorithm.router_aux_loss_coef
         if not coefficient:
@@ -189,15 +188,15 @@ class MegatronPolicy:
         with torch.no_grad(), counting(self.chunks), forward as arguments:
             self._schedule(**arguments)
         # The sum of all gradients is divided by the denominator later. Multiplying by it here cancels that division.
-        return {"aux_loss": set_slopes(self.chunks, coefficient * denominator, self.layout)}
+        return {"aux_loss": Metric(set_slopes(self.chunks, coefficient * denominator, self.layout))}
 
-    def update(self) -> dict[str, float]:
+    def update(self) -> dict[str, Metric]:
         """Clip the gradient of `backward` and take one step of optimizer and learning-rate schedule. Return the gradient norm before the
         clip and the rate."""
         self.scheduler.step(increment=1)
         _, grad_norm, _ = self.optimizer.step()
-        norm = {} if grad_norm is None else {"grad_norm": float(grad_norm)}
-        return norm | {"learning_rate": learning_rate(self.optimizer)}
+        norm = {} if grad_norm is None else {"grad_norm": Metric(float(grad_norm))}
+        return norm | {"learning_rate": Metric(learning_rate(self.optimizer), reduce="last")}
 
     @contextmanager
     def _arguments(
@@ -305,7 +304,7 @@ class MegatronPolicy:
         gradient = bad_gradient(*where, summed)
         return gradient and (bad_weight(*where) or gradient)
 
-    def _reduce_metrics(self, per_micro_batch: list[dict[str, tuple[Tensor, Tensor]]]) -> tuple[dict[str, float], BadTensor | None]:
+    def _reduce_metrics(self, per_micro_batch: list[dict[str, Metric]]) -> tuple[dict[str, Metric], BadTensor | None]:
         """Sum the metrics of this rank's micro-batches, then over all data-parallel ranks; every rank of the world gets equal results.
 
         A metric with a count of 0 is left out: when no sample counts, the entropy is absent, not 0. The second result is the tensor to
@@ -313,12 +312,10 @@ class MegatronPolicy:
         """
         layout = self.layout
         counts = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0  # the other ranks computed the same losses
-        mine = merge_sums([to_floats(m) for m in per_micro_batch]) if counts else None
+        mine = merged([on_host(metrics) for metrics in per_micro_batch]) if counts else None
         gathered = layout.all_gather_objects((mine, self._bad_tensor))
-        everyone = merge_sums([sums for sums, _ in gathered if sums is not None])
-        loss, _ = everyone.pop("loss")
-        counted = {name: total if _is_extreme(name) else total / count for name, (total, count) in everyone.items() if count}
-        return {"loss": loss} | counted, first_cause(bad for _, bad in gathered)
+        everyone = merged([metrics for metrics, _ in gathered if metrics is not None])
+        return {name: metric for name, metric in everyone.items() if metric.count}, first_cause(bad for _, bad in gathered)
 
 
 def _head_weight(chunk: torch.nn.Module) -> Tensor:
@@ -370,28 +367,3 @@ def _fused_options(config: RunConfig, dtype: torch.dtype, hf_config: HfConfig) -
     if wanted and reason:
         raise ValueError(f"train.fused_logprobs: true is not possible: {reason}; set it to false")
     return dict(fused=wanted, fp8=fp8)
-
-
-def to_floats(sums: dict[str, tuple[Tensor, Tensor]]) -> Sums:
-    """Copy all metrics of a micro-batch, scalars [], to the host in one transfer."""
-    device_of_all = next(iter(sums.values()))[0].device
-    values = torch.stack([v.detach().float().to(device_of_all) for pair in sums.values() for v in pair]).tolist()
-    return {name: (values[2 * i], values[2 * i + 1]) for i, name in enumerate(sums)}
-
-
-def merge_sums(parts: Sequence[Sums]) -> Sums:
-    """Add up sums and counts by name. Names that end in /max or /min keep the extreme."""
-    merged: Sums = {}
-    for part in parts:
-        for name, (total, count) in part.items():
-            if name not in merged:
-                merged[name] = (total, count)
-                continue
-            old_total, old_count = merged[name]
-            combine = max if name.endswith("/max") else min if name.endswith("/min") else float.__add__
-            merged[name] = (combine(old_total, total), old_count + count)
-    return merged
-
-
-def _is_extreme(name: str) -> bool:
-    return name.endswith(("/max", "/min"))

@@ -33,7 +33,7 @@ def add_step_terms(batch: TrainBatch, policy: MegatronPolicy, denominator: int, 
         batch = _with_high_entropy(batch, policy)
     if entropy_coef:
         batch = _with_entropy_weights(batch, policy, entropy_coef * denominator)
-    if algorithm.loss_type == "real":
+    if algorithm.loss.whole_step:
         batch = _with_real_terms(batch, policy, denominator)
     return batch
 

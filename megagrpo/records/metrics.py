@@ -21,18 +21,23 @@ from typing import Any, Protocol
 from megagrpo.config import RunConfig
 from megagrpo.process.terminal import warn
 from megagrpo.records.console import ConsoleSink
-from megagrpo.types import ScoredRollout
+from megagrpo.types import Metric, ScoredRollout
+
+_OVER_UPDATES = {"mean": statistics.fmean, "max": max, "min": min, "last": lambda values: values[-1]}
 
 
-def over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Combine the metrics of a step's optimizer steps: the mean over those that report one, the extreme for `/max` and `/min`, and the last
-    learning rate."""
-    metrics = {}
-    for name in dict.fromkeys(name for update in updates for name in update):
-        values = [update[name] for update in updates if name in update]
-        how = {"max": max, "min": min, "learning_rate": lambda rates: rates[-1]}.get(name.rpartition("/")[2], statistics.fmean)
-        metrics[name] = how(values)
-    return metrics
+def values_of(metrics: dict[str, Metric]) -> dict[str, float]:
+    """Return the metrics as numbers."""
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def over_updates(updates: Sequence[dict[str, Metric]]) -> dict[str, float]:
+    """Combine the metrics of a step's optimizer steps, each as its `reduce` says, over those that report it."""
+    found: dict[str, list[Metric]] = {}
+    for update in updates:
+        for name, metric in update.items():
+            found.setdefault(name, []).append(metric)
+    return {name: _OVER_UPDATES[metrics[0].reduce]([metric.value for metric in metrics]) for name, metrics in found.items()}
 
 
 def idle_shares(times: dict[str, float]) -> dict[str, float]:

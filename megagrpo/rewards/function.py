@@ -68,11 +68,14 @@ class Tally:
     def metrics(self) -> dict[str, float]:
         """Return mean and unbiased std over the scored rollouts, and the counters."""
         scored = [v for v in self.values if v is not None]
+        mean, std = statistics.fmean(scored) if scored else math.nan, statistics.stdev(scored) if len(scored) > 1 else 0.0
+        return {"mean": mean, "std": std} | self.counters()
+
+    def counters(self) -> dict[str, float]:
+        """Return the numbers that add up over ranks and rounds."""
         return {
-            "mean": statistics.fmean(scored) if scored else math.nan,
-            "std": statistics.stdev(scored) if len(scored) > 1 else 0.0,
             "timeouts": float(self.timeouts),
             "exceptions": float(self.exceptions),
-            "unscorable": float(len(self.values) - len(scored)),
+            "unscorable": float(sum(value is None for value in self.values)),
             "seconds": self.seconds,
         }

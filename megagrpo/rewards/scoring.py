@@ -50,6 +50,10 @@ class Scoring:
         exceptions and unscorable completions, and the workers' seconds."""
         return {f"rewards/{t.function.name}/{name}": value for t in self._tallies for name, value in t.metrics().items()}
 
+    def counters(self) -> dict[str, float]:
+        """Return those of `metrics` that add up over ranks and rounds: timeouts, exceptions, unscorable completions, seconds."""
+        return {f"rewards/{t.function.name}/{name}": value for t in self._tallies for name, value in t.counters().items()}
+
     def drop(self) -> None:
         """Cancel the calls that are not finished."""
         self._work.drop(self)

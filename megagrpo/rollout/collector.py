@@ -19,7 +19,6 @@ from megagrpo.rollout.ahead import AsyncPool
 from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout, Truncation
 
 STARVED = "starved"  # marks a rank whose engine needs weights before it can generate
-COUNTERS = ("/timeouts", "/exceptions", "/unscorable", "/seconds", "/dropped", "/cut")
 
 
 class StopRequested(Exception):
@@ -75,7 +74,7 @@ class Collector:
             self.refill()  # retry: the same seeds give the same rollouts
         parts = [part for part in parts if part is not None]
         groups = sorted((pair for groups, _ in parts for pair in groups), key=lambda pair: pair[0])
-        return [s for _, scored in groups for s in scored], summed_counters([counted for _, counted in parts])
+        return [s for _, scored in groups for s in scored], summed([counted for _, counted in parts])
 
     def _of_all(self, part: Callable[[], Any]) -> list[Any]:
         """Run `part` on the leader rank of each replica and return the results of all ranks (None for the others). Collective."""
@@ -159,7 +158,7 @@ def generate_and_score(
         with timer("generate"):
             engine.generate(prompts, num_generations, sampling, seed, on_group=scoring.add)
         with timer("reward"):
-            return scoring.finish(), summed_counters([scoring.metrics()])
+            return scoring.finish(), scoring.counters()
 
 
 def take_scored(
@@ -176,14 +175,14 @@ def take_scored(
         scorings = pool.take(prompts, num_generations, sampling, seed, step)
     with timer("reward"):
         scored = [s for scoring in scorings for s in scoring.finish()]
-    return scored, summed_counters([scoring.metrics() for scoring in scorings]) | pool.counters()
+    return scored, summed([scoring.counters() for scoring in scorings]) | pool.counters()
 
 
-def summed_counters(counted: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Add up the counters in several dicts of metrics; other metrics are left out."""
+def summed(counters: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Add up counters by name."""
     total: Counter[str] = Counter()
-    for metrics in counted:
-        total.update({name: value for name, value in metrics.items() if name.endswith(COUNTERS)})
+    for counted in counters:
+        total.update(counted)
     return dict(total)
 
 

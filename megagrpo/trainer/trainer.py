@@ -29,13 +29,14 @@ from megagrpo.policy.reference import Reference, kl_by_sample
 from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.records.checkpoint import Checkpointer, CheckpointError
 from megagrpo.records.dump import StepDumps
-from megagrpo.records.metrics import MetricsWriter, PhaseTimer, idle_shares, over_updates
+from megagrpo.records.metrics import MetricsWriter, PhaseTimer, idle_shares, over_updates, values_of
 from megagrpo.rollout.collector import Collector, NoRollouts, StopRequested, rollout_metrics, staleness
 from megagrpo.rollout.groups import draw_rollouts
 from megagrpo.trainer.alarms import FIRST_STEPS, always_raising, mismatch_limit, mismatch_warning
+from megagrpo.trainer.callbacks import CallbackError, Callbacks
 from megagrpo.trainer.time_limit import OUT_OF_TIME, TimeLimit
 from megagrpo.transfer.manifest import WeightSyncError
-from megagrpo.types import LossFn, SamplingParams, ScoredRollout, TrainBatch, TrainSample, TrainState
+from megagrpo.types import LossFn, Metric, SamplingParams, ScoredRollout, TrainBatch, TrainSample, TrainState
 from megagrpo.weight_sync.sync import Stays, Weights, WeightSync
 
 
@@ -69,11 +70,14 @@ class Trainer:
     failed_saves: int = 0
     synced: dict[str, float] = field(default_factory=dict)  # metrics of the last weight sync
     run_folder_check: Callable[[], None] = lambda: None  # raises when the run's folder no longer exists
+    callbacks: Callbacks | None = None  # the user's code between steps; None: the run has none
     time_limit: TimeLimit = field(init=False)
 
     def __post_init__(self):
         self.collector.refill = self.refill
         self.time_limit = TimeLimit(None, self.collector.stop)
+        self.callbacks = self.callbacks or Callbacks(self.config, self.layout)
+        self.resumed_from: Path | None = None
 
     def step(self) -> dict[str, float]:
         """Run one training step and return its metrics, the same on every rank. Raises StopRequested before anything was trained."""
@@ -104,9 +108,11 @@ class Trainer:
         run = self.config.run
         self.sync()
         try:
+            self.callbacks.train_begin(self.state.step, self.resumed_from)
             self.evaluate_if_due()  # before the first step, or an evaluation that a stop has prevented
-            while self.state.step < run.max_steps:
+            while self.state.step < run.max_steps and not self.callbacks.should_training_stop:
                 self.let_engine_go_on()
+                self.callbacks.step_begin()
                 self.start_clocks()
                 self.time_limit.step_begins()
                 metrics = self.step()
@@ -115,24 +121,29 @@ class Trainer:
                 self.check_mismatch(metrics)
                 own_part(self.layout, self.run_folder_check)
                 self.finish_save(wait=False)
-                self.writer.step(self.state.step, self.with_speed(metrics))
+                metrics = self.with_speed(metrics)
+                self.writer.step(self.state.step, metrics)
+                self.callbacks.step_end(self.state.step, metrics)
                 self.stop_if_rewards_raise(metrics)
                 self.stop_if_broken()
-                last = self.state.step == run.max_steps
                 self.evaluate_if_due()
-                if last or (run.save_steps and self.state.step % run.save_steps == 0):
+                last = self.state.step == run.max_steps or self.callbacks.should_training_stop
+                if last or self.callbacks.should_save or (run.save_steps and self.state.step % run.save_steps == 0):
                     self.save(must_succeed=last)
-            self.writer.message(f"finished {run.max_steps} steps")
+            early = " (a callback stopped the run)" if self.state.step < run.max_steps else ""
+            self.writer.message(f"finished {self.state.step} steps{early}")
+            self.callbacks.train_end()
         except StopRequested as stop:
             why = "the time limit is near" if stop.number == OUT_OF_TIME else f"stop requested ({signal.Signals(stop.number).name})"
             self.writer.message(f"{why} after step {self.state.step}")
             self.save(must_succeed=True)
+            self.callbacks.train_end()
             return stop.number
         except NoRollouts:
             self.save(must_succeed=False)
             self.finish_save(wait=True)
             raise
-        except (RankError, EngineError, BrokenTraining):
+        except (RankError, EngineError, BrokenTraining, CallbackError):
             with suppress(RuntimeError):  # finish_save is collective: it fails when another rank has already exited
                 self.finish_save(wait=True)
             raise
@@ -162,11 +173,11 @@ class Trainer:
         advantages = advantages_of(less_kl(scored, kl, self.config.algorithm.beta), self.config)
         return advantages, [batch.with_advantages(advantages.flatten()) for batch in batches], kl.mean().item()
 
-    def train(self, batch: TrainBatch) -> dict[str, float]:
+    def train(self, batch: TrainBatch) -> dict[str, Metric]:
         """Run one optimizer step on the batch and return its metrics. The step is skipped when its loss or gradient is not finite; metrics
         of the optimizer are missing then."""
         algorithm = self.config.algorithm
-        divisor = denominator(batch, algorithm.loss_type, self.config.rollout.max_completion_length)
+        divisor = denominator(batch, algorithm.loss.average, self.config.rollout.max_completion_length)
         entropy_coef = bonus_coefficient(self.state, algorithm)
         with self.timer("logprobs"):
             batch = add_step_terms(batch, self.policy, divisor, entropy_coef)
@@ -179,9 +190,9 @@ class Trainer:
                 metrics = error.metrics
                 self.count_skip(error)
         if algorithm.entropy_bonus:
-            metrics["entropy_coef"] = entropy_coef
-            adapt_bonus(self.state, metrics, algorithm)
-        self.dumps.measured(metrics, divisor, batch.samples)
+            metrics["entropy_coef"] = Metric(entropy_coef)
+            adapt_bonus(self.state, values_of(metrics), algorithm)
+        self.dumps.measured(values_of(metrics), divisor, batch.samples)
         return metrics
 
     def count_skip(self, error: NonFiniteError) -> None:
@@ -195,7 +206,7 @@ class Trainer:
             where = f"in the {tensor.kind} of {', '.join(names)} on rank {tensor.rank}"
         self.writer.message(
             f"warning: step {self.state.step + 1}: optimizer step skipped, weights unchanged: NaN or infinity {where}; "
-            f"loss {error.metrics['loss']:g}; skipped in a row {self.state.skipped_in_a_row} of "
+            f"loss {error.metrics['loss'].value:g}; skipped in a row {self.state.skipped_in_a_row} of "
             f"{self.config.train.max_skipped_steps} allowed"
         )
 
@@ -309,6 +320,7 @@ class Trainer:
         metrics = evaluate(self.held_out, self.collector.collect, self.config.run.seed)
         self.writer.evaluation(self.state.step, metrics)
         self.state.evaluated = self.state.step
+        self.callbacks.evaluated(metrics)
         if self.config.evaluation.keep_best is not None:
             self.keep_if_best(metrics)
 
@@ -349,6 +361,7 @@ class Trainer:
                 # With async_save, a stop may have to wait for a checkpoint that has just begun, and then for the last one.
                 self.time_limit.saved(self.checkpointer.seconds * (2 if self.config.run.async_save else 1))
                 self.writer.message(f"checkpoint {path}")
+                self.callbacks.saved(path)
 
     @contextmanager
     def counting_failures(self, must_succeed: bool) -> Iterator[None]:
@@ -369,7 +382,7 @@ class Trainer:
         self.prompts.curriculum.history = self.state.pass_rates
         if self.collector.pool is not None:
             self.collector.pool.load_state_dict(self.state.ahead)
-        self.state.ahead = []
+        self.state.ahead, self.resumed_from = [], path
         self.collector.step = self.state.step
         self.writer.message(f"resumed from {path} after step {self.state.step}")
 

@@ -53,6 +53,7 @@ from megagrpo.rollout.collector import Collector, sampling_params
 from megagrpo.servers.launcher import Launcher
 from megagrpo.servers.restarts import Reconnector, Restarter
 from megagrpo.servers.serving import engine_dtype, make_launcher, name_of, offloads, servers_sleep
+from megagrpo.trainer.callbacks import CallbackError, Callbacks, load_callbacks
 from megagrpo.trainer.offload import Offload
 from megagrpo.trainer.stop_signals import stop_on_signals
 from megagrpo.trainer.time_limit import OUT_OF_TIME, check_time_limit, end_of_run
@@ -93,7 +94,7 @@ def main(config: RunConfig, config_path: Path) -> int:
         return _exit_code(stopped_by)
     except ConfigError:
         raise
-    except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining, RunFolderLost) as error:
+    except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining, CallbackError, RunFolderLost) as error:
         warn(f"rank {layout.world_rank} stops: {error}")
     except KeyboardInterrupt:
         warn("interrupted; the newest checkpoint is the last thing that was saved")
@@ -113,6 +114,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     with _problems_of_the_config():
         token, named = together(layout, lambda: _check_servers(config), here=first)[0]
         os.environ.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
+        loss_fn = own_part(layout, lambda: make_loss(config))
+        callbacks = Callbacks(config, layout, own_part(layout, lambda: load_callbacks(config), here=first))
         model_folder = resolve_model(config.model.path)
         hf_config = load_hf_config(model_folder)
         own_part(layout, lambda: check_device(config, hf_config))  # before weights are loaded or servers started
@@ -197,7 +200,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         layout=layout,
         policy=policy,
         reference=reference,
-        loss_fn=make_loss(config),
+        loss_fn=loss_fn,
         prompts=prompts,
         held_out=held_out,
         collector=Collector(layout, dialogues.over(engine) if dialogues else engine, rewards, timer, pool),
@@ -212,6 +215,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         dumps=StepDumps(config, policy, run_folder / "dumps", model_folder, writer.message, reference, reference_folder),
         timer=timer,
         run_folder_check=lock.check if first else lambda: None,
+        callbacks=callbacks,
     )
     if resume_from is not None:
         trainer.restore(resume_from)

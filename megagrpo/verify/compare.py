@@ -69,7 +69,7 @@ def distances(found: Outcome, expected: Outcome) -> dict[tuple[str, str], float]
     errors: dict[tuple[str, str], float] = {}
     for name, ours, theirs in _pairs("metrics", found.metrics, expected.metrics):
         # An extreme over tokens is only as exact as a log-prob, not as a mean.
-        kind = {"loss": "loss", "grad_norm": "gradient norm"}.get(name, "log-prob" if name.endswith(("/max", "/min")) else "metric")
+        kind = {"loss": "loss", "grad_norm": "gradient norm"}.get(name, "log-prob" if name in expected.extremes else "metric")
         errors[kind, name] = abs(ours - theirs) / max(abs(theirs), SMALLEST)
     if found.logprobs.shape != expected.logprobs.shape:
         raise ValueError(f"this layout has {found.logprobs.numel()} loss tokens, and one process has {expected.logprobs.numel()}")

@@ -24,6 +24,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import gather_gradients
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.step_terms import add_step_terms
+from megagrpo.records.metrics import values_of
 from megagrpo.types import LossInputs, LossOutput, MicroBatch, TrainBatch, TrainSample
 from megagrpo.verify.shrink import random_tensor
 
@@ -40,6 +41,7 @@ class Outcome:
     weights: Tensors  # weights after the step
     disagreement: float  # largest relative difference of a gradient or weight between two ranks that hold the same part of it
     padding: float  # largest gradient of the vocabulary's padding, which belongs to no token
+    extremes: frozenset[str] = frozenset()  # metrics that are the largest or smallest of single tokens
 
 
 def take_step(
@@ -53,7 +55,7 @@ def take_step(
     layout = init_layout(config.parallel, config.run.seed)
     try:
         policy, batch, logprobs = prepare(config, hf_config, layout, samples, weights)
-        divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
+        divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
         batch = add_step_terms(batch, policy, divisor, config.algorithm.entropy_coef)
         if config.model.fp8_recipe == "delayed":  # gradients' scales too: a new maximum depends on its micro-batch
             policy.backward(batch, make_loss(config), divisor)
@@ -67,7 +69,8 @@ def take_step(
         layout.release()
     if layout.world_rank != 0:
         return None
-    return Outcome(metrics, rows, gradients, stepped, max(apart, also_apart), padding)
+    extremes = frozenset(name for name, metric in metrics.items() if metric.reduce in ("max", "min"))
+    return Outcome(values_of(metrics), rows, gradients, stepped, max(apart, also_apart), padding, extremes)
 
 
 def prepare(

@@ -19,6 +19,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.records.dump import StepDumps
+from megagrpo.records.metrics import values_of
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, TrainState
 from megagrpo.verify.shrink import random_samples
 
@@ -66,7 +67,7 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
     advantages = advantages_of(scored, config)
     batch = pack(to_samples(scored, advantages), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     batch = Reference(policy).annotate(batch) if algorithm.beta else batch
-    divisor = denominator(batch, algorithm.loss_type, config.rollout.max_completion_length)
+    divisor = denominator(batch, algorithm.loss.average, config.rollout.max_completion_length)
     dumps = StepDumps(config, policy, run / "dumps", model, said.append)
     for step in steps:
         if algorithm.num_iterations > 1:
@@ -75,7 +76,7 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
         for _ in range(algorithm.num_iterations):
             coefficient = bonus_coefficient(state, algorithm)
             known = add_step_terms(batch, policy, divisor, coefficient)
-            metrics = policy.train_step(known, dumps.record(make_loss(config)), divisor)
+            metrics = values_of(policy.train_step(known, dumps.record(make_loss(config)), divisor))
             adapt_bonus(state, metrics, algorithm)
             dumps.measured(metrics | dict(entropy_coef=coefficient), divisor, batch.samples)
         dumps.finish(scored, advantages.flatten().tolist())

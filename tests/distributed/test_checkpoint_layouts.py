@@ -72,7 +72,7 @@ def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool) ->
     p = config.parallel
     rules = PackingRules(max_tokens=64, at_least=p.pp, multiple_of=p.pp, align=config.micro_batch_align, sequence_align=p.sequence_align)
     batch = pack(samples(), rules, layout.dp_rank, layout.dp_size)
-    divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
+    divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
     if resume:
         assert checkpointer.load(checkpointer.latest()) == STATE
     else:

@@ -47,7 +47,7 @@ def train(policy: MegatronPolicy, seed: int) -> float:
     batch = pack(random_samples(seed), packing_rules(policy.config, policy.shares_prompts), policy.layout.dp_rank, policy.layout.dp_size)
     assert len(batch.micro_batches) > 1
     batch = batch.with_terms(old_logprobs=policy.logprobs(batch)) if policy.layout.pp_size == 1 else batch
-    return policy.train_step(batch, make_loss(policy.config), batch.num_tokens)["loss"]
+    return policy.train_step(batch, make_loss(policy.config), batch.num_tokens)["loss"].value
 
 
 # ------------------------------------------------------------------------------------------------------------------------------ the oracle

@@ -89,7 +89,7 @@ def kl_of_a_step(estimator: str) -> tuple[float, float, float]:
     (oracle,) = torch.autograd.grad(numerator / batch.num_tokens, weight)
     metrics = policy.backward(batch, loss_fn, batch.num_tokens)
     found = lm_head(policy.chunks[-1]).main_grad
-    return metrics["kl"], torch.cat(kls).mean().item(), ((found - oracle).norm() / oracle.norm()).item()
+    return metrics["kl"].value, torch.cat(kls).mean().item(), ((found - oracle).norm() / oracle.norm()).item()
 
 
 @pytest.mark.parametrize("estimator", ["full_forward", "full_reverse"])
@@ -115,7 +115,7 @@ def head_products(algorithm: dict) -> float:
     """Products with the LM head in a train step, per chunk of tokens."""
     config, hf_config = tiny_run(algorithm=algorithm), tiny_model("qwen2_untied")
     policy, batch, _ = prepare(config, hf_config, init_layout(config.parallel), random_samples()[:4])
-    divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
+    divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
     batch = add_step_terms(batch, policy, divisor, config.algorithm.entropy_coef)
     with CountHeadProducts() as counted:
         policy.backward(batch, make_loss(config), divisor)

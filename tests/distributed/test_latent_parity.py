@@ -83,7 +83,7 @@ def biases_after_a_step(precision: str) -> list[tuple[str, torch.Tensor]]:
     config, hf_config = tiny_run({}, model=dict(precision=precision)), model(V3)
     layout = init_layout(config.parallel)
     policy, batch, _ = prepare(config, hf_config, layout, random_samples())
-    policy.backward(batch, make_loss(config), denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length))
+    policy.backward(batch, make_loss(config), denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length))
     policy.update()
     held = [(found, value) for _, value, found in blocks(policy.chunks, hf_config, layout) if not isinstance(value, torch.nn.Parameter)]
     layout.close()

@@ -13,6 +13,7 @@ from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.metrics import values_of
 from megagrpo.types import TrainState
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import fill_weights, whole_tensors
@@ -56,7 +57,7 @@ class Training:
         """Every other step has fewer micro-batches."""
         batch = self.batches[self.steps % 2]
         self.steps += 1
-        return self.policy.train_step(batch, self.loss, batch.num_tokens)
+        return values_of(self.policy.train_step(batch, self.loss, batch.num_tokens))
 
     def weights(self) -> dict[str, torch.Tensor]:
         return whole_tensors(self.policy, self.hf_config, self.layout, lambda p: p.data)[0]

@@ -75,7 +75,7 @@ def moved_and_saved(parallel: dict, model: Path, checkpoints: Path, alpha: float
     """This rank's blocks of policy and reference, after a step and a move of the reference by `alpha`; both are then in a checkpoint."""
     layout, hf_config, policy, reference, checkpointer = _build(parallel, model, checkpoints)
     batch = pack(random_samples(), packing_rules(policy.config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
-    divisor = denominator(batch, "grpo", 1)
+    divisor = denominator(batch, "sequence_means", 1)
     policy.train_step(reference.annotate(batch), make_loss(policy.config), divisor)
     if alpha:
         reference.mix_in(alpha)
@@ -163,7 +163,7 @@ def kl_before_and_after(estimator: str, model: Path) -> list[float]:
     for mixed in (False, False, True):
         if mixed:
             reference.mix_in(1.0)
-        found.append(policy.train_step(reference.annotate(batch), make_loss(config), denominator(batch, "grpo", 1))["kl"])
+        found.append(policy.train_step(reference.annotate(batch), make_loss(config), denominator(batch, "sequence_means", 1))["kl"].value)
     layout.close()
     return found
 

@@ -150,7 +150,7 @@ def _good_bad_good(case, faults):
             unchanged = same(before, training.state())
             assert training.trainer.state.skipped_steps == 1 and "grad_norm" not in metrics
         metrics = training.step()
-        assert training.trainer.state.skipped_in_a_row == 0 and metrics["grad_norm"] > 0
+        assert training.trainer.state.skipped_in_a_row == 0 and metrics["grad_norm"].value > 0
         return training.said.lines, unchanged, training.state(), metrics
 
     _, _, good, good_metrics = run()

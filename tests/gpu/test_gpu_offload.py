@@ -40,7 +40,7 @@ def leave_and_come_back(folder: Path, place: str, in_fp8: bool) -> tuple[float, 
     reference = Reference(policy)
     policy.weights_changed()
     batch = pack(samples_of(Case("", hf_config, config, sizes_of(config))), packing_rules(config, policy.shares_prompts))
-    arguments = reference.annotate(batch), make_loss(config), denominator(batch, config.algorithm.loss_type, 64)
+    arguments = reference.annotate(batch), make_loss(config), denominator(batch, config.algorithm.loss.average, 64)
     policy.train_step(*arguments)
     offload = Offload(policy, reference)
 
@@ -59,7 +59,7 @@ def leave_and_come_back(folder: Path, place: str, in_fp8: bool) -> tuple[float, 
         left = own_gib()
         offload.keep_everything()
     same = all(torch.equal(one, other) for one, other in zip(numbers(), stayed, strict=True))
-    return before, left, same, policy.train_step(*arguments)["grad_norm"]
+    return before, left, same, policy.train_step(*arguments)["grad_norm"].value
 
 
 @pytest.mark.timeout(900)

@@ -164,6 +164,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     ),
     "rollout.tp": "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
     "rollout.urls": "e2e/test_bad_input.py::test_a_mistake_in_the_config_is_named",
+    "run.callbacks": "unit/trainer/test_callbacks.py::test_every_rank_obeys_what_rank_0_was_asked_and_ends_when_a_callback_raises",
     "run.log_completions_steps": "unit/records/test_metrics.py::test_samples_are_shown_every_k_steps",
     "run.max_steps": "e2e/test_run.py::test_every_step_and_evaluation_is_a_line_of_finite_metrics",
     "run.output_dir": "e2e/test_run.py::test_the_config_that_ran_is_kept_and_loads_back",
@@ -193,6 +194,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
 # Each row of "Arguments" that says more than the name of a key, by its first argument.
 SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
     "coming_from_trl.md": {
+        "callbacks": "unit/trainer/test_callbacks.py::test_a_callback_of_transformers_runs_as_it_is",
         "trust_remote_code": "unit/families/test_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
         "per_device_train_batch_size": (
             "unit/rollout/test_groups.py::test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run",

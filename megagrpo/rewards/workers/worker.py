@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import importlib
-import importlib.util
 import inspect
 import os
 import signal
@@ -25,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megagrpo.process import user_code
 from megagrpo.rewards.functions.text import text_of
 from megagrpo.rewards.plugins import orms
 from megagrpo.rewards.target import BUILT_IN, Target, did_you_mean
@@ -37,6 +36,7 @@ PASSED_TO_ALL = (
 )
 _PR_SET_PDEATHSIG = 1
 _LONGEST_REPORT = 20_000  # characters of an error
+_OWN_FILES = (__file__, user_code.__file__)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def load(target: Target, options: dict[str, Any]) -> Loaded:
 def find(target: Target) -> Callable:
     """Import the function or class that `target` names; once per process."""
     for path in target.plugins:
-        _load_file(Path(path))
+        user_code.load_file(Path(path))
     if target.plugins:
         if taken := sorted(set(orms) & set(BUILT_IN)):
             raise ValueError(f"rewards.plugins registers `{taken[0]}`, which is the name of a built-in; choose another")
@@ -79,27 +79,7 @@ def find(target: Target) -> Callable:
             known = ", ".join([*orms, *BUILT_IN])
             raise ValueError(f"no reward function `{target.attribute}`{did_you_mean(target.attribute, [*orms, *BUILT_IN])}; known: {known}")
         return orms[target.attribute]
-    is_file = target.location.endswith(".py")
-    module = _load_file(Path(target.location)) if is_file else importlib.import_module(target.location)
-    function = getattr(module, target.attribute, None)
-    if not callable(function):
-        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
-        raise AttributeError(f"{target.location} has no function `{target.attribute}`; it has: {', '.join(own) or 'none'}")
-    return function
-
-
-def _load_file(path: Path) -> Any:
-    name = f"megagrpo_reward_{path.stem}_{abs(hash(str(path)))}"
-    if name not in sys.modules:
-        sys.path.insert(0, str(path.parent))  # helper modules beside the file can be imported
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    return user_code.load(target.location, target.attribute)
 
 
 def _signature(found: Callable, target: Target, options: dict[str, Any], is_class: bool) -> dict[str, Any]:
@@ -152,11 +132,11 @@ def call(loaded: Loaded, arguments: dict[str, Any]) -> Any:
 
 
 def explain(error: BaseException, whole: bool) -> str:
-    """Return the error with its traceback, without frames of this file; or one line with the place where it was raised."""
+    """Return the error with its traceback, without frames of this program; or one line with the place where it was raised."""
     report = traceback.TracebackException.from_exception(error)
     seen: traceback.TracebackException | None = report
     while seen is not None:
-        kept = [f for f in seen.stack if f.filename != __file__ and not f.filename.startswith("<frozen")]
+        kept = [f for f in seen.stack if f.filename not in _OWN_FILES and not f.filename.startswith("<frozen")]
         seen.stack = traceback.StackSummary.from_list(kept)
         seen = seen.__cause__ or seen.__context__
     if whole:

@@ -7,15 +7,15 @@ import torch
 from tiny_policy import tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.policy_losses import POLICY_LOSSES
 from megagrpo.algorithms.real import RealTerms, sample_sums
 from megagrpo.algorithms.reductions import denominator
+from megagrpo.config.losses import LOSSES as LOSS_TABLE
 from megagrpo.data.packing import PackingRules, pack
 from megagrpo.types import LossInputs
 from megagrpo.verify.shrink import GROUP_SIZE, random_samples
 
 COUNTED = ["grpo", "dapo", "dr_grpo", "bnpo"]
-LOSSES = {loss_type: dict(loss_type=loss_type) for loss_type in POLICY_LOSSES} | {
+LOSSES = {loss_type: dict(loss_type=loss_type) for loss_type in LOSS_TABLE} | {
     "cispo": dict(loss_type="cispo", epsilon_high=1.1),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence"),
     "gspo token": dict(loss_type="luspo", importance_sampling_level="sequence_token", use_bias_correction_kl=True),
@@ -41,7 +41,7 @@ def contributions(name: str, rules: PackingRules, dp_size: int, dtype: torch.dty
     """Of each token, known by its rollout log-prob: the derivative of the step's loss by the policy's log-prob."""
     config, found = tiny_run(algorithm=dict(beta=0.1) | LOSSES[name]), {}
     batches = [pack(random_samples(), rules, rank, dp_size) for rank in range(dp_size)]
-    divisor = denominator(batches[0], config.algorithm.loss_type, config.rollout.max_completion_length)
+    divisor = denominator(batches[0], config.algorithm.loss.average, config.rollout.max_completion_length)
     if name == "real":
         sums = [
             sample_sums(m.with_terms(old_logprobs=m.rollout_logprobs), moved(m.rollout_logprobs)) for b in batches for m in b.micro_batches
@@ -86,4 +86,5 @@ def test_the_counts_are_those_of_the_step_on_every_rank():
     for rules, dp_size in itertools.product(RULES, (1, 2, 3)):
         for rank in range(dp_size):
             batch = pack(samples, rules, rank, dp_size)
-            assert [denominator(batch, loss, 16) for loss in COUNTED] == [len(samples), tokens, len(samples) * 16, tokens]
+            found = [denominator(batch, LOSS_TABLE[loss].average, 16) for loss in COUNTED]
+            assert found == [len(samples), tokens, len(samples) * 16, tokens]

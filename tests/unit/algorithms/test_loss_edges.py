@@ -8,16 +8,16 @@ import torch
 from megagrpo.algorithms.advantages import group_advantages, normalized_sum_advantages
 from megagrpo.algorithms.correction import correction_weights
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.policy_losses import POLICY_LOSSES
 from megagrpo.algorithms.real import RealTerms, sample_sums
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.audit import naive_loss
 from megagrpo.config import RunConfig
+from megagrpo.config.losses import LOSSES
 from megagrpo.data.packing import build_micro_batch
 from megagrpo.types import LossInputs, TrainBatch, TrainSample
 
-OPTIONS = {name: dict(loss_type=name) for name in POLICY_LOSSES} | {
+OPTIONS = {name: dict(loss_type=name) for name in LOSSES} | {
     "cispo": dict(loss_type="cispo", epsilon_high=5.0),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence"),
     "gspo token": dict(loss_type="grpo", importance_sampling_level="sequence_token"),
@@ -44,7 +44,7 @@ def step(name, advantages, lengths, policy=-1.1, old=-1.2):
         batch = batch.with_terms(real_slopes=slopes, real_values=values)
     numerator = make_loss(config)(LossInputs(logprobs, torch.zeros_like(logprobs), batch)).numerator
     (gradient,) = torch.autograd.grad(numerator, logprobs)
-    divisor = denominator(TrainBatch((batch,), sum(lengths), len(lengths)), config.algorithm.loss_type, 3)
+    divisor = denominator(TrainBatch((batch,), sum(lengths), len(lengths)), config.algorithm.loss.average, 3)
     return numerator / divisor, gradient / divisor, batch.loss_mask
 
 
@@ -67,7 +67,7 @@ def test_a_response_of_one_token_has_the_loss_of_the_formula(name):
     one = naive_loss.Response(*rows, places=torch.tensor([2]), advantage=1.5)
     expected = naive_loss.policy_term(one, algorithm, -math.inf).sum().item()
     loss, _, _ = step(name, [1.5], [1])
-    assert loss.item() == pytest.approx(expected / naive_loss.denominator([1], algorithm.loss_type, 3), rel=1e-5)
+    assert loss.item() == pytest.approx(expected / naive_loss.denominator([1], algorithm.loss.average, 3), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "real"])

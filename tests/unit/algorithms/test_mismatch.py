@@ -35,31 +35,31 @@ def naive(old, rollout):
 @pytest.mark.parametrize("name", MEANS)
 def test_every_mean_is_that_of_the_naive_formula_over_loss_tokens(name):
     old, rollout, mask = tokens(200)
-    total, count = mismatch_metrics(old, rollout, mask)[name]
+    metric = mismatch_metrics(old, rollout, mask)[name]
     counted = [naive(o, r)[name] for o, r, m in zip(old.tolist(), rollout.tolist(), mask.tolist(), strict=True) if m]
-    assert count == len(counted) and 100 < len(counted) < 200
-    assert (total / count).item() == pytest.approx(sum(counted) / len(counted), rel=1e-9)
+    assert metric.count == len(counted) and 100 < len(counted) < 200
+    assert metric.value.item() == pytest.approx(sum(counted) / len(counted), rel=1e-9)
 
 
 def test_the_two_divergences_are_opposite_directions_and_the_third_is_symmetric():
     old, rollout, mask = tokens(200, spread=1.0)
     here, there = mismatch_metrics(old, rollout, mask), mismatch_metrics(rollout, old, mask)
-    assert here["gen_kl_error"][0] == there["policy_kl_error"][0] != here["policy_kl_error"][0]
-    assert here["js_divergence_error"][0] == there["js_divergence_error"][0]
+    assert here["gen_kl_error"].sum == there["policy_kl_error"].sum != here["policy_kl_error"].sum
+    assert here["js_divergence_error"].sum == there["js_divergence_error"].sum
 
 
 def test_the_largest_difference_is_that_of_a_loss_token():
     old, rollout, mask = tokens(50)
     rollout[mask.logical_not().nonzero()[0]] = -100.0
     expected = max(abs(o - r) for o, r, m in zip(old.tolist(), rollout.tolist(), mask.tolist(), strict=True) if m)
-    assert mismatch_metrics(old, rollout, mask)[MAX][0].item() == expected < 2
+    assert mismatch_metrics(old, rollout, mask)[MAX].value.item() == expected < 2
 
 
 def test_agreement_is_one_and_zeros_also_in_float32():
     old, _, mask = tokens(50)
     metrics = mismatch_metrics(old.float(), old.float(), mask)
-    assert metrics["token_mult_prob_error"][0] == metrics["token_mult_prob_error"][1] > 0
-    assert [metrics[name][0].item() for name in [*MEANS[1:], MAX]] == pytest.approx([0.0] * 5, abs=1e-5)
+    assert metrics["token_mult_prob_error"].sum == metrics["token_mult_prob_error"].count > 0
+    assert [metrics[name].sum.item() for name in [*MEANS[1:], MAX]] == pytest.approx([0.0] * 5, abs=1e-5)
 
 
 def test_sums_over_parts_give_the_whole():
@@ -67,13 +67,13 @@ def test_sums_over_parts_give_the_whole():
     whole = mismatch_metrics(old, rollout, mask)
     parts = [mismatch_metrics(old[cut], rollout[cut], mask[cut]) for cut in (slice(0, 1), slice(1, 60), slice(60, 97))]
     for name in MEANS:
-        assert sum(part[name][0] for part in parts).item() == pytest.approx(whole[name][0].item(), rel=1e-12)
-        assert sum(part[name][1] for part in parts) == whole[name][1]
-    assert max(part[MAX][0] for part in parts) == whole[MAX][0]
+        merged = parts[0][name].merge(parts[1][name]).merge(parts[2][name])
+        assert merged.sum.item() == pytest.approx(whole[name].sum.item(), rel=1e-12) and merged.count == whole[name].count
+    assert parts[0][MAX].merge(parts[1][MAX]).merge(parts[2][MAX]) == whole[MAX]
 
 
 def test_what_the_mask_hides_may_be_infinite_and_no_gradient_flows():
     old, rollout, mask = tokens(20)
     old = torch.where(mask, old, -torch.inf).requires_grad_()
     metrics = mismatch_metrics(old, rollout, mask)
-    assert all(total.isfinite() and not total.requires_grad for total, _ in metrics.values())
+    assert all(metric.sum.isfinite() and not metric.sum.requires_grad for metric in metrics.values())

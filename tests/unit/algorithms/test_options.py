@@ -58,7 +58,7 @@ def of_the_loss(**algorithm):
     policy = (old + 1.5 * torch.sin(1.0 * place) - 0.3).requires_grad_()
     entropy = 1 + torch.sin(2.0 * place)
     rows = rows.with_terms(old_logprobs=old, ref_logprobs=old - 0.3 if config.algorithm.beta else None)
-    divisor = denominator(batch, config.algorithm.loss_type, config.rollout.max_completion_length)
+    divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
     if config.algorithm.loss_type == "real":
         terms = RealTerms.of(sample_sums(rows, policy.detach()), batch.samples, GROUP_SIZE, config.algorithm.real_tau)
         slopes, values = terms.rows(rows, divisor)
@@ -137,6 +137,7 @@ ELSEWHERE = {
     "top_entropy_quantile": "unit/algorithms/test_entropy.py",
     "entropy_coef": "unit/algorithms/test_entropy.py",
     "use_adaptive_entropy": "e2e/test_adaptive_entropy.py",
+    "loss_average": "unit/algorithms/test_custom_loss.py",
     "router_aux_loss_coef": "distributed/test_router_balance.py",
     "num_iterations": "e2e/test_options.py",
     "multi_objective_aggregation": "unit/algorithms/test_reference_advantages.py",

@@ -8,6 +8,7 @@ import torch
 
 from megagrpo.algorithms.advantages import group_advantages, rewards_by_group, to_samples
 from megagrpo.algorithms.reductions import denominator
+from megagrpo.config.losses import LOSSES
 from megagrpo.data.packing import PackingRules, pack
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 
@@ -50,14 +51,14 @@ def test_a_cut_response_divides_by_sequence_but_not_by_token():
     scored = scored_rollouts(inputs)
     samples = to_samples(scored, torch.ones(2, 4))
     batch = pack(samples, PackingRules(max_tokens=100, mask_truncated=True))
-    by_type = {loss_type: denominator(batch, loss_type, max_completion_length=5) for loss_type in ("dapo", "grpo", "dr_grpo")}
+    by_type = {loss_type: denominator(batch, LOSSES[loss_type].average, 5) for loss_type in ("dapo", "grpo", "dr_grpo")}
     assert by_type == {"dapo": 20, "grpo": 8, "dr_grpo": 40}
-    assert denominator(pack(samples, PackingRules(max_tokens=100)), "dapo", 5) == 29
+    assert denominator(pack(samples, PackingRules(max_tokens=100)), "tokens", 5) == 29
 
 
 def test_a_step_of_nothing_but_cut_responses_has_no_loss_token():
     inputs = next(c for c in CASES if c["name"] == "mask_truncated/on")["inputs"]
     cut = [s for s in to_samples(scored_rollouts(inputs), torch.ones(2, 4)) if s.truncated]
     batch = pack(cut, PackingRules(max_tokens=100, mask_truncated=True))
-    assert len(cut) == 2 and batch.num_tokens == 0 and denominator(batch, "dapo", 5) == 1
+    assert len(cut) == 2 and batch.num_tokens == 0 and denominator(batch, "tokens", 5) == 1
     assert not any(m.loss_mask.any() for m in batch.micro_batches)

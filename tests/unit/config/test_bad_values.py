@@ -80,7 +80,7 @@ def test_a_value_that_nothing_could_run_with_is_refused(path, override):
 
 
 def test_a_misspelt_choice_gets_the_nearest_one(path):
-    assert refusal(path, "algorithm.loss_type=dappo").endswith("'real' or 'fipo' (got 'dappo'); did you mean dapo?")
+    assert refusal(path, "algorithm.loss_type=dappo").endswith("'fipo', or your own as FILE.py:NAME (got 'dappo'); did you mean dapo?")
 
 
 def test_ports_of_all_servers_exist(path):

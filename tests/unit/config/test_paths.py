@@ -17,7 +17,8 @@ from megagrpo.rewards.registry import resolve
 REPOSITORY = Path(__file__).parents[3]
 EVERYWHERE = """
 model: {path: weights, reference_path: ../weights, tokenizer: weights}
-algorithm: {beta: 0.1}
+run: {callbacks: ["calls.py:Watch", "package.module:Stop"]}
+algorithm: {beta: 0.1, loss_type: "loss.py:f"}
 data:
   train: {source: rows.jsonl}
   eval: {source: rows}
@@ -55,6 +56,8 @@ def test_paths_of_an_inherited_file_count_from_its_own_folder(parent, tmp_path, 
     assert (config.data.train.source, config.data.eval.source) == (f"{parent}/rows.jsonl", f"{parent}/rows")
     assert (config.evaluation.sets["more"].source, config.data.chat_template) == (f"{parent}/other", f"{parent}/chat.jinja")
     assert [f.function for f in config.rewards.functions] == [f"{parent}/mine.py:score", f"model:{parent}/weights", "exact_number"]
+    assert config.run.callbacks == [f"{parent}/calls.py:Watch", "package.module:Stop"]
+    assert config.algorithm.loss_type == f"{parent}/loss.py:f"
     assert config.rewards.plugins == [f"{parent}/plugin.py"]
     turns = config.multi_turn
     assert (turns.scheduler, turns.tools) == (f"{parent}/turns.py:f", [f"{parent}/tools.py:g", "calculator"])

@@ -82,8 +82,8 @@ def test_the_loss_is_that_of_the_tokens_alone(loss_type):
         batch = batch.with_terms(old_logprobs=[tags + 0.01], ref_logprobs=[tags - 0.2])
         output = make_loss(config)(LossInputs(policy, tags.abs(), batch.micro_batches[0]))
         output.numerator.backward()
-        metrics = {name: [value.item() for value in pair] for name, pair in output.metrics.items()}
-        value = output.numerator.item() / denominator(batch, loss_type, 16)
+        metrics = {name: [metric.sum.item(), metric.count.item()] for name, metric in output.metrics.items()}
+        value = output.numerator.item() / denominator(batch, config.algorithm.loss.average, 16)
         return value, metrics, policy.grad[m.loss_mask], policy.grad[~m.loss_mask]
 
     bare = Rollout(HOLES.prompt, (7, 8, 9, 5), tuple(v for v in HOLES.rollout_logprobs if v), "stop", 3, "x")

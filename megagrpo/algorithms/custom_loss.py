@@ -1,0 +1,75 @@
+"""Policy terms of the user's own: `algorithm.loss_type: path/file.py:name`, imported and tried on a few tokens before a run begins."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import torch
+from torch import Tensor
+
+from megagrpo.algorithms.policy_losses import PolicyTerm, Tokens
+from megagrpo.algorithms.sequences import Sequences
+from megagrpo.config import AlgorithmSection, Problem, ProblemError
+from megagrpo.process import user_code
+
+KEY = "algorithm.loss_type"
+TAKES = "a loss takes (tokens, algorithm) and returns one number per token, [T] (docs/losses.md)"
+
+
+def load_policy_term(algorithm: AlgorithmSection) -> PolicyTerm:
+    """Return the function that `algorithm.loss_type` names. Raises ProblemError when it cannot be imported, or fails on a few tokens."""
+    name = algorithm.loss_type
+    term = _imported(name)
+    if fault := _fault(term, algorithm):
+        raise ProblemError(Problem((KEY,), f"`{name}` {fault}"))
+    return term
+
+
+@functools.cache
+def _imported(name: str) -> PolicyTerm:
+    location, _, attribute = name.rpartition(":")
+    try:
+        return user_code.load(user_code.absolute(location), attribute)
+    except Exception as error:
+        said = f"`{name}` cannot be loaded: {user_code.described(error)}; correct the file or the name"
+        raise ProblemError(Problem((KEY,), said)) from error
+
+
+def _fault(term: PolicyTerm, algorithm: AlgorithmSection) -> str | None:
+    """What is wrong with the term, None if nothing: its parameters, an exception, or the type, shape, values and gradient of its result."""
+    tokens = _few_tokens()
+    try:
+        inspect.signature(term).bind(tokens, algorithm)
+    except TypeError as error:
+        return f"cannot be called as a loss: {error}; {TAKES}"
+    except ValueError:
+        pass  # a builtin without a signature
+    try:
+        result = term(tokens, algorithm)
+    except Exception as error:
+        return f"raised {user_code.described(error)}; {TAKES}"
+    shape = tokens.logprobs.shape
+    if not isinstance(result, Tensor):
+        return f"returned {type(result).__name__}, not a tensor; {TAKES}"
+    if result.shape != shape or not result.is_floating_point():
+        return f"returned {result.dtype} {list(result.shape)} for {shape.numel()} tokens; {TAKES}"
+    counted = tokens.sequences.mask
+    if not result[counted].isfinite().all():
+        return "returned NaN or infinity for log-probs between -3 and 0, ratios near 1 and advantages of 0.7 and -0.7; correct the formula"
+    if not result.requires_grad:
+        return "has no gradient in tokens.logprobs; compute it from tokens.logprobs or tokens.ratio without detach"
+    (gradient,) = torch.autograd.grad(result[counted].sum(), tokens.logprobs)
+    if not gradient.isfinite().all():
+        return "has a gradient of NaN or infinity for log-probs between -3 and 0 and ratios near 1; correct the formula"
+    return None
+
+
+def _few_tokens() -> Tokens:
+    """Two samples of four tokens, one with each sign of the advantage, on the CPU; the first token of each is masked."""
+    logprobs = torch.linspace(-2.5, -0.5, 8).requires_grad_()
+    old = logprobs.detach() + 0.1 * torch.sin(3 * torch.arange(8.0))
+    mask = torch.tensor([False, True, True, True] * 2)
+    sequences = Sequences.of(torch.tensor([0, 4, 8], dtype=torch.int32), mask)
+    advantages = torch.tensor([0.7] * 4 + [-0.7] * 4)
+    return Tokens(logprobs, old, (logprobs - old).exp(), advantages, sequences)
