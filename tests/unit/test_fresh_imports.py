@@ -43,6 +43,7 @@ def test_a_module_for_vllm_can_be_imported_first():
 
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_module_that_imports_megatron_can_be_imported_first_in_a_process_without_it():
     check(["torch"], [path for path in FILES if any(name.startswith("megatron") for name in imports(path))])
 
