@@ -24,7 +24,6 @@ def give_extra_state(held: dict[int, torch.Tensor] | None = None) -> None:
     """Layers of this process get an extra state, as Transformer Engine has it: a tensor of no bytes, or what `held` has for the layer."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-
     def get(layer: torch.nn.Module) -> torch.Tensor:
         return (held or {}).get(id(layer), torch.empty(0, dtype=torch.uint8))
 

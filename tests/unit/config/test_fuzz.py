@@ -27,11 +27,42 @@ PLAIN = [key.replace(".N", ".0").replace("NAME", "hard") for key, field in field
 odd_text = st.text(max_size=12) | st.text("\x00\ud800\x1b/.:~{}[]$%'\"\\ é🙂", max_size=12) | st.text(string.printable, max_size=40)
 words = st.sampled_from(
     [
-        "", "none", "auto", "grpo", "~nobody/x", "/proc/nope", "/etc/passwd", "/dev/zero", "..", "package:", "package:a.b", "model:",
+        "",
+        "none",
+        "auto",
+        "grpo",
+        "~nobody/x",
+        "/proc/nope",
+        "/etc/passwd",
+        "/dev/zero",
+        "..",
+        "package:",
+        "package:a.b",
+        "model:",
         "model:/x",
-        "http://", "http://[", "https://a:99999", "http://a:1", "a.py:f", "a/b", "a/b/c", "{{ x", "{% for %}", "1:00:00", "0:00:00",
+        "http://",
+        "http://[",
+        "https://a:99999",
+        "http://a:1",
+        "a.py:f",
+        "a/b",
+        "a/b/c",
+        "{{ x",
+        "{% for %}",
+        "1:00:00",
+        "0:00:00",
         "lo",
-        "a" * 300, "x/" * 3000, "reasoning_gym:gcd", "fp8_per_channel", "muon", "real", "full", "external", "p2p", "all-linear", "vllm:x",
+        "a" * 300,
+        "x/" * 3000,
+        "reasoning_gym:gcd",
+        "fp8_per_channel",
+        "muon",
+        "real",
+        "full",
+        "external",
+        "p2p",
+        "all-linear",
+        "vllm:x",
     ]
 )
 numbers = (
@@ -45,8 +76,17 @@ names = odd_text | st.sampled_from(KEYS)
 values = st.recursive(scalars, lambda inside: st.lists(inside, max_size=4) | st.dictionaries(names, inside, max_size=4), max_leaves=8)
 odd_yaml = st.sampled_from(
     [
-        "? [a]\n: 1", "&a [*a]", "!!set {a}", "!!binary x", "!!python/object:os.system {}", "<<: 1", "- - -", "*a",
-        "9" * 5000, "[" * 3000, "{a: " * 400,
+        "? [a]\n: 1",
+        "&a [*a]",
+        "!!set {a}",
+        "!!binary x",
+        "!!python/object:os.system {}",
+        "<<: 1",
+        "- - -",
+        "*a",
+        "9" * 5000,
+        "[" * 3000,
+        "{a: " * 400,
     ]
 )
 yaml_texts = values.map(lambda value: yaml.safe_dump(value, allow_unicode=True)) | odd_text | odd_yaml

@@ -58,7 +58,6 @@ def cuts(raw: dict, parallel: ParallelSection) -> list[str]:
     return list(map(str, model_problems(raw, parallel)))
 
 
-
 def test_importing_it_needs_no_torch():
     code = "import sys, megagrpo.families.config; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
