@@ -247,7 +247,7 @@ def test_a_run_resumes_with_its_scales_and_magnitudes(tmp_path, source):
 
 
 @pytest.mark.full
-def test_scales_go_into_another_layout_and_begin_anew_with_another_history_or_recipe(tmp_path, source):
+def test_scales_load_into_another_layout_and_are_reset_with_another_history_or_recipe(tmp_path, source):
     folder, made = source("qwen3_moe"), settings(dict(tp=2, ep=2, etp=1, sequence_parallel=True), fp8_amax_history_len=16)
     run_ranks(_saved, 2, made, "qwen3_moe", tmp_path / "run", folder)
     kept = run_ranks(_resumed, 2, made, "qwen3_moe", tmp_path / "run", folder, 0)

@@ -215,7 +215,7 @@ def test_megagrpo_verify_holds_a_layout_with_them_against_one_process_without():
     assert max(error for (kind, _), error in distances(found, exact).items() if kind == "next weight") > 0.02  # of FP8
 
 
-def test_a_policy_in_float32_is_refused_where_nobody_said_so():
+def test_fp8_weights_of_a_policy_in_float32_are_refused():
     run = settings("one", "blockwise", True)
     run = run.model_copy(update=dict(model=run.model.model_copy(update=dict(precision="fp32"))))
     with pytest.raises(ValueError, match=r"model\.fp8_param: weights in float32 have no masters to be rounded from; set model\.precision"):

@@ -90,7 +90,7 @@ def sinks_made_in_float32() -> list[tuple[torch.dtype, bool, int]]:
     return [(p.dtype, p.tensor_model_parallel, p.partition_dim) for p in sinks]
 
 
-def test_sinks_have_the_dtype_of_all_weights_whoever_makes_them():
+def test_sinks_built_in_float32_get_the_dtype_of_all_weights():
     found = run_ranks(sinks_made_in_float32, 1)[0]
     assert set(found) == {(torch.bfloat16, True, 0)} and len(found) == model().num_layers
 

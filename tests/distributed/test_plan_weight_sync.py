@@ -86,7 +86,7 @@ def run_main_without_rules(*arguments):
     return main(list(arguments))
 
 
-def test_a_tensor_that_nobody_knows_how_vllm_cuts_is_named(folder, capfd):
+def test_a_tensor_without_a_sharding_rule_is_named(folder, capfd):
     assert run_ranks(run_main_without_rules, 1, "plan", str(QUICKSTART), f"model.path={folder}", "--weight-sync")[0] == 2
     assert "self_attn.q_proj.weight: unknown how vLLM shards tensors of this kind" in capfd.readouterr().err
 

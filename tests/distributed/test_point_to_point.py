@@ -104,7 +104,7 @@ def push_and_disturb(num_ranks: int, folder, how: str, seconds: float):
     ids=["hang", "rank fails", "worker dies"],
 )
 @pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="NCCL takes a GPU for each rank and worker")
-def test_who_fails_in_the_middle_is_named_and_the_next_sync_forms_the_group_anew(how, message, tmp_path):
+def test_a_rank_or_worker_that_fails_during_a_push_is_named_and_the_next_sync_forms_a_new_group(how, message, tmp_path):
     results = run_ranks(push_and_disturb, 4, 2, tmp_path, how, 3.0)
     for text, took, taken, group in results[:2]:
         assert re.search(message, text) and took < 7 and group == "group2" and taken, text

@@ -70,7 +70,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
-def test_ranks_end_with_whoever_started_them(number, tmp_path):
+def test_ranks_end_when_their_caller_ends(number, tmp_path):
     caller = multiprocessing.get_context("fork").Process(target=start_sleepers, args=(tmp_path,))
     caller.start()
     pids = wait_for(lambda: [int(file.name) for file in tmp_path.iterdir()], lambda pids: len(pids) == 2)

@@ -156,7 +156,7 @@ def test_a_loader_that_computes_runs_at_every_update(caplog):
     torch.testing.assert_close(parameters(model), wanted | {"norm.weight": -wanted["norm.weight"].exp()}, rtol=0, atol=0)
 
 
-def test_other_tensors_are_recorded_anew():
+def test_tensors_of_other_shapes_are_recorded_again():
     model = Model()
     loading = loading_of(model)
     update(loading, tensors(1), 1)

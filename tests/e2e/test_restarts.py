@@ -80,7 +80,7 @@ class Kept:
 
 
 @pytest.mark.full
-def test_a_server_that_is_killed_in_the_middle_comes_back_with_the_current_weights_before_anybody_asks_it(fresh):
+def test_a_server_that_is_killed_in_the_middle_gets_the_current_weights_before_its_first_request(fresh):
     expected = [group[0].response_ids for group in fresh.engine.generate(PROMPTS, 1, LONG, seed=1)]
     with Kept(tied_llamas()[0], fresh) as kept:
         engine = kept.server.engine

@@ -19,7 +19,7 @@ def mark_the_token():
 
 
 @pytest.mark.full
-def test_a_run_lets_nobody_else_in_and_tells_its_token_to_nobody(tmp_path):
+def test_servers_of_a_run_reject_requests_without_its_token_and_no_file_or_process_shows_the_token(tmp_path):
     options = ["run.max_steps=60", "run.save_steps=30", "rollout.weight_sync_transport=p2p", "run.tensorboard=true"]
     with world.running(tmp_path, *options, "run.log_completions_steps=1", prepare=mark_the_token, launched=True) as trainer:
         world.wait_for(lambda: world.steps_done(tmp_path) >= 1, "first step")

@@ -280,7 +280,7 @@ def flat(memory, steps):
 
 @pytest.mark.full
 @pytest.mark.timeout(3 * 3600)
-def test_a_run_that_is_struck_every_few_seconds_is_the_run_that_nobody_disturbed(tmp_path):
+def test_a_run_with_a_fault_every_few_seconds_equals_the_undisturbed_run(tmp_path):
     calm = Struck(tmp_path / "plain", random.Random(SEED))
     with world.running(calm.home, *options(STEPS), launched=True) as undisturbed, watched(calm, undisturbed):
         plain = undisturbed.wait(seconds=3600)

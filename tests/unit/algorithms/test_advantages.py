@@ -43,7 +43,7 @@ def test_a_group_of_equal_rewards_gets_exactly_zero_even_when_its_mean_rounds(sc
     assert group_advantages(rewards, scale)[1].abs().min() > 0
 
 
-def test_a_batch_that_nobody_could_score_has_no_statistics_and_no_gradient():
+def test_a_batch_without_any_score_has_no_statistics_and_no_gradient():
     rewards = torch.full((2, 3), math.nan)
     assert group_advantages(rewards, "batch").abs().max() == 0
     assert reward_statistics(rewards) == {"frac_reward_zero_std": 1.0}

@@ -36,7 +36,7 @@ def test_a_file_takes_as_many_tensors_as_its_limit_allows():
     assert new_files(SHAPES).index is None and [file.name for file in new_files(SHAPES).files] == [SINGLE]
 
 
-def test_what_is_left_of_files_without_some_tensors_keeps_their_metadata_and_counts_anew():
+def test_files_without_some_tensors_keep_their_metadata_and_update_the_total_size():
     headers = [
         File(f"{i}.safetensors", make_header({n: SHAPES[n] for n in names}, {"made": "by me"})) for i, names in enumerate(("abc", "d"))
     ]

@@ -126,7 +126,7 @@ def test_what_else_a_checkpoint_holds_is_read_without_running_it(tmp_path):
     assert not (tmp_path / "it ran").exists()
 
 
-def test_an_adapter_in_a_checkpoint_is_what_was_written_whoever_reads_it(tmp_path):
+def test_every_reader_of_an_adapter_in_a_checkpoint_verifies_its_checksum(tmp_path):
     adapter = tmp_path / "step_000001" / "adapter"
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text(json.dumps(dict(peft_type="LORA", r=8, lora_alpha=16, target_modules=["q_proj"])))

@@ -125,7 +125,7 @@ def test_a_missing_file_is_named(folder):
     refused(folder, f"{folder} lacks b.safetensors, named in {INDEX}", "download the missing files")
 
 
-def test_a_folder_in_place_of_a_file_is_none(folder):
+def test_a_folder_in_place_of_a_file_counts_as_missing(folder):
     (folder / "b.safetensors").unlink()
     (folder / "b.safetensors").mkdir()
     refused(folder, f"{folder} lacks b.safetensors, named in {INDEX}")
@@ -150,7 +150,7 @@ def test_an_index_of_another_form_is_corrupt(folder, text):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_number_that_is_none_is_named_with_its_place(folder, bad, dtype):
+def test_a_weight_that_is_not_finite_is_named_with_its_index(folder, bad, dtype):
     q = torch.rand(8, 8).to(dtype)
     q[3, 5] = bad
     change(folder, "a.safetensors", **{Q: q})

@@ -23,7 +23,7 @@ def test_no_tool_has_the_name_of_a_module_of_the_standard_library():
     assert not {path.stem for path in TOOLS.glob("*.py")} & sys.stdlib_module_names
 
 
-def test_show_lists_a_folder_and_an_adapter_and_names_what_is_none(tmp_path):
+def test_show_lists_the_tensors_of_a_folder(tmp_path):
     """From its own folder, which Python searches first then."""
     save_file({"a.weight": torch.ones(3, 2, dtype=torch.bfloat16), "b": torch.ones(5)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="llama", num_hidden_layers=7)))

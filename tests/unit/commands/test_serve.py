@@ -70,7 +70,7 @@ def test_a_server_that_hangs_is_ended_and_started_again(wedged, tmp_path, monkey
     assert ending == f"warning: vLLM server {again.split()[3]} {words}; killing it" and "restarting it, 1 of 1 times" in again
 
 
-def test_time_in_which_nobody_listened_is_no_silence(monkeypatch):
+def test_time_in_which_this_process_did_not_run_does_not_count_as_silence(monkeypatch):
     clock, silence = iter([0.0, 3.0, 1000.0, 1001.0, 1002.0]), hang_detection.Silence()
     monkeypatch.setattr(hang_detection.time, "monotonic", lambda: next(clock))
     assert [silence.goes_on("a") for _ in range(3)] == [0.0, 3.0, 3.0 + hang_detection.LONGEST]
@@ -78,7 +78,7 @@ def test_time_in_which_nobody_listened_is_no_silence(monkeypatch):
     assert [silence.goes_on("a") for _ in range(2)] == [0.0, 1.0]
 
 
-def test_who_has_no_time_to_listen_takes_nobody_for_silent(stand, monkeypatch):
+def test_a_detector_starved_of_cpu_reports_no_server_as_hung(stand, monkeypatch):
     impatient(monkeypatch)
     monkeypatch.setattr(hang_detection, "HANG_SECONDS", 0.0)
     monkeypatch.setattr(hang_detection, "CHECK_SECONDS", 0.0)

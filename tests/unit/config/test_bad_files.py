@@ -104,7 +104,7 @@ def test_a_server_that_is_no_vllm_is_named(answer):
     assert str(caught.value).startswith(f"rollout.urls: {url} is not a vLLM server (") and "\n" not in str(caught.value)
 
 
-def test_an_address_that_is_none_is_named_by_the_probe():
+def test_an_invalid_address_is_named_by_the_probe():
     with pytest.raises(ValueError, match=r"^rollout\.urls: http://127\.0\.0\.1:99999 does not respond: "):
         check_plugin(["http://127.0.0.1:99999"])
 

@@ -166,7 +166,7 @@ def test_a_circle_of_defaults_is_named(tmp_path):
         load_config(tmp_path / "a.yaml")
 
 
-def test_a_missing_parent_says_who_named_it(tmp_path):
+def test_an_error_about_a_missing_parent_names_the_file_that_refers_to_it(tmp_path):
     leaf = write(tmp_path, "defaults: gone.yaml\n")
     with pytest.raises(ConfigError, match=r"gone.yaml: cannot read it: No such file or directory \(named by `defaults:` in .*run.yaml\)"):
         load_config(leaf)

@@ -78,7 +78,7 @@ def test_a_source_with_everyone_at_rest_waits_for_the_first_to_come_back(make):
     assert epoch(source, everyone_fails) == [0, 1, 2, 3] and source.cursor == 16
 
 
-def test_a_prompt_that_nobody_told_about_is_drawn(make):
+def test_a_prompt_without_a_recorded_result_is_drawn(make):
     source = make(**ON)
     source.next(4)
     source.learn({1: 1.0})

@@ -34,7 +34,7 @@ def test_rows_columns_and_replicated_heads():
     assert boxes("model.norm.weight", DENSE, tp=2, servers=2) == {whole((8,)): [0, 1, 2, 3]}
 
 
-def test_the_padded_vocabulary_is_cut_and_its_padding_wanted_by_nobody():
+def test_the_padded_vocabulary_is_sharded_and_no_rank_needs_its_padding():
     assert boxes("model.embed_tokens.weight", DENSE, tp=4) == {  # 128 rows, 32 on each
         cut((100, 8), 0, 32 * i, min(32 * i + 32, 100)): [i] for i in range(4)
     }

@@ -174,7 +174,7 @@ def test_an_answer_of_another_shape_is_an_error_that_shows_it(answer, caplog):
     assert 'wanted {"rewards": [1 numbers or nulls]}' in caplog.text
 
 
-def test_an_address_where_nobody_answers_is_named(caplog):
+def test_an_address_without_a_server_is_named(caplog):
     with scorer({"function": "http://127.0.0.1:9/r", "args": {"retries": 1}}) as s:
         assert rewards(s.score(rollouts("a"))) == [None] and s.metrics()["rewards/r/exceptions"] == 1
     assert "http://127.0.0.1:9/r: ConnectError" in caplog.text and "(2 attempts)" in caplog.text

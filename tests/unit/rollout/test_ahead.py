@@ -189,7 +189,7 @@ def test_a_resumed_pool_hands_out_what_was_finished_and_asks_for_the_rest():
 
 
 @pytest.mark.parametrize("changed", [dict(prompt_id=6), dict(rollouts=[])], ids=["other data", "other group size"])
-def test_what_a_checkpoint_has_kept_of_another_prompt_is_generated_anew(changed):
+def test_groups_in_a_checkpoint_for_another_prompt_are_generated_again(changed):
     engine = Engine()
     with AsyncPool(engine, Rewards(), 1) as pool:
         pool.load_state_dict([packed(0, [Rollout(prompts(0, 1)[0], (5,), (-1.0,), "stop", 1, "")] * 2) | changed])
@@ -203,7 +203,7 @@ def test_the_version_of_each_token_is_known():
     assert back == replace(rollout, weight_version=6, later_versions=((1, 7), (3, 9)))
 
 
-def test_prompts_that_nobody_asked_for_are_generated_at_once():
+def test_prompts_that_were_not_requested_ahead_are_generated_at_once():
     engine = Engine()
     with AsyncPool(engine, Rewards(), 1) as pool:
         groups = take(pool, prompts(0, 3))

@@ -152,7 +152,7 @@ def test_a_server_that_is_there_and_says_nothing_is_ended_and_started_again(stan
 
 
 @pytest.mark.parametrize("wedged", [False, True], ids=["stopped", "wedged"])
-def test_a_server_that_hangs_while_nobody_asks_it_anything_is_ended_and_started_again(wedged, tmp_path, monkeypatch):
+def test_an_idle_server_that_hangs_is_killed_and_restarted(wedged, tmp_path, monkeypatch):
     monkeypatch.setattr(restarts_module, "LOOK_SECONDS", 0.05)
     impatient(monkeypatch)
     (tmp_path / "config.json").write_text("{}")

@@ -35,7 +35,7 @@ def test_the_fields_are_those_that_torch_rebuilds_a_tensor_from():
         ({"more": 1}, "has the fields .*more"),
     ],
 )
-def test_a_handle_that_is_none_is_refused_before_it_is_opened(change, message):
+def test_an_invalid_handle_is_refused_before_it_is_opened(change, message):
     with pytest.raises(WeightSyncError, match=message):
         DeviceMaps({"m": pack(1000, VALUES) | change}, torch.device("cuda", 0)).bytes_of("m")
 

@@ -23,7 +23,7 @@ def board():
     return Board("127.0.0.1", 0, Deadline(5), "secret", serve=True)
 
 
-def test_a_note_is_taken_as_soon_as_somebody_leaves_it(board):
+def test_a_note_is_taken_as_soon_as_it_is_written(board):
     other = Board("127.0.0.1", board.port, Deadline(5), "secret")
     threading.Timer(0.2, lambda: other.put("key", {"a": [1, None]})).start()
     assert board.find("key") is None and board.take("key", "a note", Deadline(5)) == {"a": [1, None]}
@@ -31,7 +31,7 @@ def test_a_note_is_taken_as_soon_as_somebody_leaves_it(board):
     assert other.find("key") is None
 
 
-def test_what_never_comes_is_named_and_so_is_who_gave_up(board):
+def test_a_timeout_names_the_missing_peer_and_an_abort_names_its_rank(board):
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"waiting for worker 3: timed out after 0\.3 s"):
         board.take("key", "worker 3", Deadline(0.3))

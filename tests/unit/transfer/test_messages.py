@@ -34,7 +34,7 @@ def random_sync(dice):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_wanted_element_is_in_one_message_from_somebody_who_holds_it(seed):
+def test_every_wanted_element_is_in_one_message_from_a_rank_that_has_it(seed):
     dice = random.Random(seed)
     held, wanted, *_ = random_sync(dice)
     limit = dice.choice([1, 7, 40, 10**6])
@@ -72,7 +72,7 @@ def test_both_ends_of_every_pair_see_the_same_messages_in_the_same_order(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_nobody_waits_in_a_circle(seed, in_flight):
+def test_transfers_never_deadlock(seed, in_flight):
     """Each end has so many rounds under way and goes on when its oldest is done; a message is done when both ends have it under way."""
     dice = random.Random(seed)
     held, wanted, num_ranks, num_workers = random_sync(dice)

@@ -78,7 +78,7 @@ def test_small_tensors_join_a_message_that_goes_anyway():
     assert elements.tolist() == [4 * SMALL + 64] * 8
 
 
-def test_what_nobody_holds_is_named():
+def test_a_tensor_that_no_rank_has_is_named():
     held = {"model.layers.0.w": {cut((8, 3), 0, 0, 4): [0]}}
     with pytest.raises(LookupError, match=r"model\.layers\.0\.w: no rank holds \[4:8, 0:3\]"):
         plan_transfers(held, {"model.layers.0.w": {whole((8, 3)): [0]}})

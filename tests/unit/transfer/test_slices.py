@@ -70,7 +70,7 @@ def test_subtracting_leaves_disjoint_boxes(seed):
     assert not any(intersect(piece, b) for piece in rest)
 
 
-def test_a_part_that_nobody_holds_is_named():
+def test_a_slice_that_no_rank_has_is_named():
     with pytest.raises(LookupError, match=r"\[4:6, 0:3\]"):
         plan(((2, 0), (6, 3)), [cut((8, 3), 0, 0, 4), cut((8, 3), 0, 6, 8)])
 

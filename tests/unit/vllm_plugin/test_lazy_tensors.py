@@ -151,7 +151,7 @@ def test_a_missing_or_short_file_names_rank_and_tensor(published, tmp_path):
         reader_of(published[0])
 
 
-def test_a_file_that_was_made_anew_is_mapped_anew(published, tmp_path):
+def test_a_file_that_was_replaced_is_mapped_again(published, tmp_path):
     manifest, real = published
     maps = SharedFiles()
     reader_of(manifest, maps)
