@@ -6,7 +6,7 @@ import torch
 
 from megagrpo.data.packing import PackingRules, assign, build_micro_batch, imbalances, pack, padded
 from megagrpo.records.metrics import values_of
-from megagrpo.types import TrainSample
+from megagrpo.types import StepTerms, TrainSample
 
 SHARE = PackingRules(max_tokens=64, share_prompts=True)
 
@@ -216,3 +216,20 @@ def test_prompts_of_one_token_have_nothing_to_share():
     batch = build_micro_batch(group(1, [2, 3]), SHARE)
     assert batch.prefixes is None
     assert batch.cu_seqlens.tolist() == [0, 3, 7]
+
+
+def test_a_batch_gets_each_term_per_micro_batch_and_its_other_terms_stay():
+    batch = pack(random_samples(0), PackingRules(max_tokens=64))
+    old, ref = ([torch.full((m.num_tokens,), number + i) for i, m in enumerate(batch.micro_batches)] for number in (0.0, 0.5))
+    both = batch.with_terms(old_logprobs=old).with_terms(ref_logprobs=ref, high_entropy=[None] * len(ref))
+    assert [m.terms.old_logprobs for m in both.micro_batches] == old and [m.terms.ref_logprobs for m in both.micro_batches] == ref
+    assert batch.micro_batches[0].terms == StepTerms() and both.micro_batches[0].token_ids is batch.micro_batches[0].token_ids
+    with pytest.raises(ValueError, match="shorter"):
+        batch.with_terms(old_logprobs=old[1:])
+
+
+def test_a_micro_batch_moves_to_a_device_with_its_terms():
+    batch = build_micro_batch([sample()]).with_terms(old_logprobs=torch.zeros(5), high_entropy=torch.ones(5).bool())
+    moved = batch.to(torch.device("meta"))
+    tensors = [row for of in (moved, moved.terms) for row in vars(of).values() if isinstance(row, torch.Tensor)]
+    assert len(tensors) == 8 + 2 and {row.device.type for row in tensors} == {"meta"}
