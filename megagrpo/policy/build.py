@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -62,6 +63,7 @@ def build_model(
     config = transformer_config(
         hf_config, layout, dtype=dtype, recompute=recompute, sequence_parallel=sequence_parallel, init_weights=init_weights, fp8=fp8
     )
+    spec: Callable[[HfConfig], ModuleSpec]
     if device.has_transformer_engine():
         spec = partial(transformer_engine_spec, own_linears=own_linears, own_attention=_own_attention(hf_config, layout))
     else:
@@ -85,12 +87,14 @@ def _own_attention(hf_config: HfConfig, layout: Layout) -> bool:
     return not device.has_transformer_engine() or hf_config.score_cap is not None or beyond_a_ring
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sizes:
+    """The layout's sizes, as `families.config.Sizes` names them."""
+
     tp: int
     pp: int
     vpp: int
-    pipeline_layers: tuple[int, ...] | None
+    pipeline_layers: Sequence[int] | None
     ep: int
     expert_tp: int
 
@@ -156,7 +160,7 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
     for layer in model.decoder.layers:
         attention = getattr(layer, "self_attention", None)
         core = getattr(attention, "core_attention", None)
-        turning = attention if hf_config.mla else core
+        turning: Any = attention if hf_config.mla else core
         if hasattr(turning, "rotary"):
             turning.rotary = local if hf_config.window((layer.layer_number - 1) // BLOCK) else rotary
         if isinstance(core, TorchAttention):
@@ -202,7 +206,8 @@ class ScaledEmbedding(LanguageModelEmbedding):
 
     scale = 1.0
 
-    def forward(self, *args, **kwargs) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the scaled rows [T, 1, H] of token ids [1, T]."""
         rows = super().forward(*args, **kwargs)
         return rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
 
@@ -217,7 +222,9 @@ class LMHead(ColumnParallelLinear):
     stand_aside = False
     cap: float | None = None
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return (logits [T, 1, V/tp], bias) of input [T, 1, H], or (input, None) with `stand_aside`."""
         if self.stand_aside:
             return input_, None

@@ -18,7 +18,7 @@ from megagrpo.policy.fp8.megatron_patches import keep_in_bf16, pad_routing
 from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.specs import BLOCK
 
-RECOMPUTE = {
+RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
     # A decoder block is two hybrid layers. Each block stores one activation checkpoint, at its entry.
@@ -126,6 +126,7 @@ def _fusions_config(hf_config: HfConfig, fused: bool) -> dict[str, Any]:
 def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
     """The fields of Megatron's configuration for latent attention. Of the rotary settings it contains only those that scale the scores."""
     mla, rotary = hf_config.mla, rope(hf_config.raw)
+    assert mla is not None
     return dict(
         q_lora_rank=mla.query_rank,
         kv_lora_rank=mla.kv_rank,
