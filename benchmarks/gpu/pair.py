@@ -20,7 +20,7 @@ from megagrpo.policy.build import build_model
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.servers.serving import make_launcher, name_of, servers_sleep
 from megagrpo.trainer.offload import Offload
-from megagrpo.weight_sync.sync import Stays, SyncReport, WeightSync, make_transport
+from megagrpo.weight_sync.sync import NoOffload, SyncReport, WeightSync, make_transport
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Pair:
     chunks: list[nn.Module]
     engine: VllmEngine
     weight_sync: WeightSync
-    offload: Stays | Offload
+    offload: NoOffload | Offload
     transport: str
     base_gib: float  # of the GPU that was in use before there was a server: this process's CUDA context above all
     started_gib: float  # that the server took
@@ -79,7 +79,7 @@ def pair(config: RunConfig, scratch: Path, trains: bool, offloads: bool = False)
         engine.sleep()
         policy = MegatronPolicy(config, layout, hf_config) if trains else None
         chunks = policy.chunks if policy else build_model(hf_config, layout, dtype=dtype)
-        offload = Offload(policy) if policy and offloads else Stays()
+        offload = Offload(policy) if policy and offloads else NoOffload()
         limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
         way = make_transport(transport, layout, engine_dtype, device.device(), **limits)
         weight_sync = resources.enter_context(WeightSync(engine, layout, engine_dtype, way, offload=offload))

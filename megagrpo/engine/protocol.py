@@ -45,9 +45,13 @@ OnGroup = Callable[[int, list[Rollout]], None]
 class WeightUpdate(Protocol):
     """New weights as an engine sees them: what each server's workers need to load them, and what those workers report."""
 
-    manifest: Manifest
-    # the servers that must all get the update. None: every live server, including any that returns before the update after next
-    servers: Collection[str] | None
+    @property
+    def manifest(self) -> Manifest:
+        """The version and the tensors of the update."""
+
+    @property
+    def servers(self) -> Collection[str] | None:
+        """The servers that must all get the update. None: every live server, including any that returns before the update after next."""
 
     def request(self, server: str) -> dict[str, Any]:
         """The load instructions for the workers of the server at this address."""
@@ -56,8 +60,8 @@ class WeightUpdate(Protocol):
         """The workers' reports so far. Each has `worker` and either `error`, or `version`, `bytes`, `checksum_seconds` and what the
         update's transport needs as proof."""
 
-    def standing(self, server: str) -> dict[str, str]:
-        """Worker -> the operation it is stuck in, for workers that have not reported yet, as far as known."""
+    def activity(self, server: str) -> dict[str, str]:
+        """Worker -> the operation it is in, for workers that have not reported yet, as far as known."""
 
 
 class Engine(Protocol):

@@ -179,7 +179,7 @@ class Updates(Servers):
                 counted = f"{self.name(url)}: {len(reports)} of {world} workers reported on weight version {update.manifest.version}"
                 raise WeightSyncError("; ".join([counted, *(f"worker {i}: {error}" for i, error in enumerate(errors) if error)]))
         except ServerTimeout as error:
-            raise ServerTimeout(f"phase {phase}: {error} (rollout.weight_sync_timeout){_standing(update, url)}") from error
+            raise ServerTimeout(f"phase {phase}: {error} (rollout.weight_sync_timeout){_stuck_in(update, url)}") from error
         except WeightSyncError as error:
             with contextlib.suppress(WeightSyncError):
                 await self._end_update(client, url)
@@ -338,5 +338,5 @@ def _raise_worker_errors(reports: list[dict[str, Any]], server: str) -> None:
         raise WeightSyncError("; ".join(errors))
 
 
-def _standing(update: WeightUpdate, server: str) -> str:
-    return "".join(f"; worker {worker} is stuck in: {operation}" for worker, operation in update.standing(server).items())
+def _stuck_in(update: WeightUpdate, server: str) -> str:
+    return "".join(f"; worker {worker} is stuck in: {activity}" for worker, activity in update.activity(server).items())

@@ -37,7 +37,8 @@ from megagrpo.trainer.callbacks import CallbackError, Callbacks
 from megagrpo.trainer.time_limit import OUT_OF_TIME, TimeLimit
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import LossFn, Metric, SamplingParams, ScoredRollout, TrainBatch, TrainSample, TrainState
-from megagrpo.weight_sync.sync import Stays, Weights, WeightSync
+from megagrpo.weight_sync.sync import NoOffload, Weights, WeightSync
+from megagrpo.weight_sync.transport import TrainerOffload
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Trainer:
     dtype: str = "bfloat16"  # the least precise compute dtype of trainer and engine
     engine_sleeps: bool = False  # servers release their GPU memory while the policy trains
     engine_naps: bool = False  # servers sleep because of a checkpoint between two steps
-    offload: Stays = field(default_factory=Stays)  # moves trainer state off the GPU while servers use it
+    offload: TrainerOffload = field(default_factory=NoOffload)  # moves trainer state off the GPU while servers use it
     saved: TrainState = field(default_factory=TrainState)  # state in the newest checkpoint; a run at step 0 needs no checkpoint
     saving: TrainState | None = None  # state in the checkpoint that is being written
     failed_saves: int = 0

@@ -61,7 +61,8 @@ from megagrpo.trainer.trainer import BrokenTraining, Trainer
 from megagrpo.transfer.exchange import is_here
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.weight_sync.adapters import AdapterSync
-from megagrpo.weight_sync.sync import Stays, WeightSync, make_transport
+from megagrpo.weight_sync.sync import NoOffload, WeightSync, make_transport
+from megagrpo.weight_sync.transport import TrainerOffload
 
 TO_BE_CONTINUED = 85  # exit code that asks the scheduler to restart the run
 
@@ -181,15 +182,15 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         engine = VllmEngine(urls, tokenizer.decode, logs=logs, token=token, moved=moved, **options, **_limits(config.rollout))
         if engine.sleeps:
             engine.fleet.begin_sleep()
-    offload = Offload(policy, reference) if offloads(config) else Stays()
+    offload = Offload(policy, reference) if offloads(config) else NoOffload()
     with _problems_of_the_config():
         options = dict(transport=transport, say=writer.message, offload=offload)
         weight_sync = _weight_sync(config, engine if first else None, layout, engine_dtype(config), **options)
     resources.enter_context(weight_sync)
     if launcher is not None and launcher.max_restarts:
-        resources.enter_context(Restarter(launcher, engine, weight_sync.refill, writer.message))
+        resources.enter_context(Restarter(launcher, engine, weight_sync.load_last, writer.message))
     elif first and config.rollout.urls:
-        resources.enter_context(Reconnector(engine, weight_sync.refill, writer.message))
+        resources.enter_context(Reconnector(engine, weight_sync.load_last, writer.message))
     pool = None
     if engine is not None and config.rollout.max_staleness:
         pool = resources.enter_context(AsyncPool(engine, rewards, config.rollout.max_staleness, config.rollout.straggler_seconds))
@@ -362,7 +363,7 @@ def _weight_sync(
     dtype: str,
     transport: str,
     say: Callable[[str], None],
-    offload: Stays | None = None,
+    offload: TrainerOffload | None = None,
 ) -> WeightSync:
     """Build the run's weight sync over `transport`."""
     if config.lora.syncs_adapters:

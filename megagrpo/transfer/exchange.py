@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megagrpo.transfer.manifest import WeightSyncError
 
-LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
+LOOPBACK_ADDRESS, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 CODE_LENGTH = 64  # hexadecimal digits of the HMAC before each note
 LONGEST_PAUSE = 0.1  # seconds between two polls of the board
 
@@ -61,7 +61,7 @@ class Board:
         try:
             # By itself torch would listen on every address. torch closes the socket passed to it.
             listen = socket.create_server((host, port), backlog=4096).detach() if serve else None
-            reached = host or LOOPBACK
+            reached = host or LOOPBACK_ADDRESS
             self.store = dist.TCPStore(
                 reached, port, is_master=serve, timeout=deadline.left(), wait_for_workers=False, master_listen_fd=listen
             )
@@ -134,7 +134,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A buffer in flight to or from `peer`: a contiguous tensor of any dtype, sent as bytes. `what` describes the buffer for errors."""
+    """A buffer in flight to or from `peer`: a contiguous tensor [...] of any dtype, sent as bytes. `what` describes it for errors."""
 
     buffer: Tensor
     peer: int
@@ -174,8 +174,8 @@ class Exchange:
         return self._post(self.group.recv, parcels)
 
     def _post(self, verb: Any, parcels: Sequence[Parcel]) -> list[Pending]:
-        together = self.group.supports_coalescing
-        if together:
+        coalesces = self.group.supports_coalescing
+        if coalesces:
             self.group._start_coalescing()
         works = []
         for parcel in parcels:
@@ -183,7 +183,7 @@ class Exchange:
                 works.append(verb([parcel.buffer.view(torch.uint8)], parcel.peer, parcel.tag))
             except RuntimeError as error:
                 raise WeightSyncError(f"{parcel.what}: {_first_line(error)}") from None
-        if together:
+        if coalesces:
             return [(self.group._end_coalescing(), ", ".join(dict.fromkeys(parcel.what for parcel in parcels)))]
         return [(work, parcel.what) for work, parcel in zip(works, parcels, strict=True)]
 
@@ -199,8 +199,8 @@ def _gloo_options(host: str, deadline: Deadline) -> dist.ProcessGroupGloo._Optio
     options, named = dist.ProcessGroupGloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     options._timeout = deadline.left()
     address = own_address(f"http://{host}") if host else socket.gethostname()
-    place = dict(hostname=address) if named == LOOPBACK_INTERFACE else dict(interface=named)
-    options._devices = [dist.ProcessGroupGloo.create_device(**place)]
+    listener = dict(hostname=address) if named == LOOPBACK_INTERFACE else dict(interface=named)
+    options._devices = [dist.ProcessGroupGloo.create_device(**listener)]
     return options
 
 
@@ -215,7 +215,7 @@ def wait(pending: Sequence[Pending], deadline: Deadline) -> None:
             raise WeightSyncError(f"{what}: {late}") from None
 
 
-def let_go(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Clear the frames of a caught exception. An in-flight message in a frame keeps its group's connections open, and the peers would keep
     waiting."""
     traceback.clear_frames(error.__traceback__)

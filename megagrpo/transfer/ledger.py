@@ -23,7 +23,7 @@ NUM_SLOTS = 2
 HEADER = 1  # words before the checksums: one, with version and bytes written
 VERSION_SHIFT = 40  # the lower bits count bytes written, in units of ALIGNMENT: up to 64 TiB
 SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3  # seconds between two polls of a rank's progress
-LOOK_SECONDS = 0.1  # seconds between two checks that the rank is alive
+LIVENESS_SECONDS = 0.1  # seconds between two checks that a late rank is alive
 _FENCE = threading.Lock()
 
 
@@ -58,22 +58,22 @@ class Ledger:
 
     def begin(self, version: int) -> None:
         """Start `version` with nothing written."""
-        self._tell(version << VERSION_SHIFT)
+        self._set_progress(version << VERSION_SHIFT)
 
     def note(self, version: int, number: int, checksum: int, end: int) -> None:
         """Record that block `number`, and everything before byte `end`, is written. `end` is rounded up to ALIGNMENT."""
         self.words[HEADER + number] = checksum
-        self._tell(version << VERSION_SHIFT | -(-end // ALIGNMENT))
+        self._set_progress(version << VERSION_SHIFT | -(-end // ALIGNMENT))
 
     def withdraw(self) -> None:
         """Give up the version in progress: readers that wait for it get an error."""
-        self._tell(0)
+        self._set_progress(0)
 
     def close(self) -> None:
         """Close the file and release its lock."""
         self._file.close()
 
-    def _tell(self, word: int) -> None:
+    def _set_progress(self, word: int) -> None:
         fence()  # blocks and checksums become visible before the progress
         self.words[0] = word
 
@@ -84,33 +84,33 @@ class Ledgers:
     A rank that has not finished within `seconds` of construction is an error (None: no limit). `note` receives a description of each wait.
     """
 
-    def __init__(self, folder: Path, version: int, seconds: float | None = None, note: Callable[[str], None] = lambda place: None):
+    def __init__(self, folder: Path, version: int, seconds: float | None = None, note: Callable[[str], None] = lambda activity: None):
         self.folder, self.version, self.note = folder, version, note
         self.seconds, self.ends = seconds, math.inf if seconds is None else time.monotonic() + seconds
         self._open: dict[int, tuple[BinaryIO, np.ndarray]] = {}  # rank -> file, words
-        self._seen: dict[int, int] = {}  # rank -> lower bound of the bytes written
+        self._written_before: dict[int, int] = {}  # rank -> lower bound of the bytes written
 
     def wait_for(self, rank: int, end: int, name: str) -> None:
         """Wait until `rank` has written all its blocks before byte `end`, including the tensor `name`.
 
         Raises WeightSyncError when the rank is late, has died, or has given up this version.
         """
-        if self._seen.get(rank, 0) >= end:
+        if self._written_before.get(rank, 0) >= end:
             return
-        pause, looked = SHORTEST_PAUSE, time.monotonic()
+        pause, checked = SHORTEST_PAUSE, time.monotonic()
         while (written := self._written(rank, name)) < end:
             if (now := time.monotonic()) > self.ends:
                 raise WeightSyncError(f"rank {rank} has not written {name} within {self.seconds:g} s")
             if pause == SHORTEST_PAUSE:
                 self.note(f"the load of {name}, which rank {rank} has not written")
-            if now - looked > LOOK_SECONDS:
+            if now - checked > LIVENESS_SECONDS:
                 if not self._lives(rank) and self._written(rank, name) < end:
                     raise WeightSyncError(f"rank {rank} died and has not written {name}")
-                looked = now
+                checked = now
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         fence()  # read the blocks only after the progress that covers them
-        self._seen[rank] = written
+        self._written_before[rank] = written
 
     def checksums(self, manifest: Manifest) -> dict[tuple[str, int], int]:
         """Return (tensor, index of a block of the tensor) -> the checksum of the written block. Call it when all ranks have finished."""

@@ -135,11 +135,11 @@ class SharedFiles:
 
     def bytes_of(self, path: str) -> Tensor:
         """Return all bytes of the file `path`, [n] uint8. Raises OSError when the file does not exist."""
-        held = os.stat(path)
+        status = os.stat(path)
         inode, mapped = self._maps.get(path, (None, None))
-        if mapped is None or inode != held.st_ino or mapped.numel() != held.st_size:
-            mapped = torch.from_file(path, shared=False, size=held.st_size, dtype=torch.uint8)
-            self._maps[path] = held.st_ino, mapped
+        if mapped is None or inode != status.st_ino or mapped.numel() != status.st_size:
+            mapped = torch.from_file(path, shared=False, size=status.st_size, dtype=torch.uint8)
+            self._maps[path] = status.st_ino, mapped
         return mapped
 
     def clear(self) -> None:

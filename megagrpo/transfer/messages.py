@@ -42,6 +42,7 @@ class Message:
         return self.slices[-1].offset + size(self.slices[-1].box)
 
 
+IN_FLIGHT = 2  # rounds in flight at once, at each end
 Round = tuple[int, int]  # (layer, index within the layer)
 
 
@@ -60,13 +61,13 @@ def rounds(transfers: Transfers, limit: int, *, source: int | None = None, desti
         name = transfers.names[transfers.tensor[row]]
         pair = int(transfers.source[row]), int(transfers.destination[row])
         streams[*pair, layer_of(name)] += [(name, piece) for piece in pieces(transfers.boxes[transfers.box[row]], limit)]
-    found: dict[Round, list[Message]] = defaultdict(list)
+    by_round: dict[Round, list[Message]] = defaultdict(list)
     tags: dict[tuple[int, int], int] = defaultdict(int)
     for sender, worker, layer in sorted(streams):
         for number, slices in enumerate(_pack(streams[sender, worker, layer], limit)):
-            found[layer, number].append(Message(sender, worker, tags[sender, worker], slices))
+            by_round[layer, number].append(Message(sender, worker, tags[sender, worker], slices))
             tags[sender, worker] += 1
-    return dict(sorted(found.items()))
+    return dict(sorted(by_round.items()))
 
 
 def pieces(box: Box, limit: int) -> list[Box]:
@@ -76,23 +77,25 @@ def pieces(box: Box, limit: int) -> list[Box]:
     shape, (lo, hi) = extent(box), box
     dim, inner = next((d, rest) for d, n in enumerate(shape) if n > 1 and (rest := math.prod(shape[d + 1 :])) <= limit)
     step, cuts = limit // inner, []
-    for outer in _places(lo[:dim], hi[:dim]):
+    for outer in _indices(lo[:dim], hi[:dim]):
         for start in range(lo[dim], hi[dim], step):
             stop = min(start + step, hi[dim])
             cuts.append(((*outer, start, *lo[dim + 1 :]), (*(i + 1 for i in outer), stop, *hi[dim + 1 :])))
     return cuts
 
 
-def _places(lo: Sequence[int], hi: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _indices(lo: Sequence[int], hi: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield every index tuple in [lo, hi), in order."""
     if not lo:
         yield ()
         return
     for first in range(lo[0], hi[0]):
-        for rest in _places(lo[1:], hi[1:]):
+        for rest in _indices(lo[1:], hi[1:]):
             yield first, *rest
 
 
 def _pack(stream: Iterable[tuple[str, Box]], limit: int) -> Iterator[tuple[Slice, ...]]:
+    """Yield the slices of each message: as many pieces of `stream`, in order, as `limit` elements allow."""
     packed: list[Slice] = []
     filled = 0
     for name, box in stream:

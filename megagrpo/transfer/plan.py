@@ -15,9 +15,9 @@ from functools import cached_property
 import numpy as np
 
 from megagrpo.families.boxes import Box, size
-from megagrpo.transfer.slices import plan
+from megagrpo.transfer.slices import cover
 
-Roster = Mapping[str, Mapping[Box, Sequence[int]]]  # tensor -> box -> the ranks that hold the box, or the workers that want it
+BoxMap = Mapping[str, Mapping[Box, Sequence[int]]]  # tensor -> box -> the ranks that hold the box, or the workers that want it
 SMALL = 2**19  # elements; a smaller message costs more to start than to send, so its slices join another message of the same pair
 
 
@@ -63,14 +63,14 @@ class Transfers:
         return keys >> 40, keys >> 20 & 0xFFFFF, totals
 
 
-def plan_transfers(held: Roster, wanted: Roster) -> Transfers:
+def plan_transfers(holders: BoxMap, wanted: BoxMap) -> Transfers:
     """Assign a sending rank to every slice that a worker wants, for every tensor in `wanted`.
 
     A slice with a single holder comes from that rank. The other slices are grouped by holders, worker and layer; groups with fewer replicas
     are assigned first, then larger ones. Each group goes to the replica that sends the least so far. A small group joins a message that is
     sent anyway, if any. Raises LookupError, with tensor and box, when no rank holds a wanted box.
     """
-    pieces = _pieces(held, wanted)
+    pieces = _pieces(holders, wanted)
     chosen = _choose(pieces, [layer_of(name) for name in wanted])
     boxes: dict[Box, int] = {}
     rows = ((t, boxes.setdefault(part, len(boxes)), n, len(to), by[0] if len(by) == 1 else -1) for t, part, n, by, to in pieces)
@@ -89,17 +89,17 @@ def layer_of(name: str) -> int:
 Piece = tuple[int, Box, int, tuple[int, ...], tuple[int, ...]]  # tensor index, part, elements, ranks that hold it, workers that want it
 
 
-def _pieces(held: Roster, wanted: Roster) -> list[Piece]:
+def _pieces(holders: BoxMap, wanted: BoxMap) -> list[Piece]:
     """Cut every wanted box along the blocks that hold it. Tensors with the same shape and layout are cut alike, so the cuts are cached."""
     cuts: dict[tuple[Box, tuple[Box, ...]], list[tuple[int, Box, int]]] = {}
     pieces: list[Piece] = []
     for number, (name, wants) in enumerate(wanted.items()):
-        holders = held.get(name, {})
-        blocks, ranks = tuple(holders), [tuple(group) for group in holders.values()]
+        ranks_of = holders.get(name, {})
+        blocks, ranks = tuple(ranks_of), [tuple(group) for group in ranks_of.values()]
         for box, workers in wants.items():
             if (box, blocks) not in cuts:
                 try:
-                    parts = plan(box, blocks)
+                    parts = cover(box, blocks)
                 except LookupError as error:
                     raise LookupError(f"{name}: {error}") from None
                 cuts[box, blocks] = [(index, part, size(part)) for index, part in parts]
@@ -119,30 +119,31 @@ def _choose(pieces: list[Piece], layers: Sequence[int]) -> list[int]:
         else:
             for worker in workers:
                 groups[ranks, worker, layers[tensor]] += count
-    together: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # worker -> sets of workers, itself included, that want the same slice
+    sharing: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # worker -> sets of workers, itself included, that want the same slice
     for workers in {workers for _, workers in sending}:
         for worker in workers:
-            together[worker].append(workers)
-    chosen = {}
+            sharing[worker].append(workers)
+    chosen: dict[tuple[tuple[int, ...], int, int], int] = {}
     for group, count in sorted(groups.items(), key=lambda item: (len(item[0][0]), -item[1])):  # stable: ties stay in order
         ranks, worker, layer = group
-        able = []
+        preferred = []
         if count <= SMALL:
-            there = sending[layer, (worker,)].union(*(sending.get((layer, workers), ()) for workers in together[worker]))
-            able = [rank for rank in ranks if rank in there]
-        chosen[group] = min(able or ranks, key=lambda rank: (load[rank], rank))
+            senders = sending[layer, (worker,)].union(*(sending.get((layer, workers), ()) for workers in sharing[worker]))
+            preferred = [rank for rank in ranks if rank in senders]
+        chosen[group] = min(preferred or ranks, key=lambda rank: (load[rank], rank))
         load[chosen[group]] += count
         sending[layer, (worker,)].add(chosen[group])
     return [chosen[ranks, worker, layers[tensor]] for tensor, _, _, ranks, workers in pieces if len(ranks) > 1 for worker in workers]
 
 
 def _totals(index: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
+    """Return the sum of `counts` [n] for each value of `index` [n] below `size`: [size] int64."""
     totals = np.zeros(size, dtype=np.int64)
     np.add.at(totals, index, counts)
     return totals
 
 
 def _grouped(keys: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct keys, sorted, and the sum of the counts of each key."""
-    distinct, place = np.unique(keys, return_inverse=True)
-    return distinct, _totals(place, counts, len(distinct))
+    """Return the distinct values of `keys` [n], sorted, and the sum of `counts` [n] for each: two arrays [distinct] int64."""
+    distinct, index = np.unique(keys, return_inverse=True)
+    return distinct, _totals(index, counts, len(distinct))

@@ -20,13 +20,13 @@ def heed_expert_map() -> None:
     original = CPUUnquantizedExperts.apply
 
     @functools.wraps(original)
-    def apply(self: CPUUnquantizedExperts, **given: Any) -> None:
-        if (expert_map := given["expert_map"]) is not None:
-            if given["apply_router_weight_on_input"]:
+    def apply(self: CPUUnquantizedExperts, **arguments: Any) -> None:
+        if (expert_map := arguments["expert_map"]) is not None:
+            if arguments["apply_router_weight_on_input"]:
                 raise NotImplementedError("vLLM for CPU: expert parallelism does not support apply_router_weight_on_input")
-            own = expert_map[given["topk_ids"].long()]  # local index; -1 for an expert of another worker
-            given["topk_weights"] = given["topk_weights"].masked_fill(own < 0, 0.0)
-            given["topk_ids"] = own.clamp(min=0).to(given["topk_ids"].dtype)
-        original(self, **given)
+            own = expert_map[arguments["topk_ids"].long()]  # local index; -1 for an expert of another worker
+            arguments["topk_weights"] = arguments["topk_weights"].masked_fill(own < 0, 0.0)
+            arguments["topk_ids"] = own.clamp(min=0).to(arguments["topk_ids"].dtype)
+        original(self, **arguments)
 
     CPUUnquantizedExperts.apply = apply

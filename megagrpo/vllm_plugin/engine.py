@@ -26,9 +26,10 @@ from vllm.platforms import current_platform
 
 from megagrpo.process.parent_death import tie_process_tree
 from megagrpo.transfer.cuda_handles import DeviceMaps
-from megagrpo.transfer.exchange import Deadline, let_go
+from megagrpo.transfer.exchange import clear_frames
 from megagrpo.transfer.ledger import Ledgers
 from megagrpo.transfer.manifest import Bookmark, Manifest, SharedFiles, WeightSyncError
+from megagrpo.transfer.notes import DirectRequest
 from megagrpo.transfer.shm_names import CPU_WORKERS, name_segments_by_owner, owned
 from megagrpo.vllm_plugin.cpu_experts import heed_expert_map
 from megagrpo.vllm_plugin.loading import Loading, some
@@ -99,6 +100,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.open = self.reloading = False  # open: vLLM's update is open; reloading: parameters are moved aside
         self.reader: ShardReader | None = None
         self.info = UpdateInfo()
+        self.request: DirectRequest | None = None  # from `info.direct`
         self.bookmark: Bookmark | None = None
         self.error = ""  # error of the current update
 
@@ -134,7 +136,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load everything that the manifest lists. The base class would synchronize an accelerator, which fails on a machine without
         one."""
-        self.info = self.parse_update_info(update_info)
+        self.info, self.request = self.parse_update_info(update_info), None
         self._begin("update")
         try:
             self.receive_weights(self.info)
@@ -150,9 +152,8 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _open(self, info: UpdateInfo) -> tuple[Manifest, BlockSource]:
         if info.direct is not None:
-            deadline = Deadline(info.direct["seconds"])
-            manifest = self.receiver.join(info.direct, info.version, deadline)
-            return manifest, self.receiver.connect(info.direct, self.worker, lambda: self.loading.rehearse(manifest), deadline)
+            self.request = DirectRequest(**info.direct)
+            return self.receiver.start(self.request, info.version, self.worker, self.loading.dry_run)
         manifest = Manifest.load(info.manifest, info.version)
         maps = self.files
         if info.handles is not None:
@@ -188,7 +189,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.reader.source.release()
 
     def _fail(self, error: Exception) -> None:
-        let_go(error)
+        clear_frames(error)
         self.receiver.close_group()  # first, so that sending ranks get an error at once
         if self.reader is not None:
             self.reader.source.release()
@@ -219,14 +220,14 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _reply(self, **report: Any) -> None:
         """Send a report to the trainer. If the trainer is gone, only log a warning."""
-        told = {"worker": self.worker, **report}
+        report = {"worker": self.worker, **report}
         try:
-            if self.info.direct is not None:
-                self.receiver.report(self.info.direct, self.worker, told)
+            if self.request is not None:
+                self.receiver.report(self.request, self.worker, report)
             if self.info.replies:
                 path = Path(self.info.replies) / f"worker{self.worker}.json"
                 draft = path.with_suffix(".part")
-                draft.write_text(json.dumps(told))
+                draft.write_text(json.dumps(report))
                 os.replace(draft, path)
         except (OSError, RuntimeError) as error:
             logger.warning("weight version %s: cannot send the report to the trainer: %s", self.info.version, error)

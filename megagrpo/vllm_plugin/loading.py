@@ -13,9 +13,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megagrpo.families.boxes import Box
 from megagrpo.transfer.manifest import Manifest, WeightSyncError
-from megagrpo.vllm_plugin.reader import Announced, ShardReader
+from megagrpo.vllm_plugin.reader import BlankBlocks, ShardReader
+from megagrpo.vllm_plugin.received_blocks import BoxCounts
 from megagrpo.vllm_plugin.replay import Recipe, Recorder
 
 EXPERTS = ".mlp.experts."
@@ -30,7 +30,7 @@ class Loading:
         # A tied head shares its parameter with the embedding and appears once here; during a reload it would appear twice.
         self.expected = {name for name, _ in model.named_parameters()}
         self.recipe: Recipe | None = None
-        self.told = ""  # the last logged reason why there is no recipe
+        self.logged_reason = ""  # the last logged reason why there is no recipe
 
     def load(self, reader: ShardReader) -> None:
         """Load everything that the manifest lists. Raises WeightSyncError unless every parameter will be filled."""
@@ -39,10 +39,9 @@ class Loading:
         else:
             self._load_and_record(reader)
 
-    def rehearse(self, manifest: Manifest) -> Counter[tuple[str, Box]]:
+    def dry_run(self, manifest: Manifest) -> BoxCounts:
         """Return the boxes that `load` will fetch, and how often. The loaders load zeros, and then the reload starts over."""
-        reader = ShardReader(manifest, Announced(manifest))
-        reader.blank = True
+        reader = ShardReader(manifest, BlankBlocks(manifest))
         self._load_and_record(reader)
         finalize_layerwise_reload(self.model, self.config)
         initialize_layerwise_reload(self.model)
@@ -58,8 +57,8 @@ class Loading:
         _check_complete(loaded, destinations, reader)
         if not recorder.reason:
             self.recipe = Recipe(reader.manifest, recorder.layers)
-        elif recorder.reason != self.told:
-            self.told = recorder.reason
+        elif recorder.reason != self.logged_reason:
+            self.logged_reason = recorder.reason
             logger.info("weight sync: no replay; every update runs the model's own loaders (slower): %s", recorder.reason)
 
 
@@ -68,13 +67,13 @@ def load_weights(model: nn.Module, reader: ShardReader) -> set[str]:
     tensors = reader.tensors()
     # vLLM's GPT-OSS copies a tensor of all experts directly into its parameters, but a tensor of one expert through weight loaders.
     if hasattr(getattr(model, "model", None), "_try_load_streamed_expert"):
-        tensors = one_by_one(tensors)
+        tensors = split_experts(tensors)
     loaded = set(model.load_weights(tensors))
     _repeat_lost_copies(model, reader)
     return loaded
 
 
-def one_by_one(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Split each tensor of all experts into one tensor per expert; other tensors pass unchanged.
 
     x.mlp.experts.down_proj [experts, ...] becomes x.mlp.experts.0.down_proj [...] and so on, in the same dtype.

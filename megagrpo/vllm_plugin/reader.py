@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from megagrpo.families.boxes import Box, brackets, extent, size
 from megagrpo.transfer.checksums import checksum, copy_checked
 from megagrpo.transfer.ledger import Ledgers
 from megagrpo.transfer.manifest import DTYPES, Manifest, WeightSyncError, in_addends
-from megagrpo.transfer.slices import plan
+from megagrpo.transfer.slices import cover
 from megagrpo.vllm_plugin.lazy_tensors import LazyTensor, box_of, restride
 
 
@@ -34,7 +34,7 @@ class BlockSource(Protocol):
     def check(self, name: str, index: int, part: Box, total: int) -> None:
         """Raises WeightSyncError when the source knows the checksum of this part and `total` differs."""
 
-    def proof(self, reads: dict[tuple[str, int, Box], int]) -> dict[str, Any]:
+    def proof(self, reads: Mapping[tuple[str, int, Box], int]) -> dict[str, Any]:
         """Return the fields of the report by which the trainer verifies the reads: (tensor, index of the block, part) -> checksum."""
 
     def drain(self) -> None:
@@ -61,37 +61,37 @@ class MappedBlocks:
     def __init__(self, manifest: Manifest, reader: int, maps: Maps, ledgers: Ledgers):
         self.manifest, self.reader, self.ledgers = manifest, reader, ledgers
         self.dtype = DTYPES[manifest.dtype]
-        self.held: dict[str, Tensor] = {}  # name of the memory in blocks -> its bytes
+        self.memory: dict[str, Tensor] = {}  # name of the memory in blocks -> its bytes
         self.bytes = 0
         for name, tensor in manifest.tensors.items():
             for block in tensor.blocks:
                 who, count = f"rank {block.rank}, {name}: {block.file}", size(block.box) * self.dtype.itemsize
                 try:
-                    if block.file not in self.held:
-                        self.held[block.file] = maps.bytes_of(block.file)
+                    if block.file not in self.memory:
+                        self.memory[block.file] = maps.bytes_of(block.file)
                 except OSError as error:
                     raise WeightSyncError(f"{who} cannot be read: {error.strerror}") from error
-                if block.offset + count > self.held[block.file].numel():
-                    raise WeightSyncError(f"{who} holds {self.held[block.file].numel()} bytes; {count} were expected at {block.offset}")
+                if block.offset + count > self.memory[block.file].numel():
+                    raise WeightSyncError(f"{who} holds {self.memory[block.file].numel()} bytes; {count} were expected at {block.offset}")
 
     def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
         """Return parts that cover each element of `box` once. Where several blocks hold an element, readers with different indices use
         different ones."""
-        return plan(box, [block.box for block in self.manifest.tensors[name].blocks], self.reader)
+        return cover(box, [block.box for block in self.manifest.tensors[name].blocks], self.reader)
 
     def values(self, name: str, index: int, part: Box) -> Tensor:
         """Return a view of the mapped memory, after the block is written. Raises WeightSyncError when the rank is late or has died."""
         block = self.manifest.tensors[name].blocks[index]
         count = size(block.box) * self.dtype.itemsize
         self.ledgers.wait_for(block.rank, block.offset + count, name)
-        held = self.held[block.file][block.offset : block.offset + count].view(self.dtype).view(extent(block.box))
+        values = self.memory[block.file][block.offset : block.offset + count].view(self.dtype).view(extent(block.box))
         self.bytes += size(part) * self.dtype.itemsize
-        return held[window(part, block.box)]
+        return values[window(part, block.box)]
 
     def check(self, name: str, index: int, part: Box, total: int) -> None:
         """Does nothing: the trainer compares the checksums of all parts with the checksum of their block."""
 
-    def proof(self, reads: dict[tuple[str, int, Box], int]) -> dict[str, Any]:
+    def proof(self, reads: Mapping[tuple[str, int, Box], int]) -> dict[str, Any]:
         """Return all reads with their checksums."""
         return {"reads": [[name, index, part, total] for (name, index, part), total in reads.items()]}
 
@@ -100,19 +100,36 @@ class MappedBlocks:
 
     def release(self) -> None:
         """Release the memory; files stay mapped for the next update."""
-        self.held.clear()
+        self.memory.clear()
         self.ledgers.close()
 
 
-class Announced:
-    """Blocks without data, for a rehearsal, which reads zeros."""
+class BlankBlocks:
+    """Blocks without data, for a dry run: loaders read zeros, and no checksum is computed."""
 
     def __init__(self, manifest: Manifest):
-        self.manifest = manifest
+        self.manifest, self.bytes = manifest, 0
 
     def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
-        """Return the parts that make up `box`, as a real source does."""
-        return plan(box, [block.box for block in self.manifest.tensors[name].blocks])
+        """Return the parts that make up `box`, as a source with data does."""
+        return cover(box, [block.box for block in self.manifest.tensors[name].blocks])
+
+    def values(self, name: str, index: int, part: Box) -> Tensor:
+        """Return zeros, in the shape of the part and the manifest's dtype."""
+        return torch.zeros(extent(part), dtype=DTYPES[self.manifest.dtype])
+
+    def check(self, name: str, index: int, part: Box, total: int) -> None:
+        """Does nothing: no rank sent a checksum."""
+
+    def proof(self, reads: Mapping[tuple[str, int, Box], int]) -> dict[str, Any]:
+        """Return nothing: a dry run makes no report."""
+        return {}
+
+    def drain(self) -> None:
+        """Does nothing: nothing is in flight."""
+
+    def release(self) -> None:
+        """Does nothing: there is no memory."""
 
 
 class ShardReader:
@@ -121,13 +138,13 @@ class ShardReader:
     - `wanted`: the boxes that loaders announced; `fetched`: how often each box was fetched.
     - `reads`: the slices that were read, with their checksums.
     - `arrivals`: how many elements each destination received; `copies`: the last lazy tensor copied to each destination.
-    - `blank`: return zeros, for a rehearsal. `note` receives a description of each fetch before it starts.
+    - `blank`: return zeros, because `source` has no data. `note` receives a description of each fetch before it starts.
     """
 
-    def __init__(self, manifest: Manifest, source: BlockSource, note: Callable[[str], None] = lambda place: None):
+    def __init__(self, manifest: Manifest, source: BlockSource, note: Callable[[str], None] = lambda activity: None):
         self.manifest, self.source, self.note = manifest, source, note
         self.dtype = DTYPES[manifest.dtype]
-        self.blank = False
+        self.blank = isinstance(source, BlankBlocks)
         self.seconds = self.checksum_seconds = 0.0  # spent on copies, and on their checksums
         self.wanted: set[tuple[str, Box]] = set()
         self.fetched: Counter[tuple[str, Box]] = Counter()
@@ -155,8 +172,8 @@ class ShardReader:
 
     def arrive(self, destination: Tensor) -> None:
         """Record that a loader fills `destination`."""
-        place = (destination.storage_offset(), destination.size(), destination.stride())
-        self.arrivals.setdefault(destination.untyped_storage()._cdata, {})[place] = destination.numel()
+        region = (destination.storage_offset(), destination.size(), destination.stride())
+        self.arrivals.setdefault(destination.untyped_storage()._cdata, {})[region] = destination.numel()
 
     def fetch(self, name: str, view: Tensor) -> Tensor:
         """Return the elements of `view`, in its shape and dtype; without a copy when one part holds them all."""

@@ -33,11 +33,11 @@ AHEAD = 2  # filled layers that may wait for processing
 class Cut:
     """One copy of a loader: its destination, and its source.
 
-    The destination is `place` in `parameter`. The source is `view`, a meta tensor inside tensor `name`, or `constant` when `view` is None.
+    The destination is `region` of `parameter`. The source is `view`, a meta tensor inside tensor `name`, or `constant` when `view` is None.
     """
 
     parameter: str
-    place: tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, storage offset
+    region: tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, storage offset
     name: str
     view: Tensor | None
     constant: float = 0.0
@@ -67,21 +67,21 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, home: tuple[nn.Module, str, Tensor], target: Tensor, rest: tuple) -> None:
         module, name, whole = home
-        place, value = _place(target), rest[0] if rest else None
+        region, value = _region_of(target), rest[0] if rest else None
         if isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.data_ptr() == target.data_ptr() != 0:
             return  # a tensor that the reload never moves aside is copied to itself
         if func is aten.copy_.default and isinstance(value, LazyTensor) and isinstance(value.source, ShardReader):
-            cut = Cut(name, place, value.name_, value.view_)
+            cut = Cut(name, region, value.name_, value.view_)
         elif func is aten.zero_.default or (func is aten.copy_.default and isinstance(value, LazyTensor)):
-            cut = Cut(name, place, "", None)
+            cut = Cut(name, region, "", None)
         elif func is aten.fill_.Scalar:
-            cut = Cut(name, place, "", None, value)
+            cut = Cut(name, region, "", None, value)
         else:
             self._cannot(f"{type(module).__name__}.{name} is changed by {func}")
             return
         if isinstance(module, (Attention, MLAAttention)) or not isinstance(whole, nn.Parameter):
             self._cannot(f"{type(module).__name__}.{name} is loaded, but is not a parameter of a plain layer")
-        key = module, cut.parameter, cut.place, cut.name, cut.constant, cut.view is not None and _place(cut.view)
+        key = module, cut.parameter, cut.region, cut.name, cut.constant, cut.view is not None and _region_of(cut.view)
         if key not in self.known:  # a tensor that was never on the meta device is copied twice
             self.known.add(key)
             self.layers.setdefault(module, []).append(cut)
@@ -114,7 +114,7 @@ class Recipe:
             for layer, cuts in self.layers.items():
                 materialize_layer(layer, get_layerwise_info(layer))
                 for cut in cuts:
-                    target = getattr(layer, cut.parameter).data.as_strided(*cut.place)
+                    target = getattr(layer, cut.parameter).data.as_strided(*cut.region)
                     if cut.view is None:
                         target.fill_(cut.constant)
                     elif cut.view.numel():
@@ -151,5 +151,6 @@ def _process(layer: nn.Module) -> None:
     _layerwise_process(layer, get_layerwise_info(layer))
 
 
-def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _region_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return size, stride and storage offset of `tensor` [...], the arguments of `as_strided`."""
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()

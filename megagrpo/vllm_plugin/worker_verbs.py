@@ -30,17 +30,18 @@ class WorkerVerbs:
         A and B are whole, in vLLM's dtype for adapters. The checksums are text, because other JSON readers have no 64-bit integers.
         """
         manager = self.model_runner.lora_manager._adapter_manager
-        found = manager.list_adapters()
-        if not found:
+        adapters = manager.list_adapters()
+        if not adapters:
             return {}
-        told: dict[str, list[str]] = {}
-        for name, weights in found[max(found)].loras.items():
+        sums: dict[str, list[str]] = {}
+        for name, weights in adapters[max(adapters)].loras.items():
             packed = isinstance(weights.lora_a, list)
             names = manager.packed_modules[name] if packed else [name]
             a, b = (weights.lora_a, weights.lora_b) if packed else ([weights.lora_a], [weights.lora_b])
-            told |= {projection: [_sum(x), _sum(y)] for projection, x, y in zip(names, a, b, strict=True) if x is not None}
-        return {name.partition("model.")[2]: sums for name, sums in told.items()}
+            sums |= {projection: [_sum(x), _sum(y)] for projection, x, y in zip(names, a, b, strict=True) if x is not None}
+        return {name.partition("model.")[2]: of_adapter for name, of_adapter in sums.items()}
 
 
 def _sum(values: Tensor) -> str:
+    """Return the checksum of `values` [...] as text."""
     return str(checksum(values.cpu().contiguous()))

@@ -22,7 +22,8 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.transfer.checksums import checksum
 from megagrpo.transfer.manifest import DTYPES, WeightSyncError
 from megagrpo.weight_sync.shared_memory import SharedMemory
-from megagrpo.weight_sync.sync import Stays, SyncReport, Weights, WeightSync
+from megagrpo.weight_sync.sync import SyncReport, Weights, WeightSync
+from megagrpo.weight_sync.transport import TrainerOffload
 
 Sums = dict[str, list[str]]  # projection (layers.0.self_attn.q_proj) -> [checksum of A, checksum of B * scale]
 
@@ -31,14 +32,16 @@ class AdapterSync(WeightSync):
     """A `WeightSync` whose `push` takes blocks from `megagrpo.bridge.families.adapter_blocks`. `base` is the model as the config names
     it."""
 
-    def __init__(self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str, offload: Stays | None = None):
+    def __init__(
+        self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str, offload: TrainerOffload | None = None
+    ):
         shared = SharedMemory(layout, dtype)
         super().__init__(engine, layout, dtype, shared, offload=offload)
         self.lora, self.base, self.folder = lora, base, shared.folder
         self._delivered_adapter: tuple[Path, Sums, int] | None = None
 
     @torch.no_grad()
-    def push(self, found: Weights, weight_version: int) -> SyncReport:
+    def push(self, parameters: Weights, weight_version: int) -> SyncReport:
         """Send the current adapters to the engine as `weight_version`. Collective.
 
         Raises WeightSyncError on every rank when any part fails; the engine keeps its previous adapter.
@@ -51,19 +54,21 @@ class AdapterSync(WeightSync):
             shutil.rmtree(folder, ignore_errors=True)  # left by a failed push
         self.offload.keep_weights()
         try:
-            save_adapter(list(found), self.ranks, folder, self.lora, self.base, DTYPES[self.dtype], lambda *item: self._note(sums, *item))
+            save_adapter(
+                list(parameters), self.ranks, folder, self.lora, self.base, DTYPES[self.dtype], lambda *item: self._note(sums, *item)
+            )
         except (OSError, ValueError) as error:  # a disk error, or NaN or infinity in a weight
             raise WeightSyncError(f"weight version {weight_version} was not written: {error}") from error
         self.offload.keep_nothing()
         published = time.perf_counter()
-        told = self.ranks.all_gather_objects(self._deliver_adapter(folder, sums, weight_version) if first else None)[0]
-        if isinstance(told, str):
-            raise WeightSyncError(f"weight version {weight_version} did not reach the engine: {told}")
+        outcome = self.ranks.all_gather_objects(self._deliver_adapter(folder, sums, weight_version) if first else None)[0]
+        if isinstance(outcome, str):
+            raise WeightSyncError(f"weight version {weight_version} did not reach the engine: {outcome}")
         ended = time.perf_counter()
-        return SyncReport(weight_version, published - started, ended - published, ended - started, self._checksum_seconds, *told)
+        return SyncReport(weight_version, published - started, ended - published, ended - started, self._checksum_seconds, *outcome)
 
-    def refill(self, url: str) -> int:
-        """Load the adapter of the last `push` into the server at `url`; returns its version. See `WeightSync.refill`."""
+    def load_last(self, url: str) -> int:
+        """Load the adapter of the last `push` into the server at `url`; returns its version. See `WeightSync.load_last`."""
         with self._driving:
             if self._delivered_adapter is None:
                 return self.engine.weight_version

@@ -6,6 +6,7 @@ for one update.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megagrpo.engine.protocol import Engine
 from megagrpo.transfer.cuda_handles import export
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.weight_sync.shared_memory import SHARED_MEMORY, FileUpdate, SharedMemory, Slots
-from megagrpo.weight_sync.transport import Ranks, Weights
+from megagrpo.weight_sync.transport import Ranks, Weight
 
 
 class CudaIpc(SharedMemory):
@@ -28,7 +29,7 @@ class CudaIpc(SharedMemory):
         super().__init__(ranks, dtype, folder, seconds)
         self.device = device
 
-    def prepare(self, found: Weights, version: int, engine: Engine | None) -> HandleUpdate:
+    def prepare(self, parameters: Sequence[Weight], version: int, engine: Engine | None) -> HandleUpdate:
         """Like `SharedMemory.prepare`; the update also has one handle of each rank's buffer per worker."""
         servers: dict[str, int] | str | None = None
         try:
@@ -38,24 +39,24 @@ class CudaIpc(SharedMemory):
         servers = self.ranks.all_gather_objects(servers)[0]
         if isinstance(servers, str):
             raise WeightSyncError(servers)
-        update = super().prepare(found, version, engine)
-        buffers = self._published.buffers
-        told = self.ranks.all_gather_objects(
-            {name: [export(buffer) for _ in range(sum(servers.values()))] for name, buffer in buffers.items()}
+        assert servers is not None, "rank 0 has the engine"
+        update = super().prepare(parameters, version, engine)
+        buffers = update.slots.buffers
+        own = {name: [export(buffer) for _ in range(sum(servers.values()))] for name, buffer in buffers.items()}
+        handles = {name: exported for of_rank in self.ranks.all_gather_objects(own) for name, exported in of_rank.items()}
+        return HandleUpdate(
+            update.manifest, update.folder, update.seconds, update.slots, update.to_write, servers, handles=handles, buffers=buffers
         )
-        handles = {name: own for rank in told for name, own in rank.items()}
-        made = update.manifest, update.folder, update.seconds, update.slots, update.given
-        return HandleUpdate(*made, servers, handles=handles, buffers=buffers)
 
-    def _slots(self, found: Weights) -> DeviceSlots:
-        return DeviceSlots(found, self.ranks, self.dtype, self.folder, self.device)
+    def _slots(self, parameters: Sequence[Weight]) -> DeviceSlots:
+        return DeviceSlots(parameters, self.ranks, self.dtype, self.folder, self.device)
 
 
 class DeviceSlots(Slots):
     """This rank's blocks in one buffer on its GPU; both slots use the same buffer."""
 
-    def __init__(self, found: Weights, ranks: Ranks, dtype: str, folder: Path, device: torch.device):
-        super().__init__(found, ranks, dtype, folder)
+    def __init__(self, parameters: Sequence[Weight], ranks: Ranks, dtype: str, folder: Path, device: torch.device):
+        super().__init__(parameters, ranks, dtype, folder)
         self.device = device
 
     def buffer(self, slot: int) -> tuple[str, Tensor]:
@@ -75,9 +76,10 @@ class HandleUpdate(FileUpdate):
 
     def request(self, server: str) -> dict[str, Any]:
         """Return the request for the workers of `server`, with one handle per worker."""
+        assert self.servers is not None, "`CudaIpc.prepare` sets the servers"
         first = sum(count for url, count in list(self.servers.items())[: list(self.servers).index(server)])
-        own = {name: handles[first : first + self.servers[server]] for name, handles in self.handles.items()}
-        return super().request(server) | {"handles": own}
+        of_server = {name: handles[first : first + self.servers[server]] for name, handles in self.handles.items()}
+        return super().request(server) | {"handles": of_server}
 
     def done(self) -> None:
         """Free the buffer."""

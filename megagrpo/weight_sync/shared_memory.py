@@ -17,7 +17,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,11 +33,19 @@ from megagrpo.transfer.plan import layer_of
 from megagrpo.transfer.shm_names import SHARED_MEMORY, WEIGHTS, owned, remove_stale
 from megagrpo.transfer.slices import owners
 from megagrpo.weight_sync.orphaned_files import remove_when_orphaned
-from megagrpo.weight_sync.transport import Given, Ranks, Weights, key_of
+from megagrpo.weight_sync.transport import BlockKey, Ranks, SendReport, Weight, key_of
 from megagrpo.weight_sync.verification import verify
 
-Placed = tuple[str, tuple[int, ...], Box, int]  # a block: tensor, its shape, the box in it, and the offset in bytes
-Share = tuple[str, Tensor, Block]  # parameter name, parameter, and one block of it
+BlockInFile = tuple[BlockKey, int]  # a block, and its offset in bytes
+BlockToWrite = tuple[str, Tensor, Block]  # parameter name, parameter [...], and one block of it
+
+
+class _Readiness(NamedTuple):
+    """What each rank tells the others before an update."""
+
+    problem: str | None
+    file: str | None  # the name of its memory for this version
+    blocks: list[BlockInFile] | None  # in the first update
 
 
 class SharedMemory:
@@ -50,16 +58,16 @@ class SharedMemory:
     def __init__(self, ranks: Ranks, dtype: str, folder: Path = SHARED_MEMORY, seconds: float | None = None):
         self.ranks, self.dtype, self.seconds = ranks, dtype, seconds
         self._published: Slots | None = None
-        self._blocks: list[list[Placed]] = []  # per rank
+        self._blocks: list[list[BlockInFile]] = []  # per rank
         self._tensors: dict[int, dict[str, SharedTensor]] = {}  # slot -> tensors and their blocks
         remove_stale(folder)
         own = str(folder / owned(WEIGHTS))
-        told = ranks.all_gather_objects((socket.gethostname(), own))
-        if len(hosts := sorted({host for host, _ in told})) > 1:
+        everyone = ranks.all_gather_objects((socket.gethostname(), own))
+        if len(hosts := sorted({host for host, _ in everyone})) > 1:
             raise ValueError(
                 f"rollout.weight_sync_transport: shared_memory needs all ranks on one host; they are on {', '.join(hosts)}; use p2p"
             )
-        self.folder = Path(told[0][1])
+        self.folder = Path(everyone[0][1])
         self._pid = os.getpid()
         self._remover = remove_when_orphaned(self.folder) if ranks.world_rank == 0 else None
         atexit.register(self.close)
@@ -77,36 +85,36 @@ class SharedMemory:
             self._remover.wait()
         atexit.unregister(self.close)
 
-    def prepare(self, found: Weights, version: int, engine: Engine | None) -> FileUpdate:
+    def prepare(self, parameters: Sequence[Weight], version: int, engine: Engine | None) -> FileUpdate:
         """Check this rank's weights, reserve memory for them, and return an update with the blocks of all ranks. Collective.
 
         Raises WeightSyncError on every rank when any rank has a problem.
         """
-        given, problem, place = [], None, None
         if self._published is None:
-            self._published = self._slots(found)
+            self._published = self._slots(parameters)
+        slots, to_write, problem, file = self._published, list[BlockToWrite](), None, None
         try:
-            given = self._published.checked(found)
-            place = self._published.open(version)
+            to_write = slots.checked(parameters)
+            file = slots.open(version)
         except (OSError, WeightSyncError) as error:
             problem = f"rank {self.ranks.world_rank}: {error}"
-        told = self.all_gather((problem, place, None if self._blocks else self._published.blocks))
-        if problems := [problem for problem, *_ in told if problem]:
+        everyone: list[_Readiness] = self.all_gather(_Readiness(problem, file, None if self._blocks else slots.blocks))
+        if problems := [rank.problem for rank in everyone if rank.problem]:
             raise WeightSyncError("; ".join(problems))
-        self._blocks = self._blocks or [blocks for *_, blocks in told]
-        manifest = self._manifest([place for _, place, _ in told], version)
-        return FileUpdate(manifest, self.folder, self.seconds, self._published, given)
+        self._blocks = self._blocks or [rank.blocks or [] for rank in everyone]
+        manifest = self._manifest([rank.file or "" for rank in everyone], version)
+        return FileUpdate(manifest, self.folder, self.seconds, slots, to_write)
 
-    def all_gather(self, told: Any) -> list[Any]:
-        """Gather `told` from every rank, in rank order. Raises WeightSyncError naming late ranks, and the parameter each of them is at."""
+    def all_gather(self, own: Any) -> list[Any]:
+        """Gather `own` from every rank, in rank order. Raises WeightSyncError naming late ranks, and the parameter each of them is at."""
         if self.seconds is None:
-            return self.ranks.all_gather_objects(told)
+            return self.ranks.all_gather_objects(own)
         try:
-            return self.ranks.all_gather_objects(told, self.seconds)
+            return self.ranks.all_gather_objects(own, self.seconds)
         except TimeoutError as error:
-            late = {rank: self.folder / f"rank{rank}.at" for rank in getattr(error, "ranks", [])}
-            places = "".join(f"; rank {rank} is stuck in: {Bookmark.read(path)}" for rank, path in late.items() if path.exists())
-            raise WeightSyncError(f"phase publish: {error} (rollout.weight_sync_timeout){places}") from error
+            bookmarks = {rank: self.folder / f"rank{rank}.at" for rank in getattr(error, "ranks", [])}
+            stuck_in = "".join(f"; rank {rank} is stuck in: {Bookmark.read(path)}" for rank, path in bookmarks.items() if path.exists())
+            raise WeightSyncError(f"phase publish: {error} (rollout.weight_sync_timeout){stuck_in}") from error
 
     def _manifest(self, files: list[str], version: int) -> Manifest:
         """Return the manifest of `version`; its tensors are built once per slot."""
@@ -114,27 +122,27 @@ class SharedMemory:
         if slot not in self._tensors:
             parts: dict[str, tuple[tuple[int, ...], list[SharedBlock]]] = {}
             for rank, blocks in enumerate(self._blocks):
-                for number, (name, shape, box, offset) in enumerate(blocks):
+                for number, ((name, shape, box), offset) in enumerate(blocks):
                     parts.setdefault(name, (shape, []))[1].append(SharedBlock(rank, files[rank], offset, box, number))
             self._tensors[slot] = {name: SharedTensor(parts[name][0], tuple(parts[name][1])) for name in sorted(parts, key=_by_layer)}
         return Manifest(version, self.dtype, self._tensors[slot])
 
-    def _slots(self, found: Weights) -> Slots:
-        return Slots(found, self.ranks, self.dtype, self.folder)
+    def _slots(self, parameters: Sequence[Weight]) -> Slots:
+        return Slots(parameters, self.ranks, self.dtype, self.folder)
 
 
 @dataclass
 class FileUpdate:
     """One update in files of `folder`: the manifest at `path`, and a folder of reports per server.
 
-    `given` lists the blocks that this rank must write, in order. Workers wait at most `seconds` for a rank.
+    `to_write` lists the blocks that this rank must write, in order. Workers wait at most `seconds` for a rank.
     """
 
     manifest: Manifest
     folder: Path
     seconds: float | None
     slots: Slots
-    given: list[Share]
+    to_write: list[BlockToWrite]
     servers: dict[str, int] | None = None  # url -> number of workers, where each worker needs a handle of its own
 
     @property
@@ -156,21 +164,22 @@ class FileUpdate:
         """Return the reports of the workers of `server` so far."""
         return [json.loads(path.read_text()) for path in sorted(self._replies(server).glob("worker*.json"))]
 
-    def standing(self, server: str) -> dict[str, str]:
-        """Return worker -> its current activity, for workers without a report. Workers that have never seen an update are missing."""
-        found = {path.stem.removeprefix("worker"): Bookmark.read(path) for path in sorted(self._replies(server).glob("worker*.at"))}
-        return {worker: place for worker, place in found.items() if not (self._replies(server) / f"worker{worker}.json").exists()}
+    def activity(self, server: str) -> dict[str, str]:
+        """Return worker -> the operation it is in, for workers without a report. Workers that have never seen an update are missing."""
+        folder = self._replies(server)
+        workers = {path.stem.removeprefix("worker"): path for path in sorted(folder.glob("worker*.at"))}
+        return {worker: Bookmark.read(path) for worker, path in workers.items() if not (folder / f"worker{worker}.json").exists()}
 
-    def send(self) -> Given:
+    def send(self) -> SendReport:
         """Write this rank's blocks, layer by layer as workers want them."""
-        return self.slots.write(self.given, self.manifest.version)
+        return self.slots.write(self.to_write, self.manifest.version)
 
     def give_up(self, why: str) -> None:
         """Does nothing: no rank waits for a server here."""
 
     def done(self) -> None:
         """Release the parameters. The files are reused."""
-        self.given.clear()
+        self.to_write.clear()
 
     def verify(self, reports: Sequence[dict[str, Any]]) -> None:
         """Compare the slices in the workers' reports with the manifest and the ledgers' checksums. Raises WeightSyncError."""
@@ -180,7 +189,7 @@ class FileUpdate:
         finally:
             ledgers.close()
 
-    def verify_bytes(self, given: int, taken: int) -> None:
+    def verify_bytes(self, sent: int, received: int) -> None:
         """Does nothing: the number of bytes read depends on the slices that the workers keep. `verify` checks that they read everything."""
 
     def _replies(self, server: str) -> Path:
@@ -193,20 +202,20 @@ class Slots:
     Blocks lie in the files in the order in which they are written: parameter by parameter, as the engine asks for them.
     """
 
-    def __init__(self, found: Weights, ranks: Ranks, dtype: str, folder: Path):
+    def __init__(self, parameters: Sequence[Weight], ranks: Ranks, dtype: str, folder: Path):
         self.rank, self.dtype, self.folder = ranks.world_rank, DTYPES[dtype], folder
-        held = {key_of(block): math.prod(block.block_shape) for _, _, blocks in found for block in blocks}
-        owner = owners(ranks.all_gather_objects(list(held.items())))
-        mine = [{key_of(block): None for block in blocks if owner[key_of(block)] == self.rank} for _, _, blocks in found]
-        keys = [sorted(keys, key=_place_of) for keys in mine if keys]
-        self.blocks: list[Placed] = []
-        self.numbers: dict[tuple, int] = {}  # key of a block -> its index in `blocks`
+        elements = {key_of(block): math.prod(block.block_shape) for _, _, blocks in parameters for block in blocks}
+        owner = owners(ranks.all_gather_objects(list(elements.items())))
+        owned_keys = [{key_of(block): None for block in blocks if owner[key_of(block)] == self.rank} for _, _, blocks in parameters]
+        by_parameter = sorted((sorted(keys, key=_position) for keys in owned_keys if keys), key=lambda keys: _position(keys[0]))
+        self.blocks: list[BlockInFile] = []
+        self.numbers: dict[BlockKey, int] = {}  # key of a block -> its index in `blocks`
         self.size = 0
-        for key in (key for keys in sorted(keys, key=lambda keys: _place_of(keys[0])) for key in keys):
+        for key in (key for keys in by_parameter for key in keys):
             if key not in self.numbers:
                 self.numbers[key] = len(self.blocks)
-                self.blocks.append((*key, self.size))
-                self.size += _aligned(held[key] * self.dtype.itemsize)
+                self.blocks.append((key, self.size))
+                self.size += _aligned(elements[key] * self.dtype.itemsize)
         self.buffers: dict[str, Tensor] = {}  # name of a slot's memory in blocks -> its bytes [size] uint8
         self.ledgers: dict[Path, Ledger] = {}
         self.bookmark: Bookmark | None = None
@@ -216,28 +225,29 @@ class Slots:
         while self.ledgers:
             self.ledgers.popitem()[1].close()
 
-    def checked(self, found: Weights) -> list[Share]:
-        """Return the blocks of `found` that this rank publishes, in the order of its file.
+    def checked(self, parameters: Sequence[Weight]) -> list[BlockToWrite]:
+        """Return the blocks of `parameters` that this rank publishes, in the order of its file.
 
         Raises WeightSyncError when a value is NaN or infinity in the engine's dtype, or when a block is missing.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.bookmark = self.bookmark or Bookmark(self.folder / f"rank{self.rank}.at")
-        shares: dict[int, Share] = {}
-        for name, param, blocks in found:
-            self.bookmark.note(f"parameter {name}")
-            mine = {self.numbers[key]: block for block in blocks if (key := key_of(block)) in self.numbers}
-            mine = {number: block for number, block in mine.items() if number not in shares}
-            values = param.detach() if mine else None  # may be computed on each call, as for merged adapters
-            for number, block in mine.items():
+        to_write: dict[int, BlockToWrite] = {}
+        for name, param, blocks in parameters:
+            self._note(f"parameter {name}")
+            by_number = {self.numbers[key]: block for block in blocks if (key := key_of(block)) in self.numbers}
+            by_number = {number: block for number, block in by_number.items() if number not in to_write}
+            if not by_number:
+                continue
+            values = param.detach()  # may be computed on each call, as for merged adapters
+            for number, block in by_number.items():
                 try:
                     check_finite(block.view(values), self.dtype)
                 except NotFinite:
                     raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {block.name}") from None
-                shares[number] = name, param, block
-        if absent := self.numbers.values() - shares.keys():
-            raise WeightSyncError(f"{self.blocks[min(absent)][0]} was present in the first sync and is missing now")
-        return [shares[number] for number in range(len(self.blocks))]
+                to_write[number] = name, param, block
+        if absent := self.numbers.values() - to_write.keys():
+            (name, *_), _ = self.blocks[min(absent)]
+            raise WeightSyncError(f"{name} was present in the first sync and is missing now")
+        return [to_write[number] for number in range(len(self.blocks))]
 
     def open(self, weight_version: int) -> str:
         """Reserve memory for a version, reset its ledger, and return the name that blocks use for the memory ("" without blocks)."""
@@ -257,19 +267,19 @@ class Slots:
             self.buffers[str(path)] = _allocate(path, self.size)
         return str(path), self.buffers[str(path)]
 
-    def write(self, shares: list[Share], weight_version: int) -> Given:
+    def write(self, to_write: Sequence[BlockToWrite], weight_version: int) -> SendReport:
         """Cast and copy every block; workers may read a block as soon as it is written. On an error the ledger withdraws the version."""
-        if not shares:
-            return Given(0)
+        if not to_write:
+            return SendReport(0)
         ledger = self.ledgers[ledger_path(self.folder, self.rank, weight_version)]
         buffer = self.buffer(weight_version % NUM_SLOTS)[1]
-        source, values_here, num_bytes, checksum_seconds = None, None, 0, 0.0
+        source, num_bytes, checksum_seconds = None, 0, 0.0
         try:
-            for number, (name, param, block) in enumerate(shares):
+            for number, (name, param, block) in enumerate(to_write):
                 if param is not source:
-                    self.bookmark.note(f"parameter {name}")
-                    source, values_here = param, param.detach()
-                view, offset = block.view(values_here), self.blocks[number][-1]
+                    self._note(f"parameter {name}")
+                    source, values = param, param.detach()
+                view, offset = block.view(values), self.blocks[number][1]
                 end = offset + view.numel() * self.dtype.itemsize
                 total, seconds = copy_checked(buffer[offset:end].view(self.dtype), view, block.box)
                 ledger.note(weight_version, number, total, end)
@@ -278,7 +288,14 @@ class Slots:
         except BaseException:
             ledger.withdraw()
             raise
-        return Given(num_bytes, checksum_seconds)
+        return SendReport(num_bytes, checksum_seconds)
+
+    def _note(self, activity: str) -> None:
+        """Write what this rank does to its bookmark, which the other ranks read when this rank is late."""
+        if self.bookmark is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.bookmark = Bookmark(self.folder / f"rank{self.rank}.at")
+        self.bookmark.note(activity)
 
 
 def _allocate(path: Path, count: int) -> Tensor:
@@ -309,9 +326,10 @@ def _aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def _place_of(key: tuple) -> tuple:
+def _position(key: BlockKey) -> tuple[int, str, Box]:
     """Sort key of a block: its tensor, then its position in the tensor."""
-    return *_by_layer(key[0]), key[2]
+    tensor, _, box = key
+    return *_by_layer(tensor), box
 
 
 def _by_layer(tensor: str) -> tuple[int, str]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from megagrpo.transfer.manifest import DTYPES, WeightSyncError, addends, in_adde
 from megagrpo.weight_sync.cuda_ipc import CudaIpc
 from megagrpo.weight_sync.point_to_point import PointToPoint
 from megagrpo.weight_sync.shared_memory import SharedMemory
-from megagrpo.weight_sync.transport import Given, Ranks, Transport, Update
-from megagrpo.weight_sync.transport import Stays as Stays
+from megagrpo.weight_sync.transport import NoOffload as NoOffload
+from megagrpo.weight_sync.transport import Ranks, SendReport, TrainerOffload, Transport, TransportUpdate, Weight
 from megagrpo.weight_sync.transport import Weights as Weights
 
 
@@ -59,6 +60,14 @@ class SyncReport:
         }
 
 
+class _Sent(NamedTuple):
+    """What each rank tells the others after it has sent its part of an update."""
+
+    problem: str | None
+    report: SendReport
+    seconds: float
+
+
 class WeightSync:
     """Pushes weights from all ranks to the engine. Every rank constructs one and calls `push`; only rank 0 uses `engine`.
 
@@ -74,15 +83,16 @@ class WeightSync:
         dtype: str,
         transport: Transport | None = None,
         say: Callable[[str], None] = lambda text: None,
-        offload: Stays | None = None,
+        offload: TrainerOffload | None = None,
     ):
         if dtype not in DTYPES:
             raise ValueError(f"weight sync: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         assert engine is not None or ranks.world_rank > 0, "rank 0 drives the engine"
         self.engine, self.ranks, self.dtype, self.say = engine, ranks, dtype, say
-        self.transport, self.offload = transport or SharedMemory(ranks, dtype), offload or Stays()
-        self._delivered: Update | None = None
-        self._driving = threading.Lock()  # `push` and `refill` call the engine from two threads
+        self.transport: Transport = transport or SharedMemory(ranks, dtype)
+        self.offload: TrainerOffload = offload or NoOffload()
+        self._delivered: TransportUpdate | None = None
+        self._driving = threading.Lock()  # `push` and `load_last` call the engine from two threads
 
     def __enter__(self) -> WeightSync:
         return self
@@ -95,19 +105,19 @@ class WeightSync:
         self.transport.close()
 
     @torch.no_grad()
-    def push(self, found: Weights, weight_version: int) -> SyncReport:
+    def push(self, parameters: Weights, weight_version: int) -> SyncReport:
         """Send the current parameters to the engine as `weight_version`. Collective.
 
-        `found` comes from `megagrpo.bridge.families.blocks`: (parameter name, parameter, its blocks), with the same parameters on every
-        call. Raises WeightSyncError on every rank when any part fails. Then the engine is paused, and `push` may be called again. When a
-        required server dies, the push restarts with the remaining servers, or with the same server once it is back.
+        `parameters` comes from `megagrpo.bridge.families.blocks`: (parameter name, parameter [...], its blocks), with the same parameters
+        on every call. Raises WeightSyncError on every rank when any part fails. Then the engine is paused, and `push` may be called again.
+        When a required server dies, the push restarts with the remaining servers, or with the same server once it is back.
         """
         started = time.perf_counter()
         self.offload.keep_weights()
-        sent = [self._as_sent(*held) for held in found]
+        weights = [self._as_sent(*weight) for weight in parameters]
         while True:
             began = time.perf_counter()
-            update = self.transport.prepare(sent, weight_version, self.engine)
+            update = self.transport.prepare(weights, weight_version, self.engine)
             prepared = time.perf_counter()
             with self._driving:
                 outcome = self.ranks.all_gather_objects(self._deliver(update))[0]
@@ -123,7 +133,7 @@ class WeightSync:
             self.say(f"warning: a vLLM server died during a weight sync; restarting the sync: {outcome}")
             self.offload.keep_weights()  # the weights are already offloaded if the server died during resume
 
-    def _as_sent(self, name: str, param: Tensor, blocks: Sequence[Block]) -> tuple[str, Tensor, Sequence[Block]]:
+    def _as_sent(self, name: str, param: Tensor, blocks: Sequence[Block]) -> Weight:
         """Return the parameter and blocks in the form that is sent. For a bfloat16 engine, a tensor that vLLM keeps in float32 is split
         into `addends`."""
         if not any(in_addends(block.name, self.dtype) for block in blocks):
@@ -131,7 +141,7 @@ class WeightSync:
         sent = addends(param.detach().float())
         return name, sent, [with_last_dim(block, sent.shape[-1]) for block in blocks]
 
-    def refill(self, url: str) -> int | None:
+    def load_last(self, url: str) -> int | None:
         """Load the weights of the last `push` into the restarted server at `url`. Call it on rank 0 only, from any thread.
 
         Returns their version, or None when the transport needs all ranks, so the server must wait for the next `push`. Raises
@@ -146,38 +156,38 @@ class WeightSync:
             self.engine.resume(self._delivered, only=[url])
             return self._delivered.manifest.version
 
-    def _deliver(self, update: Update) -> tuple[float, int, int, float, float] | WeightSyncError | None:
+    def _deliver(self, update: TransportUpdate) -> tuple[float, int, int, float, float] | WeightSyncError | None:
         """Send from every rank while the engine loads and verifies; return the last five fields of a `SyncReport`, or the error, on rank 0.
 
         This method does not raise, because the other ranks wait for its result. It returns None on other ranks.
         """
         with ThreadPoolExecutor(1) as side:
             loading = side.submit(self._load, update) if self.engine is not None else None
-            problem, given, began = None, Given(0), time.perf_counter()
+            problem, report, began = None, SendReport(0), time.perf_counter()
             try:
-                given = update.send()
+                report = update.send()
             except Exception as error:
                 problem = f"rank {self.ranks.world_rank}: {_text(error)}"
-            told = self.transport.all_gather((problem, given, time.perf_counter() - began))
+            everyone: list[_Sent] = self.transport.all_gather(_Sent(problem, report, time.perf_counter() - began))
         if loading is None:
             return None
-        version, problems, failure = update.manifest.version, [problem for problem, *_ in told if problem], loading.exception()
+        version, problems, failure = update.manifest.version, [rank.problem for rank in everyone if rank.problem], loading.exception()
         try:
             if problems:
                 problems += [_text(failure)] * (failure is not None)
                 raise _kind(failure)("; ".join(problems))
-            self._delivered = update  # set before the result is known: a server that died during this update is refilled with it
+            self._delivered = update  # set before the result is known: a server that died during this update gets it from `load_last`
             reports = loading.result()
             update.verify(reports)
-            num_bytes = sum(given.num_bytes for _, given, _ in told), sum(report["bytes"] for report in reports)
+            num_bytes = sum(rank.report.num_bytes for rank in everyone), sum(report["bytes"] for report in reports)
             update.verify_bytes(*num_bytes)
         except Exception as error:
             return _not_reached(version, error)
         checksums, read = (max((report.get(key, 0.0) for report in reports), default=0.0) for key in ("checksum_seconds", "read_seconds"))
-        sent = max(seconds for *_, seconds in told)
-        return max(given.checksum_seconds for _, given, _ in told) + checksums, *num_bytes, sent, read
+        sent = max(rank.seconds for rank in everyone)
+        return max(rank.report.checksum_seconds for rank in everyone) + checksums, *num_bytes, sent, read
 
-    def _resume(self, update: Update) -> WeightSyncError | None:
+    def _resume(self, update: TransportUpdate) -> WeightSyncError | None:
         """Make the engine serve the loaded weights. Returns an error on rank 0, or None."""
         try:
             if self.engine is not None:
@@ -186,7 +196,7 @@ class WeightSync:
             return _not_reached(update.manifest.version, error)
         return None
 
-    def _load(self, update: Update) -> list[dict]:
+    def _load(self, update: TransportUpdate) -> list[dict]:
         """Load the update into the engine, while the ranks send it. Then stop ranks that still wait for a server."""
         why = "the servers have finished without it"
         try:

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from megagrpo.engine.protocol import Engine, WeightUpdate
 from megagrpo.families.blocks import Block
+from megagrpo.families.boxes import Box
 
-Weights = Iterable[tuple[str, Tensor, Sequence[Block]]]  # (parameter name, parameter, blocks in it)
+Weight = tuple[str, Tensor, Sequence[Block]]  # parameter name, parameter [...], and the blocks in it
+Weights = Iterable[Weight]
+BlockKey = tuple[str, tuple[int, ...], Box]  # tensor, its full shape, and the part of it: equal for replicas of a block
 
 
 class Ranks(Protocol):
@@ -22,10 +25,12 @@ class Ranks(Protocol):
     def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]: ...
 
 
-class Stays:
-    """A trainer that keeps all state on its device (the default). `megagrpo.trainer.offload.Offload` moves state off the GPU."""
+class TrainerOffload(Protocol):
+    """Moves trainer state off the GPU when a push or the engine needs the memory. `megagrpo.trainer.offload.Offload` implements it."""
 
-    away = False  # whether any state is off the device
+    @property
+    def away(self) -> bool:
+        """Whether any state is off the device."""
 
     def keep_everything(self) -> None:
         """Prepare for log-probs, training and checkpoints: everything on the device."""
@@ -37,18 +42,33 @@ class Stays:
         """Prepare for generation by the servers: nothing on the device."""
 
 
+class NoOffload:
+    """Keeps all trainer state on the device (the default)."""
+
+    away = False
+
+    def keep_everything(self) -> None:
+        """Does nothing."""
+
+    def keep_weights(self) -> None:
+        """Does nothing."""
+
+    def keep_nothing(self) -> None:
+        """Does nothing."""
+
+
 @dataclass(frozen=True)
-class Given:
-    """Bytes that one rank sent in one update, and the seconds it spent on checksums."""
+class SendReport:
+    """The bytes that one rank sent in one update, and the seconds it spent on checksums."""
 
     num_bytes: int
     checksum_seconds: float = 0.0
 
 
-class Update(WeightUpdate, Protocol):
+class TransportUpdate(WeightUpdate, Protocol):
     """One update in progress."""
 
-    def send(self) -> Given:
+    def send(self) -> SendReport:
         """Send this rank's part, while the engine loads it. Every rank calls it. Raises when sending fails."""
 
     def verify(self, reports: Sequence[dict[str, Any]]) -> None:
@@ -57,8 +77,8 @@ class Update(WeightUpdate, Protocol):
         Raises WeightSyncError, naming the rank or the worker, and the tensor, otherwise.
         """
 
-    def verify_bytes(self, given: int, taken: int) -> None:
-        """Raises WeightSyncError unless `given` bytes from all ranks and `taken` bytes by all workers are the bytes that had to move."""
+    def verify_bytes(self, sent: int, received: int) -> None:
+        """Raises WeightSyncError unless `sent` bytes of all ranks and `received` bytes of all workers are the bytes that had to move."""
 
     def give_up(self, why: str) -> None:
         """Rank 0: stop the ranks that still wait for a server, such as a dead one. The engine has finished, with or without success."""
@@ -70,17 +90,17 @@ class Update(WeightUpdate, Protocol):
 class Transport(Protocol):
     """Creates updates. Each rank has one transport."""
 
-    def prepare(self, found: list[tuple[str, Tensor, Sequence[Block]]], version: int, engine: Engine | None) -> Update:
+    def prepare(self, parameters: Sequence[Weight], version: int, engine: Engine | None) -> TransportUpdate:
         """Create an update with the current parameters. Collective. Raises WeightSyncError on every rank, before the engine receives any
         request."""
 
-    def all_gather(self, told: Any) -> list[Any]:
-        """Gather `told` from every rank, in rank order. Raises WeightSyncError for late ranks, if the transport detects them."""
+    def all_gather(self, own: Any) -> list[Any]:
+        """Gather `own` from every rank, in rank order. Raises WeightSyncError for late ranks, if the transport detects them."""
 
     def close(self) -> None:
         """Free the transport's resources. Does nothing on a second call."""
 
 
-def key_of(block: Block) -> tuple:
-    """Return the identity of a block: (tensor, shape, box). Replicas on other ranks have the same key."""
+def key_of(block: Block) -> BlockKey:
+    """Return the identity of a block. Replicas on other ranks have the same key."""
     return block.name, tuple(block.shape), block.box

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import cut, whole
-from megagrpo.transfer.exchange import Deadline, let_go
-from megagrpo.transfer.manifest import WeightSyncError
-from megagrpo.vllm_plugin.reader import Announced, ShardReader
-from megagrpo.vllm_plugin.receiver import Boxes, Receiver
+from megagrpo.transfer.exchange import Deadline, clear_frames
+from megagrpo.transfer.manifest import Manifest, WeightSyncError
+from megagrpo.transfer.notes import DirectRequest
+from megagrpo.vllm_plugin.reader import BlankBlocks, ShardReader
+from megagrpo.vllm_plugin.received_blocks import BoxCounts
+from megagrpo.vllm_plugin.receiver import Receiver
 
 SHAPES = {"embed": (12, 6), "norm": (6,)}
 for layer in range(3):
@@ -118,18 +120,15 @@ def serve(
             time.sleep(0.005)
         info = json.loads(request.read_text())
         request.unlink()
-        direct = info["direct"]
+        direct = DirectRequest(**info["direct"])
         try:
-            deadline = Deadline(direct["seconds"])
-            manifest = receiver.join(direct, info["version"], deadline)
 
-            def rehearse(manifest=manifest) -> Boxes:
-                reader = ShardReader(manifest, Announced(manifest))
-                reader.blank = True
+            def dry_run(manifest: Manifest) -> BoxCounts:
+                reader = ShardReader(manifest, BlankBlocks(manifest))
                 copies_of(worker, reader.tensors(), {})
                 return reader.fetched
 
-            source = receiver.connect(direct, number, rehearse, deadline)
+            manifest, source = receiver.start(direct, info["version"], number, dry_run)
             if dies and update == 0:
                 source.values("embed", *source.parts("embed", whole(SHAPES["embed"]))[0])
                 receiver.close()
@@ -138,12 +137,12 @@ def serve(
             reader = ShardReader(manifest, source)
             copies_of(worker, reader.tensors(), kept)
             source.drain()
-            assert not source.here and not source.under_way
+            assert not source.arrived and not source.in_flight
             told = {"worker": number, "version": info["version"], "bytes": reader.bytes}
             receiver.report(direct, number, told | source.proof(reader.reads))
         except WeightSyncError as error:
             errors.append(str(error))
-            let_go(error)
+            clear_frames(error)
             receiver.close_group()
             receiver.report(direct, number, {"worker": number, "error": str(error)})
     return {name: tensor.numpy() for name, tensor in kept.items()}, errors

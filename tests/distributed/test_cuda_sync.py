@@ -101,7 +101,7 @@ def push(folder):
     with WeightSync(engine, OneRank(), "float32", transport, said.append) as sync:
         for version in (1, 2):
             sync.push(held_by(0, 1, version, device.device()), version)
-        assert not sync.refill(SERVER)  # one that is back waits for the next
+        assert not sync.load_last(SERVER)  # one that is back waits for the next
     return engine.version, said
 
 

@@ -22,7 +22,7 @@ from megagrpo.trainer.offload import Offload
 from megagrpo.types import TrainState
 from megagrpo.verify.shrink import random_samples, shrink_model
 from megagrpo.verify.step import fill_weights
-from megagrpo.weight_sync.sync import Stays
+from megagrpo.weight_sync.sync import NoOffload
 
 SHARDED, WHOLE = dict(distributed_optimizer=True), dict(distributed_optimizer=False)
 # Name -> ranks, model, layout, further sections of the config.
@@ -64,7 +64,7 @@ def everything(policy: MegatronPolicy, reference: Reference) -> list[torch.Tenso
 class BytesTo(TorchDispatchMode):
     """Counts what is copied to places of the host's memory inside."""
 
-    def __init__(self, offload: Offload | Stays):
+    def __init__(self, offload: Offload | NoOffload):
         super().__init__()
         self.offload, self.copies = offload, []
 
@@ -97,7 +97,7 @@ def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[l
     fill_weights(policy, hf_config, layout)
     reference = Reference(policy)
     policy.weights_changed()
-    offload = Offload(policy, reference) if offloads else Stays()
+    offload = Offload(policy, reference) if offloads else NoOffload()
     batch = pack(random_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     saver = Checkpointer(folder / f"saved{offloads}", layout, policy, 1, folder, reference)
     logprobs, left, lora = [], [], settings.lora.enabled

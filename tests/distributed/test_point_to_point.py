@@ -34,7 +34,7 @@ def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabyte
             groups.add(transport.exchange.name)
             notes.append(transport.board.store.num_keys() if rank == 0 else 0)
         assert notes[-1] == notes[-2]  # old ones are taken away
-        sent = sum(message.elements for messages in transport.planned[1].values() for message in messages)
+        sent = sum(message.elements for messages in transport.planned.rounds.values() for message in messages)
     return reports[-1].bytes_published, reports[-1].bytes_read, sent, len(groups)
 
 

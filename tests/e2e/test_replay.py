@@ -135,11 +135,11 @@ def test_later_updates_copy_what_the_loaders_copied_without_running_them():
     assert {key[0] for key in readers[1].reads} == set(SHAPES) and readers[1].reads.keys() == readers[0].reads.keys()
 
 
-def test_a_rehearsal_says_how_often_a_replay_fetches_each_box():
+def test_a_dry_run_says_how_often_a_replay_fetches_each_box():
     model = Model()
     loading, given = loading_of(model), tensors(1)
     initialize_layerwise_reload(model)
-    told = loading.rehearse(manifest(given, 1))
+    told = loading.dry_run(manifest(given, 1))
     finalize_layerwise_reload(model, None)
     assert update(loading, given, 1).fetched == told and model.runs == 1
     torch.testing.assert_close(parameters(model), expected(given), rtol=0, atol=0)

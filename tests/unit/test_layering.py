@@ -25,10 +25,6 @@ LEVELS = [
 MAX_LINES = 420
 # Names that users' servers load.
 PUBLIC = {f"rollout/{name}.py" for name in ("access", "vllm_plugin", "vllm_worker")}
-# Imports against the order, each with what removes it.
-AGAINST = {
-    ("weight_sync/point_to_point.py", "vllm_plugin"),  # Roster and the messages' formats belong into transfer/, apart from Receiver
-}
 INSIDE_VLLM = "vllm_plugin"  # nothing imports it
 PREPARES = "megagrpo.device"  # importing it prepares the device; megatron must be imported after it
 PREPARED = {"device", "parallel", "policy", "bridge"}  # rooms whose `__init__` imports PREPARES first
@@ -80,7 +76,7 @@ def test_every_arrow_points_down(path):
     if room(path) == "__init__":
         assert own(imports(path)) == set()
     elif str(inside(path)) not in PUBLIC:
-        assert against(path) == {there for file, there in AGAINST if file == str(inside(path))}
+        assert against(path) == set()
 
 
 def test_every_room_has_a_level_and_only_public_names_are_left_out():

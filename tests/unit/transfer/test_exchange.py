@@ -13,7 +13,9 @@ from ranks import run_ranks
 from megagrpo.engine.access import address_of
 from megagrpo.transfer.exchange import Board, Deadline, Exchange, is_here, own_address
 from megagrpo.transfer.manifest import WeightSyncError
-from megagrpo.vllm_plugin.receiver import Receiver, Roster
+from megagrpo.transfer.notes import DirectRequest
+from megagrpo.transfer.roster import Roster
+from megagrpo.vllm_plugin.receiver import Receiver
 from megagrpo.weight_sync.point_to_point import PointToPoint
 from tests.listening import listening
 
@@ -55,10 +57,11 @@ def test_a_board_that_is_gone_is_told_and_noticed():
 
 
 def test_a_worker_on_another_kind_of_device_says_so():
+    request = DirectRequest("host", 1, "secret", "roster", "update1", "cpu", "float32", limit=1, ranks=1, first_worker=0, seconds=1.0)
     with pytest.raises(
         WeightSyncError, match="the trainer's weights are on cpu and this worker is on cuda; p2p requires the same device type"
     ):
-        Receiver(torch.device("cuda", 0)).join({"device": "cpu"}, 1, Deadline(1))
+        Receiver(torch.device("cuda", 0)).start(request, 1, 0, None)
 
 
 def test_a_roster_comes_back_from_the_board_as_it_was(board):

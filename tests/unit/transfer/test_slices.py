@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megagrpo.families.boxes import brackets, cut, extent, intersect, missing, size, subtract, whole
-from megagrpo.transfer.slices import owners, plan
+from megagrpo.transfer.slices import cover, owners
 
 
 def window(box):
@@ -40,7 +40,7 @@ def test_every_element_of_a_box_comes_from_exactly_one_holder(seed):
     for reader in range(3):
         box = random_box(rng, shape)
         painted = np.zeros(shape, int)
-        for index, part in plan(box, holders, reader):
+        for index, part in cover(box, holders, reader):
             assert intersect(part, holders[index]) == part
             painted[window(part)] += 1
         expected = np.zeros(shape, int)
@@ -72,22 +72,22 @@ def test_subtracting_leaves_disjoint_boxes(seed):
 
 def test_a_slice_that_no_rank_has_is_named():
     with pytest.raises(LookupError, match=r"\[4:6, 0:3\]"):
-        plan(((2, 0), (6, 3)), [cut((8, 3), 0, 0, 4), cut((8, 3), 0, 6, 8)])
+        cover(((2, 0), (6, 3)), [cut((8, 3), 0, 0, 4), cut((8, 3), 0, 6, 8)])
 
 
 def test_readers_spread_over_replicas():
     replicas = [whole((4, 4))] * 3
-    assert [plan(whole((4, 4)), replicas, reader)[0][0] for reader in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [cover(whole((4, 4)), replicas, reader)[0][0] for reader in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_each_block_has_one_owner_among_its_holders_and_replicas_share_the_work():
     blocks = [(f"layer{i}", 10) for i in range(8)]
     only_first = [("embedding", 40)]
-    roster = [blocks + only_first, blocks, blocks, blocks]
-    owner = owners(roster)
+    keys_of = [blocks + only_first, blocks, blocks, blocks]
+    owner = owners(keys_of)
     assert set(owner) == {name for name, _ in blocks + only_first}
     assert owner["embedding"] == 0
-    loads = [sum(count for name, count in roster[rank] if owner[name] == rank) for rank in range(4)]
+    loads = [sum(count for name, count in keys_of[rank] if owner[name] == rank) for rank in range(4)]
     assert sum(loads) == 120 and max(loads) == 40 and min(loads[1:]) >= 20
 
 

@@ -17,7 +17,7 @@ from megagrpo.transfer.manifest import Manifest, SharedBlock, SharedTensor, Weig
 from megagrpo.transfer.shm_names import remove_stale
 from megagrpo.weight_sync import adapters
 from megagrpo.weight_sync.shared_memory import SharedMemory, _allocate
-from megagrpo.weight_sync.sync import Stays, WeightSync
+from megagrpo.weight_sync.sync import NoOffload, WeightSync
 from megagrpo.weight_sync.verification import verify
 
 BLOCKS = tuple(SharedBlock(rank, f"f{rank}", 0, cut((8, 6), 0, 4 * rank, 4 * rank + 4), number=0) for rank in range(2))
@@ -123,7 +123,7 @@ def test_a_push_writes_what_the_parameters_hold_now_and_close_removes_it(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-class Leaves(Stays):
+class Leaves(NoOffload):
     """A trainer that makes room: notes what it keeps, among what its engine does."""
 
     def __init__(self):

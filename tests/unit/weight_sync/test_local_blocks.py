@@ -6,8 +6,8 @@ import torch
 from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import cut
 from megagrpo.transfer.manifest import WeightSyncError
-from megagrpo.vllm_plugin.receiver import Roster
-from megagrpo.weight_sync.point_to_point import _Held
+from megagrpo.transfer.roster import Roster
+from megagrpo.weight_sync.local_blocks import LocalBlocks
 
 UP, GATE = "model.layers.0.up.weight", "model.layers.0.gate.weight"
 SHAPE = (8, 6)
@@ -34,28 +34,28 @@ def fused():
 
 
 def test_parts_are_those_of_the_whole_tensor_and_values_are_computed_once_for_a_layer(fused):
-    whole, param, found = fused
-    held = _Held(found)
-    held.go_to(0)
+    whole, param, parameters = fused
+    local = LocalBlocks(parameters)
+    local.go_to(0)
     for name in (GATE, UP, UP):
-        assert torch.equal(held.read(name, ((5, 2), (7, 6))), whole[name][5:7, 2:6])
+        assert torch.equal(local.read(name, ((5, 2), (7, 6))), whole[name][5:7, 2:6])
     assert param.times == 1
-    held.go_to(1)
-    held.go_to(0)
-    held.read(UP, cut(SHAPE, 0, 4, 8))
+    local.go_to(1)
+    local.go_to(0)
+    local.read(UP, cut(SHAPE, 0, 4, 8))
     assert param.times == 2
 
 
 def test_a_block_that_is_gone_and_a_weight_that_is_no_number_are_named(fused):
-    _, param, found = fused
+    _, param, parameters = fused
     roster = Roster({name: (SHAPE, {cut(SHAPE, 0, 4, 8): [1]}) for name in (GATE, UP)})
-    _Held(found).check(roster, 1)
-    name, _, blocks = found[0]
+    LocalBlocks(parameters).check(roster, 1)
+    name, _, blocks = parameters[0]
     with pytest.raises(WeightSyncError, match=r"model\.layers\.0\.up\.weight was present in the first sync and is missing now"):
-        _Held([(name, param, blocks[:1])]).check(roster, 1)
-    _Held([(name, param, blocks[:1])]).check(roster, 0)  # nothing was there
+        LocalBlocks([(name, param, blocks[:1])]).check(roster, 1)
+    LocalBlocks([(name, param, blocks[:1])]).check(roster, 0)  # nothing was there
     param.values[0, 0] = float("nan")
     with pytest.raises(
         WeightSyncError, match=r"parameter mlp\.linear_fc1\.weight holds NaN or infinity in its part of model\.layers\.0\.gate"
     ):
-        _Held(found).check(None, 1)
+        LocalBlocks(parameters).check(None, 1)
