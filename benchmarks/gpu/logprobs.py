@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.gpu import common
 from megagrpo import device
 from megagrpo.policy.lm_head import fused_logprobs
-from megagrpo.policy.lm_head.fp8 import BLOCK, in_fp8
+from megagrpo.policy.lm_head.fp8 import FP8_BLOCK, in_fp8
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 
 GIB = 2**30
@@ -107,7 +107,7 @@ def head_alone(inputs: Inputs, fp8: bool) -> Callable[[], None]:
     """The head's product, 4096 tokens at a time into the same memory: what no way to the log-probs can do without."""
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
     out = torch.empty(4096, weight.shape[0], device="cuda", dtype=torch.bfloat16)
-    (hidden8, h), (weight8, w) = (in_fp8(t, "tensorwise", BLOCK) for t in (hidden, weight)) if fp8 else ((hidden, None), (weight, None))
+    (hidden8, h), (weight8, w) = (in_fp8(t, "tensorwise", FP8_BLOCK) for t in (hidden, weight)) if fp8 else ((hidden, None), (weight, None))
 
     def run() -> None:
         for rows in range(0, hidden.shape[0], 4096):

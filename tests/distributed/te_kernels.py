@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megagrpo import device
 
-E4M3, BLOCK = torch.float8_e4m3fn, 128
+E4M3, SIDE = torch.float8_e4m3fn, 128
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
@@ -99,8 +99,8 @@ def quantize(x: Tensor, quantizer, target=None, noop=None):
     matrix = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x
     if hasattr(quantizer, "block_scaling_dim"):
         square = quantizer.block_scaling_dim == 2
-        _put(target._rowwise_data, target._rowwise_scale_inv, matrix, (BLOCK if square else 1, BLOCK), kind, quantizer, square, False)
-        _put(target._columnwise_data, target._columnwise_scale_inv, matrix, (BLOCK, BLOCK if square else 1), kind, quantizer, square, True)
+        _put(target._rowwise_data, target._rowwise_scale_inv, matrix, (SIDE if square else 1, SIDE), kind, quantizer, square, False)
+        _put(target._columnwise_data, target._columnwise_scale_inv, matrix, (SIDE, SIDE if square else 1), kind, quantizer, square, True)
         return target
     amax = matrix.abs().amax().float().view(1) if matrix.numel() else matrix.new_zeros(1, dtype=torch.float32)
     if hasattr(quantizer, "scale"):  # delayed, or what is left of another one's scale
@@ -154,7 +154,7 @@ def operand(x: Any, usage: str) -> Tensor:
     values = (data.reshape(data.shape[0], -1).t() if columns else data.reshape(-1, data.shape[-1])).contiguous().view(kind).float()
     square = x._is_2D_scaled
     own = inverse if columns != square else inverse.t()
-    down, across = BLOCK if square or columns else 1, BLOCK if square or not columns else 1
+    down, across = SIDE if square or columns else 1, SIDE if square or not columns else 1
     return values * own.repeat_interleave(down, 0)[: values.shape[0]].repeat_interleave(across, 1)[:, : values.shape[1]]
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from megagrpo.policy.lm_head.vocab_shard import chunks
 
 RECIPES = ("tensorwise", "blockwise")
-BLOCK = 128  # features that share a scale with "blockwise", and rows of a weight that share it
-ROWS_AT_A_TIME = 2**14  # rows that exist in float32 at a time; a multiple of BLOCK
+FP8_BLOCK = 128  # features that share a scale with "blockwise", and rows of a weight that share it
+ROWS_AT_A_TIME = 2**14  # rows that exist in float32 at a time; a multiple of FP8_BLOCK
 
 
 class Factor(NamedTuple):
@@ -41,12 +41,12 @@ def in_fp8(values: Tensor, recipe: str, rows_per_block: int) -> Factor:
     for rows in chunks(values.shape[0], ROWS_AT_A_TIME):
         part = values[rows].float()
         height, width = part.shape
-        down, across = -(-height // rows_per_block), -(-width // BLOCK)
-        padded = torch.nn.functional.pad(part, (0, across * BLOCK - width, 0, down * rows_per_block - height))
-        grid = padded.view(down, rows_per_block, across, BLOCK)
+        down, across = -(-height // rows_per_block), -(-width // FP8_BLOCK)
+        padded = torch.nn.functional.pad(part, (0, across * FP8_BLOCK - width, 0, down * rows_per_block - height))
+        grid = padded.view(down, rows_per_block, across, FP8_BLOCK)
         largest = grid.abs().amax(dim=(1, 3))
         scale = torch.where(largest > 0, largest / limit, 1.0)
         grid = (grid / scale[:, None, :, None]).clamp_(-limit, limit)
         rounded[rows] = grid.view_as(padded)[:height, :width].to(rounded.dtype)
         scales.append(scale)
-    return Factor(rounded, torch.cat(scales) if scales else values.new_zeros(0, -(-values.shape[1] // BLOCK), dtype=torch.float32))
+    return Factor(rounded, torch.cat(scales) if scales else values.new_zeros(0, -(-values.shape[1] // FP8_BLOCK), dtype=torch.float32))

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megagrpo import device
 from megagrpo.config.train import FUSED_SCRATCH_BYTES
-from megagrpo.policy.lm_head.fp8 import BLOCK, Factor, in_fp8
+from megagrpo.policy.lm_head.fp8 import FP8_BLOCK, Factor, in_fp8
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_shard import LOWEST, Softmax, VocabShard
 
@@ -52,7 +52,7 @@ class Tiles:
 
 
 TILES = Tiles()
-FP8_TILES = Tiles(vocab=128, hidden=BLOCK)  # restarting the sums takes registers: half as many columns
+FP8_TILES = Tiles(vocab=128, hidden=FP8_BLOCK)  # restarting the sums takes registers: half as many columns
 
 
 def refusal(hidden_dtype: torch.dtype, hidden_size: int, truncation: bool, exact_kl: bool, fp8: bool = False) -> str | None:
@@ -111,7 +111,7 @@ class FusedPass:
         hidden, head, recipe = self._hidden.detach().contiguous(), self._weight.detach()[: self._shard.num_rows], self._task.fp8
         if recipe is None:
             return Factor(hidden, None), Factor(head, None)
-        return in_fp8(hidden, recipe, rows_per_block=1), in_fp8(head, recipe, rows_per_block=BLOCK)
+        return in_fp8(hidden, recipe, rows_per_block=1), in_fp8(head, recipe, rows_per_block=FP8_BLOCK)
 
     @cached_property
     def _scratch(self) -> Tensor:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo import device
 from megagrpo.policy.lm_head import fused_logprobs
-from megagrpo.policy.lm_head.fp8 import BLOCK, in_fp8
+from megagrpo.policy.lm_head.fp8 import FP8_BLOCK, in_fp8
 from megagrpo.policy.lm_head.fused_logprobs import MAX_SPLITS, Tiles, chunk_tokens, num_splits
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.types import Truncation
@@ -112,7 +112,7 @@ def compare_fp8(recipe: str) -> None:
     case = Case(dict(temperature=0.7, vocab_size=93), torch.bfloat16, num_tokens=20, hidden_size=144)
     hidden, weight, labels, upstream = problem(case)
     logprobs, entropy, *gradients = answer(case, hidden, weight, labels, upstream, fused=True, fp8=recipe)
-    rounded, head = dense(in_fp8(hidden, recipe, 1), 1), dense(in_fp8(weight[:93], recipe, BLOCK), BLOCK)  # padding scales nothing
+    rounded, head = dense(in_fp8(hidden, recipe, 1), 1), dense(in_fp8(weight[:93], recipe, FP8_BLOCK), FP8_BLOCK)  # padding scales nothing
     products = (rounded @ head.t()).requires_grad_()
     log_p = (products / 0.7).log_softmax(-1)
     expected = log_p.gather(1, labels[:, None])[:, 0]
@@ -130,19 +130,19 @@ def dense(factor, rows_per_block: int) -> torch.Tensor:
     """float32 of what FP8 values and scales stand for."""
     values, scales = factor.values.float(), factor.scales
     if scales.dim() == 2:
-        scales = scales.repeat_interleave(rows_per_block, 0).repeat_interleave(BLOCK, 1)[: values.shape[0], : values.shape[1]]
+        scales = scales.repeat_interleave(rows_per_block, 0).repeat_interleave(FP8_BLOCK, 1)[: values.shape[0], : values.shape[1]]
     return values * scales
 
 
-@pytest.mark.parametrize("recipe, rows_per_block", [("tensorwise", 1), ("blockwise", 1), ("blockwise", BLOCK)])
+@pytest.mark.parametrize("recipe, rows_per_block", [("tensorwise", 1), ("blockwise", 1), ("blockwise", FP8_BLOCK)])
 def test_fp8_copies_are_off_by_half_a_step_and_survive_zeros_and_outliers(recipe, rows_per_block):
     values = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
-    values[:BLOCK, :BLOCK] = 0
+    values[:FP8_BLOCK, :FP8_BLOCK] = 0
     values[-1, -1] = 1000.0
     error = (dense(in_fp8(values, recipe, rows_per_block), rows_per_block) - values).abs()
     assert (error <= values.abs() / 16 + values.abs().max() * 2**-18).all()
     if recipe == "blockwise":
-        assert error[0, BLOCK:].max() < 0.25 * values[0, BLOCK:].abs().max()
+        assert error[0, FP8_BLOCK:].max() < 0.25 * values[0, FP8_BLOCK:].abs().max()
     with pytest.raises(ValueError, match="recipe: 'mxfp8' is not one of tensorwise, blockwise"):
         in_fp8(values, "mxfp8", 1)
 
