@@ -25,7 +25,7 @@ from launch.preflight import listen
 from megagrpo.process.variables import RENDEZVOUS_VARIABLE
 
 BACKEND = "megagrpo"  # the name under which torchrun knows this rendezvous
-LOOPBACK = "127.0.0.1"
+LOOPBACK_ADDRESS = "127.0.0.1"
 SECONDS = 600  # until every agent must be there
 
 
@@ -69,7 +69,7 @@ class Rendezvous(RendezvousHandler):
         return True
 
 
-def options(rank: int = 0, num_nodes: int = 1, address: str = LOOPBACK, port: int = 0) -> list[str]:
+def options(rank: int = 0, num_nodes: int = 1, address: str = LOOPBACK_ADDRESS, port: int = 0) -> list[str]:
     """Options of torchrun for one of `num_nodes` nodes; `address` and `port` are the first node's, and one node needs none.
 
     On one node also makes the folder in which its ranks meet: below the temporary folder, open to this user alone, with a secret by

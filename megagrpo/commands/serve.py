@@ -21,7 +21,7 @@ from megagrpo.servers.launcher import Launcher
 from megagrpo.servers.serving import engine_dtype, make_launcher
 from megagrpo.transfer.exchange import own_address
 
-LOOK_SECONDS = 0.5
+SERVE_LOOP_SECONDS = 0.5  # between two looks at the servers
 
 
 def main(config: RunConfig, urls: Path | None = None, logs: Path | None = None, reach: str | None = None, first_gpu: int = 0) -> int:
@@ -87,7 +87,7 @@ def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> 
     """
     gone: set[str] = set()
     hang_detector = HangDetector(launcher, engine_seconds)
-    while not stop.wait(LOOK_SECONDS):
+    while not stop.wait(SERVE_LOOP_SECONDS):
         hang_detector.end_hung(_warn)
         for place, server in enumerate(launcher.servers):
             if server.alive or server.url in gone:

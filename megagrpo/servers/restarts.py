@@ -12,7 +12,7 @@ from megagrpo.engine.updates import Updates
 from megagrpo.servers.hang_detection import HangDetector, Silence
 from megagrpo.servers.launcher import Launcher, Server, healthy
 
-LOOK_SECONDS = 0.3
+RESTART_LOOP_SECONDS = 0.3  # between two looks at the servers
 KILL_SILENT_SECONDS = 30.0  # without a passed health check, after which the live process of a server that does not serve is killed
 OUT = (State.JOINING, State.SILENT, State.EXCLUDED)  # what the reconnect thread fills
 
@@ -42,10 +42,10 @@ class Reconnector:
         its server is stopped."""
         with self._ending:  # a restart in progress is awaited, so that the launcher can stop the new process
             self._end.set()
-        self._thread.join(timeout=LOOK_SECONDS + 1)
+        self._thread.join(timeout=RESTART_LOOP_SECONDS + 1)
 
     def _run(self) -> None:
-        while not self._end.wait(LOOK_SECONDS):
+        while not self._end.wait(RESTART_LOOP_SECONDS):
             self._look()
 
     def _look(self) -> None:
@@ -107,10 +107,10 @@ class Restarter(Reconnector):
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
-        self._detecting.join(timeout=LOOK_SECONDS + 1)
+        self._detecting.join(timeout=RESTART_LOOP_SECONDS + 1)
 
     def _detect(self) -> None:
-        while not self._end.wait(LOOK_SECONDS):
+        while not self._end.wait(RESTART_LOOP_SECONDS):
             self._hang_detector.end_hung(lambda text: self.say(f"warning: {text}"))
 
     def _look(self) -> None:

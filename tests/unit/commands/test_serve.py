@@ -31,7 +31,7 @@ def test_addresses_are_in_a_file_of_the_node_which_is_complete_or_absent(tmp_pat
 
 
 def test_a_server_that_dies_is_started_again_and_with_the_last_one_for_good_it_ends(stand, monkeypatch, capsys):
-    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(serve, "SERVE_LOOP_SECONDS", 0.01)
     ended, watching = [], threading.Thread(target=lambda: ended.append(serve._watch(stand, threading.Event(), 60)))
     watching.start()
     kill(stand.servers[0])
@@ -47,7 +47,7 @@ def test_a_server_that_dies_is_started_again_and_with_the_last_one_for_good_it_e
 
 @pytest.mark.parametrize("wedged", [pytest.param(False, id="stopped", marks=pytest.mark.full), pytest.param(True, id="wedged")])
 def test_a_server_that_hangs_is_ended_and_started_again(wedged, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(serve, "SERVE_LOOP_SECONDS", 0.01)
     impatient(monkeypatch)
     (tmp_path / "config.json").write_text("{}")
     end = threading.Event()
@@ -91,7 +91,7 @@ def test_a_detector_starved_of_cpu_reports_no_server_as_hung(stand, monkeypatch)
 
 
 def test_it_ends_when_it_is_asked_to(stand, monkeypatch):
-    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(serve, "SERVE_LOOP_SECONDS", 0.01)
     stop = threading.Event()
     threading.Timer(0.1, stop.set).start()
     assert serve._watch(stand, stop, 60)

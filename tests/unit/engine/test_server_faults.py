@@ -31,7 +31,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(generation_module, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(generation_module, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(generation_module, "REASSIGN_SECONDS", 0.5)
-    monkeypatch.setattr(restarts_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(restarts_module, "RESTART_LOOP_SECONDS", 0.02)
     monkeypatch.setattr(fleet_module, "FIRST_EXCLUSION_SECONDS", 0.3)
     monkeypatch.setattr(http_module, "HEALTH_SECONDS", 1.0)
 

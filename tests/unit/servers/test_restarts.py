@@ -75,7 +75,7 @@ def wait_until(condition, seconds=20.0):
 
 @pytest.fixture
 def stand(tmp_path, monkeypatch):
-    monkeypatch.setattr(restarts_module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(restarts_module, "RESTART_LOOP_SECONDS", 0.05)
     (tmp_path / "config.json").write_text("{}")
     with Stand(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
         launcher.start()
@@ -153,7 +153,7 @@ def test_a_server_that_is_there_and_says_nothing_is_ended_and_started_again(stan
 
 @pytest.mark.parametrize("wedged", [False, True], ids=["stopped", "wedged"])
 def test_an_idle_server_that_hangs_is_killed_and_restarted(wedged, tmp_path, monkeypatch):
-    monkeypatch.setattr(restarts_module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(restarts_module, "RESTART_LOOP_SECONDS", 0.05)
     impatient(monkeypatch)
     (tmp_path / "config.json").write_text("{}")
     with Wedged(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
