@@ -54,8 +54,8 @@ def checksum(values: Tensor, column: int = 0) -> int:
 def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
     """Copy `source` to `target`, cast to the dtype of `target`, and return the checksum of the copy.
 
-    `target` is contiguous and holds the part `box` of a tensor in its order. `source` has as many elements, in any shape that the order
-    allows, with any strides and any of the dtypes. Dtypes are float32, bfloat16 or float16. The copy is complete when this function
+    `target` [...] is contiguous and holds the part `box` of a tensor in its order. `source` [...] has as many elements, in any shape that
+    the order allows, and any strides. Dtypes are float32, bfloat16 or float16, and may differ. The copy is complete when this function
     returns, on a GPU too.
     """
     shape = extent(box) or (1,)
@@ -67,17 +67,18 @@ def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
     lanes = 8 // target.element_size()
     whole_words = not (shape[-1] % lanes or column % lanes or target.storage_offset() % lanes)
     flat = target.view(-1)
-    bits, plain = _bits(flat), target.dtype == source.dtype and source.device.type == "cpu"
+    bits, same_format = _bits(flat), target.dtype == source.dtype and source.device.type == "cpu"
     words = bits.view(np.int64) if whole_words else None
-    total, at, seconds = 0, 0, 0.0
-    for piece in _pieces(_bits(source) if plain else source, CHUNK // target.element_size()):
+    total, at, seconds, limit = 0, 0, 0.0, CHUNK // target.element_size()
+    pieces: Iterator[Tensor] | Iterator[np.ndarray] = _pieces(_bits(source), limit) if same_format else _pieces(source, limit)
+    for piece in pieces:
         count = math.prod(piece.shape)
-        if plain:  # NumPy copies on this thread: a chunk is done before a thread of a pool would wake up
+        if isinstance(piece, np.ndarray):  # NumPy copies on this thread: a chunk is done before a thread of a pool would wake up
             np.copyto(bits[at : at + count].reshape(piece.shape), piece)
         else:
             flat[at : at + count].view(piece.shape).copy_(piece)
         started = time.perf_counter()
-        if whole_words:
+        if words is not None:
             total += int(np.add.reduce(words[at // lanes : (at + count) // lanes]))
         seconds += time.perf_counter() - started
         at += count
@@ -101,7 +102,7 @@ def check_finite(values: Tensor, dtype: torch.dtype) -> None:
         _check_below(piece, limit)
 
 
-def _pieces(source: Tensor | np.ndarray, limit: int) -> Iterator[Tensor | np.ndarray]:
+def _pieces[T: (Tensor, np.ndarray)](source: T, limit: int) -> Iterator[T]:
     """Yield parts of `source` [...] with at most `limit` elements each, in element order. Each part is a range of one dimension and whole
     in all later dimensions."""
     shape = source.shape
@@ -118,7 +119,7 @@ def _pieces(source: Tensor | np.ndarray, limit: int) -> Iterator[Tensor | np.nda
 
 
 def _check_below(bits: np.ndarray, limit: int) -> None:
-    """Raises NotFinite when the magnitude of an element is `limit` or above, as for infinity and NaN.
+    """Raises NotFinite when the magnitude of an element of `bits` [...] is `limit` or above, as for infinity and NaN.
 
     As signed integers the positive elements are the largest. As unsigned integers the negative elements are the largest.
     """
@@ -128,5 +129,5 @@ def _check_below(bits: np.ndarray, limit: int) -> None:
 
 
 def _bits(values: Tensor) -> np.ndarray:
-    """Return the elements as integers of their own width, with any strides, because NumPy has no bfloat16."""
+    """Return the elements of `values` [...] as integers of their own width, same shape and strides, because NumPy has no bfloat16."""
     return values.view(_INTEGERS[values.element_size()]).numpy()

@@ -45,7 +45,7 @@ def unpack(handle: dict[str, Any]) -> tuple[int, tuple]:
     """Return the arguments that `pack` received: (count, values). Raises WeightSyncError when `handle` is malformed."""
     if handle.keys() != {"count", *FIELDS}:
         raise WeightSyncError(f"a CUDA IPC handle has the fields {', '.join(sorted(handle))}; expected {', '.join(FIELDS)}, count")
-    values = []
+    values: list[Any] = []
     for name, kind in {"count": int, **FIELDS}.items():
         value = handle[name]
         try:

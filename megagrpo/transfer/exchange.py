@@ -154,6 +154,7 @@ class Exchange:
     def __init__(self, board: Board, name: str, rank: int, size: int, device: torch.device, deadline: Deadline):
         store = board.meeting_point(name)
         self.name, self.device = name, device
+        self.group: Any = None  # torch's types lack the methods that this class calls
         try:
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
@@ -194,13 +195,14 @@ class Exchange:
         self.group = None
 
 
-def _gloo_options(host: str, deadline: Deadline) -> dist.ProcessGroupGloo._Options:
+def _gloo_options(host: str, deadline: Deadline) -> Any:
     """Make gloo listen only on the interface that leads to the board. GLOO_SOCKET_IFNAME, unless it is `lo`, overrides the interface."""
-    options, named = dist.ProcessGroupGloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    gloo: Any = dist.ProcessGroupGloo
+    options, named = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     options._timeout = deadline.left()
     address = own_address(f"http://{host}") if host else socket.gethostname()
     listener = dict(hostname=address) if named == LOOPBACK_INTERFACE else dict(interface=named)
-    options._devices = [dist.ProcessGroupGloo.create_device(**listener)]
+    options._devices = [gloo.create_device(**listener)]
     return options
 
 
@@ -241,7 +243,7 @@ def _route(url: str) -> tuple[str, str]:
     family, kind, *_, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # UDP: connecting sends nothing and only selects the route
-        return probe.getsockname()[0], address[0]
+        return probe.getsockname()[0], str(address[0])
 
 
 def _first_line(error: BaseException) -> str:

@@ -130,7 +130,7 @@ class Bookmark:
 class SharedFiles:
     """A cache of mapped block files. A file that was recreated is mapped again."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._maps: dict[str, tuple[int, Tensor]] = {}  # path -> (inode, its bytes)
 
     def bytes_of(self, path: str) -> Tensor:

@@ -33,7 +33,7 @@ from megagrpo.transfer.notes import DirectRequest
 from megagrpo.transfer.shm_names import CPU_WORKERS, name_segments_by_owner, owned
 from megagrpo.vllm_plugin.cpu_experts import heed_expert_map
 from megagrpo.vllm_plugin.loading import Loading, some
-from megagrpo.vllm_plugin.reader import BlockSource, MappedBlocks, ShardReader
+from megagrpo.vllm_plugin.reader import BlockSource, MappedBlocks, Maps, ShardReader
 from megagrpo.vllm_plugin.receiver import Receiver
 
 BACKEND = "megagrpo"
@@ -92,7 +92,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loading = Loading(self.model, self.model_config)
         self.files = SharedFiles()
@@ -155,7 +155,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.request = DirectRequest(**info.direct)
             return self.receiver.start(self.request, info.version, self.worker, self.loading.dry_run)
         manifest = Manifest.load(info.manifest, info.version)
-        maps = self.files
+        maps: Maps = self.files
         if info.handles is not None:
             maps = DeviceMaps({name: handles[self.worker] for name, handles in info.handles.items()}, self.device)
         ledgers = Ledgers(Path(info.manifest).parent, info.version, info.seconds, *([self.bookmark.note] if self.bookmark else []))
@@ -214,7 +214,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         path = Path(self.info.replies) / f"worker{self.worker}.at"
         with contextlib.suppress(OSError):  # the trainer is gone, and its folder too
-            if not path.exists():  # the trainer empties the folder before each update
+            if self.bookmark is None or not path.exists():  # the trainer empties the folder before each update
                 self.bookmark = Bookmark(path)
             self.bookmark.note(phase)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,16 +19,16 @@ class Source(Protocol):
     """The provider of a lazy tensor's elements; it is notified of each copy."""
 
     def announce(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """Notify that a loader copies `view`, a meta tensor inside tensor `name`, to `destination`, which may be a meta tensor too."""
+        """Notify that a loader copies `view` [...], a meta tensor inside tensor `name`, to `destination` [...], maybe a meta tensor too."""
 
     def arrive(self, destination: Tensor) -> None:
-        """Notify that a loader fills `destination` with values that come from no lazy tensor."""
+        """Notify that a loader fills `destination` [...] with values that come from no lazy tensor."""
 
     def fetch(self, name: str, view: Tensor) -> Tensor:
-        """Return the elements of the meta tensor `view`, in its shape and dtype."""
+        """Return the elements of the meta tensor `view` [...], in its shape and dtype."""
 
     def fill(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """Copy the elements of `view` to `destination`, like `destination.copy_`."""
+        """Copy the elements of the meta tensor `view` [...] to `destination` [...], like `destination.copy_`."""
 
 
 class LazyTensor(Tensor):
@@ -38,10 +38,14 @@ class LazyTensor(Tensor):
     NotImplementedError for an operation that would change the tensor, because the change would be lost.
     """
 
+    view_: Tensor  # a meta tensor inside tensor `name_`
+    name_: str
+    source: Source
+
     @staticmethod
     def __new__(cls, view: Tensor, name: str, source: Source) -> LazyTensor:
         self = torch.Tensor._make_wrapper_subclass(
-            cls, view.shape, strides=view.stride(), storage_offset=view.storage_offset(), dtype=view.dtype, device="cpu"
+            cls, view.shape, strides=view.stride(), storage_offset=view.storage_offset(), dtype=view.dtype, device=torch.device("cpu")
         )
         self.view_, self.name_, self.source = view, name, source
         return self
@@ -51,12 +55,12 @@ class LazyTensor(Tensor):
         """Return a lazy tensor for the whole tensor `name`, of the given shape and dtype."""
         return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), name, source)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if func is aten.copy_.default and not isinstance(first, LazyTensor):
             lazy = args[1]
             lazy.source.announce(lazy.name_, lazy.view_, first)
@@ -72,9 +76,9 @@ class LazyTensor(Tensor):
             return LazyTensor(first.view_, first.name_, _Zeros(first.source))
         if isinstance(first, LazyTensor) and (func.is_view or func is aten.detach.default):
             moved = func(first.view_, *args[1:], **kwargs)
-            wrap = lambda view: LazyTensor(view, first.name_, first.source)  # noqa: E731
+            wrap: Callable[[Tensor], LazyTensor] = lambda view: LazyTensor(view, first.name_, first.source)  # noqa: E731
             return [wrap(view) for view in moved] if isinstance(moved, (list, tuple)) else wrap(moved)
-        real = lambda x: x.fetch() if isinstance(x, LazyTensor) else x  # noqa: E731
+        real: Callable[[Any], Any] = lambda x: x.fetch() if isinstance(x, LazyTensor) else x  # noqa: E731
         return func(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
 
     def fetch(self) -> Tensor:
@@ -89,6 +93,9 @@ class _Zeros:
     source: Source
 
     def announce(self, name: str, view: Tensor, destination: Tensor) -> None:
+        self.source.arrive(destination)
+
+    def arrive(self, destination: Tensor) -> None:
         self.source.arrive(destination)
 
     def fetch(self, name: str, view: Tensor) -> Tensor:
@@ -126,8 +133,11 @@ def box_of(view: Tensor, shape: Sequence[int]) -> tuple[Box, list[int] | None]:
 
 
 def restride(values: Tensor, view: Tensor, strides: list[int] | None) -> Tensor:
-    """Return the elements in the shape and order of `view`. `values` holds the elements of the box from `box_of`, contiguous, in any
-    dtype; `strides` comes from `box_of` too."""
+    """Return the elements in the shape and order of the meta tensor `view` [...].
+
+    `values` holds the elements of the box from `box_of`, contiguous, in the shape of the box and any dtype. `strides` comes from `box_of`
+    too.
+    """
     if strides is None:
         return values.as_strided(view.shape, view.stride(), view.storage_offset())
     return values.as_strided(view.shape, strides)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from vllm.config import ModelConfig
@@ -68,7 +69,8 @@ def load_weights(model: nn.Module, reader: ShardReader) -> set[str]:
     # vLLM's GPT-OSS copies a tensor of all experts directly into its parameters, but a tensor of one expert through weight loaders.
     if hasattr(getattr(model, "model", None), "_try_load_streamed_expert"):
         tensors = split_experts(tensors)
-    loaded = set(model.load_weights(tensors))
+    loader: Any = model
+    loaded = set(loader.load_weights(tensors))
     _repeat_lost_copies(model, reader)
     return loaded
 
@@ -93,7 +95,8 @@ def _repeat_lost_copies(model: nn.Module, reader: ShardReader) -> None:
         info = get_layerwise_info(module)
         if not info.can_load() or info.load_numel > 0:
             continue  # already loaded, or loaded when the update is finished
-        for parameter in list(module.parameters(recurse=False)):  # a list, because loading replaces the parameters
+        parameters: list[Any] = list(module.parameters(recurse=False))  # a list, because loading replaces the parameters
+        for parameter in parameters:
             if (lost := reader.copies.get(parameter.untyped_storage()._cdata)) is not None:
                 parameter.weight_loader(parameter, lost)
 

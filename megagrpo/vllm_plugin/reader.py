@@ -160,7 +160,7 @@ class ShardReader:
             yield name, LazyTensor.of(name, shape, dtype, self)
 
     def announce(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """Record that a loader copies `view` to `destination`. Raises WeightSyncError when no rank published some part of `view`."""
+        """Record that a loader copies `view` [...] to `destination` [...]. Raises WeightSyncError when no rank has a part of `view`."""
         if not view.numel():
             return
         self.arrive(destination)
@@ -171,12 +171,12 @@ class ShardReader:
             self.wanted.add((name, box))
 
     def arrive(self, destination: Tensor) -> None:
-        """Record that a loader fills `destination`."""
+        """Record that a loader fills `destination` [...]."""
         region = (destination.storage_offset(), destination.size(), destination.stride())
         self.arrivals.setdefault(destination.untyped_storage()._cdata, {})[region] = destination.numel()
 
     def fetch(self, name: str, view: Tensor) -> Tensor:
-        """Return the elements of `view`, in its shape and dtype; without a copy when one part holds them all."""
+        """Return the elements of `view` [...], in its shape and dtype; without a copy when one part holds them all."""
         if not view.numel():
             return torch.zeros(view.shape, dtype=view.dtype)
         self.note(f"the load of {name}")
@@ -188,7 +188,9 @@ class ShardReader:
         return restride(values.float().sum(-1) if self._in_addends(name) else values.contiguous(), view, strides)
 
     def _values(self, name: str, box: Box) -> Tensor:
-        parts, values = self._parts(name, box), None
+        """Return the elements of a box, in its shape and the manifest's dtype."""
+        parts = self._parts(name, box)
+        values: Tensor | None = None
         if len(parts) == 1:
             return self._read(name, *parts[0])
         for index, part in parts:
@@ -196,6 +198,7 @@ class ShardReader:
             if values is None:
                 values = torch.empty(extent(box), dtype=self.dtype, device=read.device)
             values[window(part, box)] = read
+        assert values is not None, "a box that is not empty has a part"
         return values
 
     def _in_addends(self, name: str) -> bool:
@@ -210,19 +213,27 @@ class ShardReader:
         return ((*lo, 0), (*hi, shape[-1])), strides
 
     def fill(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """Copy the elements of `view` to `destination`. The checksum is computed during the copy when both are in the tensor's order."""
+        """Copy the elements of `view` [...] to `destination` [...]. The checksum is computed during the copy when both are in the tensor's
+        order."""
         started = time.perf_counter()
-        box, strides = self.box_of(name, view) if view.numel() else (None, None)
-        plain = destination.is_contiguous() and destination.dtype == self.dtype and destination.device.type == "cpu"
-        if plain and not self.blank and not self._in_addends(name) and _in_order(view, strides):
-            self.note(f"the load of {name}")
-            self.fetched[name, box] += 1
-            target = destination.view(extent(box))
-            for index, part in self._parts(name, box):
-                self._copy(name, index, part, target[window(part, box)])
-        else:
+        if not (view.numel() and self._fill_in_order(name, view, destination)):
             destination.copy_(self.fetch(name, view))
         self.seconds += time.perf_counter() - started
+
+    def _fill_in_order(self, name: str, view: Tensor, destination: Tensor) -> bool:
+        """Copy part by part, if `destination` has the elements of the box of `view` in their order and dtype; return whether it does."""
+        plain = destination.is_contiguous() and destination.dtype == self.dtype and destination.device.type == "cpu"
+        if not plain or self.blank or self._in_addends(name):
+            return False
+        box, strides = self.box_of(name, view)
+        if not _in_order(view, strides):
+            return False
+        self.note(f"the load of {name}")
+        self.fetched[name, box] += 1
+        target = destination.view(extent(box))
+        for index, part in self._parts(name, box):
+            self._copy(name, index, part, target[window(part, box)])
+        return True
 
     @property
     def bytes(self) -> int:

@@ -67,7 +67,8 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, home: tuple[nn.Module, str, Tensor], target: Tensor, rest: tuple) -> None:
         module, name, whole = home
-        region, value = _region_of(target), rest[0] if rest else None
+        region = _region_of(target)
+        value: Any = rest[0] if rest else None
         if isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.data_ptr() == target.data_ptr() != 0:
             return  # a tensor that the reload never moves aside is copied to itself
         if func is aten.copy_.default and isinstance(value, LazyTensor) and isinstance(value.source, ShardReader):
@@ -153,4 +154,4 @@ def _process(layer: nn.Module) -> None:
 
 def _region_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return size, stride and storage offset of `tensor` [...], the arguments of `as_strided`."""
-    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())

@@ -10,13 +10,15 @@ import gc
 import multiprocessing
 import runpy
 import time
+from typing import Any
 
 from megagrpo.process.parent_death import tie_process_tree
 
 
 def _fork_instead_of_spawn() -> None:
+    module: Any = multiprocessing
     get_context = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
+    module.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
 
 
 def _nap_instead_of_spin() -> None:

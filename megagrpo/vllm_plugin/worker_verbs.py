@@ -3,6 +3,9 @@ class."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from megagrpo.transfer.checksums import checksum
@@ -10,6 +13,12 @@ from megagrpo.transfer.checksums import checksum
 
 class WorkerVerbs:
     """The methods for `/collective_rpc`. They never raise; `engine.ShardEngine` explains why."""
+
+    # of vLLM's worker; an annotation alone adds no attribute, which vLLM would reject
+    weight_transfer_engine: Any
+    finish_weight_update: Callable[[], None]
+    vllm_config: Any
+    model_runner: Any
 
     def end_weight_update(self) -> None:
         """End a weight update that the trainer has started and not finished, if any."""

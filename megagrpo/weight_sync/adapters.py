@@ -9,12 +9,13 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from megagrpo.bridge.adapters import save_adapter
+from megagrpo.bridge.export import Held
 from megagrpo.bridge.families import PEFT
 from megagrpo.config import LoraSection
 from megagrpo.engine.protocol import Engine
@@ -37,7 +38,7 @@ class AdapterSync(WeightSync):
     ):
         shared = SharedMemory(layout, dtype)
         super().__init__(engine, layout, dtype, shared, offload=offload)
-        self.lora, self.base, self.folder = lora, base, shared.folder
+        self.layout, self.lora, self.base, self.folder = layout, lora, base, shared.folder
         self._delivered_adapter: tuple[Path, Sums, int] | None = None
 
     @torch.no_grad()
@@ -54,9 +55,8 @@ class AdapterSync(WeightSync):
             shutil.rmtree(folder, ignore_errors=True)  # left by a failed push
         self.offload.keep_weights()
         try:
-            save_adapter(
-                list(parameters), self.ranks, folder, self.lora, self.base, DTYPES[self.dtype], lambda *item: self._note(sums, *item)
-            )
+            blocks, dtype = cast(Held, list(parameters)), DTYPES[self.dtype]
+            save_adapter(blocks, self.layout, folder, self.lora, self.base, dtype, lambda *item: self._note(sums, *item))
         except (OSError, ValueError) as error:  # a disk error, or NaN or infinity in a weight
             raise WeightSyncError(f"weight version {weight_version} was not written: {error}") from error
         self.offload.keep_nothing()
@@ -69,6 +69,7 @@ class AdapterSync(WeightSync):
 
     def load_last(self, url: str) -> int:
         """Load the adapter of the last `push` into the server at `url`; returns its version. See `WeightSync.load_last`."""
+        assert self.engine is not None, "rank 0 drives the engine"
         with self._driving:
             if self._delivered_adapter is None:
                 return self.engine.weight_version
@@ -77,7 +78,7 @@ class AdapterSync(WeightSync):
             return version
 
     def _note(self, sums: Sums, name: str, values: Tensor) -> None:
-        """Record the checksum of one tensor in the form that vLLM holds: B is multiplied by the scale."""
+        """Record the checksum of one tensor [...] in the form that vLLM holds: B is multiplied by the scale."""
         values = values * self.lora.scale if "lora_B" in name else values
         started = time.perf_counter()
         total = str(checksum(values))
@@ -89,6 +90,7 @@ class AdapterSync(WeightSync):
 
         This method must not raise, because the other ranks wait for its result.
         """
+        assert self.engine is not None, "rank 0 drives the engine"
         try:
             with self._driving:
                 reports = self.engine.load_adapter(folder, version)

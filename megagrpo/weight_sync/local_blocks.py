@@ -11,7 +11,7 @@ from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import Box, intersect
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.transfer.roster import Roster
-from megagrpo.weight_sync.transport import BlockKey, Weight, key_of
+from megagrpo.weight_sync.transport import BlockKey, Parameter, Weight, key_of
 
 
 class LocalBlocks:
@@ -19,7 +19,7 @@ class LocalBlocks:
 
     def __init__(self, parameters: Sequence[Weight]):
         self.parameters = parameters
-        self.blocks: dict[str, list[tuple[Block, str, Tensor]]] = {}  # tensor -> its blocks, each with its parameter
+        self.blocks: dict[str, list[tuple[Block, str, Parameter]]] = {}  # tensor -> its blocks, each with its parameter
         for name, param, blocks in parameters:
             for block in blocks:
                 of_tensor = self.blocks.setdefault(block.name, [])

@@ -317,8 +317,8 @@ class DirectUpdate:
             board.put(t.roster_key, t._known_roster().as_json())
         workers = range(sum(self.invitation.servers.values()))
         notes = [board.take(self.keys.worker(w), self._name(w), self.deadline, stop=self.keys.stop) for w in workers]
-        reuse = self.group is not None and all(note["group"] == self.group for note in notes)
-        group = self.group if reuse else f"group{self.invitation.attempt}"
+        new_group = f"group{self.invitation.attempt}"
+        group = self.group if self.group is not None and all(note["group"] == self.group for note in notes) else new_group
         board.put(self.keys.members, asdict(Members([note["boxes"] for note in notes], group)))
         before, noted, t.num_noted = UpdateKeys(f"update{self.invitation.attempt - 1}"), range(t.num_noted), len(workers)
         board.remove([before.members, before.stop, *map(before.worker, noted), *map(before.report, noted)])

@@ -33,11 +33,11 @@ from megagrpo.transfer.plan import layer_of
 from megagrpo.transfer.shm_names import SHARED_MEMORY, WEIGHTS, owned, remove_stale
 from megagrpo.transfer.slices import owners
 from megagrpo.weight_sync.orphaned_files import remove_when_orphaned
-from megagrpo.weight_sync.transport import BlockKey, Ranks, SendReport, Weight, key_of
+from megagrpo.weight_sync.transport import BlockKey, Parameter, Ranks, SendReport, Weight, key_of
 from megagrpo.weight_sync.verification import verify
 
 BlockInFile = tuple[BlockKey, int]  # a block, and its offset in bytes
-BlockToWrite = tuple[str, Tensor, Block]  # parameter name, parameter [...], and one block of it
+BlockToWrite = tuple[str, Parameter, Block]  # parameter name, parameter, and one block of it
 
 
 class _Readiness(NamedTuple):

@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from megagrpo.engine.protocol import Engine, ServerDied
 from megagrpo.families.blocks import Block, with_last_dim
@@ -27,7 +26,7 @@ from megagrpo.weight_sync.cuda_ipc import CudaIpc
 from megagrpo.weight_sync.point_to_point import PointToPoint
 from megagrpo.weight_sync.shared_memory import SharedMemory
 from megagrpo.weight_sync.transport import NoOffload as NoOffload
-from megagrpo.weight_sync.transport import Ranks, SendReport, TrainerOffload, Transport, TransportUpdate, Weight
+from megagrpo.weight_sync.transport import Parameter, Ranks, SendReport, TrainerOffload, Transport, TransportUpdate, Weight
 from megagrpo.weight_sync.transport import Weights as Weights
 
 
@@ -97,7 +96,7 @@ class WeightSync:
     def __enter__(self) -> WeightSync:
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -133,7 +132,7 @@ class WeightSync:
             self.say(f"warning: a vLLM server died during a weight sync; restarting the sync: {outcome}")
             self.offload.keep_weights()  # the weights are already offloaded if the server died during resume
 
-    def _as_sent(self, name: str, param: Tensor, blocks: Sequence[Block]) -> Weight:
+    def _as_sent(self, name: str, param: Parameter, blocks: Sequence[Block]) -> Weight:
         """Return the parameter and blocks in the form that is sent. For a bfloat16 engine, a tensor that vLLM keeps in float32 is split
         into `addends`."""
         if not any(in_addends(block.name, self.dtype) for block in blocks):
@@ -147,6 +146,7 @@ class WeightSync:
         Returns their version, or None when the transport needs all ranks, so the server must wait for the next `push`. Raises
         WeightSyncError when the load fails; the server stays paused.
         """
+        assert self.engine is not None, "rank 0 drives the engine"
         with self._driving:
             if self._delivered is None:
                 return self.engine.weight_version
@@ -162,7 +162,7 @@ class WeightSync:
         This method does not raise, because the other ranks wait for its result. It returns None on other ranks.
         """
         with ThreadPoolExecutor(1) as side:
-            loading = side.submit(self._load, update) if self.engine is not None else None
+            loading = side.submit(self._load, self.engine, update) if self.engine is not None else None
             problem, report, began = None, SendReport(0), time.perf_counter()
             try:
                 report = update.send()
@@ -174,7 +174,7 @@ class WeightSync:
         version, problems, failure = update.manifest.version, [rank.problem for rank in everyone if rank.problem], loading.exception()
         try:
             if problems:
-                problems += [_text(failure)] * (failure is not None)
+                problems += [_text(failure)] if failure is not None else []
                 raise _kind(failure)("; ".join(problems))
             self._delivered = update  # set before the result is known: a server that died during this update gets it from `load_last`
             reports = loading.result()
@@ -196,11 +196,11 @@ class WeightSync:
             return _not_reached(update.manifest.version, error)
         return None
 
-    def _load(self, update: TransportUpdate) -> list[dict]:
+    def _load(self, engine: Engine, update: TransportUpdate) -> list[dict[str, Any]]:
         """Load the update into the engine, while the ranks send it. Then stop ranks that still wait for a server."""
         why = "the servers have finished without it"
         try:
-            return self.engine.load_weights(update)
+            return engine.load_weights(update)
         except Exception as error:
             why = _text(error)
             raise

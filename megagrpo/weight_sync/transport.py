@@ -12,7 +12,15 @@ from megagrpo.engine.protocol import Engine, WeightUpdate
 from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import Box
 
-Weight = tuple[str, Tensor, Sequence[Block]]  # parameter name, parameter [...], and the blocks in it
+
+class Parameter(Protocol):
+    """A parameter [...] in any dtype: a tensor, or an object that computes one, such as merged adapters."""
+
+    def detach(self) -> Tensor:
+        """Return the values [...]. May compute them on each call."""
+
+
+Weight = tuple[str, Parameter, Sequence[Block]]  # parameter name, parameter, and the blocks in it
 Weights = Iterable[Weight]
 BlockKey = tuple[str, tuple[int, ...], Box]  # tensor, its full shape, and the part of it: equal for replicas of a block
 
@@ -20,9 +28,12 @@ BlockKey = tuple[str, tuple[int, ...], Box]  # tensor, its full shape, and the p
 class Ranks(Protocol):
     """The trainer's ranks; `megagrpo.parallel.layout.Layout` implements it."""
 
-    world_rank: int
+    @property
+    def world_rank(self) -> int:
+        """Index of this rank."""
 
-    def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]: ...
+    def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
+        """Gather `obj` from every rank, in rank order. Raises TimeoutError when a rank does not join within `within` seconds."""
 
 
 class TrainerOffload(Protocol):

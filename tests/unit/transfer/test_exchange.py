@@ -64,14 +64,6 @@ def test_a_worker_on_another_kind_of_device_says_so():
         Receiver(torch.device("cuda", 0)).start(request, 1, 0, None)
 
 
-def test_a_roster_comes_back_from_the_board_as_it_was(board):
-    roster = Roster({"w": ((4, 6), {((0, 0), (2, 6)): [0, 2], ((2, 0), (4, 6)): [1]}), "scalar": ((), {((), ()): [0]})})
-    board.put("roster", roster.as_json())
-    assert Roster.of_json(board.find("roster")).tensors == roster.tensors
-    manifest = roster.manifest(7, "bfloat16")
-    assert manifest.num_bytes == 50 and [block.rank for block in manifest.tensors["w"].blocks] == [0, 1]
-
-
 def test_a_tensor_that_the_workers_of_a_server_do_not_take_in_whole_is_named():
     transport = PointToPoint(None, "float32", torch.device("cpu"))
     transport.roster = Roster({"v": ((2,), {((0,), (2,)): [0]}), "w": ((4, 6), {((0, 0), (4, 6)): [0]})})
