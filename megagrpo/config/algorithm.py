@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from megagrpo.config.losses import LOSSES, Average, Loss, custom_loss
 from megagrpo.config.paths import is_user_code
-from megagrpo.config.section import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from megagrpo.config.section import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section, ShownAs
 
 
 def _known_loss(value: object) -> object:
@@ -20,7 +20,7 @@ def _known_loss(value: object) -> object:
 
 
 class AlgorithmSection(Section):
-    loss_type: Annotated[Literal[*LOSSES] | str, BeforeValidator(_known_loss)] = "dapo"
+    loss_type: Annotated[str, BeforeValidator(_known_loss), ShownAs(" | ".join([*LOSSES, "FILE.py:NAME"]))] = "dapo"
     """The loss and how its tokens are averaged. The clipped ratio: grpo by sequence then batch, dapo and bnpo by token, dr_grpo by
     sequences x max_completion_length, luspo summed by sequence. cispo, sapo, vespo, gmpo and fipo bound or weigh the ratio otherwise, real
     classifies the responses of a group. Your own: `path/file.py:function` or `package.module:function`. docs/losses.md."""

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from megagrpo.config.problems import ConfigError, Problem
+from megagrpo.config.section import ShownAs
 from megagrpo.config.yaml_text import ODD_TEXT, Dumper, parse_yaml, shortened
 
 PLACES = ("N", "NAME")  # what stands in a dotted key for the position in a list, and for a free name
@@ -290,6 +291,8 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def _type_name(annotation: Any, metadata: list[Any] = ()) -> str:
+    if shown := [m.text for m in metadata if isinstance(m, ShownAs)]:
+        return shown[0]
     if get_origin(annotation) is Literal:
         return " | ".join(get_args(annotation))
     if hasattr(annotation, "__metadata__"):

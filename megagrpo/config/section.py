@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -15,6 +16,13 @@ def _greedy_or_warm(temperature: float) -> float:
     if 0 < temperature < COLDEST:
         raise ValueError(f"must be 0 (greedy) or at least {COLDEST:g}, where vLLM's sampling ends")
     return temperature
+
+
+@dataclass(frozen=True)
+class ShownAs:
+    """Metadata of a field whose type is a plain one: how help and docs show the type."""
+
+    text: str
 
 
 PositiveInt = Annotated[int, Field(gt=0)]
