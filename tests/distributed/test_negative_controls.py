@@ -81,7 +81,7 @@ def sequences_that_begin_one_token_late(patch):
 def average_of_local_means(patch):
     """Each data-parallel rank divides by its own count."""
 
-    def denominator(batch, loss_type, max_completion_length):
+    def denominator(batch, average, max_completion_length):
         return sum(int(m.loss_mask.sum()) for m in batch.micro_batches) * dist.get_world_size()
 
     patch.setattr(step, "denominator", denominator)
