@@ -41,6 +41,20 @@ class EvaluationSet(DatasetSection):
     """Longest response in tokens; `rollout.max_completion_length` when empty."""
 
 
+class FilledSet(DatasetSection):
+    """A data set with the sampling of an `EvaluationSet` whose empty fields are filled from `data`, `evaluation` and `rollout`."""
+
+    prompt_column: str
+    columns: dict[str, str]
+    extract_hash_answer: list[str]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    num_generations: int
+    max_completion_length: int
+
+
 class EvaluationSection(Section):
     steps: NonNegativeInt = 0
     """Evaluate every so many steps; with `data.eval` or `evaluation.sets` it also runs before the first and after the last step."""
@@ -68,23 +82,23 @@ class EvaluationSection(Section):
     saved after the evaluation, whatever `run.save_steps` says, and `checkpoints/best` points to it."""
 
 
-def evaluation_sets(config: RunConfig) -> dict[str, EvaluationSet]:
-    """Every held-out set with nothing left empty; that of `data.eval` has the name ""."""
-    data, evaluation, sets = config.data, config.evaluation, {}
-    if data.eval is not None:
-        sets[""] = EvaluationSet(**data.eval.model_dump())
+def evaluation_sets(config: RunConfig) -> dict[str, FilledSet]:
+    """Every held-out set with its empty fields filled. The set of `data.eval` has the name ""."""
+    data, evaluation = config.data, config.evaluation
+    sets = {} if data.eval is None else {"": EvaluationSet(**data.eval.model_dump())}
     return {name: _filled(section, config) for name, section in (sets | evaluation.sets).items()}
 
 
-def _filled(section: EvaluationSet, config: RunConfig) -> EvaluationSet:
+def _filled(section: EvaluationSet, config: RunConfig) -> FilledSet:
     defaults = {key: getattr(config.data, key) for key in OF_DATA} | {key: getattr(config.evaluation, key) for key in OF_EVALUATION}
     defaults["max_completion_length"] = config.rollout.max_completion_length
-    return section.model_copy(update={key: value for key, value in defaults.items() if getattr(section, key) is None})
+    return FilledSet(**defaults | {key: value for key, value in section if value is not None})
 
 
 def evaluation_problems(config: RunConfig) -> list[Problem]:
     """Rules of evaluation."""
-    evaluation, problems, sets = config.evaluation, [], ("data.eval", "evaluation.sets")
+    evaluation, sets = config.evaluation, ("data.eval", "evaluation.sets")
+    problems: list[Problem] = []
     held_out = bool(evaluation.sets) or config.data.eval is not None
     if evaluation.steps and not held_out:
         said = "needs data.eval or evaluation.sets; name held-out prompts or set steps to 0"

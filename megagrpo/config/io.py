@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticUndefined
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megagrpo.config.problems import ConfigError, Problem
 from megagrpo.config.section import ShownAs
@@ -122,7 +123,9 @@ def load[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str
 
     `model` raises a ProblemError for fields that are each valid and contradict each other.
     """
-    values, refused, problems = read_yaml(path, anchor), [], []
+    values = read_yaml(path, anchor)
+    refused: list[str] = []
+    problems: list[Problem] = []
     for override in overrides:
         try:
             apply_override(values, override)
@@ -147,15 +150,16 @@ _EMPTY = {"missing": "", "list_type": [], "dict_type": {}, "model_type": {}}  # 
 
 def _problems[M: BaseModel](model: type[M], values: dict, error: ValidationError) -> list[Problem]:
     """Every field that is wrong, then every contradiction between fields of which none is wrong."""
-    known, wrong = [key for key, _ in fields(model)], []
+    known = [key for key, _ in fields(model)]
+    wrong: list[Problem] = []
     for _ in range(20):  # a section has less levels; each round may empty one of them
-        found = error.errors(include_url=False)
-        if [e["loc"] for e in found] == [()]:  # every field is valid by now: the model's own check of their agreement failed
+        errors = error.errors(include_url=False)
+        if [e["loc"] for e in errors] == [()]:  # every field is valid by now: the model's own check of their agreement failed
             keys = [problem.keys[0] for problem in wrong]
-            return wrong + [problem for problem in found[0]["ctx"]["error"].problems if not problem.is_about(keys)]
+            return wrong + [problem for problem in errors[0]["ctx"]["error"].problems if not problem.is_about(keys)]
         keys = [problem.keys[0] for problem in wrong]
-        wrong += [problem for e in found if not (problem := _problem(e, known)).is_about(keys)]
-        values = _repaired(values, found)
+        wrong += [problem for e in errors if not (problem := _problem(e, known)).is_about(keys)]
+        values = _repaired(values, errors)
         try:
             model.model_validate(values)
         except ValidationError as another:
@@ -165,11 +169,13 @@ def _problems[M: BaseModel](model: type[M], values: dict, error: ValidationError
     return wrong
 
 
-def _repaired(values: dict, found: list[dict[str, Any]]) -> dict:
+def _repaired(values: dict[str, Any], errors: list[ErrorDetails]) -> dict[str, Any]:
     """A copy of `values` without what is wrong: left at its default, or empty where a value is required."""
     values = copy.deepcopy(values)
-    for error in found:
-        here, owner, name = values, None, None
+    for error in errors:
+        here: Any = values
+        owner: dict[Any, Any] | None = None
+        name: str | int | None = None
         for part in error["loc"]:
             if isinstance(here, dict) and (part in here or error["type"] == "missing"):
                 owner, name = here, part
@@ -215,7 +221,7 @@ _RULES = {
 }
 
 
-def _problem(error: dict[str, Any], known: list[str]) -> Problem:
+def _problem(error: ErrorDetails, known: list[str]) -> Problem:
     """The key, the rule that its value breaks, and the value."""
     loc, value = error["loc"], error["input"]
     keys = (".".join(map(str, loc)),)
@@ -233,7 +239,7 @@ def _problem(error: dict[str, Any], known: list[str]) -> Problem:
     return Problem(keys, f"{rule} (got {'nothing' if value is None else shortened(repr(value))}){fix}")
 
 
-def _choices(error: dict[str, Any]) -> list[str]:
+def _choices(error: ErrorDetails) -> list[str]:
     """The values that a key with a choice of strings takes; empty for another error."""
     return re.findall("'([^']*)'", error["ctx"]["expected"]) if error["type"] == "literal_error" else []
 
@@ -261,17 +267,18 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every key below `model` in order, dotted, with its pydantic field; `N` stands for the position in a list, `NAME` for a free key."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
-        place = {list: "N", dict: "NAME"}.get(get_origin(field.annotation))
-        elements = [a for a in get_args(field.annotation) if place and section_of(a)]
+        origin = get_origin(field.annotation)
+        wildcard = "N" if origin is list else "NAME" if origin is dict else None
+        elements = [element for a in get_args(field.annotation) if wildcard and (element := section_of(a))]
         yield f"{prefix}{name}", field
         if section:
             yield from fields(section, f"{prefix}{name}.")
         for element in elements:
-            yield from fields(element, f"{prefix}{name}.{place}.")
+            yield from fields(element, f"{prefix}{name}.{wildcard}.")
 
 
 def render_help(model: type[BaseModel]) -> str:
@@ -290,7 +297,7 @@ def render_help(model: type[BaseModel]) -> str:
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
-def _type_name(annotation: Any, metadata: list[Any] = ()) -> str:
+def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if shown := [m.text for m in metadata if isinstance(m, ShownAs)]:
         return shown[0]
     if get_origin(annotation) is Literal:
@@ -328,10 +335,10 @@ def save_changes(config: BaseModel, base: BaseModel, base_path: Path, path: Path
 
 def _changes(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """What `_merge` must lay over `below` to get `above`."""
-    changes = {}
+    changes: dict[str, Any] = {}
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(below.get(key), dict)
-        found = _changes(below[key], value) if both else value
-        if found != below.get(key) and not (both and not found):
-            changes[key] = found
+        change = _changes(below[key], value) if both else value
+        if change != below.get(key) and not (both and not change):
+            changes[key] = change
     return changes

@@ -58,15 +58,16 @@ class MultiTurnSection(Section):
 
 def multi_turn_problems(m: MultiTurnSection) -> list[Problem]:
     """Options that would say nothing, or contradict each other."""
-    problems, given = [], m.model_fields_set - {"scheduler", "tools", "environment"}
+    problems: list[Problem] = []
+    set_keys = m.model_fields_set - {"scheduler", "tools", "environment"}
     fields = MultiTurnSection.model_fields
-    idle = [name for name in fields if name in given and getattr(m, name) != fields[name].default]
+    idle = [name for name in fields if name in set_keys and getattr(m, name) != fields[name].default]
     if not m.enabled:
         said = "nothing answers the policy; name a scheduler, tools or an environment"
         return [Problem((f"multi_turn.{name}", *ANSWERING), said) for name in idle]
     if m.scheduler_args and m.scheduler is None:
-        keys = ("multi_turn.scheduler_args", "multi_turn.scheduler")
-        problems.append(Problem(keys, "there is no scheduler to pass them to; name one or leave them out"))
+        said = "there is no scheduler to pass them to; name one or leave them out"
+        problems.append(Problem(("multi_turn.scheduler_args", "multi_turn.scheduler"), said))
     for name in ("max_tool_calling_iterations", "tool_parser"):
         if name in idle and not m.calls_tools:
             keys = (f"multi_turn.{name}", "multi_turn.tools", "multi_turn.environment")

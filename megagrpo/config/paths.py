@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _FUNCTION_IN_FILE = re.compile(r"(.+\.py)(:[A-Za-z_]\w*)")
@@ -20,7 +20,7 @@ _REWARD_MODEL = "model:"
 def anchored(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     """`values`, as read from a YAML file in `folder`, with every relative path made absolute, in place. Values of a wrong type stay."""
     for key, resolve in PATHS.items():
-        _rewrite(values, key.split("."), lambda text, resolve=resolve: resolve(text, folder))
+        _rewrite(values, key.split("."), resolve, folder)
     return values
 
 
@@ -29,18 +29,19 @@ def is_user_code(text: str) -> bool:
     return bool(_FUNCTION_IN_FILE.fullmatch(text) or _FUNCTION_IN_MODULE.fullmatch(text))
 
 
-def _rewrite(node: Any, parts: list[str], resolve: Callable[[str], str]) -> None:
+def _rewrite(node: Any, parts: list[str], resolve: Resolve, folder: Path) -> None:
     """Applies `resolve` to the strings below `node` at the dotted key `parts`; `*` is any place in a list and any key of a mapping."""
     first, *rest = parts
+    keys: Iterable[Any] = ()
     if isinstance(node, list):
-        keys = range(len(node)) if first == "*" else []
-    else:
-        keys = [key for key in node if first in ("*", key)] if isinstance(node, dict) else []
+        keys = range(len(node)) if first == "*" else ()
+    elif isinstance(node, dict):
+        keys = [key for key in node if first in ("*", key)]
     for key in keys:
         if rest:
-            _rewrite(node[key], rest, resolve)
+            _rewrite(node[key], rest, resolve, folder)
         elif isinstance(node[key], str):
-            node[key] = resolve(node[key])
+            node[key] = resolve(node[key], folder)
 
 
 def _file(text: str, folder: Path) -> str:
@@ -61,8 +62,8 @@ def _data(text: str, folder: Path) -> str:
 
 def _function(text: str, folder: Path) -> str:
     """`path/file.py:name` or `model:PATH`; other names stay."""
-    if found := _FUNCTION_IN_FILE.fullmatch(text):
-        return _file(found[1], folder) + found[2]
+    if match := _FUNCTION_IN_FILE.fullmatch(text):
+        return _file(match[1], folder) + match[2]
     if text.startswith(_REWARD_MODEL):
         return _REWARD_MODEL + _folder_or_name(text.removeprefix(_REWARD_MODEL), folder)
     return text
@@ -73,7 +74,13 @@ def _template(text: str, folder: Path) -> str:
     return text if "{{" in text or "{%" in text or not ("." in text or "/" in text) else _file(text, folder)
 
 
-PATHS: dict[str, Callable[[str, Path], str]] = {
+class Resolve(Protocol):
+    """Returns the text of a key with its relative path counted from `folder`."""
+
+    def __call__(self, text: str, folder: Path) -> str: ...
+
+
+PATHS: dict[str, Resolve] = {
     "model.path": _folder_or_name,
     "model.reference_path": _folder_or_name,
     "model.tokenizer": _folder_or_name,

@@ -129,11 +129,11 @@ def fused_problems(config: RunConfig) -> list[Problem]:
     """What the fused log-probs cannot do, and what needs them."""
     t, r, a, problems = config.train, config.rollout, config.algorithm, []
     if t.fused_logprobs and r.truncates:
-        keys = ("train.fused_logprobs", "rollout.top_p", "rollout.top_k", "rollout.min_p")
-        problems.append(Problem(keys, "true keeps no logits that rollout.top_p, top_k and min_p could sort; set it to false"))
+        said = "true keeps no logits that rollout.top_p, top_k and min_p could sort; set it to false"
+        problems.append(Problem(("train.fused_logprobs", "rollout.top_p", "rollout.top_k", "rollout.min_p"), said))
     elif t.fused_logprobs and a.full_kl and a.beta:
-        keys = ("train.fused_logprobs", "algorithm.kl_estimator", "algorithm.beta")
-        problems.append(Problem(keys, f"true keeps no logits that kl_estimator {a.kl_estimator} could compare; set it to false"))
+        said = f"true keeps no logits that kl_estimator {a.kl_estimator} could compare; set it to false"
+        problems.append(Problem(("train.fused_logprobs", "algorithm.kl_estimator", "algorithm.beta"), said))
     if t.logprobs_fp8_recipe != "none" and not t.fused_logprobs:
         said = f"{t.logprobs_fp8_recipe} takes the fused kernels; choose none or set train.fused_logprobs to true"
         problems.append(Problem(("train.logprobs_fp8_recipe", "train.fused_logprobs"), said))
@@ -259,7 +259,7 @@ def fp8_problems(config: RunConfig) -> list[Problem]:
         why = "linears with an adapter are multiplied in model.precision"
         adapted = Problem((recipe, "lora.rank"), f"{m.fp8_recipe}, and {why}; choose none, or set lora.rank to 0")
         return problems + [adapted] * config.lora.enabled + (_fp8_param_problems(config) if m.fp8_param else [])
-    said = {"model.fp8_format": m.fp8_format != "auto" and m.fp8_format, "model.bf16_layers": m.bf16_layers}
+    said: dict[str, object] = {"model.fp8_format": m.fp8_format != "auto" and m.fp8_format, "model.bf16_layers": m.bf16_layers}
     said |= {f"model.{key}": getattr(m, key) and "true" for key in ("moe_router_padding_for_quantization", "fp8_param")}
     return problems + [
         Problem((key, recipe), f"{value} is about FP8, and model.fp8_recipe is none; choose a recipe, or leave it out")
@@ -291,7 +291,8 @@ def _fp8_param_problems(config: RunConfig) -> list[Problem]:
 
 def quantization_problems(config: RunConfig) -> list[Problem]:
     """What rollouts in FP8 need, and what contradicts them."""
-    r, a, key, problems = config.rollout, config.algorithm, "rollout.quantization", []
+    r, a, key = config.rollout, config.algorithm, "rollout.quantization"
+    problems: list[Problem] = []
     if r.quantization == "none":
         return problems
     samples = f"{r.quantization} samples from other probabilities than the trainer's, and"

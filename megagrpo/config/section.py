@@ -46,6 +46,7 @@ class Section(BaseModel):
     @classmethod
     def _numbers_are_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuses what pydantic takes for a number although it is none, and whole numbers that no library holds."""
+        assert info.field_name is not None, "pydantic names the field in every field validator"
         kinds = set(_plain_types(cls.model_fields[info.field_name].annotation))
         if not kinds & {int, float}:
             return value

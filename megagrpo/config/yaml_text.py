@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, NoReturn
 
 import yaml
 
@@ -31,11 +31,11 @@ _SCALARS = [
 class Loader(yaml.SafeLoader):
     """Reads the scalars above, and nothing that a config has no use for: see `_check`."""
 
-    yaml_implicit_resolvers: ClassVar[dict] = {}
+    yaml_implicit_resolvers = {}
 
 
 class Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers: ClassVar[dict] = {}
+    yaml_implicit_resolvers = {}
 
 
 for _tag, _pattern, _first in _SCALARS:
@@ -68,7 +68,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 def _check(node: yaml.Node, key: str, seen: dict[yaml.Node, tuple[int, int]], above: tuple[yaml.Node, ...]) -> tuple[int, int]:
     """(nodes, levels) at and below a node at the dotted `key`. A YAMLError for what is no plain data, or is too much."""
 
-    def refuse(problem: str, at: yaml.Node = node) -> None:
+    def refuse(problem: str, at: yaml.Node = node) -> NoReturn:
         raise yaml.constructor.ConstructorError(problem=f"{key}: {problem}" if key else problem, problem_mark=at.start_mark)
 
     if node in above:
@@ -100,7 +100,7 @@ def _check(node: yaml.Node, key: str, seen: dict[yaml.Node, tuple[int, int]], ab
     return seen[node]
 
 
-def _check_scalar(node: yaml.ScalarNode, refuse: Callable[[str], None]) -> None:
+def _check_scalar(node: yaml.ScalarNode, refuse: Callable[[str], NoReturn]) -> None:
     if node.tag != "tag:yaml.org,2002:str" and not (node.tag in _TAGS and _TAGS[node.tag].fullmatch(node.value)):
         refuse(f"{shortened(repr(node.value))} is no value of the tag {shortened(node.tag)}; leave the tag out")
     if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:

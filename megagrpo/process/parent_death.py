@@ -49,7 +49,8 @@ def tie_process_tree() -> None:
     if _tied:
         return
     _tied.append(False)
-    if (parent := parent_process()) is not None:
+    parent = parent_process()
+    if parent is not None and parent.pid is not None:
         end_with_parent(parent.pid)
     own_id: list[int] = [0]
 

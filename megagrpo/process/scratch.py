@@ -27,9 +27,9 @@ def temporary_files() -> Iterator[Path]:
 
     Folders that ended processes left are removed on entry and exit. torch's compile cache stays outside the folder, for the next run.
     """
-    given = Path(tempfile.gettempdir())
+    temp_dir = Path(tempfile.gettempdir())
     # beside the parent process's folder, not inside it: socket names must be short
-    around = given.parent if given.name.startswith(PREFIX) else given
+    around = temp_dir.parent if temp_dir.name.startswith(PREFIX) else temp_dir
     remove_left(around)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=around))
     lock, owner = (folder / LOCK).open("w"), os.getpid()
@@ -42,7 +42,7 @@ def temporary_files() -> Iterator[Path]:
         yield folder
     finally:
         if os.getpid() == owner:  # not in a fork
-            tempfile.tempdir = str(given)
+            tempfile.tempdir = str(temp_dir)
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
             remove_tree(folder)
@@ -95,8 +95,8 @@ def _empty(top: int) -> None:
 
 def _unlink_files(folder: int) -> list[str]:
     """Unlink all entries of an open folder except folders. Returns the names of the folders."""
-    with os.scandir(folder) as found:
-        entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
+    with os.scandir(folder) as listing:
+        entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in listing]
     for name, is_folder in entries:
         if not is_folder:
             with contextlib.suppress(OSError):

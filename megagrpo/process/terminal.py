@@ -19,7 +19,7 @@ _STEERING = re.compile(
 
 def printable(text: str) -> str:
     """Return `text` with each control character written as its escape, `\\x1b` for ESC. Tabs and newlines stay."""
-    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
+    return _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
 def one_line(text: str) -> str:
