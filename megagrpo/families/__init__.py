@@ -11,7 +11,7 @@ READERS = ("config", "sources")  # modules of this folder that import FAMILIES
 
 
 def _find() -> dict[str, Family]:
-    names = [found.name for found in pkgutil.iter_modules(__path__) if found.name not in READERS]
+    names = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in READERS]
     modules = (importlib.import_module(f"{__name__}.{name}") for name in names)
     families = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
     return {family.model_type: family for family in families}

@@ -85,7 +85,7 @@ def same(name: str) -> Rule:
         p = local.param
         shape = tuple(p.shape)
         split = local.tp_size > 1 and getattr(p, "tensor_model_parallel", False)
-        dim = p.partition_dim if split else 0
+        dim: int = getattr(p, "partition_dim", 0) if split else 0  # Megatron sets both attributes
         n = shape[dim]
         full = (*shape[:dim], n * local.tp_size, *shape[dim + 1 :]) if split else shape
         start = n * local.tp_rank if split else 0
@@ -121,15 +121,15 @@ def qkv(pattern: str) -> Rule:
         hf, rest = local.hf, tuple(local.param.shape[1:])
         groups, queries = hf.num_kv_heads // local.tp_size, hf.num_heads // hf.num_kv_heads
         grid = (groups, queries + 2, hf.head_dim, *rest)
-        found, above = [], 0
+        parts, above = [], 0
         for p, at, count in zip("qkv", (0, queries, queries + 1), (queries, 1, 1), strict=True):
             rows = count * hf.head_dim  # rows of one group
             total = (rows if len(names) == 3 else (queries + 2) * hf.head_dim) * hf.num_kv_heads
             start, full = above + rows * groups * local.tp_rank, (total, *rest)
             name, box = pattern.replace("{p}", p), cut(full, 0, start, start + rows * groups)
-            found.append(Block(name, full, box, grid, axis=1, at=at, count=count))
+            parts.append(Block(name, full, box, grid, axis=1, at=at, count=count))
             above += 0 if len(names) == 3 else rows * hf.num_kv_heads
-        return found
+        return parts
 
     return Rule(names, blocks)
 
@@ -145,11 +145,11 @@ def gated(gate: str, up: str) -> Rule:
         rows, rest = local.param.shape[0] // 2, tuple(local.param.shape[1:])
         total = rows * local.tp_size
         full = (total * 2 // len(names), *rest)
-        found = []
+        parts = []
         for at, name in enumerate((gate, up)):
             start = rows * local.tp_rank + at * (full[0] - total)
-            found.append(Block(name, full, cut(full, 0, start, start + rows), grid=(2, rows, *rest), axis=0, at=at, count=1))
-        return found
+            parts.append(Block(name, full, cut(full, 0, start, start + rows), grid=(2, rows, *rest), axis=0, at=at, count=1))
+        return parts
 
     return Rule(names, blocks)
 

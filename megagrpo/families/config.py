@@ -91,7 +91,7 @@ def of_model(lines: Sequence[str]) -> list[Problem]:
 
 def architecture_problems(raw: dict[str, Any]) -> list[str]:
     """Return why this config.json cannot be trained, one line each; empty when it can."""
-    family = FAMILIES.get(raw.get("model_type"))
+    family = FAMILIES.get(raw.get("model_type", ""))
     if family is None:
         return [_unknown(raw)]
     if odd := _no_numbers(family, raw):
@@ -133,10 +133,10 @@ def _no_numbers(family: Family, raw: dict[str, Any]) -> list[str]:
         if type(size) is not int or size < 1
     ]
     for kind, (keys, what) in _TYPES.items():
-        given = {key: raw[key] for key in keys if raw.get(key) is not None and key in (*COMMON, *family.keys, "layer_types")}
+        values = {key: raw[key] for key in keys if raw.get(key) is not None and key in (*COMMON, *family.keys, "layer_types")}
         odd += [
             f"model: {key} is {value!r} in config.json; it must be {what}"
-            for key, value in given.items()
+            for key, value in values.items()
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
         ]
     dtype = raw.get("dtype") or raw.get("torch_dtype")

@@ -11,7 +11,7 @@ def _problems(raw: Raw) -> list[str]:
     method = raw.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         return [f"model: topk_method is {method!r}; supported: greedy, group_limited_greedy"]
-    if method == "greedy" and latent.groups(raw)["groups"] > 1:
+    if method == "greedy" and latent.groups(raw)[0] > 1:
         return [f"model: n_group={raw['n_group']} with topk_method greedy, which vLLM does not read; set one to 1 or group_limited_greedy"]
     return latent.problems(raw)
 
@@ -20,7 +20,7 @@ FAMILY = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     table=latent.table,
-    read=lambda raw: latent.read(raw, normalized=False, **latent.groups(raw)),
+    read=lambda raw: latent.read(raw, normalized=False),
     problems=_problems,
     required=latent.LATENT_REQUIRED,
     keys=(*latent.LATENT_KEYS, "topk_method"),

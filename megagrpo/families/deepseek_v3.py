@@ -15,8 +15,8 @@ _DEFAULTS = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_f
 
 def _problems(raw: Raw) -> list[str]:
     lacks = [key for key in _ROUTING if key not in raw]
-    found = [f"model: config.json lacks {key}; set it to {_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks]
-    return found + latent.problems(raw)
+    lines = [f"model: config.json lacks {key}; set it to {_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks]
+    return lines + latent.problems(raw)
 
 
 def _beyond(hf: HfConfig) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ FAMILY = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     table=latent.table,
-    read=lambda raw: latent.read(raw, normalized=True, sigmoid=True, bias=True, **latent.groups(raw)),
+    read=lambda raw: latent.read(raw, normalized=True, sigmoid=True, bias=True),
     problems=_problems,
     required=(*latent.LATENT_REQUIRED, *_DEFAULTS),
     keys=(*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers"),

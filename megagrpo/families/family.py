@@ -125,8 +125,8 @@ def rope(raw: Raw) -> dict[str, Any]:
     """Return the rotary parameters with `rope_type` and `rope_theta`, from transformers 5's `rope_parameters` or the older two keys."""
     old = {"rope_theta": raw.get("rope_theta", 10000.0)} | (raw.get("rope_scaling") or {})
     new = raw.get("rope_parameters") or {}
-    found = old | ((new.get(FULL) or {}) if FULL in new else new)  # with one set per kind of block: the one of blocks without a window
-    return found | {"rope_type": found.get("rope_type") or found.get("type") or "default"}
+    parameters = old | ((new.get(FULL) or {}) if FULL in new else new)  # with one set per kind of block: the one of blocks without a window
+    return parameters | {"rope_type": parameters.get("rope_type") or parameters.get("type") or "default"}
 
 
 def rotated_share(raw: Raw, default: float) -> float:

@@ -35,9 +35,9 @@ def gemma_fields(raw: Raw) -> dict[str, Any]:
 
 def cap_problems(raw: Raw) -> list[str]:
     """Return caps of scores and logits with invalid values (0 or less)."""
-    caps = ("attn_logit_softcapping", "final_logit_softcapping")
-    given = {key: raw[key] for key in caps if isinstance(raw.get(key), (int, float))}
-    return [f"model: {key} is {cap} in config.json; it must be above 0, or null" for key, cap in given.items() if cap <= 0]
+    keys = ("attn_logit_softcapping", "final_logit_softcapping")
+    caps = {key: raw[key] for key in keys if isinstance(raw.get(key), (int, float))}
+    return [f"model: {key} is {cap} in config.json; it must be above 0, or null" for key, cap in caps.items() if cap <= 0]
 
 
 def _read(raw: Raw) -> dict[str, Any]:

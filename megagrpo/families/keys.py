@@ -83,11 +83,11 @@ def _has(family: Family, key: str, value: Any) -> str:
 def _rope_problems(family: Family, raw: Raw) -> list[str]:
     """Return unknown rotary parameters, of all blocks, or of each kind of attention if config.json separates them."""
     problems = []
-    for place in ("rope_scaling", "rope_parameters"):
-        given = raw.get(place) or {}
+    for section in ("rope_scaling", "rope_parameters"):
+        values = raw.get(section) or {}
         by_kind = "rope_local_base_freq" in family.keys
-        parts = {f"{place}.{kind}": given[kind] for kind in (FULL, SLIDING) if by_kind and kind in given}
-        for name, parameters in (parts or {place: given}).items():
+        parts = {f"{section}.{kind}": values[kind] for kind in (FULL, SLIDING) if by_kind and kind in values}
+        for name, parameters in (parts or {section: values}).items():
             kind = rope({"rope_parameters": parameters or {}} if parts else raw)["rope_type"]
             known = ROPE_KEYS.get(kind, parameters or ())  # an unknown kind has its own error
             problems += [

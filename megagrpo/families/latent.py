@@ -40,12 +40,14 @@ LATENT_FIXED = {
 
 def table(hf: HfConfig) -> Table:
     """Return the table of a model that `read` describes."""
+    assert hf.mla is not None, "`read` sets it"
     queries = _QUERIES_FROM_LATENT if hf.mla.query_rank else _QUERIES
     return _COMMON | queries | (_BIAS if hf.experts and hf.experts.bias else {})
 
 
-def read(raw: Raw, **routing: Any) -> dict[str, Any]:
-    """Return the fields of HfConfig. `routing` holds the fields of Experts in which the families differ."""
+def read(raw: Raw, *, normalized: bool, sigmoid: bool = False, bias: bool = False) -> dict[str, Any]:
+    """Return the fields of HfConfig. The families differ in `normalized`, `sigmoid` and `bias` of `Experts`."""
+    num_groups, groups_per_token = groups(raw)
     kv_rank, nope_dim, rope_dim, value_dim = (raw[key] for key in _LATENT)
     mixture = Experts(
         count=raw["n_routed_experts"],
@@ -54,32 +56,36 @@ def read(raw: Raw, **routing: Any) -> dict[str, Any]:
         blocks=frozenset(range(raw.get("first_k_dense_replace") or 0, raw["num_hidden_layers"])),
         scale=1.0 if (scale := raw.get("routed_scaling_factor")) is None else scale,
         shared_size=raw["moe_intermediate_size"] * raw["n_shared_experts"],
-        **routing,
+        normalized=normalized,
+        sigmoid=sigmoid,
+        bias=bias,
+        groups=num_groups,
+        groups_per_token=groups_per_token,
     )
     return dict(mla=Mla(raw.get("q_lora_rank"), kv_rank, nope_dim, rope_dim, value_dim), head_dim=nope_dim + rope_dim, experts=mixture)
 
 
-def groups(raw: Raw) -> dict[str, int]:
-    """Return the fields of Experts about groups."""
-    return dict(groups=raw.get("n_group") or 1, groups_per_token=raw.get("topk_group") or 1)
+def groups(raw: Raw) -> tuple[int, int]:
+    """Return `groups` and `groups_per_token` of Experts."""
+    return raw.get("n_group") or 1, raw.get("topk_group") or 1
 
 
 def problems(raw: Raw) -> list[str]:
     """Return why the model cannot be trained."""
-    found = [f"model: config.json lacks {key}" for key in _EXPERTS if not raw.get(key)]
-    if found or any(key not in raw for key in LATENT_REQUIRED):
-        return found
-    found = expert_problems(raw | dict(num_experts=raw["n_routed_experts"]))
+    lines = [f"model: config.json lacks {key}" for key in _EXPERTS if not raw.get(key)]
+    if lines or any(key not in raw for key in LATENT_REQUIRED):
+        return lines
+    lines = expert_problems(raw | dict(num_experts=raw["n_routed_experts"]))
     if raw.get("routed_scaling_factor") == 0:
-        found.append("model: routed_scaling_factor is 0, which turns the experts off; set it to what the model was trained with")
+        lines.append("model: routed_scaling_factor is 0, which turns the experts off; set it to what the model was trained with")
     if kv_heads(raw) != raw["num_attention_heads"]:
-        found.append(f"model: num_key_value_heads={kv_heads(raw)}; latent attention has one for each query head")
+        lines.append(f"model: num_key_value_heads={kv_heads(raw)}; latent attention has one for each query head")
     if (raw.get("first_k_dense_replace") or 0) >= raw["num_hidden_layers"]:
-        found.append("model: first_k_dense_replace leaves no block with experts; set it to less than num_hidden_layers")
-    count, of_token = groups(raw).values()
+        lines.append("model: first_k_dense_replace leaves no block with experts; set it to less than num_hidden_layers")
+    count, of_token = groups(raw)
     if raw["n_routed_experts"] % count or of_token * raw["n_routed_experts"] // count < raw["num_experts_per_tok"]:
-        found.append(
+        lines.append(
             f"model: topk_group={of_token} of n_group={count} groups of the {raw['n_routed_experts']} experts do not hold the "
             f"{raw['num_experts_per_tok']} of num_experts_per_tok"
         )
-    return found
+    return lines

@@ -21,8 +21,8 @@ def _problems(raw: Raw) -> list[str]:
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     wanted = int(head_dim * rotated_share(raw, 1.0)) // 2
     for key in ("short_factor", "long_factor"):
-        if (found := len(rotary.get(key) or [])) != wanted:
-            problems.append(f"model: rotary parameter {key} has {found} numbers; a head needs {wanted}")
+        if (count := len(rotary.get(key) or [])) != wanted:
+            problems.append(f"model: rotary parameter {key} has {count} numbers; a head needs {wanted}")
     return problems
 
 

@@ -84,7 +84,7 @@ def _gguf_in(package: str, key: str) -> Path:
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise _error(key, f"no installed package {package!r}; install it (`pip install {package.replace('_', '-')}`)")
-    files = sorted(file for place in spec.submodule_search_locations for file in Path(place).rglob("*.gguf"))
+    files = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf"))
     if len(files) != 1:
         raise _error(key, f"package {package} holds {len(files)} .gguf files, not one; name a folder")
     return files[0]
