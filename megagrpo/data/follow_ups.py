@@ -25,10 +25,11 @@ class FollowUps:
     def __init__(self, tokenizer: Tokenizer, chat_template: str | None, tools: Sequence[Message] = (), users: bool = True):
         """`users` says whether messages of users may follow a turn; those of tools may where there are tools."""
         self._tokenizer, self._tools = tokenizer, list(tools)
-        self._template = tokenizer.chat_template if chat_template is None else chat_template
+        template = tokenizer.chat_template if chat_template is None else chat_template
         self._name = "the tokenizer's chat template" if chat_template is None else "the template of data.chat_template"
-        if self._template is None or self._template == PLAIN_TEXT:
+        if template is None or template == PLAIN_TEXT:
             raise ValueError("data.chat_template: responses of several turns need a chat template; give Jinja text or a file")
+        self._template = template
         if users:
             self._check({"role": "user", "content": _MARK})
         if tools:

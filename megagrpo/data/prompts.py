@@ -11,7 +11,7 @@ from typing import Any
 from megagrpo.config import DataSection, DatasetSection
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.sources import did_you_mean, load_rows
-from megagrpo.data.tokenizer import Tokenizer, read_chat_template
+from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
 from megagrpo.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class PromptSource:
         self.num_overlong = 0
         self._kept = self._usable_rows()
         self._orders: dict[int, list[int]] = {}  # of the epochs at hand
-        self._peeked: dict[int, Prompt] = {}  # by place, from the cursor on
+        self._peeked: dict[int, Prompt] = {}  # by position, from the cursor on
         self.curriculum = Curriculum(data)
         self._drawn_in: dict[int, int] = {}  # epochs of the prompts that were drawn since `learn`
         self.cursor = 0
@@ -83,18 +83,18 @@ class PromptSource:
     def next(self, n: int) -> list[Prompt]:
         """The next `n` prompts; a new epoch begins wherever the last one ends. `prompt_id` is the row in the data set."""
         drawn: list[Prompt] = []
-        for place, row, epoch in islice(self._coming(), n):
-            self._cursor = place + 1
+        for position, row, epoch in islice(self._coming(), n):
+            self._cursor = position + 1
             self._drawn_in[row] = epoch
-            drawn.append(self._peeked.pop(place, None) or self._prompt(row, place))
-        self._peeked = {place: prompt for place, prompt in self._peeked.items() if place >= self._cursor}
+            drawn.append(self._peeked.pop(position) if position in self._peeked else self._prompt(row, position))
+        self._peeked = {position: prompt for position, prompt in self._peeked.items() if position >= self._cursor}
         return drawn
 
     def peek(self, n: int) -> list[Prompt]:
         """The prompts that `next(n)` would give; draws none. The curriculum may learn to pass some of them over until they are drawn."""
         coming = list(islice(self._coming(), n))
-        self._peeked |= {place: self._prompt(row, place) for place, row, _ in coming if place not in self._peeked}
-        return [self._peeked[place] for place, _, _ in coming]
+        self._peeked |= {position: self._prompt(row, position) for position, row, _ in coming if position not in self._peeked}
+        return [self._peeked[position] for position, _, _ in coming]
 
     def learn(self, pass_rates: Mapping[int, float]) -> dict[str, float]:
         """Tell the curriculum what the policy made of the prompts that were drawn since the last call; its metrics."""
@@ -107,16 +107,16 @@ class PromptSource:
         return [self._prompt(row) for row in self._kept]
 
     def _coming(self) -> Iterator[tuple[int, int, int]]:
-        """Place in the endless stream, row and epoch of the prompts from the cursor on, less those at rest. Every rest ends, so it goes
+        """Position in the endless stream, row and epoch of the prompts from the cursor on, less those at rest. Every rest ends, so it goes
         on."""
-        for place in count(self._cursor):
-            row, epoch = self._row_at(place)
+        for position in count(self._cursor):
+            row, epoch = self._row_at(position)
             if not self.curriculum.rests(row, epoch):
-                yield place, row, epoch
+                yield position, row, epoch
 
-    def _row_at(self, place: int) -> tuple[int, int]:
-        """The row at that place of the endless stream, and its epoch."""
-        epoch, number = divmod(place, len(self))
+    def _row_at(self, position: int) -> tuple[int, int]:
+        """The row at that position of the endless stream, and its epoch."""
+        epoch, number = divmod(position, len(self))
         if epoch not in self._orders:
             self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1} | {epoch: self._epoch_order(epoch)}
         return self._orders[epoch][number], epoch
@@ -145,34 +145,40 @@ class PromptSource:
         self.num_overlong = len(overlong)
         if not overlong:
             return list(range(len(lengths)))
-        found = (
+        overlong_text = (
             f"{len(overlong)} of {len(lengths)} prompts are above rollout.max_prompt_length {self._max_prompt_length} "
             f"(the longest has {max(lengths)} tokens, the first is row {overlong[0]})"
         )
         if self._data.overlong_prompts == "error":
-            raise ValueError(f"{self._key}: {found}; raise the limit, or set data.overlong_prompts to drop or truncate_left")
-        log.warning("%s: %s: %s", self._key, found, "dropped" if self._data.overlong_prompts == "drop" else "cut on the left")
+            raise ValueError(f"{self._key}: {overlong_text}; raise the limit, or set data.overlong_prompts to drop or truncate_left")
+        log.warning("%s: %s: %s", self._key, overlong_text, "dropped" if self._data.overlong_prompts == "drop" else "cut on the left")
         if self._data.overlong_prompts == "truncate_left":
             return list(range(len(lengths)))
         if len(overlong) == len(lengths):
-            raise ValueError(f"{self._key}: all are dropped: {found}; raise the limit")
+            raise ValueError(f"{self._key}: all are dropped: {overlong_text}; raise the limit")
         return [row for row, length in enumerate(lengths) if length <= self._max_prompt_length]
 
-    def _prompt(self, row: int, place: int | None = None) -> Prompt:
+    def _prompt(self, row: int, position: int | None = None) -> Prompt:
         values = self._rows[row]
         token_ids = self._token_ids(row)[-self._max_prompt_length :]
-        return Prompt(row, token_ids, _messages(values[self._data.prompt_column]), self._columns(values), place=place)
+        return Prompt(row, token_ids, self._question(row), self._columns(values), place=position)
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
         columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}
         columns |= {new: values[old] for new, old in self._data.columns.items()}
         return columns | {name: hash_answer(columns[name]) for name in self._data.extract_hash_answer}
 
-    def _token_ids(self, row: int) -> tuple[int, ...]:
-        prompt = _messages(self._rows[row][self._data.prompt_column])
+    def _question(self, row: int) -> Messages:
+        """The prompt of a row. ValueError for a value that is no prompt."""
+        column = self._data.prompt_column
+        value = self._rows[row][column]
+        prompt = _messages(value)
         if not prompt:
-            column, value = self._data.prompt_column, self._rows[row][self._data.prompt_column]
             raise ValueError(f"{self._key}: row {row}: column `{column}` must hold a string or chat messages, not {value!r:.200}")
+        return prompt
+
+    def _token_ids(self, row: int) -> tuple[int, ...]:
+        prompt = self._question(row)
         token_ids = self._tokenizer.render(prompt, self._data.system_prompt, self._template, self._tools)
         if not token_ids:
             raise ValueError(f"{self._key}: row {row}: the prompt has no tokens: {prompt!r}")
@@ -185,7 +191,7 @@ def hash_answer(text: Any) -> str | None:
     return pieces[1].strip() if len(pieces) > 1 else None
 
 
-def _messages(prompt: Any) -> str | list[dict[str, Any]] | None:
+def _messages(prompt: Any) -> Messages | None:
     """A prompt as it is stored, without the None that Arrow puts for a message's absent keys; None for what is no prompt."""
     if isinstance(prompt, str):
         return prompt

@@ -22,14 +22,14 @@ GYM_PREFIX = "reasoning_gym:"
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def load_rows(section: DatasetSection, key: str, seed: int, prompt_column: str) -> Sequence[dict]:
+def load_rows(section: DatasetSection, key: str, seed: int, prompt_column: str) -> Sequence[dict[str, Any]]:
     """The rows of a data set, `section.size` of them at most. `key` is the section's place in the config, for messages.
 
     Rows of reasoning-gym hold `question`, `answer`, `metadata` and the question again as `prompt_column`; `seed` generates them unless
     `options` has one.
     ValueError for a source that does not exist, cannot be read or has no rows."""
     if section.source.startswith(GYM_PREFIX):
-        rows: Sequence[dict] = _generate(section, key, seed, prompt_column)
+        rows: Sequence[dict[str, Any]] = _generate(section, key, seed, prompt_column)
     else:
         if section.options:
             raise ValueError(f"{key}.options: only {GYM_PREFIX}FAMILY takes options; remove {', '.join(section.options)}")
@@ -53,8 +53,8 @@ def _read(section: DatasetSection, key: str) -> datasets.Dataset:
         if path is None:
             data = datasets.load_dataset(section.source, section.subset, split=section.split)
         elif path.is_file():
-            name = re.match(r"\w*", section.split).group()  # a file has one split, whatever it is called
-            data = datasets.load_dataset(_FORMATS[path.suffix], data_files={name: str(path)}, split=section.split)
+            files = {_split_name(section.split): str(path)}  # a file has one split, whatever it is called
+            data = datasets.load_dataset(_FORMATS[path.suffix], data_files=files, split=section.split)
         elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             data = _split_saved(datasets.load_from_disk(str(path)), section.split)
         else:
@@ -89,9 +89,14 @@ def _find(source: str, key: str) -> Path | None:
     return None
 
 
+def _split_name(split: str) -> str:
+    """The name in a split such as `train[:100]`."""
+    return re.sub(r"(?s)\W.*", "", split)
+
+
 def _split_saved(data: datasets.Dataset | datasets.DatasetDict, split: str) -> datasets.Dataset:
     """A split, or a slice such as `train[:100]`, of what `save_to_disk` wrote. A single saved Dataset answers to any name."""
-    name = re.match(r"\w*", split).group()
+    name = _split_name(split)
     if isinstance(data, datasets.DatasetDict):
         if name not in data:
             raise ValueError(f"it has no split `{name}`; it has {', '.join(data)}")
