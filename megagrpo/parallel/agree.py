@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 from megagrpo.parallel.layout import Layout
 
@@ -12,7 +12,11 @@ class RankError(RuntimeError):
     """An action failed on another rank; the text names the rank and its error."""
 
 
-def together[T](layout: Layout, action: Callable[[], T], here: bool = True) -> list[T | None]:
+@overload
+def together[T](layout: Layout, action: Callable[[], T], here: Literal[True] = True) -> list[T]: ...
+@overload
+def together[T](layout: Layout, action: Callable[[], T], here: bool) -> list[T | None]: ...
+def together[T](layout: Layout, action: Callable[[], T], here: bool = True) -> Sequence[T | None]:
     """Run `action` where `here` is true; return every rank's result in rank order on every rank, None where it did not run. Collective.
 
     If it raises on any rank, every rank raises: the failing rank its own error, the others a RankError that names the failing rank.
@@ -22,6 +26,17 @@ def together[T](layout: Layout, action: Callable[[], T], here: bool = True) -> l
     return [value for value, _ in _agree(layout, result, failure)]
 
 
+def on_first_rank[T](layout: Layout, action: Callable[[], T]) -> T:
+    """Like `together`, but run `action` on rank 0 alone, and return its result on every rank."""
+    result, failure = _attempt(action, layout.world_rank == 0)
+    first: T = _agree(layout, result, failure)[0][0]
+    return first
+
+
+@overload
+def own_part[T](layout: Layout, action: Callable[[], T], here: Literal[True] = True) -> T: ...
+@overload
+def own_part[T](layout: Layout, action: Callable[[], T], here: bool) -> T | None: ...
 def own_part[T](layout: Layout, action: Callable[[], T], here: bool = True) -> T | None:
     """Like `together`, but return only this rank's own result, which need not be picklable."""
     result, failure = _attempt(action, here)

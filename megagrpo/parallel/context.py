@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
 
 def own_tokens(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
@@ -24,10 +24,10 @@ def own_tokens(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     assert not (lengths % (2 * cp_size)).any(), f"sequences of {lengths.tolist()} tokens cannot be cut into {2 * cp_size} chunks"
     chunks = (lengths // (2 * cp_size)).repeat_interleave(lengths // cp_size)  # [T/cp], chunk length of the token's sequence
     starts = cu_seqlens[:-1].long().repeat_interleave(lengths // cp_size)
-    place = torch.arange(chunks.numel(), device=device) - starts // cp_size  # index within the two chunks of the sequence
-    early = cp_rank * chunks + place
-    late = (2 * cp_size - 1 - cp_rank) * chunks + place - chunks
-    return starts + torch.where(place < chunks, early, late)
+    offset = torch.arange(chunks.numel(), device=device) - starts // cp_size  # index within the two chunks of the sequence
+    early = cp_rank * chunks + offset
+    late = (2 * cp_size - 1 - cp_rank) * chunks + offset - chunks
+    return starts + torch.where(offset < chunks, early, late)
 
 
 def gathered_places(cu_seqlens: Tensor, cp_size: int) -> Tensor:
@@ -58,6 +58,6 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor):
+    def backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor, None, None]:
         (own,) = ctx.saved_tensors
         return grad.index_select(-1, own), None, None

@@ -196,4 +196,8 @@ def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:
 
 def _cpu_world(timeout: timedelta) -> dist.ProcessGroup:
     """Return a gloo group over all ranks: the default group if it uses gloo, else a new one."""
-    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(timeout=timeout, backend="gloo")
+    world = dist.group.WORLD
+    if dist.get_backend() == "gloo":
+        assert world is not None, "a world with a backend has a default group"
+        return world
+    return dist.new_group(timeout=timeout, backend="gloo")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import distributed_c10d
@@ -16,14 +17,14 @@ from megagrpo.parallel.layout import Layout
 class Group:
     """A stand-in for a process group while a model is built: it has a size and this rank's index, but no communication."""
 
-    places: int
-    place: int
+    num_ranks: int
+    index: int
 
     def size(self) -> int:
-        return self.places
+        return self.num_ranks
 
     def rank(self) -> int:
-        return self.place
+        return self.index
 
 
 def imagined_layouts(alone: Layout, parallel: ParallelSection, world_size: int) -> Iterator[tuple[list[int], Layout]]:
@@ -35,9 +36,9 @@ def imagined_layouts(alone: Layout, parallel: ParallelSection, world_size: int) 
     a_stage = world_size // parallel.pp
     for stage in range(parallel.pp):
         same: dict[tuple[int, int, int], list[int]] = {}
-        for place in range(a_stage):
-            coordinates = place % parallel.tp, place // parallel.expert_tp % parallel.ep, place % parallel.expert_tp
-            same.setdefault(coordinates, []).append(stage * a_stage + place)
+        for index in range(a_stage):
+            coordinates = index % parallel.tp, index // parallel.expert_tp % parallel.ep, index % parallel.expert_tp
+            same.setdefault(coordinates, []).append(stage * a_stage + index)
         for (tp_rank, ep_rank, etp_rank), ranks in same.items():
             tp, ep, etp = _known(parallel.tp, tp_rank), _known(parallel.ep, ep_rank), _known(parallel.expert_tp, etp_rank)
             yield (
@@ -61,16 +62,16 @@ def imagined_layouts(alone: Layout, parallel: ParallelSection, world_size: int) 
             )
 
 
-def _known(places: int, place: int) -> Group:
+def _known(num_ranks: int, index: int) -> Group:
     """Return a group that is registered in torch's group table, where Megatron looks up this process's rank. torch has no public way to
     register it."""
-    group = Group(places, place)
-    distributed_c10d._world.pg_group_ranks[group] = {0: place}
+    group = Group(num_ranks, index)
+    cast("dict[object, dict[int, int]]", distributed_c10d._world.pg_group_ranks)[group] = {0: index}
     return group
 
 
 def _groups(tp: Group, pp: Group, ep: Group, etp: Group) -> ProcessGroupCollection:
     one = _known(1, 0)
-    tp_ep = _known(etp.places * ep.places, ep.place * etp.places + etp.place)
+    tp_ep = _known(etp.num_ranks * ep.num_ranks, ep.index * etp.num_ranks + etp.index)
     groups = dict.fromkeys(("cp", "dp", "dp_cp", "expt_dp", "gtp_remat", "expt_gtp_remat", "embd", "pos_embd"), one)
     return ProcessGroupCollection(**groups, tp=tp, tp_cp=tp, pp=pp, mp=tp, ep=ep, expt_tp=etp, tp_ep=tp_ep, tp_dp_cp=tp)

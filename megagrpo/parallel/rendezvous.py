@@ -89,4 +89,4 @@ def sign_objects(secret: bytes) -> None:
                 raise pickle.UnpicklingError("rejected an object from another rank: its authentication code is not this run's")
             return pickle.loads(pickled)
 
-    distributed_c10d._pickler, distributed_c10d._unpickler = Signing, Checking
+    vars(distributed_c10d).update(_pickler=Signing, _unpickler=Checking)

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # Before the forks: otherwise torch and Megatron's optimizer import torch._dynamo and this module in each rank.
 import megatron.core.models.mimo.optimizer  # noqa: F401
@@ -40,7 +40,12 @@ class RankFailed(RuntimeError):
 
 
 def run_ranks(
-    function: Callable[..., Any], n: int, *args, timeout: float = 120.0, env: dict[str, str] | None = None, start: str | None = None
+    function: Callable[..., Any],
+    n: int,
+    *args: Any,
+    timeout: float = 120.0,
+    env: dict[str, str] | None = None,
+    start: Literal["fork", "spawn"] | None = None,
 ) -> list[Any]:
     """Run `function(*args)` on `n` ranks at once; return the ranks' results (picklable) in rank order.
 
@@ -48,7 +53,8 @@ def run_ranks(
     failing rank's traceback; so does a rank that has not finished after `timeout` seconds. Ranks die with the caller, even if the caller
     is killed. `start` is "fork" or "spawn"; "spawn" needs a picklable function and arguments. None chooses by machine.
     """
-    context = multiprocessing.get_context(start or ("spawn" if device.has_gpu() else "fork"))
+    start = start or ("spawn" if device.has_gpu() else "fork")
+    context = multiprocessing.get_context("spawn") if start == "spawn" else multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         ranks: dict[int, BaseProcess] = {}
         sys.stdout.flush()
