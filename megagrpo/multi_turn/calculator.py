@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 MAX_LENGTH = 500  # characters of an expression
 MAX_BITS = 4096  # limit on the bits of integers, intermediate results included
-_BINARY: dict[type, Callable] = {
+_BINARY: dict[type[ast.operator], Callable[[float, float], int | float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -18,8 +18,8 @@ _BINARY: dict[type, Callable] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_UNARY: dict[type, Callable] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-_FUNCTIONS = {
+_UNARY: dict[type[ast.unaryop], Callable[[float], int | float]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_FUNCTIONS: dict[str, Callable[..., int | float]] = {
     "sqrt": math.sqrt,
     "abs": abs,
     "round": lambda number, digits=0: round(number, min(max(digits, -15), 15)),

@@ -14,13 +14,13 @@ Message = dict[str, Any]
 class Conversation:
     """A multi-turn response in progress.
 
-    `place` is the index of its prompt in the call, `index` its index among the responses to that prompt, `number` a unique id within the
-    call. `opening` are the prompt's messages. Tokens are only appended, with one exception: a scheduler may cut the end of the policy's
-    last message. `ended` is the reason why the response is complete, "" while it continues.
+    `prompt_index` is the index of its prompt in the call, `index` its index among the responses to that prompt, `number` a unique id
+    within the call. `opening` are the prompt's messages. Tokens are only appended, with one exception: a scheduler may cut the end of the
+    policy's last message. `ended` is the reason why the response is complete, "" while it continues.
     """
 
-    def __init__(self, prompt: Prompt, place: int, index: int, number: int, opening: list[Message], max_length: int):
-        self.prompt, self.place, self.index, self.number, self.opening = prompt, place, index, number, opening
+    def __init__(self, prompt: Prompt, prompt_index: int, index: int, number: int, opening: list[Message], max_length: int):
+        self.prompt, self.prompt_index, self.index, self.number, self.opening = prompt, prompt_index, index, number, opening
         self.max_length = max_length  # in tokens of the whole response, tool results and follow-up messages included
         self.ids: list[int] = []
         self.written: list[bool] = []
@@ -78,7 +78,7 @@ class Conversation:
         last = len(before) - 1
         if len(messages) < len(before) or messages[:last] != before[:last]:
             raise ValueError("the scheduler changed earlier messages; it may add messages, or change the end of the policy's last one")
-        added, content = messages[last + 1 :], messages[last].get("content")
+        added, content = messages[last + 1 :], messages[last].get("content", "")
         if not all(isinstance(m, dict) and m.get("role") and isinstance(m.get("content"), str) for m in messages[last:]):
             raise ValueError(f"the scheduler gave no messages with a role and a content: {messages[last:]!r:.200}")
         if content == before[last]["content"]:

@@ -108,18 +108,18 @@ class DialogueEngine:
             self.players.finish(over)
             finished |= {c.number: c.rollout(self._tokenizer.decode) for c in over}
             going = [c for c in going if not c.ended]
-            for place in dict.fromkeys(c.place for c in over):
-                group = [finished.get(place * n + i) for i in range(n)]
-                if on_group is not None and None not in group:
-                    on_group(place, group)
-        return [[finished[place * n + i] for i in range(n)] for place in range(len(prompts))]
+            for prompt_index in dict.fromkeys(c.prompt_index for c in over):
+                numbers = range(prompt_index * n, (prompt_index + 1) * n)
+                if on_group is not None and all(number in finished for number in numbers):
+                    on_group(prompt_index, [finished[number] for number in numbers])
+        return [[finished[prompt_index * n + i] for i in range(n)] for prompt_index in range(len(prompts))]
 
     def _conversations(self, prompts: Sequence[Prompt], n: int, limit: int) -> list[Conversation]:
         made = []
-        for place, prompt in enumerate(prompts):
+        for prompt_index, prompt in enumerate(prompts):
             opening = as_messages(prompt.messages, self._dialogues.system_prompt)
             for i in range(n):
-                made.append(Conversation(prompt, place, prompt.occurrence * n + i, place * n + i, opening, limit))
+                made.append(Conversation(prompt, prompt_index, prompt.occurrence * n + i, prompt_index * n + i, opening, limit))
         return made
 
     def _open(self, conversations: Sequence[Conversation]) -> None:
@@ -174,8 +174,8 @@ class DialogueEngine:
         if self._limits.vllm_parser is None:
             read = [hermes(c.messages[-1]["content"]) for c in conversations]
         else:
-            found = self.engine.read_tool_calls([c.ids[c.message_start :] for c in conversations], self.players.tools)
-            read = [(content, [named_call(**call) for call in calls]) for content, calls in found]
+            answers = self.engine.read_tool_calls([c.ids[c.message_start :] for c in conversations], self.players.tools)
+            read = [(content, [named_call(**call) for call in calls]) for content, calls in answers]
         for conversation, (content, calls) in zip(conversations, read, strict=True):
             if calls:
                 conversation.messages[-1] = as_message(content, calls)

@@ -14,7 +14,7 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from megagrpo.multi_turn.schema import tool_schema
 from megagrpo.rewards.target import Target
@@ -50,21 +50,21 @@ def describe(scheduler: Target | None, scheduler_args: Arguments, tools: list[Ta
     columns: list[str] = []
     scheduler_is_class = False
     if environment is not None:
-        found = find(environment)
-        if not isinstance(found, type) or not callable(getattr(found, "reset", None)):
+        player = find(environment)
+        if not isinstance(player, type) or not callable(getattr(player, "reset", None)):
             raise ValueError(f"`{environment.attribute}` must be a class with a method `reset`")
-        methods = [name for name, _ in inspect.getmembers(found, inspect.isfunction) if not name.startswith("_") and name not in NOT_TOOLS]
-        schemas += [_method_schema(found, name) for name in methods]
-        columns += [found.__name__] if hasattr(found, "get_reward") else []
+        methods = [name for name, _ in inspect.getmembers(player, inspect.isfunction) if not name.startswith("_") and name not in NOT_TOOLS]
+        schemas += [_method_schema(player, name) for name in methods]
+        columns += [player.__name__] if hasattr(player, "get_reward") else []
     if scheduler is not None:
-        found = find(scheduler)
-        scheduler_is_class = isinstance(found, type)
-        if scheduler_is_class and not callable(getattr(found, "step", None)):
+        player = find(scheduler)
+        scheduler_is_class = isinstance(player, type)
+        if scheduler_is_class and not callable(getattr(player, "step", None)):
             raise ValueError(f"the class `{scheduler.attribute}` must have a method `step`")
-        if unknown := [name for name in scheduler_args if name not in _accepted(found, scheduler_args)]:
-            takes = ", ".join(inspect.signature(found).parameters)
+        if unknown := [name for name in scheduler_args if name not in _accepted(player, scheduler_args)]:
+            takes = ", ".join(inspect.signature(player).parameters)
             raise ValueError(f"`{scheduler.attribute}` takes no argument `{unknown[0]}`; it takes {takes}")
-        columns += ["turns"] + ([found.__name__] if scheduler_is_class and hasattr(found, "get_reward") else [])
+        columns += ["turns"] + ([player.__name__] if scheduler_is_class and hasattr(player, "get_reward") else [])
     names = [schema["function"]["name"] for schema in schemas]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two tools are called `{twice[0]}`; rename one")
@@ -72,8 +72,8 @@ def describe(scheduler: Target | None, scheduler_args: Arguments, tools: list[Ta
     return described | {"keeps_state": scheduler_is_class or environment is not None}
 
 
-def _method_schema(found: type, name: str) -> Arguments:
-    bound = getattr(found, name).__get__(object())  # binds `self`, without creating an instance
+def _method_schema(environment: type, name: str) -> Arguments:
+    bound = getattr(environment, name).__get__(object())  # binds `self`, without creating an instance
     return tool_schema(bound)
 
 
@@ -226,7 +226,7 @@ def _is_used(answer: Any) -> bool:
     return isinstance(answer, dict) and [*answer] in (["result"], ["error"]) and all(isinstance(text, str) for text in answer.values())
 
 
-def _live(channel: Channel, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None):
+def _live(channel: Channel, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None) -> NoReturn:
     """Serve the episode's calls in the forked process; never returns."""
     os.setpgid(0, 0)
     tie_to_parent()
@@ -255,8 +255,8 @@ class _Episode:
     """The scheduler and environment instances of one response."""
 
     def __init__(self, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None):
-        found = None if scheduler is None else find(scheduler)
-        self.scheduler = found(**scheduler_args) if isinstance(found, type) else None
+        scheduler_target = None if scheduler is None else find(scheduler)
+        self.scheduler = scheduler_target(**scheduler_args) if isinstance(scheduler_target, type) else None
         self.environment = None if environment is None else find(environment)()
 
     def do(self, verb: str, arguments: Arguments) -> Any:
@@ -268,6 +268,7 @@ class _Episode:
                 raise TypeError(f"reset must return text or None, not {wrong[0]!r:.200}")
             return "".join(said) if said else None
         if verb == "step":
+            assert self.scheduler is not None, "only a scheduler class is asked for steps"
             return _answer(self.scheduler.step, arguments)
         if verb == "reward":
             return {type(p).__name__: _reward(_settled(p.get_reward())) for p in players if hasattr(p, "get_reward")}

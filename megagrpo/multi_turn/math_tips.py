@@ -34,5 +34,5 @@ def _is_right(content: str, solution: Any, answer: Any) -> bool:
     columns."""
     if solution is None and answer is None:
         raise ValueError("the data set has neither a column `solution` nor `answer`; rename one with data.columns")
-    (found,) = accuracy([content], solution=[solution] if solution is not None else None, answer=[answer])
-    return found is None or found >= 1
+    (accuracy_reward,) = accuracy([content], solution=[solution] if solution is not None else None, answer=[answer])
+    return accuracy_reward is None or accuracy_reward >= 1

@@ -61,8 +61,8 @@ class Players:
         self._failed = ""
         if not self._keeps_state:
             return [None] * len(conversations)
-        given = dict(scheduler=self._scheduler, scheduler_args=self.section.scheduler_args, environment=self._environment)
-        calls = [self._episode("begin", c, given | dict(columns=c.prompt.columns)) for c in conversations]
+        arguments = dict(scheduler=self._scheduler, scheduler_args=self.section.scheduler_args, environment=self._environment)
+        calls = [self._episode("begin", c, arguments | dict(columns=c.prompt.columns)) for c in conversations]
         return self._values(conversations, calls)
 
     def schedule(self, conversations: Sequence[Conversation]) -> list[tuple[list, bool, float | None] | None]:
@@ -93,8 +93,8 @@ class Players:
         """Set each conversation's reward columns and end its episode. As with reward functions, a failure gives 0."""
         asked = [name for name in self.columns if name != TURNS]
         if asked:
-            found = self._values(conversations, [self._episode("act", c, dict(verb="reward", arguments={})) for c in conversations])
-            for conversation, rewards in zip(conversations, found, strict=True):
+            values = self._values(conversations, [self._episode("act", c, dict(verb="reward", arguments={})) for c in conversations])
+            for conversation, rewards in zip(conversations, values, strict=True):
                 conversation.rewards |= {name: (rewards or {}).get(name, 0.0) for name in asked}
         if self.has_scheduler:
             for conversation in conversations:
@@ -131,8 +131,8 @@ class Players:
     def _tool_call(self, conversation: Conversation, call: dict[str, Any]) -> Call:
         if call["name"] in self._methods:
             return self._episode("act", conversation, dict(verb=call["name"], arguments=call["arguments"]))
-        given = dict(target=self._functions[call["name"]], arguments=call["arguments"])
-        return self._call("use_tool", given, self.section.timeout)
+        arguments = dict(target=self._functions[call["name"]], arguments=call["arguments"])
+        return self._call("use_tool", arguments, self.section.timeout)
 
     def _step_call(self, conversation: Conversation) -> Call:
         left = None if self.section.max_turns is None else self.section.max_turns - conversation.turns
@@ -141,20 +141,20 @@ class Players:
         )
         if self._scheduler_is_class:
             return self._episode("act", conversation, dict(verb="step", arguments=arguments))
-        given = dict(target=self._scheduler, arguments=arguments | self.section.scheduler_args)
-        return self._call("schedule", given, self.section.timeout)
+        call_arguments = dict(target=self._scheduler, arguments=arguments | self.section.scheduler_args)
+        return self._call("schedule", call_arguments, self.section.timeout)
 
-    def _episode(self, function: str, conversation: Conversation, given: dict[str, Any]) -> Call:
+    def _episode(self, function: str, conversation: Conversation, arguments: dict[str, Any]) -> Call:
         """Build a call to an episode. The episode's process has the deadline; its worker gets `_GRACE` seconds more to report a miss."""
-        given = dict(number=conversation.number, timeout=self.section.timeout) | given
-        return self._call(function, given, self.section.timeout + _GRACE, self._lane_of(conversation))
+        arguments = dict(number=conversation.number, timeout=self.section.timeout) | arguments
+        return self._call(function, arguments, self.section.timeout + _GRACE, self._lane_of(conversation))
 
     def _lane_of(self, conversation: Conversation) -> str:
         return f"episodes {conversation.number % self.section.workers}"
 
     def _call(self, function: str, arguments: dict[str, Any], timeout: float, lane: str = SHARED) -> Call:
-        given = {"function": function, "arguments": arguments}
-        return Call(_HOSTED, {"targets": self._targets}, action="call", arguments=given, timeout=timeout, lane=lane)
+        call_arguments = {"function": function, "arguments": arguments}
+        return Call(_HOSTED, {"targets": self._targets}, action="call", arguments=call_arguments, timeout=timeout, lane=lane)
 
     def _answers(self, calls: Sequence[Call]) -> list[tuple[Any, str | None]]:
         """Run the calls. Returns, in order, (value, None) or (None, reason of the failure) of each."""
@@ -164,7 +164,7 @@ class Players:
             value, failure = (outcome.value, None) if outcome.kind == "result" else (None, str(outcome.value))
             if failure is None and not is_sound(**call.arguments, answer=value):
                 value, failure = None, MALFORMED
-            elif failure is None and call.arguments["function"] in ("begin", "act"):
+            elif value is not None and call.arguments["function"] in ("begin", "act"):
                 value, failure = value.get("value"), value.get("failure")
             answers[call.tag] = (value, failure)
             return []
@@ -181,8 +181,8 @@ class Players:
         return [value for value, _ in answers]
 
     def _described(self, tools: list[Target]) -> dict[str, Any]:
-        given = dict(scheduler=self._scheduler, scheduler_args=self.section.scheduler_args, tools=tools, environment=self._environment)
-        ((value, failure),) = self._answers([self._call("describe", given, self.section.timeout)])
+        arguments = dict(scheduler=self._scheduler, scheduler_args=self.section.scheduler_args, tools=tools, environment=self._environment)
+        ((value, failure),) = self._answers([self._call("describe", arguments, self.section.timeout)])
         if failure is not None:
             raise ValueError(f"multi_turn: {failure}")
         return value

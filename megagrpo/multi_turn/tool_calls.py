@@ -44,5 +44,5 @@ def named_call(name: str, arguments: Any) -> dict[str, Any]:
 
 def as_message(content: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
     """Build an assistant message in OpenAI's format; invalid calls are left out."""
-    told = [{"type": "function", "function": call} for call in calls if "error" not in call]
-    return {"role": "assistant", "content": content} | ({"tool_calls": told} if told else {})
+    tool_calls = [{"type": "function", "function": call} for call in calls if "error" not in call]
+    return {"role": "assistant", "content": content} | ({"tool_calls": tool_calls} if tool_calls else {})
