@@ -29,7 +29,7 @@ from megagrpo.bridge.load import Checkpoint, counted
 from megagrpo.bridge.tensor_files import NAMES
 from megagrpo.families.config import load_hf_config
 from megagrpo.families.sources import INDEX, resolve_model
-from megagrpo.parallel.agree import together
+from megagrpo.parallel.agree import on_first_rank
 from megagrpo.parallel.layout import Layout
 
 SHOWN = 5  # differences that are named
@@ -38,32 +38,31 @@ SHOWN = 5  # differences that are named
 def check(model: str, manifest: Path | None, scratch: Path, layout: Layout) -> bool:
     """Whether MODEL comes back as it was; rank 0 writes the manifest and says what differs. Collective."""
     source = resolve_model(model)
-    first = layout.world_rank == 0
-    folder = together(layout, lambda: Path(tempfile.mkdtemp(prefix="roundtrip_", dir=scratch)), here=first)[0]
+    folder = on_first_rank(layout, lambda: Path(tempfile.mkdtemp(prefix="roundtrip_", dir=scratch)))
     try:
         import_hf(str(source), folder / "megatron", layout)
         export_hf(folder / "megatron", folder / "hf", None, layout)
-        return together(layout, lambda: _report(source, folder / "hf", manifest or Path(f"{source.name}.manifest.json")), here=first)[0]
+        return on_first_rank(layout, lambda: _report(source, folder / "hf", manifest or Path(f"{source.name}.manifest.json")))
     finally:
-        if first:
+        if layout.world_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _report(source: Path, back: Path, manifest: Path) -> bool:
     before, after = describe(source), describe(back)
     left_out = Checkpoint(source).left_out(load_hf_config(source))
-    found = differences(before, after, left_out)
-    verdict = dict(model=str(source), identical=not found and not left_out, left_out=left_out, differences=found)
+    changes = differences(before, after, left_out)
+    verdict = dict(model=str(source), identical=not changes and not left_out, left_out=left_out, differences=changes)
     manifest.write_text(json.dumps(verdict | before, indent=1))
     if left_out:
         print(f"left out, because the model has no place for it: {counted(left_out)}")
-    for line in found[:SHOWN]:
+    for line in changes[:SHOWN]:
         print(line)
     total = sum(tensor["nbytes"] for tensor in before["tensors"].values())
     back_again = f"{len(before['tensors']) - len(left_out)} of them " if left_out else ""
-    outcome = f"{len(found)} differences" if found else f"{back_again}back without a changed byte"
+    outcome = f"{len(changes)} differences" if changes else f"{back_again}back without a changed byte"
     print(f"{len(before['tensors'])} tensors, {total / 1e9:.3f} GB, {len(before['files'])} files: {outcome}; manifest {manifest}")
-    return not found
+    return not changes
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -76,8 +75,8 @@ def describe(folder: Path) -> dict[str, Any]:
         tensors[name] = dict(dtype=NAMES[entry.dtype], shape=list(entry.shape), nbytes=entry.nbytes, file=file, sha256=digest)
     files = {}
     for name in [*checkpoint.files, *([INDEX] if checkpoint.index is not None else [])]:
-        with open(folder / name, "rb") as file:
-            files[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        with open(folder / name, "rb") as stored:
+            files[name] = hashlib.file_digest(stored, "sha256").hexdigest()
     return dict(files=files, tensors=tensors)
 
 
@@ -102,7 +101,7 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path, default=Path(), help="folder with room for the model twice (default: this one)")
     add_layout_arguments(parser)
     args = parser.parse_args()
-    outcome = []
+    outcome: list[bool] = []
     failed = run_in_layout(args, lambda layout: outcome.append(check(args.model, args.manifest, args.scratch, layout)))
     return failed or int(not outcome[0])
 

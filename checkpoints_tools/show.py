@@ -23,12 +23,13 @@ from dataclasses import asdict, dataclass
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for them
 
+import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megagrpo.bridge.adapters import ADAPTER_FILES, CONFIG, WEIGHTS
 from megagrpo.bridge.load import Checkpoint
 from megagrpo.bridge.megatron_io import HF_FILES, check_is_checkpoint
-from megagrpo.bridge.tensor_files import TensorFile
+from megagrpo.bridge.tensor_files import Entry, TensorFile
 from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.families.config import read_raw_config
 from megagrpo.records.checkpoint import STATE_FILE
@@ -96,11 +97,11 @@ def _of_megatron(path: Path) -> Contents:
     return Contents("Megatron distributed checkpoint", facts, rows)
 
 
-def _row(name: str, entry, where: str) -> Row:
+def _row(name: str, entry: Entry, where: str) -> Row:
     return Row(name, list(entry.shape), _name(entry.dtype), entry.nbytes, "weights", where)
 
 
-def _name(dtype) -> str:
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -120,15 +121,15 @@ def totals(rows: list[Row]) -> dict[str, tuple[int, int, int]]:
     return dict(sorted(sums.items(), key=lambda item: item[0] == "all"))
 
 
-def show(path: Path, found: Contents) -> None:
+def show(path: Path, checkpoint: Contents) -> None:
     """Print it for people."""
-    print(f"{path}: {found.kind}")
-    for key, value in found.facts.items():
+    print(f"{path}: {checkpoint.kind}")
+    for key, value in checkpoint.facts.items():
         print(f"  {key:20} {value}")
-    width = max((len(row.name) for row in found.tensors), default=0)
-    for row in found.tensors:
+    width = max((len(row.name) for row in checkpoint.tensors), default=0)
+    for row in checkpoint.tensors:
         print(f"{row.name:{width}}  {row.dtype:9} {row.shape!s:20} {row.nbytes:14,}  {row.where}")
-    for label, (count, numbers, nbytes) in totals(found.tensors).items():
+    for label, (count, numbers, nbytes) in totals(checkpoint.tensors).items():
         print(f"{label}: {count:,} tensors, {numbers:,} numbers, {nbytes:,} bytes")
 
 
@@ -138,14 +139,14 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="all of it as JSON")
     args = parser.parse_args()
     try:
-        found = contents(args.path)
+        checkpoint = contents(args.path)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.json:
-        print(json.dumps(asdict(found) | dict(totals=totals(found.tensors)), indent=1))
+        print(json.dumps(asdict(checkpoint) | dict(totals=totals(checkpoint.tensors)), indent=1))
     else:
-        show(args.path, found)
+        show(args.path, checkpoint)
     return 0
 
 

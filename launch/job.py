@@ -81,8 +81,8 @@ def load_cluster(path: str | Path) -> Cluster:
     return Cluster(**raw | {"setup": tuple(raw.get("setup", ()))})
 
 
-def _problems(raw: dict[str, Any], into: type, prefix: str) -> list[str]:
-    kinds = {f.name: f.type for f in fields(into)}
+def _problems(raw: dict[str, Any], into: type[Cluster | Container], prefix: str) -> list[str]:
+    kinds = {f.name: str(f.type) for f in fields(into)}  # annotations are strings in this file
     problems = []
     for key, value in raw.items():
         if key not in kinds:

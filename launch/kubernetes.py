@@ -82,6 +82,7 @@ def _literal(word: str) -> str:
 
 def _job(role: str, nodes: int, command: list[str], name: str, cluster: Cluster) -> dict[str, Any]:
     """One pod on each of `nodes`. A pod that fails fails its Job, and then the JobSet starts all pods again."""
+    assert cluster.container is not None, "`manifest` requires a container"
     gpus = {"nvidia.com/gpu": cluster.gpus_per_node} if cluster.gpus_per_node else {}
     env = {"PYTHONPATH": ".", "PYTHONUNBUFFERED": "1", "MEGAGRPO_JOB": f"kubernetes-{name}", TOKEN_FILE_VARIABLE: "/secret/token"}
     env |= {key: _literal(value) for key, value in cluster.env.items()}

@@ -10,7 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megagrpo.__main__ import parse
 from megagrpo.config import ConfigError, RunConfig
@@ -24,6 +25,20 @@ if TYPE_CHECKING:
 
 SHUTDOWN_SECONDS = 180  # what the ranks have, after a signal, to finish their step and write a checkpoint
 TO_BE_CONTINUED = 85  # exit code of a trainer that has saved and that its scheduler is to start again
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a job, as the node with index `rank` knows them. `address` and `port` are the first node's; one node needs neither."""
+
+    rank: int = 0
+    num_nodes: int = 1
+    address: str = LOOPBACK
+    port: int = 0
+
+
+ONE_NODE = Nodes()
 
 
 def num_gpus() -> int:
@@ -66,13 +81,13 @@ def set_thread_environment(ranks: int) -> None:
 
 def torchrun(ranks: int, trainer: list[str]) -> int:
     """Runs the ranks of a run that has no other machine."""
-    return run_ranks(ranks, {}, trainer)
+    return run_ranks(ranks, ONE_NODE, trainer)
 
 
 @temporary_files()  # torchrun leaves an empty folder for logs
-def run_ranks(ranks: int, nodes: dict[str, Any], trainer: list[str], logs: LogsSpecs | None = None) -> int:
+def run_ranks(ranks: int, nodes: Nodes, trainer: list[str], logs: LogsSpecs | None = None) -> int:
     """Runs this machine's ranks under torchrun's agent, in this process, so that a signal reaches it and it forwards it to the ranks.
-    `nodes` are arguments of `rendezvous.options` (empty: one node), `logs` says where the ranks print."""
+    `logs` says where the ranks print."""
     os.environ.setdefault("LOGLEVEL", "ERROR")
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -81,7 +96,7 @@ def run_ranks(ranks: int, nodes: dict[str, Any], trainer: list[str], logs: LogsS
 
     from launch import rendezvous
 
-    options = [*rendezvous.options(**nodes), f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
+    options = [*rendezvous.options(nodes), f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
     config, program, words = config_from_args(parse_args([*options, *([] if trainer[0].endswith(".py") else ["-m"]), *trainer]))
     if logs is not None:
         config.logs_specs, config.role, config.log_line_prefix_template = logs, "", "${role_name}"  # no prefix: one rank is printed

@@ -15,8 +15,11 @@ import time
 import urllib.request
 from pathlib import Path
 
-from local import run_ranks, set_thread_environment
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from launch.local import Nodes, run_ranks, set_thread_environment
 
 NUMBERS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # of this node among those of the step or the job
 
@@ -26,20 +29,19 @@ class RankLogs(LogsSpecs):
 
     def __init__(self, folder: Path, main: int = 0):
         super().__init__(str(folder))
-        self.main = main
+        self.folder, self.main = folder, main
 
     @property
     def root_log_dir(self) -> str:
         """The folder of the files."""
-        return self._root_log_dir
+        return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Local rank -> its file, for output and errors alike."""
-        folder = Path(self._root_log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        files = {local: str(folder / f"rank_{int(env['RANK']):05d}.log") for local, env in envs.items()}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files = {local: str(self.folder / f"rank_{int(env['RANK']):05d}.log") for local, env in envs.items()}
         printed = {local: files[local] for local, env in envs.items() if int(env["RANK"]) == self.main}
-        errors = {local: str(folder / f".error_{env['RANK']}.json") for local, env in envs.items()}
+        errors = {local: str(self.folder / f".error_{env['RANK']}.json") for local, env in envs.items()}
         for local, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = errors[local]
         return LogsDest(files, files, printed, {}, errors, os.devnull, os.devnull)
@@ -70,15 +72,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--wait-for", default="", help="addresses of servers, separated by commas, that must answer first")
     parser.add_argument("--wait-seconds", type=float, default=600.0)
-    given, trainer = parser.parse_known_args(arguments)
-    if silent := silent_servers([url for url in given.wait_for.split(",") if url], given.wait_seconds):
-        print(f"{', '.join(silent)} did not answer within {given.wait_seconds:g} s", file=sys.stderr)
+    options, trainer = parser.parse_known_args(arguments)
+    if silent := silent_servers([url for url in options.wait_for.split(",") if url], options.wait_seconds):
+        print(f"{', '.join(silent)} did not answer within {options.wait_seconds:g} s", file=sys.stderr)
         return 1
-    address, _, port = given.master.rpartition(":")
+    address, _, port = options.master.rpartition(":")
     number = next((os.environ[name] for name in NUMBERS if name in os.environ), "0")
-    set_thread_environment(given.ranks)
-    nodes = dict(rank=int(number), num_nodes=given.nodes, address=address, port=int(port))
-    return run_ranks(given.ranks, nodes, ["megagrpo", "train", *trainer], RankLogs(given.logs) if given.logs else None)
+    set_thread_environment(options.ranks)
+    nodes = Nodes(int(number), options.nodes, address, int(port))
+    return run_ranks(options.ranks, nodes, ["megagrpo", "train", *trainer], RankLogs(options.logs) if options.logs else None)
 
 
 if __name__ == "__main__":

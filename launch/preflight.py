@@ -38,55 +38,55 @@ def facts() -> dict[str, str]:
 def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[str, str], one_connection: bool = False) -> list[str]:
     """What is wrong with this node."""
     missing = [name for name in NEEDED if not _there(name)]
-    found = [f"{name}: not installed for {sys.executable}; run launch/setup.sh, or name the container" for name in missing]
+    lines = [f"{name}: not installed for {sys.executable}; run launch/setup.sh, or name the container" for name in missing]
     if len(visible := _gpus(environment)) < gpus:
-        found.append(f"GPUs: {len(visible)} are visible and the job uses {gpus}; look at gpus_per_node of the cluster, and at nvidia-smi")
+        lines.append(f"GPUs: {len(visible)} are visible and the job uses {gpus}; look at gpus_per_node of the cluster, and at nvidia-smi")
     for name in interfaces:
         if not Path("/sys/class/net", name).exists():
             there = ", ".join(sorted(path.name for path in Path("/sys/class/net").iterdir()))
-            found.append(f"interface: {name} does not exist here, {there} do; correct `interface` of the cluster")
+            lines.append(f"interface: {name} does not exist here, {there} do; correct `interface` of the cluster")
     if "expandable_segments:True" in environment.get("PYTORCH_ALLOC_CONF", ""):
-        found.append("PYTORCH_ALLOC_CONF: vLLM's sleep mode only knows PYTORCH_CUDA_ALLOC_CONF; set that instead")
+        lines.append("PYTORCH_ALLOC_CONF: vLLM's sleep mode only knows PYTORCH_CUDA_ALLOC_CONF; set that instead")
     if one_connection and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1" and any(not BLACKWELL.search(gpu) for gpu in visible):
-        found.append(
+        lines.append(
             "CUDA_DEVICE_MAX_CONNECTIONS: tensor and context parallelism overlap messages and products in the right order with 1 alone, on "
             'GPUs before Blackwell; set env: {CUDA_DEVICE_MAX_CONNECTIONS: "1"} of the cluster'
         )
     if _version("apex").startswith("0.9.10"):
-        found.append("apex: this is not NVIDIA's, but another project of that name on the Python index; uninstall it (docs/gpu.md)")
+        lines.append("apex: this is not NVIDIA's, but another project of that name on the Python index; uninstall it (docs/gpu.md)")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe.{socket.gethostname()}.{os.getpid()}"
         probe.write_text("")
         probe.unlink()
         if (free := shutil.disk_usage(folder).free / 2**30) < FREE_GIB:
-            found.append(f"disk: {free:.2f} GiB are free in {folder}, and a run needs at least {FREE_GIB:g}; make room")
+            lines.append(f"disk: {free:.2f} GiB are free in {folder}, and a run needs at least {FREE_GIB:g}; make room")
     except OSError as error:
-        found.append(f"run.output_dir: {folder} cannot be written to: {error}; name a folder that all nodes share")
-    return found
+        lines.append(f"run.output_dir: {folder} cannot be written to: {error}; name a folder that all nodes share")
+    return lines
 
 
 def differences(reports: dict[str, dict[str, str]]) -> list[str]:
     """Facts that are not the same on all nodes."""
-    found = []
+    lines = []
     for name in facts():
         by_value: dict[str, list[str]] = {}
         for node, report in sorted(reports.items()):
             by_value.setdefault(report.get(name, ""), []).append(node)
         if len(by_value) > 1:
-            told = ", ".join(f"{value or 'none'} on {' '.join(nodes)}" for value, nodes in by_value.items())
-            found.append(f"{name}: {told}; use one environment on all nodes")
-    return found
+            values = ", ".join(f"{value or 'none'} on {' '.join(nodes)}" for value, nodes in by_value.items())
+            lines.append(f"{name}: {values}; use one environment on all nodes")
+    return lines
 
 
 def listen(master: str) -> socket.socket:
     """The trainer's meeting point, opened on this node, the first one, for the others to reach. OSError when it cannot be."""
     address, _, port = master.rpartition(":")
-    family, kind, *_, place = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
+    family, kind, *_, address_info = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
     opened = socket.socket(family, kind)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind(place)
+        opened.bind(address_info)
         opened.listen(4096)
     except OSError:
         opened.close()
@@ -117,30 +117,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--interface", default="", help="one or several, separated by commas")
     parser.add_argument("--one-connection", action="store_true", help="the run needs CUDA_DEVICE_MAX_CONNECTIONS=1")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     node, first = os.environ.get("SLURMD_NODENAME", socket.gethostname()), os.environ.get("SLURM_NODEID", "0") == "0"
-    interfaces = [name for name in given.interface.split(",") if name]
-    found = problems(given.folder, given.gpus, interfaces, dict(os.environ), given.one_connection)
+    interfaces = [name for name in options.interface.split(",") if name]
+    lines = problems(options.folder, options.gpus, interfaces, dict(os.environ), options.one_connection)
     try:
-        meeting = listen(given.master) if first else None
+        meeting = listen(options.master) if first else None
     except OSError as error:
         meeting = None
-        found.append(f"master: {given.master} cannot be opened here ({error.strerror}); another job may have the port, try again")
+        lines.append(f"master: {options.master} cannot be opened here ({error.strerror}); another job may have the port, try again")
     try:
-        found += [] if first else reach(given.master)
-        given.report.mkdir(parents=True, exist_ok=True)
-        unfinished = given.report / f".{node}"
+        lines += [] if first else reach(options.master)
+        options.report.mkdir(parents=True, exist_ok=True)
+        unfinished = options.report / f".{node}"
         unfinished.write_text(json.dumps(facts()))
-        unfinished.rename(given.report / f"{node}.json")
-        found += _compared(given.report, given.nodes) if first else []
+        unfinished.rename(options.report / f"{node}.json")
+        lines += _compared(options.report, options.nodes) if first else []
     except OSError as error:
-        found.append(f"run.output_dir: {given.report} cannot be written to: {error}; name a folder that all nodes share")
+        lines.append(f"run.output_dir: {options.report} cannot be written to: {error}; name a folder that all nodes share")
     finally:
         if meeting is not None:
             meeting.close()
-    for problem in found:
+    for problem in lines:
         print(f"preflight: {node}: {problem}", file=sys.stderr)
-    return 1 if found else 0
+    return 1 if lines else 0
 
 
 def _compared(folder: Path, nodes: int) -> list[str]:

@@ -16,7 +16,7 @@ ROOT = str(Path(__file__).resolve().parents[1])
 sys.path.insert(0, ROOT)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 
-from launch.local import run_ranks, set_thread_environment  # noqa: E402
+from launch.local import ONE_NODE, run_ranks, set_thread_environment  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     set_thread_environment(int(arguments[0]))
-    return run_ranks(int(arguments[0]), {}, arguments[1:])
+    return run_ranks(int(arguments[0]), ONE_NODE, arguments[1:])
 
 
 if __name__ == "__main__":

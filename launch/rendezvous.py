@@ -21,11 +21,11 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from launch.local import ONE_NODE, Nodes
 from launch.preflight import listen
 from megagrpo.process.variables import RENDEZVOUS_VARIABLE
 
 BACKEND = "megagrpo"  # the name under which torchrun knows this rendezvous
-LOOPBACK_ADDRESS = "127.0.0.1"
 SECONDS = 600  # until every agent must be there
 
 
@@ -49,8 +49,8 @@ class Rendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """The agents' store. RuntimeError or OSError when the first node cannot be reached, or its address is not on that node."""
         store = self._served() if self._num_nodes > 1 else HashStore()
-        place = RendezvousStoreInfo(self._address, self._port)
-        return RendezvousInfo(PrefixStore(self._run_id, store), self._rank, self._num_nodes, place)
+        address = RendezvousStoreInfo(self._address, self._port)
+        return RendezvousInfo(PrefixStore(self._run_id, store), self._rank, self._num_nodes, address)
 
     def _served(self) -> Store:
         serves, timeout = self._rank == 0, timedelta(seconds=SECONDS)
@@ -69,19 +69,19 @@ class Rendezvous(RendezvousHandler):
         return True
 
 
-def options(rank: int = 0, num_nodes: int = 1, address: str = LOOPBACK_ADDRESS, port: int = 0) -> list[str]:
-    """Options of torchrun for one of `num_nodes` nodes; `address` and `port` are the first node's, and one node needs none.
+def options(nodes: Nodes = ONE_NODE) -> list[str]:
+    """Options of torchrun for one node of a job.
 
     On one node also makes the folder in which its ranks meet: below the temporary folder, open to this user alone, with a secret by
     which ranks know each other's messages.
     """
     os.environ.pop(RENDEZVOUS_VARIABLE, None)
-    if num_nodes == 1:
+    if nodes.num_nodes == 1:
         folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         (folder / "secret").write_text(secrets.token_hex(32))
         os.environ[RENDEZVOUS_VARIABLE] = str(folder)
-    place = [f"--nnodes={num_nodes}", f"--rdzv-endpoint={address}:{port}", f"--rdzv-conf=rank={rank}"]
-    return [f"--rdzv-backend={BACKEND}", "--rdzv-id=ranks", *place]
+    endpoint = f"--rdzv-endpoint={nodes.address}:{nodes.port}"
+    return [f"--rdzv-backend={BACKEND}", "--rdzv-id=ranks", f"--nnodes={nodes.num_nodes}", endpoint, f"--rdzv-conf=rank={nodes.rank}"]
 
 
 def _made(parameters: RendezvousParameters) -> Rendezvous:

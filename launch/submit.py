@@ -25,7 +25,7 @@ try:
     from launch.job import load_cluster, place
     from launch.kubernetes import manifest
     from launch.slurm import sbatch_script
-    from megagrpo.config import ConfigError, load_config
+    from megagrpo.config import ConfigError, RunConfig, load_config
     from megagrpo.plan import plan
     from megagrpo.plan.shapes import UnseenModel
     from megagrpo.process.terminal import warn
@@ -48,20 +48,20 @@ def main(arguments: list[str] | None = None) -> int:
     to = parser.add_mutually_exclusive_group()
     to.add_argument("--submit", action="store_true", help="give the script to sbatch")
     to.add_argument("--kubernetes", action="store_true", help="print the manifest of a JobSet")
-    given = parser.parse_intermixed_args(arguments)
-    overrides = [*given.overrides, *["run.resume=true"] * given.resume]
+    options = parser.parse_intermixed_args(arguments)
+    overrides = [*options.overrides, *["run.resume=true"] * options.resume]
     try:
-        cluster = load_cluster(given.cluster)
-        cluster.sbatch.update({name: value or True for name, _, value in (option.partition("=") for option in given.sbatch)})
-        config = load_config(given.config, overrides)
+        cluster = load_cluster(options.cluster)
+        cluster.sbatch.update({name: value or True for name, _, value in (option.partition("=") for option in options.sbatch)})
+        config = load_config(options.config, overrides)
         placement = place(config, cluster)
         check_plan(config, placement.world_size, cluster.gpu_memory_gb if cluster.gpus_per_node else None)
-        render = manifest if given.kubernetes else sbatch_script
-        text = render(config, given.config, overrides, cluster, placement)
+        render = manifest if options.kubernetes else sbatch_script
+        text = render(config, options.config, overrides, cluster, placement)
     except ConfigError as error:
         warn(error)
         return 2
-    if not given.submit:
+    if not options.submit:
         print(text, end="")
         return 0
     try:
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def check_plan(config, world_size: int, gpu_memory_gb: float | None) -> None:
+def check_plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None) -> None:
     """ConfigError when the run cannot start. A model that cannot be seen from here is left to the job's preflight."""
     try:
         problems = plan(config, world_size, gpu_memory_gb).problems

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
 from launch import rendezvous
+from launch.local import Nodes
 from megagrpo.parallel.rendezvous import join_world, sign_objects
 from megagrpo.process.variables import RENDEZVOUS_VARIABLE
 from tests.listening import listening
@@ -62,7 +63,7 @@ def test_the_folder_of_the_ranks_is_for_their_user_alone(monkeypatch, tmp_path):
     folder = Path(os.environ[RENDEZVOUS_VARIABLE])
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0 and len((folder / "secret").read_text()) == 64
     assert (folder / "secret").read_text() not in " ".join(words)
-    several = rendezvous.options(1, 2, "10.0.0.1", 29400)
+    several = rendezvous.options(Nodes(1, 2, "10.0.0.1", 29400))
     assert RENDEZVOUS_VARIABLE not in os.environ and "--rdzv-endpoint=10.0.0.1:29400" in several
 
 
