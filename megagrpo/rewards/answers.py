@@ -23,14 +23,14 @@ READ_BY = {
 
 def number(text: str) -> str | None:
     """Return the last number, with "1,000" and "1000.0" as "1000"; None without a number."""
-    found = last_number(text)
-    return None if found is None else f"{found.normalize():f}"
+    value = last_number(text)
+    return None if value is None else f"{value.normalize():f}"
 
 
 def tag(text: str) -> str | None:
     """Return the content of the last <answer>...</answer> with single spaces; None without one."""
-    found = _TAG.findall(text)
-    return _plain(found[-1]) if found else None
+    matches = _TAG.findall(text)
+    return _plain(matches[-1]) if matches else None
 
 
 def boxed(text: str) -> str | None:

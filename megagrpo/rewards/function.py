@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import batched, groupby
 from typing import Any
 
-from megagrpo.rewards.target import Target
+from megagrpo.rewards.target import Signature, Target
 from megagrpo.types import Rollout
 
 _FIRST_PART = 32  # completions per call while the function's speed is unknown
@@ -25,7 +25,7 @@ class Function:
     args: dict[str, Any]
     timeout: float
     lane: str
-    signature: dict[str, Any] = field(default_factory=dict)
+    signature: Signature = field(init=False)
     pace: float = 0.0  # seconds per completion in the last call
 
     @property

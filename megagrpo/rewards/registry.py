@@ -29,11 +29,11 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
     Raises ProblemError for an unknown name, with the known names, for an invalid URL, and for a file that does not exist.
     """
     if function.startswith(_MODEL):
-        return Target(*_split(REWARD_MODEL), given=(("path", _model_path(function.removeprefix(_MODEL), key)),), heavy=True)
+        return Target(*_split(REWARD_MODEL), preset=(("path", _model_path(function.removeprefix(_MODEL), key)),), heavy=True)
     if function.startswith(_URL):
         if why := address_fault(function):
             raise ProblemError(Problem((key,), f"`{function}` {why}; write it as http://HOST:PORT/PATH", rule=18))
-        return Target(*_split(SERVED_REWARD), given=(("url", function),))
+        return Target(*_split(SERVED_REWARD), preset=(("url", function),))
     if _FILE_PATH.fullmatch(function):
         path, attribute = function.rsplit(":", 1)
         return Target(str(find_file(path, key)), attribute)

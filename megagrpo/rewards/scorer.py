@@ -127,17 +127,20 @@ class RewardScorer:
         `step` is the number of finished steps when the rollouts are trained on, for functions that depend on it.
         """
         common = {"max_completion_length": self._max_completion_length, "trainer_state": SimpleNamespace(global_step=step)}
+        assert self._work is not None, "the scorer is closed"
         return Scoring(self._functions, self._work, common, self._seen_failures)
 
     def score(self, rollouts: list[Rollout], step: int = 0) -> list[ScoredRollout]:
         """Return one scored rollout per rollout, in order. `reward` is the weighted sum over the functions that could score; NaN if none
         could."""
-        with self.begin(step) as self._last:
-            self._last.add(0, rollouts)
-            return self._last.finish()
+        with self.begin(step) as scoring:
+            self._last = scoring
+            scoring.add(0, rollouts)
+            return scoring.finish()
 
     def metrics(self) -> dict[str, float]:
         """Return `Scoring.metrics` of the last `score`."""
+        assert self._last is not None, "`score` has not been called"
         return self._last.metrics()
 
     def close(self) -> None:

@@ -32,17 +32,17 @@ class Scoring:
         self._tallies = [Tally(function) for function in functions]
         self._work, self._common, self._seen_failures = work, common, seen_failures
         self._rollouts: list[Rollout] = []  # in the order of `add`
-        self._places: list[int] = []
+        self._indices: list[int] = []
 
-    def add(self, place: int, rollouts: list[Rollout]) -> None:
-        """Start to score these rollouts; results are sorted by `place`. Thread-safe."""
-        self._work.put(self, place, rollouts)
+    def add(self, index: int, rollouts: list[Rollout]) -> None:
+        """Start to score these rollouts; results are sorted by `index`. Thread-safe."""
+        self._work.put(self, index, rollouts)
 
     def finish(self) -> list[ScoredRollout]:
-        """Wait and return one scored rollout per rollout, sorted by place, then in the order of `add`. `reward` is the weighted sum over
+        """Wait and return one scored rollout per rollout, sorted by index, then in the order of `add`. `reward` is the weighted sum over
         the functions that could score it; NaN if none could."""
         self._work.wait(self)
-        order = sorted(range(len(self._rollouts)), key=self._places.__getitem__)
+        order = sorted(range(len(self._rollouts)), key=self._indices.__getitem__)
         return [self._scored(i) for i in order]
 
     def metrics(self) -> dict[str, float]:
@@ -66,11 +66,11 @@ class Scoring:
 
     # -- in the pool's thread
 
-    def calls(self, place: int, rollouts: list[Rollout]) -> list[Call]:
+    def calls(self, index: int, rollouts: list[Rollout]) -> list[Call]:
         """Return the calls that score the added rollouts."""
         first = len(self._rollouts)
         self._rollouts += rollouts
-        self._places += [place] * len(rollouts)
+        self._indices += [index] * len(rollouts)
         for tally in self._tallies:
             tally.values += [None] * len(rollouts)
         return [
@@ -120,10 +120,10 @@ class Scoring:
         self._seen_failures[function.name, counter] = reason
         rollout = self._rollouts[i]
         sample = {"prompt": rollout.prompt.messages, "completion": rollout.text, **rollout.prompt.columns}
-        given = "was left out" if tally.values[i] is None else f"scored {tally.values[i]:g}"
+        outcome = "was left out" if tally.values[i] is None else f"scored {tally.values[i]:g}"
         log.warning(
             "reward `%s` %s for prompt %d (further failures of this kind are only counted, in rewards/%s/%s): %s\n%s",
-            *(function.name, given, rollout.prompt.prompt_id, function.name, counter, reason),
+            *(function.name, outcome, rollout.prompt.prompt_id, function.name, counter, reason),
             "\n".join(f"  {name:<12}{_short(repr(value))}" for name, value in sample.items()),
         )
 
@@ -132,7 +132,7 @@ class Scoring:
     def _scored(self, i: int) -> ScoredRollout:
         rollout = self._rollouts[i]
         rewards = {t.function.name: t.values[i] for t in self._tallies}
-        weighted = [t.function.weight * t.values[i] for t in self._tallies if t.values[i] is not None]
+        weighted = [t.function.weight * value for t in self._tallies if (value := t.values[i]) is not None]
         if rollout.dialogue is not None:
             rewards |= rollout.dialogue.rewards
             weighted += [value for value in rollout.dialogue.rewards.values() if value is not None]
@@ -153,11 +153,11 @@ class Work:
         """Number of workers that run this function."""
         return self._pool.size(function.lane)
 
-    def put(self, scoring: Scoring, place: int, rollouts: list[Rollout]) -> None:
+    def put(self, scoring: Scoring, index: int, rollouts: list[Rollout]) -> None:
         """Queue rollouts for `scoring`."""
         with self._changed:
             self._open[scoring] += 1
-        self._feed.put((scoring, place, rollouts))
+        self._feed.put((scoring, index, rollouts))
 
     def wait(self, scoring: Scoring) -> None:
         """Wait until everything queued for `scoring` is finished. Raises the error that ended the thread, if any."""
@@ -181,11 +181,11 @@ class Work:
         self._feed.close()
 
     def _calls(self, item: tuple[Scoring, int, list[Rollout]]) -> list[Call]:
-        scoring, place, rollouts = item
+        scoring, index, rollouts = item
         if scoring not in self._open:
             self._pool.drop(lambda call: call.tag[0] in self._open)
             return []
-        calls = scoring.calls(place, rollouts)
+        calls = scoring.calls(index, rollouts)
         self._count(scoring, len(calls) - 1)
         return calls
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 BUILT_IN = {
     "exact_number": "megagrpo.rewards.functions.text:exact_number",
@@ -36,18 +39,31 @@ REPEATABLE = frozenset(BUILT_IN) - {"code_execution", "llm_judge"}  # the same v
 class Target:
     """The location of a function or class. `location` is a dotted module or the absolute path of a .py file; `attribute` is the name in it.
 
-    With `plugins` (paths of files to import), `attribute` is a name that one of them registers. `given` are options that the config's name
-    contains. A `heavy` target gets a worker of its own, so that no other worker loads it too.
+    With `plugins` (paths of files to import), `attribute` is a name that one of them registers. `preset` are options that the config's
+    name contains. A `heavy` target gets a worker of its own, so that no other worker loads it too.
     """
 
     location: str
     attribute: str
     plugins: tuple[str, ...] = ()
-    given: tuple[tuple[str, Any], ...] = ()
+    preset: tuple[tuple[str, Any], ...] = ()
     heavy: bool = False
 
 
-def did_you_mean(word: str, known) -> str:
+class Signature(TypedDict):
+    """What a worker says of a loaded function before any call. `options` are the names of its args (of a class: of its constructor)."""
+
+    options: tuple[str, ...]
+    unknown: tuple[str, ...]  # options of the config that it does not take
+    accepts: tuple[str, ...]  # names of what a call takes
+    open: bool  # a call takes any name
+    needs: tuple[tuple[str, ...], ...]  # required columns, each as a tuple of alternatives
+    is_coroutine: bool
+    completions_per_call: int | None
+    value_of_failure: float | None  # score of a completion whose scoring failed
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean `x`?` for the nearest known word, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean `{near[0]}`?" if near else ""

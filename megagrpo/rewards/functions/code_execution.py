@@ -72,16 +72,16 @@ class CodeExecution:
         program = program_of(text)
         passed = [False] * (len(asserts) + len(pairs))
         if asserts:
-            told = run(program, self._limits, asserts, packages=self._packages).passed
-            passed[: len(told)] = told
-        for i, (given, output) in enumerate(pairs, start=len(asserts)):
-            passed[i] = self._prints(program, given, output)
+            results = run(program, self._limits, asserts, packages=self._packages).passed
+            passed[: len(results)] = results
+        for i, (stdin, output) in enumerate(pairs, start=len(asserts)):
+            passed[i] = self._prints(program, stdin, output)
             if not (passed[i] or self._partial):
                 break
         return sum(passed) / len(passed) if self._partial else float(all(passed))
 
-    def _prints(self, program: str, given: str, output: str) -> bool:
-        ran = run(program, self._limits, stdin=given, packages=self._packages)
+    def _prints(self, program: str, stdin: str, output: str) -> bool:
+        ran = run(program, self._limits, stdin=stdin, packages=self._packages)
         return ran.ended == "done" and ran.passed == [True] and _lines(ran.stdout) == _lines(output)
 
 

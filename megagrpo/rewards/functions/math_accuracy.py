@@ -23,7 +23,7 @@ def accuracy(completions: list, solution: list[Any] | None = None, answer: list[
     The answer is parsed from the first <answer>...</answer>, where any expression is accepted, or else from \boxed{...} or anchored LaTeX
     (TRL's `accuracy_reward`). A gold answer such as "(1,2)" or "\frac13" can only be parsed inside $...$.
     """
-    golds = solution if solution is not None else answer
+    golds = _golds(solution, answer)
     return [_score(text_of(c), str(gold)) for c, gold in zip(completions, golds, strict=True)]
 
 
@@ -35,7 +35,7 @@ def reasoning_accuracy(
 
     TRL's `reasoning_accuracy_reward`. Only boxed answers and anchored LaTeX count.
     """
-    golds = solution if solution is not None else answer
+    golds = _golds(solution, answer)
     rewards: list[float | None] = []
     for completion, gold in zip(completions, golds, strict=True):
         text = text_of(completion)
@@ -71,7 +71,14 @@ def cosine(
     ]
 
 
-accuracy.needs_columns = reasoning_accuracy.needs_columns = cosine.needs_columns = _GOLD
+for _function in (accuracy, reasoning_accuracy, cosine):
+    vars(_function)["needs_columns"] = _GOLD
+
+
+def _golds(solution: list[Any] | None, answer: list[Any] | None) -> list[Any]:
+    golds = solution if solution is not None else answer
+    assert golds is not None, "`needs_columns` requires one of the two columns"
+    return golds
 
 
 def _score(text: str, gold: str, tags: bool = True) -> float | None:

@@ -74,8 +74,8 @@ class ServedReward:
         else:
             bodies = [{**common, "messages": [*prompt, *completion]} for prompt, completion in rows]
             answers = await asyncio.gather(*(self._service.post(body) for body in bodies))
-        found = [item for answer in answers for item in sorted(answer["data"], key=lambda item: item["index"])]
-        return [self._logit(item["probs"] if "probs" in item else item["data"]) for item in found]
+        results = [item for answer in answers for item in sorted(answer["data"], key=lambda item: item["index"])]
+        return [self._logit(item["probs"] if "probs" in item else item["data"]) for item in results]
 
     def _logit(self, values: Any) -> float:
         while isinstance(values, list) and len(values) == 1:
@@ -88,14 +88,14 @@ class ServedReward:
 def _revealed(url: str, headers: dict[str, str]) -> dict[str, str]:
     """Return the headers with environment variables replaced. Raises ValueError for a variable that is not set, and for a literal secret,
     which the config and resolved.yaml would expose."""
-    found = {}
+    revealed = {}
     for name, value in headers.items():
         if not value.startswith("$"):
             if SECRET.search(name):
                 raise ValueError(
                     f"{url}: args.headers.{name} is a secret in a file that others can read; write $NAME, an environment variable's"
                 )
-            found[name] = value
-        elif (found.setdefault(name, os.environ.get(value[1:], ""))) == "":
+            revealed[name] = value
+        elif (revealed.setdefault(name, os.environ.get(value[1:], ""))) == "":
             raise ValueError(f"{url}: args.headers.{name} is {value}, and the environment has no {value[1:]}; export it")
-    return found
+    return revealed

@@ -19,6 +19,13 @@ import resource
 import struct
 import sys
 
+TYPE_CHECKING = False  # importing `typing` would double the start's time
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from megagrpo.rewards.sandbox.sandbox import Job
+
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x8000000, 0x10000000, 0x40000000
@@ -27,11 +34,11 @@ SECCOMP = {"x86_64": 317, "aarch64": 277}  # number of the system call
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER = 1, 8
 
 
-def succeeded(result):
+def succeeded(result: int) -> bool:
     return result == 0
 
 
-def limit_resources(job, file_bytes):
+def limit_resources(job: "Job", file_bytes: int) -> None:
     limits = {
         resource.RLIMIT_AS: job["memory_mb"] << 20,
         resource.RLIMIT_CPU: job["cpu_seconds"],
@@ -51,7 +58,7 @@ def limit_resources(job, file_bytes):
 # ------------------------------------------------------------------------------------------------------------------ namespaces
 
 
-def enter_namespaces():
+def enter_namespaces() -> bool:
     """Enter a user namespace without network devices and with its own mounts. Returns False where the kernel or a container forbids it."""
     uid, gid = os.getuid(), os.getgid()
     if not succeeded(LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS)):
@@ -65,7 +72,7 @@ def enter_namespaces():
     return True
 
 
-def mount_read_only(job):
+def mount_read_only(job: "Job") -> bool:
     """Mount a new root: the readable files, read-only, and the job's folder, in limited memory. Returns False when that fails."""
     try:
         return _mount_read_only(job)
@@ -73,7 +80,7 @@ def mount_read_only(job):
         return False
 
 
-def _mount_read_only(job):
+def _mount_read_only(job: "Job") -> bool:
     root, folder = job["root"], job["folder"]
     mount = LIBC.mount
     if not succeeded(mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)):
@@ -107,7 +114,7 @@ def _mount_read_only(job):
     return True
 
 
-def drop_capabilities():
+def drop_capabilities() -> None:
     header = struct.pack("Ii", 0x20080522, 0)
     LIBC.capset(header, bytes(24))
 
@@ -115,7 +122,7 @@ def drop_capabilities():
 # -------------------------------------------------------------------------------------------------------------------- Landlock
 
 
-def restrict_files(job):
+def restrict_files(job: "Job") -> bool:
     """Restrict file access with Landlock (Linux 5.13): read access to the readable files, full access to the job's folder. Returns False
     where the kernel lacks Landlock."""
     create, add, restrict = 444, 445, 446
@@ -152,7 +159,7 @@ def restrict_files(job):
 # --------------------------------------------------------------------------------------------------------------------- seccomp
 
 
-def filter_calls(calls, counts, limits_files, mailbox):
+def filter_calls(calls: "ModuleType", counts: bool, limits_files: bool, mailbox: int) -> tuple[bool, bool]:
     """Install the filters of `system_calls`. With `counts`, send a listener to the parent through `mailbox`, the descriptor of a socket.
 
     Returns whether calls are denied and whether the parent counts. A process has at most one listener, so the parent cannot count where a
@@ -171,7 +178,7 @@ def filter_calls(calls, counts, limits_files, mailbox):
     return succeeded(install(denies)), listener >= 0
 
 
-def install(instructions, flags=0):
+def install(instructions: bytes, flags: int = 0) -> int:
     """Install a packed filter. Returns the descriptor of its listener, 0 without a listener, or a negative number when it fails."""
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
     program = struct.pack("HxxxxxxQ", len(instructions) // 8, ctypes.addressof(buffer))
@@ -181,7 +188,7 @@ def install(instructions, flags=0):
 # ------------------------------------------------------------------------------------------------------------------ the program
 
 
-def feed_input(text):
+def feed_input(text: bytes) -> None:
     """Make `text` the program's standard input."""
     file = os.memfd_create("input")
     os.write(file, text) if len(text) < 65536 else open(file, "wb", closefd=False).write(text)
@@ -191,10 +198,10 @@ def feed_input(text):
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
 
 
-def execute(job, report):
+def execute(job: "Job", report: "Callable[[object], None]") -> None:
     """Run the program, then each of its tests in the same namespace. Results go to `report`, with the job's token."""
-    names = {"__name__": "__main__", "__builtins__": __builtins__}
-    ended = None
+    names: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
+    ended: object = None
     try:
         exec(compile(job["program"], "<program>", "exec"), names)
     except SystemExit as error:
@@ -213,12 +220,12 @@ def execute(job, report):
     report({"token": job["token"], "passed": passed})
 
 
-def main():
+def main() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0)
     reports, mailbox = map(int, sys.argv[1:])
-    job = json.load(open(0, "rb", closefd=False))
+    job: Job = json.load(open(0, "rb", closefd=False))
 
-    def report(message, write=os.write, dumps=json.dumps):
+    def report(message: object, write: "Callable[[int, bytes], int]" = os.write, dumps: "Callable[[object], str]" = json.dumps) -> None:
         write(reports, dumps(message).encode() + b"\n")
 
     os.chdir(job["folder"])

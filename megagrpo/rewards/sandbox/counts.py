@@ -60,7 +60,7 @@ class Counts:
 
     def _is_hung_up(self) -> bool:
         poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
+        poll.register(self.fileno(), select.POLLIN)
         return any(event & select.POLLHUP for _, event in poll.poll(0))
 
     def _thread(self, asking: int) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from megagrpo.process.scratch import remove_tree
 from megagrpo.rewards.sandbox.counts import Counts
@@ -46,6 +46,27 @@ class Limits:
     max_threads: int = 64
 
 
+class Job(TypedDict):
+    """What the child process reads as JSON from its standard input. Folders are absolute paths."""
+
+    program: str
+    tests: list[str] | None
+    input: str
+    token: str  # marks the reports that are not the program's own
+    folder: str  # the program's working folder
+    root: str  # where the new root is mounted
+    readable: list[str]  # files and folders that Python needs
+    path: list[str]  # sys.path of the program
+    walls: list[str]
+    memory_mb: int
+    file_mb: int
+    max_files: int
+    few_bytes: int  # limit of a file's bytes where the folder lies on a disk
+    landlock_abi: int
+    package: str  # folder to import megagrpo from
+    cpu_seconds: int
+
+
 @dataclass(frozen=True)
 class Ran:
     """The result of a program. `ended` is "done" (also after an exception), "time", "output" or "died".
@@ -69,7 +90,7 @@ def run(
         (folder / "work").mkdir()
         (folder / "root").mkdir()
         token = secrets.token_hex(16)
-        job = {
+        job: Job = {
             "program": program.encode("utf-8", "replace").decode(),
             "tests": None if tests is None else [t.encode("utf-8", "replace").decode() for t in tests],
             "input": stdin,
@@ -92,7 +113,7 @@ def run(
         remove_tree(folder)
 
 
-def _watch(job: dict, folder: Path, limits: Limits) -> Ran:
+def _watch(job: Job, folder: Path, limits: Limits) -> Ran:
     with tempfile.TemporaryFile() as file:
         file.write(json.dumps(job).encode())
         file.seek(0)
@@ -115,19 +136,22 @@ def _watch(job: dict, folder: Path, limits: Limits) -> Ran:
             ended, stdout, report = _read(process, reports, counts, limits)
     finally:
         _kill(process)
-        process.stdout.close()
+        if process.stdout is not None:
+            process.stdout.close()
         os.close(reports)
     messages = list(_messages(report))
-    walls = next((m["walls"] for m in messages if "walls" in m), {})
+    walls: dict[str, bool] = next((m["walls"] for m in messages if "walls" in m), {})
     count = 1 if job["tests"] is None else len(job["tests"])
     passed = _results([m.get("passed") for m in messages if m.get("token") == job["token"]], count)
     return Ran("died" if ended == "done" and not passed else ended, stdout.decode("utf-8", "replace"), passed, walls)
 
 
-def _read(process: subprocess.Popen, reports: int, counts: Counts, limits: Limits) -> tuple[str, bytes, bytes]:
+def _read(process: subprocess.Popen[bytes], reports: int, counts: Counts, limits: Limits) -> tuple[str, bytes, bytes]:
     """Read the program's output and reports, and answer its counted calls, until it ends or reaches a limit."""
     deadline = time.monotonic() + limits.seconds
-    texts = {process.stdout.fileno(): b"", reports: b""}
+    assert process.stdout is not None, "the process writes to a pipe"
+    output = process.stdout.fileno()
+    texts = {output: b"", reports: b""}
     unread = set(texts)
     with selectors.DefaultSelector() as selector:
         for descriptor in (*texts, counts.fileno()):
@@ -135,7 +159,7 @@ def _read(process: subprocess.Popen, reports: int, counts: Counts, limits: Limit
         while unread:
             left = deadline - time.monotonic()
             if left <= 0:
-                return "time", *texts.values()
+                return "time", texts[output], texts[reports]
             for key, _ in selector.select(left):
                 if key.fd == counts.fileno():
                     selector.unregister(key.fd)
@@ -147,12 +171,12 @@ def _read(process: subprocess.Popen, reports: int, counts: Counts, limits: Limit
                     selector.unregister(key.fd)
                     unread.remove(key.fd)
                 texts[key.fd] += data
-            if len(texts[process.stdout.fileno()]) > limits.output_kb << 10 or len(texts[reports]) > 1 << 20:
-                return "output", *texts.values()
-    return "done", *texts.values()
+            if len(texts[output]) > limits.output_kb << 10 or len(texts[reports]) > 1 << 20:
+                return "output", texts[output], texts[reports]
+    return "done", texts[output], texts[reports]
 
 
-def _messages(report: bytes) -> Iterator[dict]:
+def _messages(report: bytes) -> Iterator[dict[str, Any]]:
     """Parse the reports of the process. The program can write to the same descriptor, so any bytes may be in between."""
     for line in report.splitlines():
         try:
@@ -171,7 +195,7 @@ def _results(reported: list[Any], count: int) -> list[bool]:
     return reported[0] if all(type(passed) is bool for passed in reported[0]) else []
 
 
-def _kill(process: subprocess.Popen) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -181,8 +205,9 @@ def _kill(process: subprocess.Popen) -> None:
 
 def _linux() -> tuple[int, int]:
     """Return the version of the running kernel."""
-    major, minor = re.match(r"(\d+)\.(\d+)", os.uname().release).groups()
-    return int(major), int(minor)
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    assert release is not None, f"Linux release {os.uname().release} starts with two numbers"
+    return int(release[1]), int(release[2])
 
 
 @cache

@@ -161,6 +161,7 @@ _TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # typ
     Target: (lambda value: list(vars(value).values()), lambda parts: Target(*parts)),
     dict: (lambda value: [[key, item] for key, item in value.items()], dict),  # dicts with keys that are not strings
 }
+_BASES: tuple[type[Any], ...] = (str, bool, int, float, dict, list, tuple)
 _BY_NAME = {kind.__name__: build for kind, (_, build) in _TYPES.items()}
 
 
@@ -178,7 +179,7 @@ def as_json(value: Any) -> Any:
         return {key: as_json(item) for key, item in value.items()}
     if kind in _TYPES:
         return {_TAG: [kind.__name__, as_json(_TYPES[kind][0](value))]}
-    for base in (str, bool, int, float, dict, list, tuple):  # subclasses, including NumPy's, become the plain value
+    for base in _BASES:  # subclasses, including NumPy's, become the plain value
         if isinstance(value, base):
             return as_json(base(value))
     if hasattr(value, "tolist"):

@@ -37,7 +37,7 @@ class Feed:
             self.connection.recv_bytes()
         if self._ended:
             raise Ended
-        calls = []
+        calls: list[Any] = []
         while self._items:
             calls += self._expand(self._items.popleft())
         return calls

@@ -26,7 +26,7 @@ from typing import Any
 from megagrpo.process import user_code
 from megagrpo.rewards.functions.text import text_of
 from megagrpo.rewards.plugins import orms
-from megagrpo.rewards.target import BUILT_IN, Target, did_you_mean
+from megagrpo.rewards.target import BUILT_IN, Signature, Target, did_you_mean
 from megagrpo.rewards.workers.channel import Channel, from_json
 from megagrpo.rewards.workers.values import rewards_of
 
@@ -46,7 +46,7 @@ class Loaded:
     function: Callable
     options: dict[str, Any]
     wants_text: bool  # pass completions as strings, whatever the prompts are
-    signature: dict[str, Any]
+    signature: Signature
 
 
 _loaded: dict[str, Loaded] = {}
@@ -57,11 +57,11 @@ def load(target: Target, options: dict[str, Any]) -> Loaded:
     """Import `target`, and construct it with `options` when it is a class; once per process."""
     key = repr((target, sorted(options.items())))
     if key not in _loaded:
-        found = find(target)
-        is_class = isinstance(found, type)
-        described = _signature(found, target, options, is_class)
-        options = {**dict(target.given), **options}
-        function = found(**options) if is_class and not described["unknown"] else found
+        loaded = find(target)
+        is_class = isinstance(loaded, type)
+        described = _signature(loaded, target, options)
+        options = {**dict(target.preset), **options}
+        function = loaded(**options) if is_class and not described["unknown"] else loaded
         needs = getattr(function, "needs_columns", described["needs"])  # an instance may need other columns than its class
         described["needs"] = tuple(n for n in needs if is_class or set(n).isdisjoint(options))
         _loaded[key] = Loaded(function, {} if is_class else options, bool(target.plugins), described)
@@ -82,28 +82,24 @@ def find(target: Target) -> Callable:
     return user_code.load(target.location, target.attribute)
 
 
-def _signature(found: Callable, target: Target, options: dict[str, Any], is_class: bool) -> dict[str, Any]:
-    """Describe a function before it is called.
-
-    `options` are the names of its args (of a class: of its constructor), `unknown` those of the given `options` that it does not take.
-    `accepts` and `open` describe what a call takes. `needs` are the required columns, each as a tuple of alternatives. The rest are
-    optional attributes of a function: `completions_per_call`, and `value_of_failure`, the score of a completion whose scoring failed.
-    """
-    takes = _named(found.__call__ if is_class else found, skip_first=is_class)
-    constructor = _named(found.__init__, skip_first=True) if is_class else takes
-    given = {name for name, _ in target.given}
-    names = tuple(p.name for p in constructor.named if p.name not in given)
+def _signature(function: type[Any] | Callable[..., Any], target: Target, options: dict[str, Any]) -> Signature:
+    """Describe a function or class before it is called. `options` are those of the config."""
+    call = function.__call__ if isinstance(function, type) else function
+    takes = _named(call, skip_first=isinstance(function, type))
+    # A class object, not an instance: its constructor is the one that will be called.
+    constructor = _named(function.__init__, skip_first=True) if isinstance(function, type) else takes  # type: ignore[misc]
+    preset = {name for name, _ in target.preset}
+    names = tuple(p.name for p in constructor.named if p.name not in preset)
     required = tuple((p.name,) for p in takes.named if p.default is p.empty and p.name not in PASSED_TO_ALL)
-    call = found.__call__ if is_class else found
     return {
         "options": names,
         "unknown": () if constructor.open else tuple(name for name in options if name not in names),
         "accepts": tuple(p.name for p in takes.named),
         "open": takes.open,
         "needs": required,
-        "is_coroutine": any(map(inspect.iscoroutinefunction, (call, type(found).__call__))),
-        "completions_per_call": getattr(found, "completions_per_call", None),
-        "value_of_failure": getattr(found, "value_of_failure", 0.0),
+        "is_coroutine": any(map(inspect.iscoroutinefunction, (call, type(function).__call__))),
+        "completions_per_call": getattr(function, "completions_per_call", None),
+        "value_of_failure": getattr(function, "value_of_failure", 0.0),
     }
 
 
@@ -136,8 +132,8 @@ def explain(error: BaseException, whole: bool) -> str:
     report = traceback.TracebackException.from_exception(error)
     seen: traceback.TracebackException | None = report
     while seen is not None:
-        kept = [f for f in seen.stack if f.filename not in _OWN_FILES and not f.filename.startswith("<frozen")]
-        seen.stack = traceback.StackSummary.from_list(kept)
+        frames = [f for f in seen.stack if f.filename not in _OWN_FILES and not f.filename.startswith("<frozen")]
+        seen.stack = traceback.StackSummary.from_list(frames)
         seen = seen.__cause__ or seen.__context__
     if whole:
         return "".join(report.format()).rstrip()[-_LONGEST_REPORT:]
@@ -221,7 +217,7 @@ async def _answer(
         channel.send([number, "started"])
         begun = time.perf_counter()
         if action == "describe":
-            answer = ["result", loaded.signature]
+            answer: list[Any] = ["result", loaded.signature]
         else:
             async with asyncio.timeout(timeout) as limit:
                 answer = ["result", rewards_of(await call(loaded, arguments), len(arguments["completions"]))]
