@@ -87,7 +87,7 @@ def evaluate(
 
     Each set has a fixed seed, so two evaluations differ only by the policy.
     """
-    metrics = {}
+    metrics: dict[str, float] = {}
     for held_out in sets:
         own_seed = derive_seed(seed, "evaluation", held_out.name)
         scored, counters = collect(held_out.prompts, held_out.num_generations, held_out.sampling, own_seed)

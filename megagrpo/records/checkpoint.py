@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megagrpo import device
 from megagrpo.bridge.adapters import ADAPTER_FILES, save_adapter
@@ -35,7 +36,7 @@ from megagrpo.bridge.sharded_write import ShardedWrite
 from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.config import TrainSection
 from megagrpo.families.config import HfConfig, architecture_differences, load_hf_config
-from megagrpo.parallel.agree import RankError, own_part, together
+from megagrpo.parallel.agree import RankError, on_first_rank, own_part, together
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.fp8.scale_state import load_scales, sharded_scales
 from megagrpo.policy.lora import is_adapter
@@ -65,6 +66,12 @@ class _Saving:
     began: float = field(default_factory=time.monotonic)
     write: ShardedWrite | None = None
 
+    @property
+    def started_write(self) -> ShardedWrite:
+        """The write of this rank's part."""
+        assert self.write is not None, "`Checkpointer.start` returned"
+        return self.write
+
 
 def readable(size: int) -> str:
     """Format a number of bytes with three digits: 512 bytes, 3.41 MiB, 97.0 GiB."""
@@ -88,8 +95,8 @@ class Checkpointer:
         self._saving: _Saving | None = None
         self._model_files = files_of(model_folder)  # read now: `model_folder` may be gone when a checkpoint is written
         trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
-        held = sum(p.numel() for p in trained if _is_first_copy(p, layout))
-        self._bytes_needed = sum(layout.all_gather_objects(held)) * BYTES_PER_PARAMETER
+        count = sum(p.numel() for p in trained if _is_first_copy(p, layout))
+        self._bytes_needed = sum(layout.all_gather_objects(count)) * BYTES_PER_PARAMETER
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint, or None."""
@@ -99,7 +106,8 @@ class Checkpointer:
         """Write `step_N` and return its path. Collective. When any rank fails, raises CheckpointError on every rank and leaves no partial
         folder."""
         self.start(state, background=False)
-        return self.finish(wait=True)
+        assert self._saving is not None, "`start` returned"
+        return self._complete(self._saving)
 
     def start(self, state: TrainState, background: bool) -> None:
         """Begin to write `step_N`. With `background`, a copy of the state is written while training continues. Collective.
@@ -109,11 +117,12 @@ class Checkpointer:
         """
         assert self._saving is None, "two checkpoints at a time"
         final = self.folder / f"step_{state.step:06d}"
-        self._saving = _Saving(final, self.folder / f".{final.name}.partial", state, self.reference is not None and self.reference.moved)
-        with self._all_or_nothing():
-            together(self.layout, lambda: self._prepare(self._saving.partial), here=self.layout.world_rank == 0)
-            self._write_adapter(self._saving.partial)
-            own_part(self.layout, lambda: self._write(self._saving, background))
+        reference_moved = self.reference is not None and self.reference.moved
+        saving = self._saving = _Saving(final, self.folder / f".{final.name}.partial", state, reference_moved)
+        with self._all_or_nothing(saving):
+            together(self.layout, lambda: self._prepare(saving.partial), here=self.layout.world_rank == 0)
+            self._write_adapter(saving.partial)
+            own_part(self.layout, lambda: self._write(saving, background))
 
     def finish(self, wait: bool) -> Path | None:
         """Return the path of the checkpoint in progress once it is complete. Collective; raises the errors of `save`.
@@ -121,24 +130,28 @@ class Checkpointer:
         Returns None when no checkpoint is in progress, or when ranks still write and `wait` is False.
         """
         saving = self._saving
-        if saving is None or not (wait or all(self.layout.all_gather_objects(saving.write.done))):
+        if saving is None or not (wait or all(self.layout.all_gather_objects(saving.started_write.done))):
             return None
-        with self._all_or_nothing():
-            parts = together(self.layout, saving.write.result)
+        return self._complete(saving)
+
+    def _complete(self, saving: _Saving) -> Path:
+        write = saving.started_write
+        with self._all_or_nothing(saving):
+            parts = together(self.layout, write.result)
             waited = time.monotonic()
-            together(self.layout, saving.write.finish)
+            together(self.layout, write.finish)
             together(self.layout, lambda: self._publish(saving, parts), here=self.layout.world_rank == 0)
         self._saving = None
-        self.seconds = saving.write.ended - saving.began + time.monotonic() - waited
+        self.seconds = write.ended - saving.began + time.monotonic() - waited
         return saving.final
 
     @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
+    def _all_or_nothing(self, saving: _Saving) -> Iterator[None]:
         """Convert an error inside, which every rank raises, to CheckpointError, and remove the checkpoint in progress."""
         try:
             yield
         except Exception as error:
-            saving, self._saving = self._saving, None
+            self._saving = None
             if saving.write is not None:
                 saving.write.wait()
             full = f"; {readable(shutil.disk_usage(self.folder).free)} are free" if self.folder.exists() else ""
@@ -154,15 +167,15 @@ class Checkpointer:
         """
         rank, world_size = self.layout.world_rank, self.layout.world_size
         try:
-            layout, reference_moved, reached = together(self.layout, lambda: checked(path), here=rank == 0)[0]
+            layout, reference_moved, reached = on_first_rank(self.layout, lambda: checked(path))
             together(self.layout, lambda: _verify(path, rank, world_size))
         except RankError as e:
             raise CheckpointError(str(e)) from e
         same_layout = layout == self._layout_of_rng()
-        with_reference = reference_moved and self.reference is not None
+        reference = self.reference if reference_moved else None
         # float32 shards are views of leaf tensors, on which autograd forbids in-place writes
         with dense_moments(self.policy.optimizer), torch.no_grad():
-            state = self._sharded_state(is_loading=True, with_rng=same_layout, with_reference=with_reference)
+            state = self._sharded_state(is_loading=True, with_rng=same_layout, reference=reference)
             with_scales = _holds(path, state["fp8"])
             state |= {} if with_scales else {"fp8": {}}
             try:
@@ -177,8 +190,8 @@ class Checkpointer:
         self.policy.scheduler.load_state_dict(loaded["scheduler"])
         if with_scales:
             load_scales(self.policy.chunks, loaded["fp8"])
-        if with_reference:
-            self.reference.load_state_dict(loaded["reference"])
+        if reference is not None:
+            reference.load_state_dict(loaded["reference"])
         self.policy.masters_changed()
         if same_layout:
             restore_rng(loaded["rng"])
@@ -196,14 +209,15 @@ class Checkpointer:
     def _write(self, saving: _Saving, background: bool) -> None:
         device.release_memory()  # writing needs two more copies of weights and optimizer state
         with dense_moments(self.policy.optimizer):
-            sharded = self._sharded_state(is_loading=False, with_rng=True, with_reference=saving.reference_moved)
+            reference = self.reference if saving.reference_moved else None
+            sharded = self._sharded_state(is_loading=False, with_rng=True, reference=reference)
             saving.write = ShardedWrite(sharded, saving.partial, METADATA, background)
 
     def _write_adapter(self, partial: Path) -> None:
         policy, lora = self.policy, self.policy.config.lora
         if lora.enabled:
-            held = list(adapter_blocks(policy.chunks, policy.hf_config, self.layout))
-            save_adapter(held, self.layout, partial / ADAPTER_FILES, lora, policy.config.model.path, policy.dtype)
+            adapters = list(adapter_blocks(policy.chunks, policy.hf_config, self.layout))
+            save_adapter(adapters, self.layout, partial / ADAPTER_FILES, lora, policy.config.model.path, policy.dtype)
 
     def _publish(self, saving: _Saving, parts: list[dict[str, str]]) -> None:
         partial, final, state = saving.partial, saving.final, saving.state
@@ -227,7 +241,7 @@ class Checkpointer:
         if best == final:
             _point(self.folder / BEST, best)
 
-    def _sharded_state(self, is_loading: bool, with_rng: bool, with_reference: bool) -> dict[str, Any]:
+    def _sharded_state(self, is_loading: bool, with_rng: bool, reference: Reference | None) -> dict[str, Any]:
         local = METADATA | {"dp_cp_group": self.layout.dp_cp_group}
         state: dict[str, Any] = {
             name: self._trained(sharded_state(chunk, local)) for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
@@ -238,8 +252,8 @@ class Checkpointer:
         state |= {name: dense_state(state[name]) for name in self._chunk_names()}
         state["scheduler"] = self.policy.scheduler.state_dict()
         state["fp8"] = sharded_scales(self.policy.chunks, self.layout)
-        if with_reference:
-            state["reference"] = self.reference.sharded_state_dict(metadata=local)
+        if reference is not None:
+            state["reference"] = reference.sharded_state_dict(metadata=local)
         if with_rng:
             state["rng"] = sharded_rng(self.layout)
         return state
@@ -296,7 +310,8 @@ def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
 def _holds(path: Path, scales: dict[str, Any]) -> bool:
     """Whether the checkpoint has these FP8 scales. It does not after a change of the recipe or of the amax history's length."""
     stored = StoredTensors(path).metadata.state_dict_metadata
-    return bool(scales) and all(key in stored and tuple(stored[key].size) == tuple(t.global_shape) for key, t in scales.items())
+    shapes = {key: tuple(value.size) for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
+    return bool(scales) and all(shapes.get(key) == tuple(t.global_shape) for key, t in scales.items())
 
 
 def _other_model(path: Path, hf_config: HfConfig) -> str:
@@ -379,4 +394,5 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the complete checkpoint with the highest step, or None."""
-    return (checkpoints(folder) or [None])[-1]
+    complete = checkpoints(folder)
+    return complete[-1] if complete else None

@@ -40,7 +40,7 @@ from megagrpo.parallel.agree import together
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import moments_of
 from megagrpo.policy.reference import Reference
-from megagrpo.types import LossFn, LossInputs, ScoredRollout
+from megagrpo.types import LossFn, LossInputs, LossOutput, ScoredRollout
 
 STEP_FILE = "step.json"
 PACKAGES = ("megagrpo", "torch", "megatron-core", "transformers", "vllm")
@@ -90,7 +90,7 @@ class StepDumps:
             return loss_fn
         counts = self._layout.tp_rank == 0 and self._layout.cp_rank == 0  # other tp and cp ranks have the same inputs
 
-        def recording(inputs: LossInputs):
+        def recording(inputs: LossInputs) -> LossOutput:
             if counts:  # a policy may compute the loss of a part in advance: the last call for a micro-batch is the one that trains
                 self._seen[id(inputs.micro_batch)] = detached(inputs)
             return loss_fn(inputs)
@@ -199,7 +199,7 @@ class StepDumps:
 
 def detached(inputs: LossInputs) -> LossInputs:
     """Return the inputs with all tensors detached from the autograd graph; shapes and dtypes stay."""
-    rows = {name: value.detach() for name, value in vars(inputs).items() if isinstance(value, Tensor)}
+    rows: dict[str, Any] = {name: value.detach() for name, value in vars(inputs).items() if isinstance(value, Tensor)}
     return replace(inputs, **rows)
 
 

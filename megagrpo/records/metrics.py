@@ -33,11 +33,11 @@ def values_of(metrics: dict[str, Metric]) -> dict[str, float]:
 
 def over_updates(updates: Sequence[dict[str, Metric]]) -> dict[str, float]:
     """Combine the metrics of a step's optimizer steps, each as its `reduce` says, over those that report it."""
-    found: dict[str, list[Metric]] = {}
+    by_name: dict[str, list[Metric]] = {}
     for update in updates:
         for name, metric in update.items():
-            found.setdefault(name, []).append(metric)
-    return {name: _OVER_UPDATES[metrics[0].reduce]([metric.value for metric in metrics]) for name, metrics in found.items()}
+            by_name.setdefault(name, []).append(metric)
+    return {name: _OVER_UPDATES[metrics[0].reduce]([metric.value for metric in metrics]) for name, metrics in by_name.items()}
 
 
 def idle_shares(times: dict[str, float]) -> dict[str, float]:
@@ -161,7 +161,7 @@ class JsonlSink:
 def _completion(step: int, scored: ScoredRollout, advantage: float) -> dict[str, Any]:
     rollout = scored.rollout
     later = {"later_versions": rollout.later_versions} if rollout.later_versions else {}
-    told = {} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()}
+    dialogue = {} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()}
     return {
         "step": step,
         "prompt_id": rollout.prompt.prompt_id,
@@ -174,7 +174,7 @@ def _completion(step: int, scored: ScoredRollout, advantage: float) -> dict[str,
         "advantage": advantage,
         "weight_version": rollout.weight_version,
         **later,
-        **told,
+        **dialogue,
     }
 
 
@@ -192,8 +192,8 @@ class JsonlFile:
     @staticmethod
     def _drop_after(path: Path, last_step: int) -> None:
         rewritten = path.with_suffix(".rewriting")
-        with open(path, "rb") as lines, open(rewritten, "wb") as kept:
-            kept.writelines(line for line in lines if _step_of(line) <= last_step)
+        with open(path, "rb") as lines, open(rewritten, "wb") as file:
+            file.writelines(line for line in lines if _step_of(line) <= last_step)
         os.replace(rewritten, path)
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -263,16 +263,16 @@ class WandbSink(_NumbersOnly):
         except ImportError:
             raise RuntimeError("run.wandb needs the package wandb: pip install wandb") from None
         folder.mkdir(parents=True, exist_ok=True)
-        kept = folder / "wandb_id"
-        if not kept.exists():
-            kept.write_text(uuid.uuid4().hex[:8])
+        id_file = folder / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:8])
         self._run = wandb.init(
             project="megagrpo",
             name=config.run.name,
-            id=kept.read_text().strip(),
+            id=id_file.read_text().strip(),
             resume="allow",
             dir=str(folder),
-            mode=config.run.wandb,
+            mode="offline" if config.run.wandb == "offline" else "online",
             config=config.model_dump(),
             settings=wandb.Settings(console="off", silent=True),
         )

@@ -52,6 +52,7 @@ class RunLock:
                     ) from None
             self._close()
             self._file = file  # unless the folder was moved or deleted between open and flock: then this goes round again
+        assert self._file is not None, "`_is_ours` checks it"
         self._file.truncate(0)
         print(f"process {os.getpid()} on host {socket.gethostname()}", file=self._file, flush=True)
 
