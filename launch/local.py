@@ -10,8 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megagrpo.__main__ import parse
 from megagrpo.config import ConfigError, RunConfig
@@ -28,8 +27,7 @@ TO_BE_CONTINUED = 85  # exit code of a trainer that has saved and that its sched
 LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True)
-class Nodes:
+class Nodes(NamedTuple):
     """The nodes of a job, as the node with index `rank` knows them. `address` and `port` are the first node's; one node needs neither."""
 
     rank: int = 0

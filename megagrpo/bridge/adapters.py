@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from megagrpo.bridge.checksums import verify_inside
-from megagrpo.bridge.export import Held, Source, Stream, save_folder
+from megagrpo.bridge.export import Parameters, Source, Stream, save_folder
 from megagrpo.bridge.families import adapter_blocks, fill
 from megagrpo.bridge.hf_files import File, Files, Writer
 from megagrpo.bridge.tensor_files import TensorFile, first_bad, make_header
 from megagrpo.config import LoraSection
+from megagrpo.families.blocks import Block
 from megagrpo.families.config import HfConfig
 from megagrpo.parallel.layout import Layout
 
@@ -34,8 +36,8 @@ def fill_adapters(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, 
     if lora.adapter_path is not None:
         load_adapter(chunks, hf_config, layout, Path(os.path.expanduser(lora.adapter_path)), lora)
         return
-    for _, param, found in adapter_blocks(chunks, hf_config, layout):
-        fill(param, found, lambda block: fresh_matrix(block.name, block.shape, seed)[block.slices])
+    for _, param, blocks in adapter_blocks(chunks, hf_config, layout):
+        fill(param, blocks, lambda block: fresh_matrix(block.name, block.shape, seed)[block.slices])
 
 
 def fresh_matrix(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -61,23 +63,27 @@ def load_adapter(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, f
         wanted, made = getattr(lora, name), getattr(saved, name)
         if wanted != made:
             raise ValueError(f"lora.{name}: {wanted}, but the adapter in {folder} has {made}; set it to {made}")
-    wanted = [(param, found) for _, param, found in adapter_blocks(chunks, hf_config, layout)]
-    names = {name for names in layout.all_gather_objects([found[0].name for _, found in wanted]) for name in names}
+    adapters = [(param, blocks) for _, param, blocks in adapter_blocks(chunks, hf_config, layout)]
+    names = {name for names in layout.all_gather_objects([blocks[0].name for _, blocks in adapters]) for name in names}
     file = TensorFile(folder / WEIGHTS)
     if odd := sorted(names ^ set(file.entries)):
-        where = "the model" if odd[0] in names else folder
+        where = "the model" if odd[0] in names else str(folder)
         what = f"{odd[0]} is only in {where} ({len(odd)} such tensors)"
         if key == RUN_KEY:
             raise ValueError(f"lora.target_modules: {what}; name the projections of the adapter")
         raise ValueError(f"{key}: {what}; name the model that the adapter was trained on")
-    for param, found in wanted:
-        name, shape = found[0].name, found[0].shape
+    for param, blocks in adapters:
+        name, shape = blocks[0].name, blocks[0].shape
         stored = file.tensor(name)
         if tuple(stored.shape) != shape:
             raise ValueError(f"{key}: {name} in {folder} has shape {list(stored.shape)}; the model needs {list(shape)}")
         if bad := first_bad(stored):
             raise ValueError(f"{key}: {name} in {folder} holds {bad}; the adapter is broken: use another")
-        fill(param, found, lambda block, stored=stored: stored[block.slices])
+        fill(param, blocks, functools.partial(_part, stored))
+
+
+def _part(stored: Tensor, block: Block) -> Tensor:
+    return stored[block.slices]
 
 
 def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
@@ -113,7 +119,7 @@ def _projections(target_modules: Any) -> Any:
 
 
 def save_adapter(
-    held: Held,
+    parameters: Parameters,
     layout: Layout,
     folder: Path,
     lora: LoraSection,
@@ -123,9 +129,9 @@ def save_adapter(
 ) -> None:
     """Write adapters as a folder that PEFT, vLLM and `load_adapter` read. Collective.
 
-    `held` comes from `adapter_blocks`, and `base` is the base model as the user named it. `dtype` is the dtype in the file. `look` receives
-    every whole tensor on rank 0, before the cast to the file. The folder appears complete or not at all. Raises OSError on every rank when
-    it cannot be written.
+    `parameters` comes from `adapter_blocks`, and `base` is the base model as the user named it. `dtype` is the dtype in the file. `look`
+    receives every whole tensor on rank 0, before the cast to the file. The folder appears complete or not at all. Raises OSError on every
+    rank when it cannot be written.
     """
 
     def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
@@ -136,7 +142,7 @@ def save_adapter(
                 writer.write(name, tensor)
         (unfinished / CONFIG).write_text(json.dumps(adapter_config(lora, _named(sources), base), indent=2))
 
-    save_folder(folder, held, layout, write, dtype)
+    save_folder(folder, parameters, layout, write, dtype)
 
 
 def _named(sources: dict[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ def verify_tensors(folder: Path, part: int = 0, parts: int = 1) -> None:
     The files are divided over `parts` by the rank that wrote them. So in the same layout each rank verifies the files that it then reads.
     """
     written = _listed(folder).items()
-    _verify(folder, {name: crc for name, crc in written if _writer(name) is not None and _writer(name) % parts == part})
+    _verify(folder, {name: crc for name, crc in written if (writer := _writer(name)) is not None and writer % parts == part})
 
 
 def verify_others(folder: Path) -> None:
@@ -48,8 +48,8 @@ def _verify(folder: Path, written: dict[str, str]) -> None:
         file = folder / name
         if not file.is_file():
             raise ValueError(f"{folder} is damaged: it lacks {name}, which {CHECKSUMS} names; copy the checkpoint again")
-        if (found := f"{_crc(file):08x}") != crc:
-            raise ValueError(f"{file} is corrupt: its CRC-32 is {found}; {crc} was written; copy the checkpoint again")
+        if (actual := f"{_crc(file):08x}") != crc:
+            raise ValueError(f"{file} is corrupt: its CRC-32 is {actual}; {crc} was written; copy the checkpoint again")
 
 
 def _listed(folder: Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megagrpo.bridge.adapters import ADAPTER_FILES
 from megagrpo.bridge.checksums import CHECKSUMS, verify_others
-from megagrpo.bridge.export import Held, Stream, exhaust, find_sources, shapes, stream
+from megagrpo.bridge.export import Parameters, Stream, exhaust, find_sources, shapes, stream
 from megagrpo.bridge.families import fill
 from megagrpo.bridge.hf_files import Files, Writer, carry, copy_side_files, files_for, files_of
 from megagrpo.bridge.load import Checkpoint
@@ -32,7 +32,7 @@ from megagrpo.bridge.unfinished import Unfinished
 from megagrpo.config import ParallelSection
 from megagrpo.families.config import load_hf_config
 from megagrpo.families.sources import resolve_model
-from megagrpo.parallel.agree import RankError, own_part, together
+from megagrpo.parallel.agree import RankError, on_first_rank, own_part, together
 from megagrpo.parallel.layout import Layout, init_layout
 
 _COMMIT = 2**28  # bytes between two commits: a kill loses at most this much work
@@ -48,12 +48,12 @@ def import_hf(model: str, out: Path, layout: Layout) -> None:
     source = own_part(layout, lambda: resolve_model(model, "MODEL"))
     hf_config = load_hf_config(source)
     checkpoint = own_part(layout, lambda: Checkpoint(source))
-    held = own_part(layout, lambda: structure(hf_config, layout))
-    own_part(layout, lambda: checkpoint.check([block for part in held.parts for block in part.blocks], hf_config))
+    own = own_part(layout, lambda: structure(hf_config, layout))
+    own_part(layout, lambda: checkpoint.check([block for part in own.parts for block in part.blocks], hf_config))
     if layout.world_rank == 0:
         checkpoint.say_left_out(hf_config)
     with _unfinished(out, layout, source) as folder:
-        pieces = _import_tensors(held, checkpoint, folder, layout)
+        pieces = _import_tensors(own, checkpoint, folder, layout)
         everyone, frame = layout.all_gather_objects(pieces), folder.path / "frame"
         together(layout, lambda: _empty(frame), here=layout.world_rank == 0)
         save_frame(frame)
@@ -75,8 +75,8 @@ def _empty(folder: Path) -> None:
     folder.mkdir()
 
 
-def _import_tensors(held: Structure, checkpoint: Checkpoint, folder: Unfinished, layout: Layout) -> list[Piece]:
-    mine = {part: _dtype_of(part, checkpoint, held) for part in held.parts if part.is_first_copy}
+def _import_tensors(own: Structure, checkpoint: Checkpoint, folder: Unfinished, layout: Layout) -> list[Piece]:
+    mine = {part: _dtype_of(part, checkpoint, own) for part in own.parts if part.is_first_copy}
     sizes = {part.name: math.prod(part.shape) * dtype.itemsize for part, dtype in mine.items()}
     writer = own_part(layout, lambda: PieceWriter(folder.path, layout.world_rank, folder.journal))
     left = {part: dtype for part, dtype in mine.items() if part.name not in writer.done}
@@ -96,9 +96,9 @@ def _import_tensors(held: Structure, checkpoint: Checkpoint, folder: Unfinished,
     return writer.pieces
 
 
-def _dtype_of(part: Part, checkpoint: Checkpoint, held: Structure) -> torch.dtype:
+def _dtype_of(part: Part, checkpoint: Checkpoint, own: Structure) -> torch.dtype:
     """Return the narrowest dtype that holds all tensors of a parameter without loss."""
-    return reduce(torch.promote_types, [checkpoint.entry(block.name).dtype for block in part.blocks]) if part.blocks else held.dtype
+    return reduce(torch.promote_types, [checkpoint.entry(block.name).dtype for block in part.blocks]) if part.blocks else own.dtype
 
 
 def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout) -> None:
@@ -119,13 +119,12 @@ def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout) ->
     source = own_part(layout, lambda: resolve_model(model, "--model")) if model else checkpoint / HF_FILES
     hf_config = load_hf_config(source)
     stored = own_part(layout, lambda: StoredTensors(checkpoint))
-    held = own_part(layout, lambda: structure(hf_config, layout))
-    own_part(layout, lambda: [_check_stored(part, stored) for part in held.parts])
+    own = own_part(layout, lambda: structure(hf_config, layout))
+    own_part(layout, lambda: _check_stored(own, stored))
     read = lru_cache(maxsize=1)(lambda part: _read_stored(part, stored))  # one entry: gate and up of a parameter are adjacent
-    parameters: Held = [(part.name, StoredParameter(part, _stored_dtype(part, stored), read), part.blocks) for part in held.parts]
+    parameters: Parameters = [(part.name, StoredParameter(part, _stored_dtype(part, stored), read), part.blocks) for part in own.parts]
     sources = find_sources(parameters, layout)
-    found = together(layout, lambda: files_for(shapes(sources), source, hf_config), here=layout.world_rank == 0)
-    files, copies = found[0]
+    files, copies = on_first_rank(layout, lambda: files_for(shapes(sources), source, hf_config))
     with _unfinished(out, layout, checkpoint, source) as folder:
         done = set(layout.all_gather_objects(folder.journal.lines)[0])
         tensors = stream(parameters, layout, sources, [name for name in sources if name not in done])
@@ -141,7 +140,8 @@ def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout) ->
 def _write_tensors(tensors: Stream, folder: Unfinished, files: Files, copies: dict[str, str], done: Iterable[str]) -> None:
     total, before = (sum(files.entries[name].nbytes for name in names) for names in (files.entries, done))
     with Writer(folder.path, files, copies) as writer, Progress(f"writing {folder.folder.name}", total, done=before) as progress:
-        pending, size = [], 0
+        pending: list[str] = []
+        size = 0
         for name, tensor in tensors:
             nbytes = writer.write(name, tensor)
             progress.add(nbytes)
@@ -179,9 +179,10 @@ def _stored_dtype(part: Part, stored: StoredTensors) -> torch.dtype:
     return stored.dtype(part.places[0].key)
 
 
-def _check_stored(part: Part, stored: StoredTensors) -> None:
-    for piece in part.places:
-        stored.check(piece, rows=max((block.shape[0] for block in part.blocks), default=0))
+def _check_stored(own: Structure, stored: StoredTensors) -> None:
+    for part in own.parts:
+        for piece in part.places:
+            stored.check(piece, rows=max((block.shape[0] for block in part.blocks), default=0))
 
 
 @contextlib.contextmanager

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megagrpo.bridge.hf_files import SHARD_BYTES, Writer, copy_side_files, files_for, new_files
-from megagrpo.bridge.merged import Merged, merged_blocks
+from megagrpo.bridge.merged import merged_blocks
 from megagrpo.bridge.unfinished import refuse_taken
 from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import Box, extent, size, whole
@@ -22,8 +23,21 @@ from megagrpo.families.sources import new_folder
 from megagrpo.parallel.agree import together
 from megagrpo.parallel.layout import Layout
 
-Held = list[tuple[str, Tensor | Merged, list[Block]]]  # (name, parameter, its blocks), for this rank
 Stream = Iterator[tuple[str, Tensor]]  # (name, whole tensor)
+
+
+class Readable(Protocol):
+    """A parameter of this rank, or what reads like one: in fewer bits, with adapters merged, or in a file. Each access to `data` may
+    compute or read it again."""
+
+    @property
+    def data(self) -> Tensor: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+Parameters = Sequence[tuple[str, Readable, list[Block]]]  # (name, parameter, its blocks), for this rank
 
 
 @dataclass(frozen=True)
@@ -45,42 +59,48 @@ def iter_full(
     share the parameter's memory. Tensors have Hugging Face shapes. `dtype` None keeps the dtypes of the parameters; weights with adapters
     are merged, in float32. Reads `param.data`, so an optimizer that gathers parameters late must have gathered them.
     """
-    held = list(merged_blocks(chunks, hf_config, layout))
-    sources = find_sources(held, layout)
-    yield from stream(held, layout, sources, sources, dtype, writer)
+    parameters = list(merged_blocks(chunks, hf_config, layout))
+    sources = find_sources(parameters, layout)
+    yield from stream(parameters, layout, sources, sources, dtype, writer)
 
 
-def find_sources(parameters: Held, layout: Layout) -> dict[str, Source]:
+def find_sources(parameters: Parameters, layout: Layout) -> dict[str, Source]:
     """Return every tensor of the model, in layer order; the lowest rank that holds a block sends it. Collective, small messages only."""
-    held = [(b.name, b.shape, param.dtype, b.box) for _, param, found in parameters for b in found]
+    mine = [(b.name, b.shape, param.dtype, b.box) for _, param, blocks in parameters for b in blocks]
     sources: dict[str, Source] = {}
-    for rank, of_rank in enumerate(layout.all_gather_objects(held)):
+    for rank, of_rank in enumerate(layout.all_gather_objects(mine)):
         for name, shape, dtype, box in of_rank:
             source = sources.setdefault(name, Source(shape, dtype, {}))
             assert source.dtype == dtype, f"{name}: parts in {source.dtype} and {dtype}"
             source.senders.setdefault(box, rank)
     for name, source in sources.items():
-        found, count = sum(map(size, source.senders)), math.prod(source.shape)
-        assert found == count, f"{name}: the ranks hold {found} of {count} elements"
+        sent, count = sum(map(size, source.senders)), math.prod(source.shape)
+        assert sent == count, f"{name}: the ranks hold {sent} of {count} elements"
     return {name: sources[name] for name in sorted(sources, key=_natural)}
 
 
 @torch.no_grad()
 def stream(
-    held: Held, layout: Layout, sources: dict[str, Source], names: Collection[str], dtype: torch.dtype | None = None, writer: int = 0
+    parameters: Parameters,
+    layout: Layout,
+    sources: dict[str, Source],
+    names: Collection[str],
+    dtype: torch.dtype | None = None,
+    writer: int = 0,
 ) -> Stream:
     """Yield (name, whole tensor) for `names` in their order, on the CPU of rank `writer`; other ranks yield nothing. Collective.
 
     Every rank must exhaust the stream. `dtype` None keeps the dtypes of the parameters. When a rank cannot read a parameter, no further
     tensor is yielded, and at the end every rank raises.
     """
-    mine = {(b.name, b.box): (param, b) for _, param, found in held for b in found}
+    mine = {(b.name, b.box): (param, b) for _, param, blocks in parameters for b in blocks}
     failure: Exception | None = None
     failed = False
     for name in names:
-        source, full = sources[name], None
+        source = sources[name]
+        full: Tensor | None = None
         for box, sender in sorted(source.senders.items()):
-            part = None
+            part: Tensor | None = None
             if layout.world_rank == sender and failure is None:
                 try:
                     param, block = mine[name, box]
@@ -92,7 +112,7 @@ def stream(
             if layout.world_rank != writer:
                 continue
             failed |= part is None
-            if failed:
+            if failed or part is None:
                 continue
             if box == whole(source.shape) and dtype in (None, part.dtype):
                 full = part
@@ -100,6 +120,7 @@ def stream(
                 full = torch.empty(source.shape, dtype=dtype or source.dtype) if full is None else full
                 full[tuple(map(slice, *box))].copy_(part)
         if layout.world_rank == writer and not failed:
+            assert full is not None, f"{name} has at least one block"
             yield name, full
     together(layout, lambda: _raise(failure))
 
@@ -176,7 +197,7 @@ def shapes(sources: dict[str, Source]) -> dict[str, tuple[int, ...]]:
 
 def save_folder(
     folder: Path,
-    held: Held,
+    parameters: Parameters,
     layout: Layout,
     write: Callable[[Stream, dict[str, Source], Path], None],
     dtype: torch.dtype | None = None,
@@ -186,8 +207,8 @@ def save_folder(
     Tensors are cast to `dtype` unless it is None. The folder appears complete or not at all. When anything fails every rank raises; the
     failing rank raises its own error.
     """
-    sources = find_sources(held, layout)
-    tensors = stream(held, layout, sources, sources, dtype)
+    sources = find_sources(parameters, layout)
+    tensors = stream(parameters, layout, sources, sources, dtype)
 
     def write_all() -> None:
         if layout.world_rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -23,6 +24,7 @@ from megagrpo.policy.stored import StoredWeight
 
 # The prefix of PEFT's names for adapters; the name in the base model follows.
 PEFT = "base_model.model."
+Parameter = Tensor | StoredWeight | DenseWeight  # a parameter of this rank, or what reads like one that is stored in fewer bits
 
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Either one module per expert, or Transformer Engine's grouped linear with one weight and bias per expert.
@@ -30,7 +32,7 @@ _EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]
 _ADAPTER = re.compile(r"(.+)\.adapter\.(\w+)\.(lora_[AB])")
 
 
-def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor, list[Block]]]:
+def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Parameter, list[Block]]]:
     """Yield (name, parameter, its blocks) for every weight of the model on this rank, without adapters, in model order. No communication.
 
     Names are unique within the rank: names of later virtual stages start with "chunkN.". The blocks cover the parameter, except rows of the
@@ -40,33 +42,34 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
     table = FAMILIES[hf_config.family].table(hf_config)
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
-        for name, param in (*model.named_parameters(), *_weights_without_gradient(model)):
+        for name, weight in (*model.named_parameters(), *_weights_without_gradient(model)):
             if is_adapter(name):
                 continue
-            param = getattr(model.get_submodule(name.rpartition(".")[0]), "stored", param) if name.endswith(".weight") else param
-            param = DenseWeight(param) if is_fp8(param) else param
-            place = _IN_LAYER.fullmatch(name)
-            key, layer = (place[2], _block_number(model, int(place[1]))) if place else (name, None)
+            stored = getattr(model.get_submodule(name.rpartition(".")[0]), "stored", weight) if name.endswith(".weight") else weight
+            param: Parameter = DenseWeight(stored) if is_fp8(stored) else stored
+            in_decoder = _IN_LAYER.fullmatch(name)
+            key, layer = (in_decoder[2], _block_number(model, int(in_decoder[1]))) if in_decoder else (name, None)
             if key == HEAD and hf_config.tied_embeddings:
                 key = EMBEDDING  # the last stage's copy
-            tensor_parallel, expert = (layout.tp_size, layout.tp_rank), None
+            tensor_parallel = layout.tp_size, layout.tp_rank
+            expert: int | None = None
             if part := _EXPERT.fullmatch(key):
                 key, tensor_parallel = part[1] + part[3], (layout.etp_size, layout.etp_rank)
-                expert = int(part[2] or part[4]) + layout.ep_rank * (hf_config.experts.count // layout.ep_size)
+                expert = int(part[2] or part[4]) + layout.ep_rank * (_num_experts(hf_config) // layout.ep_size)
             if key not in table:
                 raise KeyError(f"family {hf_config.family} has no rule for Megatron parameter {name}")
-            found = table[key].blocks(Local(param, *tensor_parallel, hf_config, expert))
-            yield f"chunk{i}.{name}" if i else name, param, [in_layer(block, layer, expert) for block in found]
+            patterns = table[key].blocks(Local(param, *tensor_parallel, hf_config, expert))
+            yield f"chunk{i}.{name}" if i else name, param, [in_layer(block, layer, expert) for block in patterns]
 
 
 @torch.no_grad()
-def fill(param: Tensor, found: list[Block], value_of: Callable[[Block], Tensor]) -> None:
+def fill(param: Parameter, parameter_blocks: list[Block], value_of: Callable[[Block], Tensor]) -> None:
     """Write `value_of(block)` [block_shape], in any dtype, into a parameter from `blocks`. Elements without a block (padding) become 0."""
     dense = param.data
     dense.zero_()
-    for block in found:
-        place = block.view(dense)
-        place.copy_(value_of(block).reshape(place.shape))
+    for block in parameter_blocks:
+        view = block.view(dense)
+        view.copy_(value_of(block).reshape(view.shape))
     if isinstance(param, (StoredWeight, DenseWeight)):
         param.store(dense)
 
@@ -79,22 +82,28 @@ def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout)
         for name, param in model.named_parameters():
             if not is_adapter(name):
                 continue
-            place = _IN_LAYER.fullmatch(name)
-            linear, projection, matrix = _ADAPTER.fullmatch(place[2]).groups()
+            in_decoder = _IN_LAYER.fullmatch(name)
+            adapter = _ADAPTER.fullmatch(in_decoder[2]) if in_decoder else None
+            assert in_decoder and adapter, f"{name} is an adapter outside of the decoder's linears"
+            linear, projection, matrix = adapter.groups()
             rule = table[f"{linear}.weight"]
             weight = next(name for name in rule.names if name.split(".")[-2] == projection)
             if matrix == "lora_A" or len(rule.names) > 1:  # B of a fused projection is laid out like its weight
                 rule = same(weight)
-            found = rule.blocks(Local(param, layout.tp_size, layout.tp_rank, hf_config))
-            found = [in_layer(block, _block_number(model, int(place[1]))) for block in found]
-            name_in_file = f"{PEFT}{found[0].name.removesuffix('weight')}{matrix}.weight"
-            yield f"chunk{i}.{name}" if i else name, param, [dataclasses.replace(block, name=name_in_file) for block in found]
+            patterns = rule.blocks(Local(param, layout.tp_size, layout.tp_rank, hf_config))
+            named_blocks = [in_layer(block, _block_number(model, int(in_decoder[1]))) for block in patterns]
+            name_in_file = f"{PEFT}{named_blocks[0].name.removesuffix('weight')}{matrix}.weight"
+            yield f"chunk{i}.{name}" if i else name, param, [dataclasses.replace(block, name=name_in_file) for block in named_blocks]
 
 
-def trained_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> list[tuple[str, Tensor, list[Block]]]:
+def trained_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> list[tuple[str, Tensor | DenseWeight, list[Block]]]:
     """Return the blocks of everything with a gradient: the adapters, if any, or else all weights that are parameters."""
-    adapters = list(adapter_blocks(chunks, hf_config, layout))
-    return adapters or [held for held in blocks(chunks, hf_config, layout) if isinstance(held[1], (nn.Parameter, DenseWeight))]
+    adapters: list[tuple[str, Tensor | DenseWeight, list[Block]]] = [*adapter_blocks(chunks, hf_config, layout)]
+    return adapters or [
+        (name, param, parameter_blocks)
+        for name, param, parameter_blocks in blocks(chunks, hf_config, layout)
+        if isinstance(param, (nn.Parameter, DenseWeight))
+    ]
 
 
 def _weights_without_gradient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -104,7 +113,13 @@ def _weights_without_gradient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _block_number(model: nn.Module, index: int) -> int:
     """Return the index of the decoder block, from 0 over all pipeline stages, that contains the hybrid layer at `index`."""
-    return (model.decoder.layers[index].layer_number - 1) // BLOCK
+    number: int = attrgetter("layer_number")(model.get_submodule(f"decoder.layers.{index}"))
+    return (number - 1) // BLOCK
+
+
+def _num_experts(hf_config: HfConfig) -> int:
+    assert hf_config.experts is not None, "the model has parameters of experts"
+    return hf_config.experts.count
 
 
 def tensor_names(hf_config: HfConfig) -> set[str]:
@@ -112,7 +127,7 @@ def tensor_names(hf_config: HfConfig) -> set[str]:
     names = set()
     for key, rule in FAMILIES[hf_config.family].table(hf_config).items():
         for block in _blocks_with(key, hf_config):
-            experts = range(hf_config.experts.count) if _EXPERT.fullmatch(key) else [None]
+            experts: Iterable[int | None] = range(_num_experts(hf_config)) if _EXPERT.fullmatch(key) else [None]
             names |= {named(pattern, block, expert) for pattern in rule.names for expert in experts}
     return names
 

@@ -71,21 +71,21 @@ class Files:
         names = set(names)
         if names >= self.entries.keys():
             return self
-        kept = [_without(file, names) for file in self.files if names & file.entries.keys()]
+        files = [_without(file, names) for file in self.files if names & file.entries.keys()]
         if self.index is None:
-            return Files(tuple(kept), None)
+            return Files(tuple(files), None)
         index = json.loads(self.index)
         index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name in names}
-        total = sum(entry.nbytes for file in kept for entry in file.entries.values())
+        total = sum(entry.nbytes for file in files for entry in file.entries.values())
         index["metadata"] = index.get("metadata", {}) | {"total_size": total}
-        return Files(tuple(kept), json.dumps(index, indent=2).encode())
+        return Files(tuple(files), json.dumps(index, indent=2).encode())
 
 
 def _without(file: File, names: set[str]) -> File:
     if names >= file.entries.keys():
         return file
-    kept = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items() if name in names}
-    return File(file.name, make_header(kept, json.loads(file.header).get(METADATA)))
+    tensors = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items() if name in names}
+    return File(file.name, make_header(tensors, json.loads(file.header).get(METADATA)))
 
 
 def files_of(folder: Path) -> Files | None:
@@ -163,7 +163,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *_: object) -> None:
         for fd in self._open:
             os.close(fd)
 
@@ -173,7 +173,7 @@ class Writer:
 
         Raises ValueError when a value is NaN or infinite after the cast.
         """
-        return sum(self._write(place, tensor) for place in (name, *(copy for copy, of in self._copies.items() if of == name)))
+        return sum(self._write(stored_name, tensor) for stored_name in (name, *(copy for copy, of in self._copies.items() if of == name)))
 
     def _write(self, name: str, tensor: Tensor) -> int:
         i, entry = self._places[name]

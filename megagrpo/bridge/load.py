@@ -32,13 +32,13 @@ def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, la
     Raises ValueError, naming file and tensor, when a file is damaged, or a tensor is missing or has another shape. The same error is raised
     for a tensor without a place in the model on any rank, and for NaN or infinity in the slices of this rank.
     """
-    wanted = list(blocks(chunks, hf_config, layout))
+    parameters = list(blocks(chunks, hf_config, layout))
     checkpoint = Checkpoint(folder)
-    checkpoint.check([block for _, _, found in wanted for block in found], hf_config)
+    checkpoint.check([block for _, _, parameter_blocks in parameters for block in parameter_blocks], hf_config)
     if layout.world_rank == 0:
         checkpoint.say_left_out(hf_config)
-    for _, param, found in wanted:
-        fill(param, found, checkpoint.read)
+    for _, param, parameter_blocks in parameters:
+        fill(param, parameter_blocks, checkpoint.read)
 
 
 HEAD_TENSOR = "lm_head.weight"
@@ -74,7 +74,7 @@ class Checkpoint:
                 raise ValueError(f"model: {self.folder / file} holds {_list(extra)}, which {INDEX} does not name there; {fix}")
 
     def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
-        """Raises ValueError when the tensor of a `wanted` block is missing, quantized or of another shape.
+        """Raises ValueError when the tensor of a block in `wanted` is missing, quantized or of another shape.
 
         Also raises ValueError when a tensor on disk has no place in the model on any rank, unless the family drops that tensor.
         """

@@ -14,7 +14,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor, nn
 
-from megagrpo.bridge.families import blocks
+from megagrpo.bridge.families import Parameter, blocks
 from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.bridge.without_data import without_data
 from megagrpo.families.blocks import Block
@@ -80,14 +80,14 @@ def structure(hf_config: HfConfig, layout: Layout) -> Structure:
     with without_data():
         chunks = build_model(hf_config, layout, dtype=dtype, init_weights=False)
         state = model_state(chunks, layout)
-        stored = {f"chunk{i}.{name}" if i else name: value for i, held in enumerate(state.values()) for name, value in held.items()}
-        parts = [_part(name, param, found, stored.pop(name)) for name, param, found in blocks(chunks, hf_config, layout)]
+        stored = {f"chunk{i}.{name}" if i else name: value for i, own in enumerate(state.values()) for name, value in own.items()}
+        parts = [_part(name, param, of_param, stored.pop(name)) for name, param, of_param in blocks(chunks, hf_config, layout)]
     assert not stored, f"stored without blocks: {[*stored]}"
     return Structure(parts, dtype)
 
 
-def _part(name: str, param: Tensor, found: list[Block], stored: ShardedTensor | ShardedTensorFactory) -> Part:
-    return Part(name, tuple(param.shape), found, stored, [stored] if isinstance(stored, ShardedTensor) else stored.build())
+def _part(name: str, param: Parameter, blocks: list[Block], stored: ShardedTensor | ShardedTensorFactory) -> Part:
+    return Part(name, tuple(param.shape), blocks, stored, [stored] if isinstance(stored, ShardedTensor) else stored.build())
 
 
 def save_frame(folder: Path) -> None:
@@ -122,10 +122,10 @@ def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> N
 def check_is_checkpoint(folder: Path) -> None:
     """Raises ValueError when `folder` is not a distributed checkpoint."""
     try:
-        found = dist_checkpointing.check_is_distributed_checkpoint(str(folder))
+        is_checkpoint = dist_checkpointing.check_is_distributed_checkpoint(str(folder))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{folder / 'metadata.json'} is corrupt: {error}; copy the checkpoint again") from None
-    if not found:
+    if not is_checkpoint:
         raise ValueError(f"{folder} is not a Megatron checkpoint: it lacks the metadata.json of dist_checkpointing")
 
 

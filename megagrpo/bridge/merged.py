@@ -10,7 +10,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from megagrpo.bridge.families import blocks
+from megagrpo.bridge.families import Parameter, blocks
 from megagrpo.families.blocks import Block
 from megagrpo.families.config import HfConfig
 from megagrpo.parallel.layout import Layout
@@ -25,7 +25,7 @@ class Merged:
     holds all of B A that its part of W needs, so there is no communication.
     """
 
-    weight: Tensor
+    weight: Parameter
     parts: tuple[tuple[Block, LowRank], ...]
     scale: float
 
@@ -39,8 +39,8 @@ class Merged:
     def detach(self) -> Tensor:
         merged = self.weight.detach().to(torch.float32, copy=True)
         for block, low_rank in self.parts:
-            place = block.view(merged)
-            place.add_((_rows(low_rank.lora_B, block).float() @ low_rank.lora_A.float()).view(place.shape), alpha=self.scale)
+            view = block.view(merged)
+            view.add_((_rows(low_rank.lora_B, block).float() @ low_rank.lora_A.float()).view(view.shape), alpha=self.scale)
         return merged
 
 
@@ -52,17 +52,19 @@ def _rows(b: Tensor, block: Block) -> Tensor:
     return dataclasses.replace(block, grid=(*block.grid[:-1], b.shape[1])).view(b).reshape(-1, b.shape[1])
 
 
-def merged_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor | Merged, list[Block]]]:
+def merged_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Parameter | Merged, list[Block]]]:
     """Like `blocks`, with a `Merged` in place of every weight with adapters. Exports and the engine use these blocks."""
-    modules = {}
+    modules: dict[str, nn.Module] = {}
     for i, chunk in enumerate(chunks):
         modules |= {f"chunk{i}.{name}" if i else name: module for name, module in unwrap_model(chunk).named_modules()}
-    for name, param, found in blocks(chunks, hf_config, layout):
+    for name, param, parameter_blocks in blocks(chunks, hf_config, layout):
         adapter = getattr(modules[name.rpartition(".")[0]], "adapter", None)
-        if adapter is not None and name.endswith(".weight"):
-            parts = ((block, projection(block)) for block in found)
-            param = Merged(param, tuple((block, adapter[part]) for block, part in parts if part in adapter), adapter.scale)
-        yield name, param, found
+        if adapter is None or not name.endswith(".weight"):
+            yield name, param, parameter_blocks
+            continue
+        parts = ((block, projection(block)) for block in parameter_blocks)
+        adapted = tuple((block, adapter[part]) for block, part in parts if part in adapter)
+        yield name, Merged(param, adapted, adapter.scale), parameter_blocks
 
 
 def projection(block: Block) -> str:

@@ -37,8 +37,10 @@ def sample(
     """
 
     def mine() -> list[tuple[str, Tensor, Tensor, Tensor]]:
-        found = []
+        samples = []
         for _, parameter, blocks in trained_blocks(chunks, hf_config, layout):
+            if not isinstance(parameter, Tensor):  # the optimizer knows an FP8 parameter, not this view of it
+                continue
             for optimizer, start, main in held_by(built, parameter):
                 columns = [column.reshape(-1) for column in read(optimizer, main)]
                 for block in blocks:
@@ -47,8 +49,8 @@ def sample(
                     if here.any():
                         rows = (at[here] - start).to(main.device)
                         values = torch.stack([column[rows].float().cpu() for column in columns], dim=1)
-                        found.append((block.name, places_of(block.name, block.shape), places[here], values))
-        return found
+                        samples.append((block.name, places_of(block.name, block.shape), places[here], values))
+        return samples
 
     whole: dict[str, tuple[Tensor, Tensor]] = {}
     for parts in together(layout, mine):
@@ -70,4 +72,4 @@ def _in_parameter(block: Block, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     view = block.view(torch.empty(tuple(shape), device="meta"))
     local = torch.unravel_index(at, view.shape)
     strided = sum((index * stride for index, stride in zip(local, view.stride(), strict=True)), torch.zeros_like(at))
-    return places[inside], strided + view.storage_offset()
+    return places[inside], strided + int(view.storage_offset())

@@ -25,7 +25,7 @@ class Progress:
             show(f"{self._title}: resuming after {_size(self._before)} of {_size(self._total)}", self._stream)
         return self
 
-    def __exit__(self, kind, *exc) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._show("\n" if kind is None or self._terminal else None)
 
     def add(self, nbytes: int) -> None:

@@ -19,25 +19,25 @@ from megagrpo.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model
 
 Shapes = dict[str, tuple[int, ...]]
-Held = dict[str, dict[Box, list[int]]]
+Holders = dict[str, dict[Box, list[int]]]  # tensor -> box -> the ranks that hold the box
 
 
-def held_boxes(model: HfConfig, parallel: ParallelSection, world_size: int, alone: Layout) -> tuple[Shapes, Held]:
+def held_boxes(model: HfConfig, parallel: ParallelSection, world_size: int, alone: Layout) -> tuple[Shapes, Holders]:
     """Return (tensor -> full shape, tensor -> box -> the ranks that hold the box) for a trainer of `world_size` ranks.
 
     `alone` is this process's own layout, with one rank. Raises ValueError when the model cannot be cut that way.
     """
     shapes: Shapes = {}
-    held: Held = {}
+    holders: Holders = {}
     chunks: dict[int, list[nn.Module]] = {}  # for the current pipeline stage; all of its ranks have the same shapes
     for ranks, layout in imagined_layouts(alone, parallel, world_size):
         if layout.pp_rank not in chunks:
             with without_data():
                 chunks = {layout.pp_rank: build_model(model, layout, dtype=torch.bfloat16, init_weights=False)}
-        for _, _, found in blocks(chunks[layout.pp_rank], model, layout):
-            for block in found:
+        for _, _, parameter_blocks in blocks(chunks[layout.pp_rank], model, layout):
+            for block in parameter_blocks:
                 shapes[block.name] = block.shape
-                holders = held.setdefault(block.name, {}).setdefault(block.box, [])
-                if holders[-1:] != ranks[-1:]:  # a tied head next to its embedding repeats the block
-                    holders.extend(ranks)
-    return shapes, held
+                of_block = holders.setdefault(block.name, {}).setdefault(block.box, [])
+                if of_block[-1:] != ranks[-1:]:  # a tied head next to its embedding repeats the block
+                    of_block.extend(ranks)
+    return shapes, holders

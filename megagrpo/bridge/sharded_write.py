@@ -23,13 +23,15 @@ class ShardedWrite:
     def __init__(self, state: dict[str, Any], folder: Path, metadata: dict[str, Any], background: bool):
         """Start the write. With `background`, the current values are copied to host memory and a thread writes them; otherwise this call
         writes."""
-        self._folder, self._error = folder, None
+        self._folder = folder
+        self._error: Exception | None = None
         self.ended = 0.0  # time.monotonic() at the end of this rank's write
         self._checksums: dict[str, str] = {}
-        options = dict(content_metadata=metadata, async_sharded_save=True)
         # The default strategy needs a package that cannot be installed everywhere.
         with _failures_as_os_errors():
-            self._request = dist_checkpointing.save(state, str(folder), **options, async_strategy="mcore")
+            self._request = dist_checkpointing.save(
+                state, str(folder), content_metadata=metadata, async_sharded_save=True, async_strategy="mcore"
+            )
         _to_host(self._tensors, copy=background)
         # A daemon thread: a process that must exit at once leaves the checkpoint unfinished.
         self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)

@@ -58,10 +58,10 @@ def parse_header(text: bytes | str, path: Path) -> dict[str, Entry]:
     damaged."""
     try:
         raw = json.loads(text)
-        found = {name: _entry(name, value, path) for name, value in raw.items() if name != METADATA}
+        entries = {name: _entry(name, value, path) for name, value in raw.items() if name != METADATA}
     except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
         raise ValueError(f"model: {path} is corrupt: its header is not a JSON object ({error}); {AGAIN}") from None
-    at, entries = 0, dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)))
+    at, entries = 0, dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     for name, entry in entries.items():
         if entry.start != at:
             raise ValueError(f"model: {path} is corrupt: {name} starts at byte {entry.start} of the data and not at {at}; {AGAIN}")
@@ -135,7 +135,7 @@ class _Pages:
     """The mapped files read since their pages were last released. Until then the pages count as this process's memory; the page cache
     keeps them."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._files: list[mmap.mmap] = []
         self._nbytes = 0
 
@@ -170,5 +170,5 @@ def first_bad(tensor: Tensor) -> str | None:
     """Return the first NaN or infinity and its index as text, or None when all values are finite. `tensor` is [...] of a floating dtype."""
     if tensor.numel() == 0 or all(map(math.isfinite, torch.aminmax(tensor))):
         return None
-    place = (~torch.isfinite(tensor)).nonzero()[0].tolist()
-    return f"{tensor[tuple(place)].item()} at {place}"
+    index = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+    return f"{tensor[tuple(index)].item()} at {index}"

@@ -10,11 +10,10 @@ import io
 import mmap
 import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Buffer, Iterable
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -101,8 +100,8 @@ class PieceWriter:
             torch.save(data if own else _alone(data), self._file)
         except RuntimeError as error:  # torch closes its archive after a failed write; the second failure hides the cause
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-        place = (tuple(tensor.global_shape), str(data.dtype).removeprefix("torch."), tuple(tensor.global_offset), extent)
-        return Piece(tensor.key, *place, self._name, offset, self._file.tell() - offset)
+        part = (tuple(tensor.global_shape), str(data.dtype).removeprefix("torch."), tuple(tensor.global_offset), extent)
+        return Piece(tensor.key, *part, self._name, offset, self._file.tell() - offset)
 
     def _commit(self) -> None:
         self._file.flush()
@@ -133,6 +132,7 @@ def add_pieces(folder: Path, pieces: Iterable[Piece]) -> None:
     for piece in pieces:
         properties = TensorProperties(dtype=getattr(torch, piece.dtype))
         whole = metadata.state_dict_metadata.setdefault(piece.key, TensorStorageMetadata(properties, torch.Size(piece.shape), []))
+        assert isinstance(whole, TensorStorageMetadata), f"{piece.key} is not a tensor"
         assert whole.size == torch.Size(piece.shape), f"{piece.key}: {whole.size} and {piece.shape}"
         index = MetadataIndex(piece.key, torch.Size(piece.lo), len(whole.chunks))
         whole.chunks.append(ChunkStorageMetadata(torch.Size(piece.lo), torch.Size(piece.extent)))
@@ -152,7 +152,7 @@ class StoredTensors:
             self.metadata: Metadata = read_metadata(folder)
         except Exception as error:  # unpickling can raise any exception
             raise ValueError(f"{folder} is not a Megatron checkpoint, or its .metadata is corrupt: {error!r}") from None
-        self._map = cache(self._map)
+        self._files: dict[str, mmap.mmap] = {}  # mapped files by name
         self._compared: set[tuple[str, int]] = set()  # (file, offset) of checked pieces
 
     def check_files(self) -> None:
@@ -165,22 +165,27 @@ class StoredTensors:
                 raise ValueError(self._corrupt(index.fqn, info))
 
     def dtype(self, key: str) -> torch.dtype:
-        return self.metadata.state_dict_metadata[key].properties.dtype
+        return self._tensor(key).properties.dtype
+
+    def _tensor(self, key: str) -> TensorStorageMetadata:
+        stored = self.metadata.state_dict_metadata[key]
+        assert isinstance(stored, TensorStorageMetadata), f"{key} was checked"
+        return stored
 
     def check(self, tensor: ShardedTensor, rows: int = 0) -> None:
         """Raises ValueError unless the checkpoint holds a tensor with this key and shape. A padded tensor (embeddings) needs at least
         `rows` rows."""
-        found = self.metadata.state_dict_metadata.get(tensor.key)
-        if not isinstance(found, TensorStorageMetadata):
+        metadata = self.metadata.state_dict_metadata.get(tensor.key)
+        if not isinstance(metadata, TensorStorageMetadata):
             raise ValueError(f"{self.folder} does not fit this model: it lacks {tensor.key}")
-        stored, wanted = tuple(found.size), tuple(tensor.global_shape)
+        stored, wanted = tuple(metadata.size), tuple(tensor.global_shape)
         fits = stored[1:] == wanted[1:] and stored[0] >= rows if tensor.allow_shape_mismatch else stored == wanted
         if not fits:
             raise ValueError(f"{self.folder} does not fit this model: {tensor.key} has shape {stored}; config.json implies {wanted}")
 
     def mapped(self, tensor: ShardedTensor) -> Tensor | None:
         """Return a read-only view [local_shape] of the file in the stored dtype when the tensor is one piece there; None otherwise."""
-        for chunk in self.metadata.state_dict_metadata[tensor.key].chunks:
+        for chunk in self._tensor(tensor.key).chunks:
             if _box(chunk) == _box_of(tensor):
                 return self._piece(tensor.key, chunk).view(tensor.local_shape)
         return None
@@ -190,15 +195,15 @@ class StoredTensors:
 
         Raises ValueError when the pieces do not cover it, unless the tensor is padded.
         """
-        wanted, found = _box_of(tensor), 0
+        wanted, count = _box_of(tensor), 0
         target = tensor.data.view((1,) * tensor.prepend_axis_num + tuple(tensor.local_shape))
-        for chunk in self.metadata.state_dict_metadata[tensor.key].chunks:
+        for chunk in self._tensor(tensor.key).chunks:
             if common := intersect(wanted, _box(chunk)):
                 part = self._piece(tensor.key, chunk)[_relative(common, _box(chunk))]
                 target[_relative(common, wanted)].copy_(part)
-                found += size(common)
-        if found != size(wanted) and not tensor.allow_shape_mismatch:
-            raise ValueError(f"{self.folder} is damaged: it holds {found} of {size(wanted)} elements of a part of {tensor.key}")
+                count += size(common)
+        if count != size(wanted) and not tensor.allow_shape_mismatch:
+            raise ValueError(f"{self.folder} is damaged: it holds {count} of {size(wanted)} elements of a part of {tensor.key}")
 
     def _piece(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         info = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
@@ -207,20 +212,21 @@ class StoredTensors:
             with open(path, "rb") as file:
                 self._compare(_Window(file.fileno(), info.offset, info.length), info)
                 with FakeTensorMode():  # torch.load then reads no data and returns its offset
-                    fake = torch.load(_create_file_view(file, info.offset, info.length), map_location="cpu", weights_only=True)
+                    view = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
+                    fake = torch.load(view, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(self._corrupt(key, info, f" ({error})")) from None
         assert fake.shape == chunk.sizes and fake.is_contiguous() and fake.storage_offset() == 0, f"{key}: {fake.shape} {fake.stride()}"
         return mapped_tensor(buffer, info.offset + fake.untyped_storage()._checkpoint_offset, fake.dtype, tuple(fake.shape))
 
-    def _compare(self, archive: BinaryIO, info: _StorageInfo) -> None:
+    def _compare(self, archive: _Window, info: _StorageInfo) -> None:
         """Raises ValueError unless each record of a torch.save archive matches its CRC-32, which torch.load ignores.
 
         This reads the bytes from the disk; their later use reads them from the page cache.
         """
         if (info.relative_path, info.offset) in self._compared:
             return
-        with zipfile.ZipFile(archive) as records:
+        with zipfile.ZipFile(cast(IO[bytes], archive)) as records:
             if (bad := records.testzip()) is not None:
                 raise ValueError(f"{bad.partition('/')[2]} has a wrong CRC-32")
         self._compared.add((info.relative_path, info.offset))
@@ -238,11 +244,14 @@ class StoredTensors:
         return f"{path} is corrupt at byte {info.offset}, where {key} lies{why}; copy the checkpoint again"
 
     def _map(self, name: str) -> mmap.mmap:
+        if name in self._files:
+            return self._files[name]
         path = self.folder / name
         if not path.is_file() or not path.stat().st_size:
             raise ValueError(f"{self.folder} is damaged: it lacks {name}, which .metadata names; copy the checkpoint again")
         with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            self._files[name] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        return self._files[name]
 
 
 class _Window(io.RawIOBase):
@@ -261,9 +270,10 @@ class _Window(io.RawIOBase):
         self._at = to + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         return self._at
 
-    def readinto(self, buffer: memoryview) -> int:
-        count = max(0, min(len(buffer), self._length - self._at))
-        count = os.preadv(self._descriptor, [memoryview(buffer)[:count]], self._offset + self._at)
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer)
+        count = max(0, min(len(view), self._length - self._at))
+        count = os.preadv(self._descriptor, [view[:count]], self._offset + self._at)
         self._at += count
         return count
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,5 +21,7 @@ def without_data() -> Iterator[None]:
 class _Alone(TorchFunctionMode):
     """Skips all-reduces: pipeline stages that share tied embeddings do not make them equal."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return None if func is dist.all_reduce else func(*args, **(kwargs or {}))

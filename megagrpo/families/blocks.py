@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Protocol
 
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.boxes import Box, cut, extent
@@ -58,11 +59,18 @@ class Block:
         return self.view(param).reshape(self.block_shape)
 
 
+class Shaped(Protocol):
+    """A parameter, or what stands for it, as a rule sees it: its shape and Megatron's attributes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
 @dataclass(frozen=True)
 class Local:
-    """The inputs of a rule: one parameter of this rank. A rule reads only its shape and Megatron's attributes."""
+    """The inputs of a rule: one parameter of this rank."""
 
-    param: Tensor
+    param: Shaped
     tp_size: int  # size of the group that shards this parameter (experts have another group)
     tp_rank: int
     hf: HfConfig
@@ -85,7 +93,7 @@ def same(name: str) -> Rule:
         p = local.param
         shape = tuple(p.shape)
         split = local.tp_size > 1 and getattr(p, "tensor_model_parallel", False)
-        dim: int = getattr(p, "partition_dim", 0) if split else 0  # Megatron sets both attributes
+        dim: int = attrgetter("partition_dim")(p) if split else 0
         n = shape[dim]
         full = (*shape[:dim], n * local.tp_size, *shape[dim + 1 :]) if split else shape
         start = n * local.tp_rank if split else 0
