@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib
 import importlib.util
 import logging
 import os
 import queue
 import resource
-import sys
 import warnings
 
 import torch
 
-from megagrpo.device import cpu, wide_products
-from megagrpo.device.norms import multi_tensor_l2norm
+from megagrpo.device import cpu, cpu_patches, wide_products
 
 _CPU = torch.device("cpu")
 _installed = False
@@ -147,7 +144,7 @@ def make_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # no code reads memory before writing it
+    cpu_patches.replace(torch.utils.deterministic, fill_uninitialized_memory=False)  # no code reads memory before writing it
 
 
 def is_deterministic() -> bool:
@@ -209,8 +206,8 @@ def install() -> None:
     _installed = True
     if not has_gpu():
         choose_float32_products()
-        _patch_torch()
-        _patch_megatron()
+        cpu_patches.patch_torch()
+        cpu_patches.patch_megatron()
     _report_writes_in_process()
     # Megatron falls back to torch.optim.AdamW, which its distributed optimizer cannot checkpoint.
     if not _has_fused_adam():
@@ -254,146 +251,6 @@ def choose_float32_products() -> None:
     one, and so does every caller here. "medium" permits bf16 products, but oneDNN computes them on CPUs with AMX only.
     """
     torch.set_float32_matmul_precision("medium" if cpu.this_cpu().float32_by_onednn else "highest")
-
-
-class _Stream:
-    """Stand-in for a CUDA stream and event: a CPU runs in order and is always done."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return None
-
-    def query(self):
-        return True
-
-    def elapsed_time(self, other):
-        return 0.0
-
-    def record_event(self, event=None):
-        return event or _Stream()
-
-    def _nothing(self, *args, **kwargs):
-        return None
-
-    wait_stream = wait_event = record = wait = synchronize = _nothing
-
-
-def _on_cpu(factory):
-    """Wrap `factory`: device="cuda" means the CPU, and pin_memory, which needs a driver, is dropped."""
-
-    @functools.wraps(factory)
-    def wrapped(*args, **kwargs):
-        if kwargs:
-            if str(kwargs.get("device", "")).startswith("cuda"):
-                kwargs["device"] = _CPU
-            kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
-
-    return wrapped
-
-
-def _patch_torch() -> None:
-    """Patch names of torch that megatron-core calls without asking whether there is a GPU."""
-    cuda = torch.cuda
-    # Every layer writes device=torch.cuda.current_device().
-    cuda.current_device = lambda: _CPU
-    # DDP buckets, pipeline schedules, checkpoint writer.
-    cuda.Stream = cuda.Event = _Stream
-    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
-    cuda.stream = lambda stream=None: contextlib.nullcontext()
-    # Pipeline point-to-point messages, checkpoint writer.
-    cuda.synchronize = lambda *args, **kwargs: None
-    # RNG trackers. torch would queue these calls until a GPU appears, so seeds would silently have no effect.
-    cuda.manual_seed = torch.default_generator.manual_seed
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # `with torch.device(...)` knows constructors by identity, from a list made at its first use: make it before they are wrapped.
-    with torch.device("cpu"):
-        torch.empty(0)
-    # Literal device="cuda" in the optimizer, gradient clipping and schedules; pin_memory=True in the checkpoint writer.
-    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    # tensor_parallel/data.py, tied embeddings, checkpoint exchange.
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.Tensor.type = _megatron_sees_cuda_types(torch.Tensor.type)
-
-
-def _megatron_sees_cuda_types(tensor_type):
-    """Wrap Tensor.type() for megatron.core, whose optimizers sort parameters by the string "torch.cuda.FloatTensor"."""
-    names = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
-
-    def wrapped(self, dtype=None, *args, **kwargs):
-        if dtype is not None:
-            return tensor_type(self, dtype, *args, **kwargs)
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        return names.get(self.dtype, tensor_type(self)) if caller.startswith("megatron.core") else tensor_type(self)
-
-    return wrapped
-
-
-def _patch_megatron() -> None:
-    """Patch functions of megatron-core that cannot be reached through torch."""
-    # Megatron decorates small functions with torch.compile on import; on a CPU that costs seconds and gains nothing.
-    compile_function, torch.compile = torch.compile, lambda function=None, *args, **kwargs: function or (lambda inner: inner)
-    try:
-        _import_quietly()
-        from megatron.core.distributed import param_and_grad_buffer
-        from megatron.core.optimizer import clip_grads
-        from megatron.core.tensor_parallel import mappings, random
-        from megatron.core.transformer.moe import moe_utils, token_dispatcher
-    finally:
-        torch.compile = compile_function
-    # Megatron's version indexes torch.cuda.default_generators in a queued call, which never runs on a CPU: recomputed dropout would differ.
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # Megatron warns that the CPU's generator changed while the GPU's was forked; here they are the same generator.
-    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
-    # Megatron recommends a package that does not install on every CPU machine.
-    logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(lambda record: "NVRx" not in record.getMessage())
-    # Megatron falls back to torch.norm, which is too small on a CPU (see norms.py): the clipped gradient would be too long by as much.
-    clip_grads.l2_norm_impl = multi_tensor_l2norm
-    # gloo concatenates tensors that are gathered together, and converts the bytes of FP8 weights to numbers if others are bf16.
-    param_and_grad_buffer.dist_all_gather_func = _gather_alone
-    # all_to_all_single needs a sequence of numbers; Megatron converts only tensors that it moves away from a GPU.
-    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy_where_asked
-    # gloo gathers tensors of equal length only, but the ranks that share an expert send it different lengths. Can go with a gloo that
-    # gathers ragged tensors.
-    mappings._gather_along_first_dim = functools.partial(_gather_ragged, mappings._gather_along_first_dim)
-
-
-def _gather_alone(whole, part, group, async_op: bool) -> None:
-    """Gather now, even where torch would wait to combine several gathers."""
-    assert not async_op, "weights are gathered before the next step begins"
-    group._allgather_base(whole, part).wait()
-
-
-def _as_numpy_where_asked(tensor, as_numpy: bool = False, record_stream: bool = False):
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _gather_ragged(gather, tensor, group, output_split_sizes=None, use_global_buffer=False):
-    """Megatron's gather along the first dimension: every rank pads to the longest part, and the padding is cut out again."""
-    if group.size() == 1 or output_split_sizes is None:
-        return gather(tensor, group, None, use_global_buffer)
-    longest = max(output_split_sizes)
-    padded = tensor.new_zeros(longest, *tensor.shape[1:])
-    padded[: len(tensor)] = tensor
-    parts = gather(padded, group).split(longest) if longest else [tensor] * group.size()
-    return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
-
-
-def _import_quietly() -> None:
-    """Import the modules that every run needs, without the advice from a dozen modules to install GPU packages."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        importlib.import_module("megatron.core.optimizer")
-        importlib.import_module("megatron.core.models.hybrid.hybrid_model")
-        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
 
 
 # megatron-core warns of its own internals on import and in every step; users of this package cannot act on the warnings.

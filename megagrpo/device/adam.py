@@ -3,8 +3,23 @@ optimizer saves and loads this layout only."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypedDict
+
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+
+class AdamSettings(TypedDict, total=False):
+    """Keyword arguments of `FusedAdam`, which are APEX's."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    adam_w_mode: bool
+    bias_correction: bool
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -13,14 +28,24 @@ class FusedAdam(torch.optim.Optimizer):
     With `adam_w_mode=False` weight decay is added to the gradient instead. Other keyword arguments of APEX are accepted and ignored.
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, bias_correction=True, **_):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        **_: object,
+    ):
         if not bias_correction:
             raise ValueError("bias_correction: False is not supported by FusedAdam")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=True))
         self._kernel = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure, so no loss to return
         assert closure is None, "megatron-core never passes a closure"
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
@@ -28,14 +53,14 @@ class FusedAdam(torch.optim.Optimizer):
             if params:
                 self._step_group(group, params)
 
-    def _step_group(self, group: dict, params: list[Tensor]) -> None:
+    def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
         for p in params:
             if not self.state[p]:
                 self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         step = torch.tensor(float(group["step"]), device=params[0].device)
         self._kernel(
             params,
-            [p.grad for p in params],
+            [p.grad for p in params if p.grad is not None],
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
             [],

@@ -7,10 +7,13 @@ the same.
 
 from __future__ import annotations
 
+from typing import Any, Unpack
+
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
-from megagrpo.device.adam import FusedAdam
+from megagrpo.device.adam import AdamSettings, FusedAdam
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -25,11 +28,11 @@ class CompactAdam(FusedAdam):
     range.
     """
 
-    def __init__(self, params, *, dtype: torch.dtype, offload: bool, **settings):
+    def __init__(self, params: ParamsT, *, dtype: torch.dtype, offload: bool, **settings: Unpack[AdamSettings]):
         super().__init__(params, **settings)
         self._dtype, self._offload = dtype, offload
 
-    def _step_group(self, group: dict, params: list[Tensor]) -> None:
+    def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
         for p in params:  # one at a time: only this parameter's moments are float32 and on the device
             self.state[p] = {name: self.dense_moment(p, name) for name in MOMENTS if name in self.state[p]}
             super()._step_group(group, [p])

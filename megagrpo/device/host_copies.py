@@ -15,7 +15,7 @@ Event = torch.cuda.Event
 class HostCopies:
     """Runs copies on its own CUDA stream, in the order of the calls. The caller must keep sources and targets alive until `wait`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
     def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:

@@ -16,7 +16,7 @@ PIECE_BYTES = 2**28  # pinned memory is allocated in powers of two
 class HostMemory:
     """Host memory for copies from and to the device, in pieces; it grows and is reused."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.pieces: list[Tensor] = []
 
     def part(self, start: int, size: int) -> Iterator[tuple[Tensor, slice]]:
@@ -35,7 +35,7 @@ class OffloadedStorages:
     """Storages that are off the device: `move` keeps their bytes in host memory, `drop` keeps nothing. `bring_back` restores both;
     dropped storages are then zero."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._host = HostMemory()
         self._storages: dict[int, tuple[UntypedStorage, int, int | None]] = {}  # offloaded: (storage, size, host offset; None if dropped)
         self._copied: dict[int, tuple[UntypedStorage, int]] = {}  # (storage, host offset); the reference keeps the key unique
@@ -108,7 +108,8 @@ class OffloadedStorages:
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
     """Return the non-empty storages of these tensors that are on the device, each once, keyed by their address."""
-    kind, on_device = device.device().type, {}
+    kind = device.device().type
+    on_device: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         if tensor.device.type == kind and (storage := tensor.untyped_storage()).nbytes():
             on_device[storage._cdata] = storage

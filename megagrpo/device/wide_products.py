@@ -13,6 +13,7 @@ from torch import Tensor
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
+Kernel = torch.library._SafeKernelFunction
 _library: torch.library.Library | None = None
 
 
@@ -32,13 +33,13 @@ def install() -> None:
     _library.impl("mm.out", functools.partial(_wide_mm_out, stock_out), "CPU", with_keyset=True, allow_override=True)
 
 
-def _wide(stock, keys, *tensors: Tensor, **scalars: float) -> Tensor:
+def _wide(stock: Kernel, keys: torch._C.DispatchKeySet, *tensors: Tensor, **scalars: float) -> Tensor:
     if tensors[0].dtype is not torch.bfloat16:
         return stock.call_boxed(keys, *tensors, **scalars)
     return stock.call_boxed(keys, *(t.float() for t in tensors), **scalars).bfloat16()
 
 
-def _wide_mm_out(stock, keys, one: Tensor, other: Tensor, *, out: Tensor) -> Tensor:
+def _wide_mm_out(stock: Kernel, keys: torch._C.DispatchKeySet, one: Tensor, other: Tensor, *, out: Tensor) -> Tensor:
     if out.dtype is not torch.bfloat16:
         return stock.call_boxed(keys, one, other, out=out)
     wide = torch.empty(out.shape, dtype=torch.float32)
