@@ -106,10 +106,10 @@ def _masks(step: Step, update: Update) -> Check:
         if i in update.samples and not (step.is_masked(sample) or (left_out and float(sample.text["advantage"]) == 0))
         for token in sample.places.tolist()
     }
-    found = Counter(zip(update.rows["sample"].tolist(), update.rows["token"].tolist(), strict=True))
-    problems = [("not in the loss", place) for place in sorted(expected - found.keys())]
-    problems += [("in the loss by mistake", place) for place in sorted(found.keys() - expected)]
-    problems += [(f"in the loss {times} times", place) for place, times in sorted(found.items()) if times > 1 and place in expected]
+    trained = Counter(zip(update.rows["sample"].tolist(), update.rows["token"].tolist(), strict=True))
+    problems = [("not in the loss", spot) for spot in sorted(expected - trained.keys())]
+    problems += [("in the loss by mistake", spot) for spot in sorted(trained.keys() - expected)]
+    problems += [(f"in the loss {times} times", spot) for spot, times in sorted(trained.items()) if times > 1 and spot in expected]
     placed = [(problem, f"sample {sample} token {token}") for problem, (sample, token) in problems]
     return _listed(named("masks", step, update), len(expected), placed)
 
@@ -152,10 +152,11 @@ def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
     values, weights = [row + own for row, own in zip(values, turns, strict=True)], weights + [1.0] * len(turns[0])
     summed = [naive_advantages.weighted_sum(row, weights) for row in values]
     pairs += [(float(s.text["reward"]), reward, f"sample {i}") for i, (s, reward) in enumerate(zip(step.samples, summed, strict=True))]
-    kept = [name for i, name in enumerate(names) if i not in again]
+    not_run = [name for i, name in enumerate(names) if i not in again]
     said = [f"run again: {', '.join(names[i] for i in again)}"] if again else []
-    said += [f"weighted sum of what is dumped: {', '.join(kept)}"] if kept else []
-    dumped, recomputed = ([math.nan if pair[side] is None else pair[side] for pair in pairs] for side in (0, 1))
+    said += [f"weighted sum of what is dumped: {', '.join(not_run)}"] if not_run else []
+    dumped = [math.nan if value is None else value for value, _, _ in pairs]
+    recomputed = [math.nan if value is None else value for _, value, _ in pairs]
     return values, weights, compare("rewards", dumped, recomputed, ROUNDING, lambda i: pairs[i][2], note="; ".join(said))
 
 

@@ -73,10 +73,10 @@ def compare(
     The allowed difference is `tolerance` times `size`, or times the recomputed number if larger. A tensor of tolerances [n] is the
     allowed difference itself. `average` limits the mean difference. NaN equals only NaN.
     """
-    found, expected = (torch.as_tensor(values, dtype=torch.float64) for values in (dumped, recomputed))
+    measured, expected = (torch.as_tensor(values, dtype=torch.float64) for values in (dumped, recomputed))
     if not expected.numel():
         return Check(quantity, 0, True, 0.0, 0.0 if isinstance(tolerance, Tensor) else tolerance * size, note=note)
-    difference = torch.where((found == expected) | (found.isnan() & expected.isnan()), 0.0, (found - expected).abs()).nan_to_num(
+    difference = torch.where((measured == expected) | (measured.isnan() & expected.isnan()), 0.0, (measured - expected).abs()).nan_to_num(
         nan=math.inf
     )
     if isinstance(tolerance, Tensor):
@@ -86,7 +86,7 @@ def compare(
     worst = int((difference - allowed).argmax())
     mean = difference.mean().item()
     passed = bool((difference <= allowed).all()) and (average is None or mean <= average)
-    values = difference[worst].item(), allowed[worst].item(), place(worst), found[worst].item(), expected[worst].item()
+    values = difference[worst].item(), allowed[worst].item(), place(worst), measured[worst].item(), expected[worst].item()
     return Check(quantity, expected.numel(), passed, *values, mean, average, note)
 
 

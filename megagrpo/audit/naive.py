@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import MethodType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +42,19 @@ def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Modul
     return model
 
 
-def _rms_norm(self: nn.Module, hidden: Tensor) -> Tensor:
+class _RmsNorm(Protocol):
+    """A norm of transformers."""
+
+    weight: Tensor
+    variance_epsilon: float  # Llama's and its relatives'
+    eps: float  # Gemma's
+
+
+def _rms_norm(self: _RmsNorm, hidden: Tensor) -> Tensor:
     return self.weight * hidden * (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
 
 
-def _centred_rms_norm(self: nn.Module, hidden: Tensor) -> Tensor:
+def _centred_rms_norm(self: _RmsNorm, hidden: Tensor) -> Tensor:
     return (1 + self.weight) * hidden * (hidden.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
 

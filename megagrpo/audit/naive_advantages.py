@@ -68,7 +68,8 @@ def _sums_of_normalized(table: Sequence[Sequence[float | None]], weights: Sequen
     sums = [math.nan if all(value is None for value in row) else 0.0 for row in table]
     for column, weight in enumerate(weights):
         for start in range(0, len(table), group_size):
-            group = [math.nan if row[column] is None else row[column] for row in table[start : start + group_size]]
+            cells = [row[column] for row in table[start : start + group_size]]
+            group = [math.nan if value is None else value for value in cells]
             for i, value in enumerate(_whiten(group), start):
                 sums[i] += weight * value
     return sums

@@ -166,10 +166,10 @@ def _upper(algorithm: AlgorithmSection) -> float:
 def top_threshold(entropies: Sequence[float], top: float) -> float:
     """Return the entropy that the `top` share of tokens reach: a quantile, linear between the two nearest tokens."""
     ordered = sorted(entropies)
-    place = (1 - top) * (len(ordered) - 1)
-    below = math.floor(place)
+    position = (1 - top) * (len(ordered) - 1)
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 def real_loss(scores: Tensor, advantages: Sequence[float], group_size: int) -> Tensor:
@@ -180,4 +180,4 @@ def real_loss(scores: Tensor, advantages: Sequence[float], group_size: int) -> T
         good, bad = [score for score, a in group if a > 0], [score for score, a in group if not a > 0]
         if good and bad:
             losses.append((1 + sum(score.exp() for score in bad)).log() + (1 + sum((-score).exp() for score in good)).log())
-    return sum(losses) / math.ceil(len(scores) / group_size)
+    return sum(losses[1:], losses[0]) / math.ceil(len(scores) / group_size)

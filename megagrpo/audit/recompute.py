@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -92,7 +93,7 @@ def _recompute_update(
             ratio = naive_loss.probability_ratio(response.logprobs - response.old, algorithm.importance_sampling_level)
             kl = naive.kl_term(policy, ref, sample.token_ids[sample.places], ratio, algorithm)
             terms.append(algorithm.beta * kl / share)
-        sum(term.sum() for term in terms).backward()
+        sum((term.sum() for term in terms[1:]), terms[0].sum()).backward()
         if slope is not None:
             (naive.router_probabilities(model, sample.token_ids, sample.places) @ slope).sum().backward()
         of_real = algorithm.loss.whole_step  # REAL's value is not the sum of the terms that its gradient comes from
@@ -114,11 +115,11 @@ def _elements(model: nn.Module, update: Update) -> dict[str, Elements]:
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in weights.items()}
     if not update.optimizer.keys() <= weights.keys():
         weights, gradients = (revert_weight_conversion(model, dict(tensors)) for tensors in (weights, gradients))
-    found = {}
+    elements = {}
     for name in update.optimizer.keys() & weights.keys():
         places = update.optimizer[name].places
-        found[name] = Elements(weights[name].flatten()[places], gradients[name].flatten()[places], weights[name].dim())
-    return found
+        elements[name] = Elements(weights[name].flatten()[places], gradients[name].flatten()[places], weights[name].dim())
+    return elements
 
 
 def _response(step: Step, index: int, policy: Tensor, advantage: float, old: list[Tensor] | None) -> Response:
@@ -176,7 +177,8 @@ def _balancing_slope(step: Step, update: Update, model: nn.Module) -> Tensor:
     """Return [E]: the contribution of the balancing loss to the gradient of each router probability."""
     samples = [step.samples[i] for i in update.samples if not step.is_masked(step.samples[i])]
     rows = [naive.router_probabilities(model, sample.token_ids, sample.places) for sample in samples]
-    return step.config.algorithm.router_aux_loss_coef * naive.balancing_slope(torch.cat(rows), model.config.num_experts_per_tok)
+    per_token: int = attrgetter("config.num_experts_per_tok")(model)
+    return step.config.algorithm.router_aux_loss_coef * naive.balancing_slope(torch.cat(rows), per_token)
 
 
 def _append(result: Recomputed, *rows: Tensor | None) -> None:

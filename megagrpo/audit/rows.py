@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.audit import naive, naive_loss
-from megagrpo.audit.compare import ROUNDING, compare, named
+from megagrpo.audit.compare import ROUNDING, Check, compare, named
 from megagrpo.audit.naive_loss import Response
 from megagrpo.audit.saved import Step, Update
 
@@ -29,7 +29,11 @@ class Rows:
 
     def dumped(self, name: str) -> Tensor | None:
         """Return a dumped column [n] float64, or None if the dump has none."""
-        return self.update.rows[name][self._valid].double() if name in self.update.rows else None
+        return self.column(name) if name in self.update.rows else None
+
+    def column(self, name: str) -> Tensor:
+        """Return a dumped column [n] float64. Raises KeyError if the dump has none."""
+        return self.update.rows[name][self._valid].double()
 
     def recomputed(self, rows: Sequence[Tensor | None]) -> Tensor:
         """Select from rows [L] or [Lr] of each sample the values at these rows' tokens; NaN where there is no value."""
@@ -49,10 +53,12 @@ class Rows:
             ratio[mine] = naive_loss.probability_ratio(log_ratio[mine], self.step.config.algorithm.importance_sampling_level)
         return ratio
 
-    def compare(self, quantity: str, name: str, rows: Sequence[Tensor | None], tolerance: float = ROUNDING, average: float | None = None):
+    def compare(
+        self, quantity: str, name: str, rows: Sequence[Tensor | None], tolerance: float = ROUNDING, average: float | None = None
+    ) -> Check:
         """Compare one column of the rows."""
         quantity = named(quantity, self.step, self.update)
-        return compare(quantity, self.dumped(name), self.recomputed(rows), tolerance, self._where, average=average)
+        return compare(quantity, self.column(name), self.recomputed(rows), tolerance, self._where, average=average)
 
     def _where(self, i: int) -> str:
         return f"sample {int(self.sample[i])} token {int(self.token[i])}"
@@ -65,9 +71,10 @@ def means(rows: Rows) -> dict[str, tuple[float, float]]:
     """
     if not rows.sample.numel():
         return {}
-    policy, old, ref, full_kl = (rows.dumped(name) for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "full_kl"))
-    old, rollout = policy if old is None else old, rows.dumped("rollout_logprobs")
-    algorithm, entropy = rows.step.config.algorithm, rows.dumped("entropy")
+    policy, rollout, entropy = (rows.column(name) for name in ("policy_logprobs", "rollout_logprobs", "entropy"))
+    dumped_old, ref, full_kl = (rows.dumped(name) for name in ("old_logprobs", "ref_logprobs", "full_kl"))
+    old = policy if dumped_old is None else dumped_old
+    algorithm = rows.step.config.algorithm
     apart = (old - rollout).abs()
     exact = naive.mismatch(old, rollout) | {"entropy": entropy.mean().item()}
     exact |= {"sampling/sampling_logp_difference/mean": apart.mean().item(), "sampling/sampling_logp_difference/max": apart.max().item()}
@@ -83,7 +90,7 @@ def means(rows: Rows) -> dict[str, tuple[float, float]]:
 
 def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]]:
     """Return the clipped shares of tokens; of sequences if a sequence has one ratio."""
-    algorithm, ratio, advantage = rows.step.config.algorithm, rows.ratio(log_ratio), rows.dumped("advantage")
+    algorithm, ratio, advantage = rows.step.config.algorithm, rows.ratio(log_ratio), rows.column("advantage")
     by_sequence = algorithm.importance_sampling_level == "sequence"
     weights = torch.full_like(ratio, 1 / len(ratio))
     if by_sequence:
@@ -92,8 +99,9 @@ def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]
     def share(*sides: tuple[float, int]) -> tuple[float, float]:
         """Return the share of ratios beyond the (bound, sign) pairs, and the share close to one: above where A > 0 for sign 1, below
         where A < 0 for sign -1."""
-        beyond = sum(((sign * ratio > sign * bound) & (sign * advantage > 0)).double() for bound, sign in sides)
-        near = sum(((ratio / bound - 1).abs() < BORDER).double() if bound else torch.zeros_like(ratio) for bound, _ in sides)
+        none = torch.zeros_like(ratio)
+        beyond = sum((((sign * ratio > sign * bound) & (sign * advantage > 0)).double() for bound, sign in sides), none)
+        near = sum((((ratio / bound - 1).abs() < BORDER).double() for bound, _ in sides if bound), none)
         return (weights * beyond).sum().item(), (weights * near).sum().item()
 
     if algorithm.loss.clips == "weight":
@@ -106,9 +114,11 @@ def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]
 
 def _corrections(rows: Rows, policy: Tensor, old: Tensor) -> dict[str, tuple[float, float]]:
     """Return the weights for the engine's mismatch, and the share of tokens that off-policy masking keeps, one sample at a time."""
-    algorithm, rollout, advantage = rows.step.config.algorithm, rows.dumped("rollout_logprobs"), rows.dumped("advantage")
+    algorithm, rollout, advantage = rows.step.config.algorithm, rows.column("rollout_logprobs"), rows.column("advantage")
     corrects, threshold = algorithm.importance_correction != "off", algorithm.off_policy_mask_threshold
-    weights, kept, near = [], [], 0.0
+    weights: list[Tensor] = []
+    is_counted: list[Tensor] = []
+    near = 0.0
     for sample in rows.sample.unique():
         mine = rows.sample == sample
         of = Response(policy[mine], old[mine], rollout[mine], policy[mine], rows.token[mine], float(advantage[mine][0]))
@@ -117,13 +127,13 @@ def _corrections(rows: Rows, policy: Tensor, old: Tensor) -> dict[str, tuple[flo
             weights.append(of_sample if algorithm.importance_correction.startswith("token") else of_sample.mean()[None])
         if threshold is not None:
             distance = naive_loss.left_behind(of, algorithm)
-            kept.append(torch.full((len(of.old),), float(not (of.advantage < 0 and distance > threshold)), dtype=torch.float64))
+            is_counted.append(torch.full((len(of.old),), float(not (of.advantage < 0 and distance > threshold)), dtype=torch.float64))
             near += len(of.old) * (of.advantage < 0 and abs(distance - threshold) < BORDER)
-    found = {}
+    metrics = {}
     if corrects:
         every, name = torch.cat(weights), "sampling/importance_sampling_ratio"
         values = {"mean": every.mean(), "min": every.min(), "max": every.max()}
-        found = {f"{name}/{which}": (value.item(), 0.0) for which, value in values.items()}
+        metrics = {f"{name}/{which}": (value.item(), 0.0) for which, value in values.items()}
     if threshold is not None:
-        found["off_policy_mask/kept"] = (torch.cat(kept).mean().item(), near / len(policy))
-    return found
+        metrics["off_policy_mask/kept"] = (torch.cat(is_counted).mean().item(), near / len(policy))
+    return metrics

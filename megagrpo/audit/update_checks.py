@@ -31,6 +31,7 @@ def check_update(step: Step, update: Update, result: Recomputed) -> Iterator[Che
     if reason := _not_recomputed(step, update):
         yield Check(named("weights after the update", step, update), 0, True, 0.0, 0.0, note=f"not recomputed: {reason}")
         return
+    assert number is not None, "a dump with a sample of the optimizer counts the steps before"
     names = [name for name in update.optimizer if name in result.sampled]
     sampled = {name: update.optimizer[name] for name in names}
 
@@ -92,7 +93,7 @@ def _gradients(step: Step, update: Update, result: Recomputed, sampled: dict[str
 def _chained(step: Step, update: Update, sampled: dict[str, Sampled], place: Callable[[int], str]) -> Iterator[Check]:
     """Check that the next dumped optimizer step started from the weights and moments that this one left."""
     later = following(step, update)
-    if later is None or later.optimizer.keys() != update.optimizer.keys() or later.steps_before is None:
+    if later is None or later.optimizer.keys() != update.optimizer.keys() or later.steps_before is None or update.steps_before is None:
         return
     taken = "grad_norm" in update.metrics
     if later.steps_before != update.steps_before + taken:  # the run resumed from another checkpoint in between
@@ -101,8 +102,8 @@ def _chained(step: Step, update: Update, sampled: dict[str, Sampled], place: Cal
     def both(now: Callable[[Sampled], Tensor], then: Callable[[Sampled], Tensor]) -> tuple[Tensor, Tensor]:
         return torch.cat([then(later.optimizer[name]) for name in sampled]), torch.cat([now(rows) for rows in sampled.values()])
 
-    found, expected = both(attrgetter("next_weight"), attrgetter("weight"))
-    yield compare(named("weights of the next update", step, update), found, expected, EXACT, place)
+    dumped, expected = both(attrgetter("next_weight"), attrgetter("weight"))
+    yield compare(named("weights of the next update", step, update), dumped, expected, EXACT, place)
     if step.config.train.optimizer_state_dtype != "fp32":
         note = f"not compared: kept in {step.config.train.optimizer_state_dtype}, rounded at random"
         yield Check(named("moments of the next update", step, update), 0, True, 0.0, 0.0, note=note)
@@ -112,6 +113,9 @@ def _chained(step: Step, update: Update, sampled: dict[str, Sampled], place: Cal
         def after(rows: Sampled, index: int = index, name: str = name) -> Tensor:
             return naive_optimizer.moments(rows, step.config.train)[index] if taken else getattr(rows, name)
 
-        found, expected = both(after, attrgetter(name))
-        _, added = both(lambda rows, after=after: after(naive_optimizer.sizes(rows)), attrgetter(name))
-        yield compare(named(f"{name} moment of the next update", step, update), found, expected, ROUNDING * added + TINY, place)
+        dumped, expected = both(after, attrgetter(name))
+        def size_after(rows: Sampled, after: Callable[[Sampled], Tensor] = after) -> Tensor:
+            return after(naive_optimizer.sizes(rows))
+
+        _, added = both(size_after, attrgetter(name))
+        yield compare(named(f"{name} moment of the next update", step, update), dumped, expected, ROUNDING * added + TINY, place)

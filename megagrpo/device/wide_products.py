@@ -13,7 +13,7 @@ from torch import Tensor
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
-Kernel = torch.library._SafeKernelFunction
+Kernel = torch._C._SafeKernelFunction
 _library: torch.library.Library | None = None
 
 

@@ -45,16 +45,16 @@ class Distance:
         return self.error / self.tolerance if self.tolerance else (float("inf") if self.error else 0.0)
 
 
-def compare(found: Outcome, expected: Outcome, rounded: Outcome | None = None, coarse: bool = False) -> list[Distance]:
-    """Return the distance of every quantity of `found` from `expected`, one process in float32.
+def compare(outcome: Outcome, expected: Outcome, rounded: Outcome | None = None, coarse: bool = False) -> list[Distance]:
+    """Return the distance of every quantity of `outcome` from `expected`, one process in float32.
 
-    `rounded` is one process in the precision and on the device of `found`, if these differ: it measures the effect of rounding alone.
+    `rounded` is one process in the precision and on the device of `outcome`, if these differ: it measures the effect of rounding alone.
     Raises ValueError when the outcomes hold different quantities.
     """
     noise = distances(rounded, expected) if rounded is not None else {}
     return [
         Distance(kind, name, error, _tolerance(kind, noise.get((kind, name)), coarse))
-        for (kind, name), error in distances(found, expected).items()
+        for (kind, name), error in distances(outcome, expected).items()
     ]
 
 
@@ -64,35 +64,36 @@ def _tolerance(kind: str, noise: float | None, coarse: bool) -> float:
     return max(FLOAT32[kind], NOISE * max(noise, ROUNDING if coarse else 0.0))
 
 
-def distances(found: Outcome, expected: Outcome) -> dict[tuple[str, str], float]:
+def distances(outcome: Outcome, expected: Outcome) -> dict[tuple[str, str], float]:
     """Return (kind, name) -> relative difference. Raises ValueError when the two outcomes do not hold the same quantities."""
     errors: dict[tuple[str, str], float] = {}
-    for name, ours, theirs in _pairs("metrics", found.metrics, expected.metrics):
+    for name, ours, theirs in _pairs("metrics", outcome.metrics, expected.metrics):
         # An extreme over tokens is only as exact as a log-prob, not as a mean.
         kind = {"loss": "loss", "grad_norm": "gradient norm"}.get(name, "log-prob" if name in expected.extremes else "metric")
         errors[kind, name] = abs(ours - theirs) / max(abs(theirs), SMALLEST)
-    if found.logprobs.shape != expected.logprobs.shape:
-        raise ValueError(f"this layout has {found.logprobs.numel()} loss tokens, and one process has {expected.logprobs.numel()}")
+    if outcome.logprobs.shape != expected.logprobs.shape:
+        raise ValueError(f"this layout has {outcome.logprobs.numel()} loss tokens, and one process has {expected.logprobs.numel()}")
     if expected.logprobs.numel():
         largest = expected.logprobs.abs().max().item()
-        errors["log-prob", "policy"] = (found.logprobs - expected.logprobs).abs().max().item() / max(largest, 1.0)
-    for kind, tensors, reference in (("gradient", found.gradients, expected.gradients), ("next weight", found.weights, expected.weights)):
-        for name, ours, theirs in _pairs(f"{kind}s", tensors, reference):
-            errors[kind, name] = relative_error(ours, theirs)
-    errors["replica", "largest"] = found.disagreement
-    errors["padding", "largest"] = found.padding
+        errors["log-prob", "policy"] = (outcome.logprobs - expected.logprobs).abs().max().item() / max(largest, 1.0)
+    pairs = ("gradient", outcome.gradients, expected.gradients), ("next weight", outcome.weights, expected.weights)
+    for kind, tensors, reference in pairs:
+        for name, tensor, whole in _pairs(f"{kind}s", tensors, reference):
+            errors[kind, name] = relative_error(tensor, whole)
+    errors["replica", "largest"] = outcome.disagreement
+    errors["padding", "largest"] = outcome.padding
     return errors
 
 
-def _pairs[T](what: str, found: dict[str, T], expected: dict[str, T]) -> list[tuple[str, T, T]]:
-    if odd := sorted(found.keys() ^ expected.keys()):
+def _pairs[T](what: str, values: dict[str, T], expected: dict[str, T]) -> list[tuple[str, T, T]]:
+    if odd := sorted(values.keys() ^ expected.keys()):
         raise ValueError(f"{what} that only this layout or only one process has: {', '.join(odd)}")
-    return [(name, found[name], value) for name, value in expected.items()]
+    return [(name, values[name], value) for name, value in expected.items()]
 
 
-def worst(found: list[Distance]) -> list[Distance]:
+def worst(distances: list[Distance]) -> list[Distance]:
     """Return, for each kind, the distance that uses most of its tolerance, in the order of FLOAT32."""
-    by_kind = [[d for d in found if d.kind == kind] for kind in FLOAT32]
+    by_kind = [[d for d in distances if d.kind == kind] for kind in FLOAT32]
     return [max(same, key=lambda d: d.excess) for same in by_kind if same]
 
 

@@ -6,9 +6,11 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from megagrpo.policy.specs import BLOCK
 
@@ -36,8 +38,9 @@ Tape = dict[Key, Crossings]
 def layers_of(chunks: Sequence[nn.Module]) -> dict[Key, nn.Module]:
     """Return the layers of this rank's bare chunks. A hybrid layer is half a decoder layer: first attention, then the MLP or the
     experts."""
-    found = [layer for chunk in chunks for layer in chunk.decoder.layers]
-    return {((layer.layer_number - 1) // BLOCK, PARTS[(layer.layer_number - 1) % BLOCK]): layer for layer in found}
+    layers: list[nn.Module] = [layer for chunk in chunks for layer in attrgetter("decoder.layers")(chunk)]
+    numbered: list[tuple[int, nn.Module]] = [(attrgetter("layer_number")(layer) - 1, layer) for layer in layers]
+    return {(number // BLOCK, PARTS[number % BLOCK]): layer for number, layer in numbered}
 
 
 @contextlib.contextmanager
@@ -52,7 +55,7 @@ def recording(chunks: Sequence[nn.Module], like: Tape | None = None) -> Iterator
     with contextlib.ExitStack() as hooks:
         for key, layer in layers_of(chunks).items():
             before, added, after = _hooks(tape[key], None if like is None else like[key])
-            half = layer.self_attention if key[1] == "attention" else layer.mlp
+            half = layer.get_submodule("self_attention" if key[1] == "attention" else "mlp")
             hooks.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
             hooks.callback(half.register_forward_hook(added).remove)
             hooks.callback(layer.register_forward_hook(after).remove)
@@ -72,13 +75,13 @@ def _hooks(crossings: Crossings, like: Crossings | None) -> tuple[Callable, Call
     def added(half: nn.Module, args: tuple, output: tuple[Tensor, Tensor | None]) -> None:
         crossings.added.append(_on_host(output[0]))
 
-    def after(layer: nn.Module, args: tuple, output):
-        place, hidden = len(crossings.after), output[0] if isinstance(output, tuple) else output
+    def after(layer: nn.Module, args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
+        index, hidden = len(crossings.after), output[0] if isinstance(output, tuple) else output
         crossings.after.append(_on_host(hidden))
 
         def took(gradient: Tensor) -> Tensor:
-            taken = gradient if like is None else like.gradient[place].to(gradient)
-            crossings.gradient[place] = _on_host(taken)
+            taken = gradient if like is None else like.gradient[index].to(gradient)
+            crossings.gradient[index] = _on_host(taken)
             return taken
 
         if hidden.requires_grad:
@@ -95,9 +98,9 @@ class _InPlaceOf(torch.autograd.Function):
     """Replaces a tensor's values; the gradient goes to the replaced tensor."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, values: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, hidden: Tensor, values: Tensor) -> Tensor:
         return values.clone()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -25,12 +26,13 @@ from megagrpo.verify.step import policy_gradient
 
 CONTEXT = 4  # tokens at the start of a text that do not count: predictions there are guesses in any precision
 Gradients = dict[Key, list[Tensor]]
-Sums = dict[tuple, tuple[float, float]]  # (sum of squared differences, sum of squared expected values) over elements
+SumKey = tuple[str] | tuple[str, int, str]  # quantity, and for a single layer its `Key`
+Sums = dict[SumKey, tuple[float, float]]  # (sum of squared differences, sum of squared expected values) over elements
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """Relative errors |found - expected| / |expected| of one half of a decoder layer, Euclidean norms over the batch.
+    """Relative errors |measured - expected| / |expected| of one half of a decoder layer, Euclidean norms over the batch.
 
     `activation` and `gradient` are the layer's own errors: its input hidden states and its output's gradient are those of the run's own
     precision. `drift` is the error of the hidden states after all layers up to this one.
@@ -80,11 +82,11 @@ def measure(config: RunConfig, plain: RunConfig, hf_config: HfConfig, folder: Pa
         expected, gradients, logprobs = _Passes(plain, layout, hf_config, folder, batch).run()
         passes = _Passes(config, layout, hf_config, folder, batch)
         passes.run()  # delayed scales have then seen the batch
-        found, whole_gradients, found_logprobs = passes.run()
+        measured, whole_gradients, found_logprobs = passes.run()
         own, own_gradients, _ = passes.run(like=expected)
-        sums = _tensor_sums("activation", own, expected, "added") | _tensor_sums("drift", found, expected, "after")
+        sums = _tensor_sums("activation", own, expected, "added") | _tensor_sums("drift", measured, expected, "after")
         sums |= {("gradient", *key): _sums(zip(own_gradients[key], gradients[key], strict=True)) for key in gradients}
-        sums["gradient"] = _sums((w, g) for key in gradients for w, g in zip(whole_gradients[key], gradients[key], strict=True))
+        sums["gradient",] = _sums((w, g) for key in gradients for w, g in zip(whole_gradients[key], gradients[key], strict=True))
         apart = torch.cat([torch.zeros(0), *((f - e).abs() for f, e in zip(found_logprobs, logprobs, strict=True))])
         everyone = layout.all_gather_objects((sums, apart.tolist()))
     finally:
@@ -103,41 +105,42 @@ class _Passes:
 
     def run(self, like: Tape | None = None) -> tuple[Tape, Gradients, list[Tensor]]:
         """Return (the tape, the gradients of each layer's trained weights, this rank's log-probs of the tokens that count)."""
-        policy, logprobs = self.policy, []
-
+        policy = self.policy
+        logprobs: list[Tensor] = []
         with recording(policy.chunks, like) as tape:
             policy.backward(self.batch, policy_gradient, self.batch.num_tokens)
         gather_gradients(policy.model)
         gradients = {
-            key: [p.main_grad.detach().to("cpu", torch.float32, copy=True) for p in layer.parameters() if p.requires_grad]
+            key: [attrgetter("main_grad")(p).detach().to("cpu", torch.float32, copy=True) for p in layer.parameters() if p.requires_grad]
             for key, layer in layers_of(policy.chunks).items()
         }
         rows = policy.logprobs(self.batch)
         if self.layout.is_last_stage and self.layout.tp_rank == self.layout.cp_rank == 0:  # the other ranks have the same
-            logprobs = [r.cpu()[m.loss_mask] for r, m in zip(rows, self.batch.micro_batches, strict=True)]
+            pairs = zip(rows, self.batch.micro_batches, strict=True)
+            logprobs = [r.cpu()[m.loss_mask] for r, m in pairs if r is not None]
         return tape, gradients, logprobs
 
 
-def _tensor_sums(name: str, found: Tape, expected: Tape, what: str) -> Sums:
-    return {(name, *key): _sums(zip(getattr(found[key], what), getattr(expected[key], what), strict=True)) for key in expected}
+def _tensor_sums(name: str, measured: Tape, expected: Tape, what: str) -> Sums:
+    return {(name, *key): _sums(zip(getattr(measured[key], what), getattr(expected[key], what), strict=True)) for key in expected}
 
 
 def _sums(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     difference = total = 0.0
-    for found, expected in pairs:
-        difference += (found.double() - expected.double()).square().sum().item()
+    for value, expected in pairs:
+        difference += (value.double() - expected.double()).square().sum().item()
         total += expected.double().square().sum().item()
     return difference, total
 
 
 def _errors(everyone: Sequence[tuple[Sums, list[float]]]) -> PrecisionErrors:
     """Merge the ranks' sums. Each rank covers its own layers and its own tokens."""
-    merged = defaultdict(lambda: [0.0, 0.0])
+    merged: defaultdict[SumKey, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for sums, _ in everyone:
         for key, pair in sums.items():
             merged[key] = [a + b for a, b in zip(merged[key], pair, strict=True)]
     relative = {key: math.sqrt(difference / total) if total else 0.0 for key, (difference, total) in merged.items()}
-    keys = sorted(key[1:] for key in relative if key[0] == "drift")
+    keys = sorted((key[1], key[2]) for key in relative if len(key) == 3 and key[0] == "drift")
     layers = [LayerError(*key, *(relative[name, *key] for name in ("activation", "gradient", "drift"))) for key in keys]
     apart = torch.tensor([value for _, values in everyone for value in values], dtype=torch.float64)
-    return PrecisionErrors(layers, apart.numel(), apart.mean().item(), apart.max().item(), apart.exp().mean().item(), relative["gradient"])
+    return PrecisionErrors(layers, apart.numel(), apart.mean().item(), apart.max().item(), apart.exp().mean().item(), relative["gradient",])

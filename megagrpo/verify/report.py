@@ -24,7 +24,7 @@ class Verdict:
 
     layout: str
     ranks: int
-    found: Outcome | None = None
+    outcome: Outcome | None = None
     expected: Outcome | None = None
     distances: list[Distance] = field(default_factory=list)
     seconds: float = 0.0
@@ -62,10 +62,11 @@ def as_text(verdict: Verdict, full: bool = False) -> str:
     """Return a block of lines; with `full` one line for each tensor."""
     ranks = f"{verdict.ranks} rank{'s' if verdict.ranks > 1 else ''}"
     lines = ["", f"{f'{verdict.layout} on {ranks}':<78}{'difference':>12}{'allowed':>10}"]
-    if verdict.failure:
+    outcome = verdict.outcome
+    if verdict.failure or outcome is None:
         return "\n".join([*lines, *(f"  {line}" for line in verdict.failure.rstrip().split("\n")), "  FAIL"])
     shown = sorted(verdict.distances, key=lambda d: -d.excess) if full else worst(verdict.distances)
-    lines += [f"  {_describe(d, verdict, full):<76}{d.error:12.1e}{d.tolerance:10.1e}" for d in shown]
+    lines += [f"  {_describe(d, verdict, outcome, full):<76}{d.error:12.1e}{d.tolerance:10.1e}" for d in shown]
     lines += [f"  {_name(d)} is {d.error:.1e} off, {d.tolerance:.1e} is allowed" for d in verdict.wrong[:MOST_SHOWN]]
     if more := len(verdict.wrong) - MOST_SHOWN:
         lines += [f"  and {more} more"] if more > 0 else []
@@ -77,9 +78,9 @@ def _name(distance: Distance) -> str:
     return distance.kind if distance.name in (distance.kind, "largest") else f"{distance.kind} {distance.name}"
 
 
-def _describe(distance: Distance, verdict: Verdict, full: bool) -> str:
+def _describe(distance: Distance, verdict: Verdict, outcome: Outcome, full: bool) -> str:
     """Return the subject of a line: the quantity with its value, or the worst of several."""
-    kind, metrics = distance.kind, verdict.found.metrics
+    kind, metrics = distance.kind, outcome.metrics
     if kind in ("loss", "gradient norm"):
         return f"{kind:<15}{metrics['loss' if kind == 'loss' else 'grad_norm']:.6g}"
     if kind in ABOUT:
@@ -88,7 +89,7 @@ def _describe(distance: Distance, verdict: Verdict, full: bool) -> str:
         return f"{kind:<15}{distance.name}"
     how_many = sum(d.kind == kind for d in verdict.distances)
     if kind == "log-prob":
-        return f"{kind:<15}largest of {verdict.expected.logprobs.numel()} tokens"
+        return f"{kind:<15}largest of {outcome.logprobs.numel()} tokens"
     return f"{kind:<15}worst of {how_many}: {distance.name}"
 
 
@@ -113,7 +114,7 @@ def as_json(path: Path, verdicts: Sequence[Verdict]) -> str:
             failure=v.failure or None,
             unproved=v.unproved,
             seconds=round(v.seconds, 2),
-            metrics=v.found.metrics if v.found else None,
+            metrics=v.outcome.metrics if v.outcome else None,
             worst={d.kind: _finite(d) for d in worst(v.distances)},
             distances=[_finite(d) for d in v.distances],
         )

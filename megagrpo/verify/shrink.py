@@ -93,7 +93,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
     kv_heads = parallel.tp * min(2, ceil(real.num_kv_heads / parallel.tp))
     heads = kv_heads * (real.num_heads // real.num_kv_heads)
     head_dim = padded(16 if heads < 8 else 8, unit)
-    small = dict(
+    small: dict[str, Any] = dict(
         num_hidden_layers=sum(_few_layers(parallel.pipeline_layers) or []) or max(2, parallel.pp * parallel.vpp),
         hidden_size=heads * head_dim * (1 if real.hidden_size == real.num_heads * real.head_dim else 2),
         num_attention_heads=heads,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +14,10 @@ from torch import Tensor
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.bridge.families import adapter_blocks, blocks, fill, trained_blocks
+from megagrpo.bridge.families import Parameter, adapter_blocks, blocks, fill, trained_blocks
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
+from megagrpo.families.boxes import Box
 from megagrpo.families.config import HfConfig
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.fp8.export import write
@@ -61,13 +64,13 @@ def take_step(
             policy.backward(batch, make_loss(config), divisor)
         metrics = policy.backward(batch, make_loss(config), divisor)
         gather_gradients(policy.model)
-        gradients, apart, padding = whole_tensors(policy, hf_config, layout, lambda p: p.main_grad)
+        gradients, apart, padding = whole_tensors(policy, hf_config, layout, attrgetter("main_grad"))
         metrics |= policy.update()
-        stepped, also_apart, _ = whole_tensors(policy, hf_config, layout, lambda p: p.data)
+        stepped, also_apart, _ = whole_tensors(policy, hf_config, layout, attrgetter("data"))
         rows = _rows_of_tokens(batch, logprobs, layout)
     finally:
         layout.release()
-    if layout.world_rank != 0:
+    if rows is None:
         return None
     extremes = frozenset(name for name, metric in metrics.items() if metric.reduce in ("max", "min"))
     return Outcome(values_of(metrics), rows, gradients, stepped, max(apart, also_apart), padding, extremes)
@@ -99,8 +102,8 @@ def fill_weights(
     policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, weights: Callable[[str, tuple], Tensor] = random_tensor
 ) -> None:
     """Fill this rank's parameters with the shards of `weights(name, shape)`; the vocabulary's padding is 0."""
-    for _, parameter, found in (*blocks(policy.chunks, hf_config, layout), *adapter_blocks(policy.chunks, hf_config, layout)):
-        fill(parameter, found, lambda b: weights(b.name, b.shape)[b.slices])
+    for _, parameter, of_parameter in (*blocks(policy.chunks, hf_config, layout), *adapter_blocks(policy.chunks, hf_config, layout)):
+        fill(parameter, of_parameter, lambda b: weights(b.name, b.shape)[b.slices])
 
 
 def policy_gradient(inputs: LossInputs) -> LossOutput:
@@ -114,7 +117,8 @@ def _move_away(policy: MegatronPolicy) -> None:
     """Move the policy away from the reference by a function of each weight alone, the same in every layout."""
     for chunk in policy.chunks:
         for parameter in filter(lambda p: p.requires_grad, chunk.parameters()):
-            before = dense(parameter) if unrounded(parameter) is None else unrounded(parameter)
+            master = unrounded(parameter)
+            before = dense(parameter) if master is None else master
             write(parameter, before + 0.02 * torch.sin(40 * before))
 
 
@@ -135,6 +139,7 @@ def _rows_of_tokens(batch: TrainBatch, logprobs: list[Tensor | None], layout: La
     mine: dict[float, float] = {}
     if layout.is_last_stage and layout.tp_rank == 0:
         for micro_batch, rows in zip(batch.micro_batches, logprobs, strict=True):
+            assert rows is not None, "the last stage computes log-probs"
             keys, values = micro_batch.rollout_logprobs[micro_batch.loss_mask], rows.cpu()[micro_batch.loss_mask]
             mine |= dict(zip(keys.tolist(), values.tolist(), strict=True))
     everyone = _gather(mine, layout)
@@ -146,7 +151,7 @@ def _rows_of_tokens(batch: TrainBatch, logprobs: list[Tensor | None], layout: La
 
 @torch.no_grad()
 def whole_tensors(
-    policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, part: Callable[[Tensor], Tensor]
+    policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, part: Callable[[Parameter], Tensor]
 ) -> tuple[Tensors, float, float]:
     """Return `part(parameter)` of every trained parameter as whole tensors, merged from all ranks' blocks; on rank 0, empty elsewhere.
 
@@ -154,35 +159,35 @@ def whole_tensors(
     blocks.
     """
     mine, padding = [], 0.0
-    for _, parameter, found in trained_blocks(policy.chunks, hf_config, layout):
+    for _, parameter, of_parameter in trained_blocks(policy.chunks, hf_config, layout):
         tensor = part(parameter).detach().to("cpu", torch.float64, copy=True)
-        for block in found:
-            place = block.view(tensor)
-            mine.append((block.name, block.shape, block.box, place.reshape(block.block_shape).clone()))
-            place.zero_()
+        for block in of_parameter:
+            view = block.view(tensor)
+            mine.append((block.name, block.shape, block.box, view.reshape(block.block_shape).clone()))
+            view.zero_()
         padding = max(padding, tensor.abs().max().item()) if tensor.numel() else padding
     everyone = _gather((mine, padding), layout)
     if everyone is None:
         return {}, 0.0, 0.0
     whole: Tensors = {}
-    held: dict[tuple, Tensor] = {}
+    first_copies: dict[tuple[str, Box], Tensor] = {}
     apart = 0.0
-    for name, shape, place, value in [piece for pieces, _ in everyone for piece in pieces]:
-        if (name, place) in held:
-            apart = max(apart, relative_error(value, held[name, place]))
+    for name, shape, box, value in [piece for pieces, _ in everyone for piece in pieces]:
+        if (name, box) in first_copies:
+            apart = max(apart, relative_error(value, first_copies[name, box]))
             continue
-        held[name, place] = value
-        whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))[tuple(map(slice, *place))].copy_(value)
+        first_copies[name, box] = value
+        whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))[tuple(map(slice, *box))].copy_(value)
     return whole, apart, max(padding for _, padding in everyone)
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return |found - expected| / |expected|, Euclidean norms; 0 when both are equal."""
-    difference = (found - expected).norm().item()
+def relative_error(measured: Tensor, expected: Tensor) -> float:
+    """Return |measured - expected| / |expected|, Euclidean norms; 0 when both are equal. The tensors [...] have equal shapes."""
+    difference = (measured - expected).norm().item()
     return difference and difference / max(expected.norm().item(), torch.finfo(torch.float64).tiny)
 
 
-def _gather(mine: object, layout: Layout) -> list | None:
-    everyone = [None] * layout.world_size if layout.world_rank == 0 else None
+def _gather(mine: object, layout: Layout) -> list[Any] | None:
+    everyone: list[Any] | None = [None] * layout.world_size if layout.world_rank == 0 else None
     dist.gather_object(mine, everyone, dst=0, group=layout.cpu_group)
     return everyone
