@@ -55,7 +55,7 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
             expert: int | None = None
             if part := _EXPERT.fullmatch(key):
                 key, tensor_parallel = part[1] + part[3], (layout.etp_size, layout.etp_rank)
-                expert = int(part[2] or part[4]) + layout.ep_rank * (_num_experts(hf_config) // layout.ep_size)
+                expert = int(part[2] or part[4]) + layout.ep_rank * (hf_config.mixture.count // layout.ep_size)
             if key not in table:
                 raise KeyError(f"family {hf_config.family} has no rule for Megatron parameter {name}")
             patterns = table[key].blocks(Local(param, *tensor_parallel, hf_config, expert))
@@ -117,17 +117,12 @@ def _block_number(model: nn.Module, index: int) -> int:
     return (number - 1) // BLOCK
 
 
-def _num_experts(hf_config: HfConfig) -> int:
-    assert hf_config.experts is not None, "the model has parameters of experts"
-    return hf_config.experts.count
-
-
 def tensor_names(hf_config: HfConfig) -> set[str]:
     """Return every tensor name of the whole model; for a tied model this includes the head."""
     names = set()
     for key, rule in FAMILIES[hf_config.family].table(hf_config).items():
         for block in _blocks_with(key, hf_config):
-            experts: Iterable[int | None] = range(_num_experts(hf_config)) if _EXPERT.fullmatch(key) else [None]
+            experts: Iterable[int | None] = range(hf_config.mixture.count) if _EXPERT.fullmatch(key) else [None]
             names |= {named(pattern, block, expert) for pattern in rule.names for expert in experts}
     return names
 

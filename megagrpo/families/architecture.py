@@ -82,6 +82,12 @@ class HfConfig:
     centred_norms: bool = False  # norm weights are stored as their distance from 1
 
     @property
+    def mixture(self) -> Experts:
+        """The experts of a model that has some."""
+        assert self.experts is not None, f"{self.family} has no experts here"
+        return self.experts
+
+    @property
     def value_dim(self) -> int:
         """Width of each head's values."""
         return self.mla.value_dim if self.mla else self.head_dim

@@ -46,12 +46,23 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 class Sizes(Protocol):
     """The fields of the `parallel` section that the model must fit."""
 
-    tp: int
-    pp: int
-    vpp: int
-    pipeline_layers: Sequence[int] | None
-    ep: int
-    expert_tp: int
+    @property
+    def tp(self) -> int: ...
+
+    @property
+    def pp(self) -> int: ...
+
+    @property
+    def vpp(self) -> int: ...
+
+    @property
+    def pipeline_layers(self) -> Sequence[int] | None: ...
+
+    @property
+    def ep(self) -> int: ...
+
+    @property
+    def expert_tp(self) -> int: ...
 
 
 def load_hf_config(folder: str | Path) -> HfConfig:

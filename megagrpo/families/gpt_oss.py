@@ -14,9 +14,9 @@ from megagrpo.families.family import EXPERT_KEYS, FULL, SLIDING, Family, Raw, ex
 
 def _of_expert(local: Local, *dims: tuple[int, int, int]) -> tuple[tuple[int, ...], Box]:
     """Return the shape of a tensor of all experts, and the box of this expert; `dims` are (length, start, stop) of the other dimensions."""
-    assert local.hf.experts is not None and local.expert is not None, "only parameters of experts have these rules"
+    assert local.expert is not None, "only parameters of experts have these rules"
     lengths, starts, stops = zip(*dims, strict=True)
-    return (local.hf.experts.count, *lengths), ((local.expert, *starts), (local.expert + 1, *stops))
+    return (local.hf.mixture.count, *lengths), ((local.expert, *starts), (local.expert + 1, *stops))
 
 
 def _gate_up(name: str) -> Rule:

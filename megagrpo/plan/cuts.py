@@ -34,7 +34,7 @@ class EngineLayout:
     ep: int = 1
     servers: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.ep > 1 and self.ep % self.tp:
             said = f"experts over ep {self.ep} workers of a server need a multiple of tp {self.tp}"
             raise ProblemError(Problem(("rollout.tp", "rollout.enable_expert_parallel"), said))
@@ -173,7 +173,7 @@ def _vocabulary(name: str, shape: tuple[int, ...], tp: int, tp_rank: int) -> Box
 
 def _experts(model: HfConfig, layout: EngineLayout, worker: _Worker) -> range:
     """Return the experts of a worker: equal numbers, with the remainder one each on the first workers."""
-    each, over = divmod(model.experts.count, layout.ep)
-    place = worker.copy * layout.tp + worker.tp_rank
-    start = place * each + min(place, over)
-    return range(start, start + each + (place < over))
+    each, over = divmod(model.mixture.count, layout.ep)
+    index = worker.copy * layout.tp + worker.tp_rank
+    start = index * each + min(index, over)
+    return range(start, start + each + (index < over))

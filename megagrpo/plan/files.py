@@ -38,7 +38,7 @@ def data_problems(config: RunConfig) -> list[Problem]:
     """Return data files and chat templates that do not exist, and columns that a jsonl or csv file's first row lacks."""
     data, problems = config.data, []
     sources: list[tuple[str, DatasetSection]] = [("data.train", data.train)]
-    sources += [("data.eval", data.eval)] * (data.eval is not None)
+    sources += [] if data.eval is None else [("data.eval", data.eval)]
     sources += [(f"evaluation.sets.{name}", section) for name, section in config.evaluation.sets.items()]
     for key, section in sources:
         path = Path(os.path.expanduser(section.source))
@@ -128,14 +128,14 @@ def end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
     file."""
     path, key = folder / "generation_config.json", ("model.path",)
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
         return [Problem(key, f"{path} is not valid JSON: {error}; download it again, or delete it", rule=17)]
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         return [Problem(key, f"{path} holds no object of keys and values; download it again, or delete it", rule=17)]
-    ends = found.get("eos_token_id")
+    ends = content.get("eos_token_id")
     ends = [] if ends is None else _list(ends)
     if odd := [end for end in ends if type(end) is not int or not 0 <= end < vocab_size]:
         said = f"eos_token_id {odd[0]!r} in {path} is no token of the model, whose vocab_size is {vocab_size}; name one below that"
@@ -145,10 +145,10 @@ def end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _list(value: Any) -> list[Any]:

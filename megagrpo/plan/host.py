@@ -48,11 +48,11 @@ def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: i
     activations = activation_bytes(config, model) if gpu else [0.0] * p.pp
     beside = GIB * engine_memory(config, model)["vllm_weights"] if turns else 0.0  # weights of the sleeping server on the same GPU
     for rank in range(world_size):  # ranks go tp fastest, then cp, dp, pp; a stage's expert ranks go etp fastest, then ep
-        stage, place = divmod(rank, world_size // p.pp)
-        outside = _Shard(trained[stage], place // p.tp, world_size // (p.pp * p.tp))
-        inside = _Shard(experts[stage], place // (p.expert_tp * p.ep), world_size // p.expert_parallel_size)
-        held = _rank(config, [outside, inside], chunks[stage])
-        ranks.append(held | {"saving": held["saving"] + beside, "offload": moved[stage], "activations": activations[stage]})
+        stage, index = divmod(rank, world_size // p.pp)
+        outside = _Shard(trained[stage], index // p.tp, world_size // (p.pp * p.tp))
+        inside = _Shard(experts[stage], index // (p.expert_tp * p.ep), world_size // p.expert_parallel_size)
+        purposes = _rank(config, [outside, inside], chunks[stage])
+        ranks.append(purposes | {"saving": purposes["saving"] + beside, "offload": moved[stage], "activations": activations[stage]})
     nodes = [ranks[first : first + per_node] for first in range(0, world_size, per_node)]
     return {name: max(sum(rank[name] for rank in node) for node in nodes) / GIB for name in ranks[0]}
 
@@ -84,10 +84,10 @@ def _moved(config: RunConfig, model: HfConfig, world_size: int) -> list[dict[str
 
 def activation_bytes(config: RunConfig, model: HfConfig) -> list[float]:
     """Return, per stage, the peak bytes of one rank that `model.offload_activations` keeps on the host."""
-    tokens, (_, kept, _) = config.train.max_tokens_per_micro_batch / config.parallel.cp, activation_elements(config, model, gpu=True)
+    tokens, (_, stored, _) = config.train.max_tokens_per_micro_batch / config.parallel.cp, activation_elements(config, model, gpu=True)
     layers = [len(own) * in_flight(config, stage) for stage, own in enumerate(layers_of_ranks(model, config.parallel))]
     share = config.model.offload_activations
-    return [max(0.0, count - NOT_OFFLOADED) * share * kept * tokens * weight_bytes(config) for count in layers]
+    return [max(0.0, count - NOT_OFFLOADED) * share * stored * tokens * weight_bytes(config) for count in layers]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ workspaces are not counted.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megagrpo.config import RunConfig
 from megagrpo.config.train import FUSED_SCRATCH_BYTES
 from megagrpo.families.config import HfConfig
@@ -40,18 +42,27 @@ def stage_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) 
     Without a `gpu` attention is our torch version, which keeps more activations.
     """
     p = config.parallel
-    held = zip(
-        layers_of_ranks(model, p),
-        stage_parameters(model, p),
-        stage_experts(model, p),
-        stage_adapters(model, p, config.lora),
-        stage_linears(model, p),
-        largest_chunks(model, p),
-        stage_fp8(model, p, config.model.bf16_layers) if config.model.fp8_recipe != "none" else [0] * p.pp,
-        strict=True,
-    )
-    given = num_parameters(model) * weight_bytes(config) / (dp * p.model_parallel_size)
-    return [_stage_memory(config, model, dp, stage, *sizes, given, gpu) for stage, sizes in enumerate(held)]
+    in_fp8 = stage_fp8(model, p, config.model.bf16_layers) if config.model.fp8_recipe != "none" else [0] * p.pp
+    layers, outside, experts = layers_of_ranks(model, p), stage_parameters(model, p), stage_experts(model, p)
+    adapters, linears, chunks = stage_adapters(model, p, config.lora), stage_linears(model, p), largest_chunks(model, p)
+    stages = [
+        _Stage(i, layers[i], outside[i], experts[i], adapters[i], linears[i], chunks[i], in_fp8[i]) for i in range(p.pp)
+    ]
+    return [_stage_memory(config, model, dp, stage, gpu) for stage in stages]
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A pipeline stage: its index, the indices of its layers, and parameter counts on one of its ranks."""
+
+    index: int
+    layers: list[int]
+    outside: int  # parameters that belong to no expert
+    experts: int
+    adapters: int
+    linears: int
+    chunk: int  # of the largest buffer of gradients
+    in_fp8: int
 
 
 def weight_bytes(config: RunConfig) -> int:
@@ -59,32 +70,18 @@ def weight_bytes(config: RunConfig) -> int:
     return 4 if config.model.precision == "fp32" else 2
 
 
-def _stage_memory(
-    config: RunConfig,
-    model: HfConfig,
-    dp: int,
-    stage: int,
-    layers: list[int],
-    outside: int,
-    experts: int,
-    adapters: int,
-    linears: int,
-    chunk: int,
-    in_fp8: int,
-    given: float,
-    gpu: bool,
-) -> dict[str, dict[str, float]]:
-    """Return phase -> part -> GiB of one rank of a stage with these parameter counts. `given` is the number of bytes that it sends in a
-    weight sync."""
-    p, train = config.parallel, config.train
-    parameters = outside + experts + adapters
-    trained, trained_experts = (adapters, 0) if config.lora.enabled else (outside, experts)
+def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: _Stage, gpu: bool) -> dict[str, dict[str, float]]:
+    """Return phase -> part -> GiB of one rank of a stage."""
+    p, train, in_fp8 = config.parallel, config.train, stage.in_fp8
+    parameters = stage.outside + stage.experts + stage.adapters
+    trained, trained_experts = (stage.adapters, 0) if config.lora.enabled else (stage.outside, stage.experts)
     copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
     element = weight_bytes(config)
+    sent = num_parameters(model) * element / (dp * p.model_parallel_size)  # in a weight sync
     # Muon keeps one moment of a matrix. The embeddings' second moment is ignored.
     moment_bytes = 4 if train.optimizer == "muon" else 0 if train.optimizer_offload else MOMENT_BYTES[train.optimizer_state_dtype]
     optimizer_bytes = moment_bytes + (0 if element == 4 else 4)  # bf16 weights have float32 masters
-    stored = 0 if config.model.base_storage == "none" else linears
+    stored = 0 if config.model.base_storage == "none" else stage.linears
     saved = in_fp8 * (element - (FP8_BYTES if gpu else 1)) if config.model.fp8_param else 0
     resident = {
         "weights": (parameters - stored) * element + stored * STORED_BYTES.get(config.model.base_storage, 0) - saved,
@@ -96,24 +93,24 @@ def _stage_memory(
     if gpu and in_fp8 and not config.model.fp8_param:
         resident["fp8_weights"] = in_fp8 * FP8_BYTES
     tokens = train.max_tokens_per_micro_batch / p.cp
-    one_layer, kept, passing = (elements * tokens * element for elements in activation_elements(config, model, gpu))
-    layers_kept = len(layers) * in_flight(config, stage)
+    one_layer, stored_layer, passing = (elements * tokens * element for elements in activation_elements(config, model, gpu))
+    stored_layers = len(stage.layers) * in_flight(config, stage.index)
     if gpu:
-        layers_kept -= max(0.0, layers_kept - NOT_OFFLOADED) * config.model.offload_activations
-    activations = layers_kept * kept + passing + (one_layer if config.model.recompute == "full" else 0)
-    logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, element) if stage == p.pp - 1 else (0, 0, 0)
+        stored_layers -= max(0.0, stored_layers - NOT_OFFLOADED) * config.model.offload_activations
+    activations = stored_layers * stored_layer + passing + (one_layer if config.model.recompute == "full" else 0)
+    logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, element) if stage.index == p.pp - 1 else (0, 0, 0)
     # load: moments do not exist before the first step, and the sharded optimizer copies weights to its buffers before masters exist.
     # sync: a rank copies the bytes that it sends out of its weights first.
     largest = model.padded_vocab(p.tp) // p.tp * model.hidden_size * element
     masters = resident["optimizer"] * (optimizer_bytes - moment_bytes) / optimizer_bytes
-    moved = min(chunk, max(trained, trained_experts)) * element if train.distributed_optimizer else 0
+    moved = min(stage.chunk, max(trained, trained_experts)) * element if train.distributed_optimizer else 0
     loading = {"optimizer": masters, "staging": max(largest, moved - masters)}
     phases = {
         "load": resident | loading,
         "generate": resident,
         "logprobs": resident | {"activations": passing, "logits": logprobs, "ref_hidden": ref_hidden},
         "train": resident | {"activations": activations, "logits": train_step, "ref_hidden": ref_hidden},
-        "sync": resident | {"staging": given},
+        "sync": resident | {"staging": sent},
     }
     return {phase: {part: size / GIB for part, size in parts.items()} for phase, parts in phases.items()}
 
@@ -139,12 +136,12 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
     tokens, shard = train.max_tokens_per_micro_batch // cp, model.padded_vocab(config.parallel.tp) // config.parallel.tp
     if train.fused_logprobs:
         passing = (tokens + shard) * model.hidden_size if train.logprobs_fp8_recipe != "none" else 0
-        kept = passing + min(FUSED_SCRATCH_BYTES, tokens * shard * weight_bytes)
+        retained = passing + min(FUSED_SCRATCH_BYTES, tokens * shard * weight_bytes)
     else:
-        passing = kept = min(train.logprob_chunk, tokens) * shard * 4 * (1 + exact + (rollout.top_p < 1))
+        passing = retained = min(train.logprob_chunk, tokens) * shard * 4 * (1 + exact + (rollout.top_p < 1))
     gradients = shard * model.hidden_size * (4 if weight_bytes == 4 else 4 + weight_bytes)
     responses = rollout.prompts_per_step * rollout.num_generations * config.max_response_length / dp / cp
-    return passing, kept + gradients, responses * model.hidden_size * weight_bytes if exact else 0
+    return passing, retained + gradients, responses * model.hidden_size * weight_bytes if exact else 0
 
 
 def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[float, float, float]:
@@ -175,9 +172,9 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
         mixed = len(model.experts.blocks) / model.num_layers
         mlp = mixed * sent + (1 - mixed) * mlp
     everything = (6 if model.post_norms else 4) * model.hidden_size / shards + attention + mlp
-    kept = model.hidden_size / shards if config.model.recompute == "full" else everything
+    stored = model.hidden_size / shards if config.model.recompute == "full" else everything
     beside = 4 * model.intermediate_size / tp if config.lora.enabled else 0
-    return everything, kept, 2 * model.hidden_size / shards + mlp + beside
+    return everything, stored, 2 * model.hidden_size / shards + mlp + beside
 
 
 def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = None) -> int:
@@ -189,8 +186,8 @@ def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = Non
     """
     element = model.mla.kv_rank + model.mla.rope_dim if model.mla else 2 * model.head_dim * max(1, model.num_kv_heads // tp)
     windows = [model.window(layer) for layer in range(model.num_layers)]
-    kept = (tokens if window is None or prefill is None else min(tokens, window - 1 + prefill) for window in windows)
-    return element * sum(kept)
+    seen = (tokens if window is None or prefill is None else min(tokens, window - 1 + prefill) for window in windows)
+    return element * sum(seen)
 
 
 def kv_bytes(config: RunConfig, model: HfConfig, tokens: int, prefill: int | None = None) -> int:
@@ -240,8 +237,8 @@ def on_shared_gpu(config: RunConfig, memory: dict[str, dict[str, float]], engine
     """
     if not takes_turns(config):
         return memory | {"generate": memory["generate"] | engine}
-    given = {part: memory["sync"][part] for part in ("weights", "staging")}
-    return memory | {"generate": engine, "sync": given | {"vllm_weights": engine["vllm_weights"]}}
+    trainer = {part: memory["sync"][part] for part in ("weights", "staging")}
+    return memory | {"generate": engine, "sync": trainer | {"vllm_weights": engine["vllm_weights"]}}
 
 
 def smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]]) -> float:

@@ -59,9 +59,9 @@ def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, 
     tokens = min(budget, per_update) if waits else per_update / count
     cost = _Layers(config, model, gpu, tokens / p.cp, lengths)
     forward, talk = cost.forward, cost.messages
-    kept = {"none": 0.0, "selective": cost.attention, "full": max(forward, cost.starts) + talk}[recompute]
+    recomputed = {"none": 0.0, "selective": cost.attention, "full": max(forward, cost.starts) + talk}[recompute]
     trained = 1 if config.lora.enabled else 2  # backward products per forward one: with adapters weights have no gradients
-    backward = max(trained * cost.products + 2 * (cost.attention + cost.traffic), cost.starts) + talk + kept
+    backward = max(trained * cost.products + 2 * (cost.attention + cost.traffic), cost.starts) + talk + recomputed
     backward += sum(max(0.0, cost.copies - seconds) for seconds in (max(forward, cost.starts), backward))
     handed = (p.pp > 1) * p.vpp * Links(gpu).seconds(tokens / p.cp * cost.token_bytes / p.tp, p.tp * p.cp * dp + 1)
     head = lengths.response / lengths.sample * tokens / p.cp * token_flops(model).head / (cost.peak * DENSE_EFFICIENCY * p.tp)
@@ -90,14 +90,14 @@ class _Layers:
         self.attention = tokens / p.tp / self.peak * scores / ATTENTION_EFFICIENCY
         touched = TOUCHES * activation_elements(config, model, gpu=True)[0] * element * model.num_layers
         self.traffic = tokens * touched / (gpu.memory_gb_per_s * 1e9 * BANDWIDTH)
-        kept = activation_elements(config, model, gpu=True)[1] * config.model.offload_activations
-        self.copies = tokens * kept * element * model.num_layers / (HOST_GB_PER_S * 1e9)
+        recomputed = activation_elements(config, model, gpu=True)[1] * config.model.offload_activations
+        self.copies = tokens * recomputed * element * model.num_layers / (HOST_GB_PER_S * 1e9)
         self.starts = (model.num_layers - mixed) * LAYER_STARTS + mixed * EXPERT_LAYER_STARTS
         kv = 2 * (model.num_kv_heads / p.tp) * (model.head_dim + model.value_dim) / 2 * element
         links = Links(gpu)
         self.messages = (model.num_layers - mixed) * layer_seconds(links, p, self.token_bytes, tokens, kv, 0)
         if mixed:
-            self.messages += mixed * layer_seconds(links, p, self.token_bytes, tokens, kv, uneven * model.experts.per_token)
+            self.messages += mixed * layer_seconds(links, p, self.token_bytes, tokens, kv, uneven * model.mixture.per_token)
 
     @property
     def forward(self) -> float:

@@ -329,13 +329,13 @@ KEPT_IN_RAM = {"offload": "train.offload", "moments": "train.optimizer_offload",
 
 def too_little_ram(host: dict[str, float], ram: float) -> list[Problem]:
     """Return the problem of a node whose ranks keep more in RAM (`host`, GiB by purpose) than `ram`."""
-    kept = {key: host[name] for name, key in KEPT_IN_RAM.items() if host[name]}
-    if sum(kept.values()) <= ram:
+    in_ram = {key: host[name] for name, key in KEPT_IN_RAM.items() if host[name]}
+    if sum(in_ram.values()) <= ram:
         return []
-    largest, parts = max(kept, key=kept.get), ", ".join(f"{key} {size:.1f}" for key, size in kept.items())
+    largest, parts = max(in_ram, key=in_ram.__getitem__), ", ".join(f"{key} {size:.1f}" for key, size in in_ram.items())
     less = "lower it" if largest == "model.offload_activations" else "set it to false"
-    said = f"the ranks of a node keep {sum(kept.values()):.1f} GiB in RAM ({parts}), and the node has {ram:.1f}; {less}"
-    return [Problem((largest, *(key for key in kept if key != largest)), said)]
+    said = f"the ranks of a node keep {sum(in_ram.values()):.1f} GiB in RAM ({parts}), and the node has {ram:.1f}; {less}"
+    return [Problem((largest, *(key for key in in_ram if key != largest)), said)]
 
 
 def too_big(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float) -> Problem:

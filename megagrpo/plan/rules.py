@@ -74,10 +74,10 @@ def verdicts(problems: Sequence[Problem], notes: Sequence[Problem], gpu: bool) -
     return [Verdict(rule, state(rule)) for rule in RULES]
 
 
-def rules_text(found: Sequence[Verdict]) -> str:
+def rules_text(verdicts: Sequence[Verdict]) -> str:
     """Return one line: how many rules hold, which ones do not, and which ones cannot be checked here."""
-    parts = [f"{sum(v.state == 'holds' for v in found)} of {len(found)} hold (docs/plan.md numbers them)"]
+    parts = [f"{sum(v.state == 'holds' for v in verdicts)} of {len(verdicts)} hold (docs/plan.md numbers them)"]
     for state, what in (("broken", "broken"), ("note", "worth a look"), ("unknown", "cannot be checked on this machine")):
-        if numbers := [str(v.rule.number) for v in found if v.state == state]:
+        if numbers := [str(v.rule.number) for v in verdicts if v.state == state]:
             parts.append(f"{what}: {', '.join(numbers)}")
     return "; ".join(parts)

@@ -84,12 +84,13 @@ def _layouts(config: RunConfig, model: HfConfig, world_size: int) -> Iterator[Pa
     for tp, pp, cp in product(_powers(GPUS_PER_NODE), stages, _powers(max(1, longest // TOKENS_PER_CONTEXT_RANK))):
         if world_size % (tp * pp * cp):
             continue
-        experts = [(1, None)]
+        experts: list[tuple[int, int | None]] = [(1, None)]
         if model.experts:
             each = {(ep, etp) for ep in _powers(model.experts.count) for etp in {1, tp}}
             experts = sorted((ep, etp) for ep, etp in each if world_size % (ep * etp * pp) == 0)
         for ep, etp in experts:
-            made = _section(config, model, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence_parallel=tp > 1)
+            sizes = {"tp": tp, "pp": pp, "vpp": 1, "cp": cp, "ep": ep, "etp": etp, "sequence_parallel": tp > 1}
+            made = _staged(model, config.parallel.model_copy(update=sizes))
             cut = config.model_copy(update={"parallel": made})
             if not (model_problems(model.raw, made) or expert_problems(cut, model) or fp8_problems(cut, model)):
                 yield made
@@ -101,10 +102,6 @@ def _virtual(model: HfConfig, parallel: ParallelSection) -> list[ParallelSection
         return [parallel]
     counts = [vpp for vpp in (1, 2, 4) if parallel.pp * vpp <= model.num_layers]
     return [_staged(model, parallel.model_copy(update={"vpp": vpp})) for vpp in counts]
-
-
-def _section(config: RunConfig, model: HfConfig, **sizes) -> ParallelSection:
-    return _staged(model, config.parallel.model_copy(update={"vpp": 1} | sizes))
 
 
 def _staged(model: HfConfig, parallel: ParallelSection) -> ParallelSection:
@@ -133,14 +130,15 @@ def _gib(config: RunConfig, model: HfConfig, dp: int) -> float:
 def _overrides(config: RunConfig, own: RunConfig) -> tuple[str, ...]:
     """Return the keys that turn config `own` into this config, and its layout sizes above 1."""
     p, before = config.parallel, own.parallel
-    given = [
+    overrides = [
         f"parallel.{name}={getattr(p, name)}"
         for name in ("tp", "pp", "vpp", "cp", "ep")
         if max(getattr(p, name), getattr(before, name)) > 1
     ]
-    given += [f"parallel.etp={p.expert_tp}"] if p.expert_tp != p.tp or before.etp else []
-    given += [f"parallel.sequence_parallel={str(p.sequence_parallel).lower()}"] if p.sequence_parallel or before.sequence_parallel else []
+    overrides += [f"parallel.etp={p.expert_tp}"] if p.expert_tp != p.tp or before.etp else []
+    if p.sequence_parallel or before.sequence_parallel:
+        overrides.append(f"parallel.sequence_parallel={str(p.sequence_parallel).lower()}")
     layers = str(p.pipeline_layers or "null").replace(" ", "")
-    given += [f"parallel.pipeline_layers={layers}"] if p.pipeline_layers or before.pipeline_layers else []
-    given.append(f"train.max_tokens_per_micro_batch={config.train.max_tokens_per_micro_batch}")
-    return (*given, f"model.recompute={config.model.recompute}")
+    overrides += [f"parallel.pipeline_layers={layers}"] if p.pipeline_layers or before.pipeline_layers else []
+    overrides.append(f"train.max_tokens_per_micro_batch={config.train.max_tokens_per_micro_batch}")
+    return (*overrides, f"model.recompute={config.model.recompute}")

@@ -58,8 +58,8 @@ def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     attention, whole = attention_parameters(model)
     norms = (4 if model.post_norms else 2) * model.hidden_size
     if model.has_experts(layer):
-        shared = 3 * model.hidden_size * model.experts.shared_size
-        return (attention + shared) // tp + whole + norms + model.experts.count * (model.hidden_size + model.linear_bias)
+        shared = 3 * model.hidden_size * model.mixture.shared_size
+        return (attention + shared) // tp + whole + norms + model.mixture.count * (model.hidden_size + model.linear_bias)
     mlp = 3 * model.hidden_size * model.intermediate_size
     return (attention + mlp) // tp + whole + norms
 
@@ -150,11 +150,11 @@ def adapted_projections(model: HfConfig, lora: LoraSection) -> list[str]:
 
 def stage_fp8(model: HfConfig, parallel: ParallelSection, bf16_layers: Sequence[int]) -> list[int]:
     """Return the parameters of linears that multiply in FP8 on one rank of each pipeline stage, experts included."""
-    kept = {layer % model.num_layers for layer in bf16_layers}
+    in_bf16 = {layer % model.num_layers for layer in bf16_layers}
     sizes = []
     for layers in layers_of_ranks(model, parallel):
-        dense = sum(_cut_linears(model, layer) // parallel.tp for layer in layers if layer not in kept)
-        mixed = sum(model.has_experts(layer) for layer in layers if layer not in kept)
+        dense = sum(_cut_linears(model, layer) // parallel.tp for layer in layers if layer not in in_bf16)
+        mixed = sum(model.has_experts(layer) for layer in layers if layer not in in_bf16)
         experts = 3 * model.hidden_size * model.experts.intermediate_size * model.experts.count if model.experts else 0
         sizes.append(dense + mixed * experts // parallel.ep // parallel.expert_tp)
     return sizes
@@ -164,7 +164,7 @@ def _cut_linears(model: HfConfig, layer: int) -> int:
     """Return the parameters of one layer's linears that are sharded over tensor-parallel ranks."""
     width = model.intermediate_size
     if model.has_experts(layer):
-        width = model.experts.shared_size
+        width = model.mixture.shared_size
     return attention_parameters(model)[0] + 3 * model.hidden_size * width
 
 

@@ -18,8 +18,9 @@ WIDTH = 100  # columns per line
 
 def wrapped(line: str, indent: int) -> list[str]:
     """Wrap `line` at spaces to `WIDTH` columns; later lines are indented by `indent` spaces. A long word stays whole."""
-    how = dict(break_long_words=False, break_on_hyphens=False)
-    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent, **how) if len(line) > WIDTH else [line.rstrip()]
+    if len(line) <= WIDTH:
+        return [line.rstrip()]
+    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def machine_text(config: RunConfig, world_size: int, gpu: float | None) -> str:
@@ -51,7 +52,7 @@ def model_text(path: str, model: HfConfig) -> str:
 
 
 def experts_text(config: RunConfig, model: HfConfig, world_size: int) -> str:
-    p, experts = config.parallel, model.experts
+    p, experts = config.parallel, model.mixture
     return (
         f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token; the ranks of a stage = etp {p.expert_tp} x "
         f"ep {p.ep} x {max(1, world_size // p.expert_parallel_size)} copies, {experts.count // p.ep} experts on each"
@@ -79,28 +80,28 @@ def rollout_text(config: RunConfig) -> str:
 
 def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
     """Return the weights and KV cache on each GPU of a server that the run starts, and the number of sequences that fit."""
-    held, r = engine_memory(config, model, gpu), config.rollout
-    fit = int(held["kv_cache"] * GIB / kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS))
+    memory, r = engine_memory(config, model, gpu), config.rollout
+    fit = int(memory["kv_cache"] * GIB / kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS))
     wanted = min(r.max_num_seqs, ceil(r.prompts_per_step * r.num_generations / r.servers))
     return (
-        f"on each GPU {held['vllm_weights']:.1f} GiB of weights and {held['kv_cache']:.1f} GiB of KV cache, {fit:,} sequences of "
+        f"on each GPU {memory['vllm_weights']:.1f} GiB of weights and {memory['kv_cache']:.1f} GiB of KV cache, {fit:,} sequences of "
         f"{config.max_model_len} tokens; a server is asked for {wanted:,} at once"
     )
 
 
 def weights_text(config: RunConfig, gpu: bool | None) -> str:
     """Return the weight sync's transport on one host and its reason; with and without GPUs when `gpu` is None."""
-    told = {}
+    transports = {}
     for there, where in ((True, "on GPUs"), (False, "without GPUs")):
         if gpu in (there, None):
             try:
                 transport, why = weight_path(config, there, one_host=True)
-                told[where] = f"{transport} ({why})"
+                transports[where] = f"{transport} ({why})"
             except ValueError as error:
-                told[where] = str(error)
-    if len(set(told.values())) == 1:
-        return next(iter(told.values()))
-    return ", ".join(f"{where} {what}" for where, what in told.items())
+                transports[where] = str(error)
+    if len(set(transports.values())) == 1:
+        return next(iter(transports.values()))
+    return ", ".join(f"{where} {what}" for where, what in transports.items())
 
 
 def step_text(config: RunConfig, dp: int) -> str:
@@ -120,17 +121,17 @@ def gpu_text(config: RunConfig, smallest: float) -> str:
         "dedicated": "a trainer rank or its share of a vLLM server",
         "external": "a trainer rank",
     }
-    held = "a trainer rank and a vLLM server in turns" if takes_turns(config) else what[config.rollout.placed]
-    return f"each needs {smallest:.1f} GiB or more to hold {held}; without GPUs: RAM"
+    occupants = "a trainer rank and a vLLM server in turns" if takes_turns(config) else what[config.rollout.placed]
+    return f"each needs {smallest:.1f} GiB or more to hold {occupants}; without GPUs: RAM"
 
 
 def host_text(host: dict[str, float]) -> str:
     """Return the trainer's RAM on the fullest node."""
-    kept = f"{host['moments']:.1f} GiB for moments, " if host["moments"] else ""
-    kept += f"{host['offload']:.1f} GiB, pinned, for what leaves the GPUs while vLLM generates, " if host["offload"] else ""
-    kept += f"{host['activations']:.1f} GiB, pinned, for activations, " if host["activations"] else ""
+    purposes = f"{host['moments']:.1f} GiB for moments, " if host["moments"] else ""
+    purposes += f"{host['offload']:.1f} GiB, pinned, for what leaves the GPUs while vLLM generates, " if host["offload"] else ""
+    purposes += f"{host['activations']:.1f} GiB, pinned, for activations, " if host["activations"] else ""
     after = f"; {host['writing']:.1f} GiB until it is written" if host["writing"] else ""
-    return f"{kept}{host['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is put together{after}"
+    return f"{purposes}{host['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is put together{after}"
 
 
 def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
@@ -157,13 +158,13 @@ def times_table(times: StepTimes) -> Sequence[str]:
     ]
 
 
-def search_table(found: Sequence[Candidate]) -> Sequence[str]:
+def search_table(candidates: Sequence[Candidate]) -> Sequence[str]:
     """Return the layouts, fastest first, as config overrides."""
     lines = [
         "the fastest layouts that fit; of nearly equal ones those of fewer stages first",
         f"{'step s':>9}{'train s':>9}{'GiB':>7}  overrides",
     ]
-    for one in found:
+    for one in candidates:
         sizes = f"{one.times.step:9.1f}{one.times.seconds['train']:9.1f}{one.gib:7.1f}"
         lines += wrapped(f"{sizes}  {' '.join(one.overrides)}", indent=27)
     return lines

@@ -133,10 +133,10 @@ def _drained_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Leng
     scale = exponential_mean(lengths.response, lengths.longest)
     width = lengths.longest / CURVE_POINTS
     for i in range(CURVE_POINTS):
-        place = (i + 0.5) * width
-        left = exp(-place / scale) if scale else 1.0  # share of responses that are longer than `place`
+        position = (i + 0.5) * width
+        left = exp(-position / scale) if scale else 1.0  # share of responses that are longer than `position`
         going = 1 - (1 - left) ** (config.rollout.prompts_per_step * config.rollout.num_generations)  # probability that any still runs
-        total += width * going * _decode_seconds(config, model, gpu, max(1.0, slots * left), lengths.prompt + place)
+        total += width * going * _decode_seconds(config, model, gpu, max(1.0, slots * left), lengths.prompt + position)
     return total
 
 
@@ -205,5 +205,5 @@ def sync_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) 
 def _load_seconds(config: RunConfig, model: HfConfig, world_size: int) -> float:
     """Return the seconds for each node to read its ranks' weights."""
     p = config.parallel
-    held = max(o + e for o, e in zip(stage_parameters(model, p), stage_experts(model, p), strict=True)) * 2
-    return held * min(world_size, GPUS_PER_NODE) / (STORAGE_GB_PER_S * 1e9)
+    stage_bytes = max(o + e for o, e in zip(stage_parameters(model, p), stage_experts(model, p), strict=True)) * 2
+    return stage_bytes * min(world_size, GPUS_PER_NODE) / (STORAGE_GB_PER_S * 1e9)

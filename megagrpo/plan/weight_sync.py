@@ -45,7 +45,7 @@ class SyncPlan:
         ):
             times = elements * self.element_bytes / (link_gb_per_s * 1e9) + np.bincount(index, minlength=count) * MESSAGE_SECONDS
             ends[f"{kind} {int(times.argmax())}"] = float(times.max())
-        busiest = max(ends, key=ends.get)
+        busiest = max(ends, key=ends.__getitem__)
         return ends[busiest], busiest
 
 
@@ -53,12 +53,12 @@ def plan_sync(model: HfConfig, parallel: ParallelSection, world_size: int, engin
     """Return the plan for these two layouts. Raises ValueError when the model cannot be sharded into either."""
     alone = init_layout(ParallelSection())
     try:
-        shapes, held = held_boxes(model, parallel, world_size, alone)
+        shapes, holders = held_boxes(model, parallel, world_size, alone)
     finally:
         alone.close()
     wanted = wanted_boxes(shapes, model, engine)
     elements = sum(size(box) * len(workers) for boxes in wanted.values() for box, workers in boxes.items())
-    return SyncPlan(plan_transfers(held, wanted), engine, world_size, engine.servers * engine.workers, elements, element_bytes)
+    return SyncPlan(plan_transfers(holders, wanted), engine, world_size, engine.servers * engine.workers, elements, element_bytes)
 
 
 def rows_of(config: RunConfig, world_size: int, link_gb_per_s: float | None = None) -> list[tuple[str, str]]:
