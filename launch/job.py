@@ -1,4 +1,4 @@
-"""What a job asks of a cluster: the cluster's description, and which nodes run ranks and which run vLLM servers."""
+"""Reads a cluster's description, and assigns a job's nodes to ranks and vLLM servers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|(API|ACCESS|SECRET)_KEY)$", re
 
 @dataclass(frozen=True)
 class Container:
-    """Where commands run when not on the node itself. `mounts` are `HOST:INSIDE[:ro]`; the repository and the run folder must be in one of
-    them under the same name as outside."""
+    """The container in which commands run. `mounts` are `HOST:INSIDE[:ro]`; the repository and the run folder must be mounted under their
+    host paths."""
 
     image: str
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
@@ -28,12 +28,13 @@ class Container:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A file of `launch/clusters`. `sbatch` holds more options of sbatch by their long names; `setup` are lines of shell, run as they are
-    on the first node before anything else; `env` are variables, no secrets; `interface` is the network interface of NCCL and gloo."""
+    """A file of `launch/clusters`. `sbatch` maps long names of additional sbatch options to values. `setup` are shell lines that run on the
+    first node before anything else. `env` are environment variables, without secrets. `interface` is the network interface of NCCL and
+    gloo."""
 
     gpus_per_node: int = 8
     ranks_per_node: int = 1  # without GPUs
-    gpu_memory_gb: float | None = None  # GiB that a GPU has, for the plan
+    gpu_memory_gb: float | None = None  # GiB of a GPU, for the plan
     python: str = ".venv/bin/python"
     sbatch: dict[str, Any] = field(default_factory=dict)
     setup: tuple[str, ...] = ()
@@ -41,37 +42,39 @@ class Cluster:
     env: dict[str, str] = field(default_factory=dict)
     container: Container | None = None
     restarts: int = 10  # of one job, after preemption or at its time limit
-    restart_failed: bool = False  # also after a failure, as of a GPU or the network, but for mistakes in the config
-    lead_seconds: int = 60  # before the time limit Slurm says so, if the trainer has not stopped by itself; Kubernetes: until SIGKILL
-    storage_claim: str | None = None  # Kubernetes: the volume that all nodes share
-    storage_path: str = "/shared"  # and where it is mounted
+    restart_failed: bool = False  # restart also after a failure, for example of a GPU or the network, but not after a config error
+    lead_seconds: int = 60  # Slurm: seconds from SIGUSR1 to the time limit, if the trainer still runs; Kubernetes: until SIGKILL
+    storage_claim: str | None = None  # Kubernetes: claim of the volume that all nodes share
+    storage_path: str = "/shared"  # Kubernetes: mount path of that volume
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """The description in a YAML file. ConfigError with every problem."""
+    """Return the description in a YAML file. Raises ConfigError that lists every problem."""
     try:
         raw = yaml.safe_load(Path(path).read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: must hold keys and values")
+        raise ConfigError(f"{path}: must hold `key: value` lines at the top, not a {type(raw).__name__}")
     container = raw.pop("container", None)
     problems = _problems(raw, Cluster, "")
     if container is not None:
-        problems += _problems(container, Container, "container.") if isinstance(container, dict) else ["container: must hold an image"]
+        problems += (
+            _problems(container, Container, "container.") if isinstance(container, dict) else ["container: must be a mapping with `image`"]
+        )
         if isinstance(container, dict) and not problems:
             if not isinstance(container.get("image"), str):
-                problems.append("container.image: is missing; name an image")
+                problems.append("container.image: required, but missing; name an image")
             if container.get("runtime", "pyxis") not in ("pyxis", "apptainer"):
                 problems.append(f"container.runtime: {container['runtime']}; choose pyxis or apptainer")
     for key, low in (("gpus_per_node", 0), ("ranks_per_node", 1), ("restarts", 0), ("lead_seconds", 1)):
         if isinstance(raw.get(key, low), int) and raw.get(key, low) < low:
-            problems.append(f"{key}: {raw[key]} is too small; at least {low}")
+            problems.append(f"{key}: must be at least {low} (got {raw[key]})")
     for name in raw["env"] if isinstance(raw.get("env"), dict) else ():
         if not ENVIRONMENT_NAME.fullmatch(str(name)):
-            problems.append(f"env: {name!r} is no name of an environment variable; use letters, digits and _")
+            problems.append(f"env: {name!r} is not a valid name of an environment variable; use letters, digits and _")
         elif SECRET_NAME.search(name):
-            problems.append(f"env: {name} would stand in the job for others to read; `export` it where you submit, or read it in `setup`")
+            problems.append(f"env: {name} would expose a secret in the job script; `export` it where you submit, or read it in `setup`")
     if problems:
         raise ConfigError("\n".join([f"{path}: {len(problems)} problem(s)", *(f"  {problem}" for problem in problems)]))
     if container is not None:
@@ -90,7 +93,7 @@ def _problems(raw: dict[str, Any], into: type[Cluster | Container], prefix: str)
             fix = f"did you mean {prefix}{near[0]}?" if near else f"one of {', '.join(kinds)}"
             problems.append(f"{prefix}{key}: unknown key; {fix}")
         elif not _fits(value, kinds[key]):
-            problems.append(f"{prefix}{key}: {value!r} is of another kind than {kinds[key]}")
+            problems.append(f"{prefix}{key}: must be of type {kinds[key]} (got {value!r})")
     return problems
 
 
@@ -107,8 +110,9 @@ def _fits(value: Any, kind: str) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """`trainer_nodes` are the first nodes, `server_nodes` the last; they may overlap. Servers on nodes of their own have all GPUs of these,
-    on others those from `first_server_gpu` on. `server_nodes` 0: the trainer starts its servers, or somebody else has."""
+    """The nodes of ranks and servers. The first `trainer_nodes` nodes run ranks, the last `server_nodes` run servers; both may overlap. A
+    node without ranks gives servers all its GPUs, a shared node those from `first_server_gpu` on. With `server_nodes` 0 the job starts no
+    servers: the trainer does, or they are external."""
 
     nodes: int
     trainer_nodes: int
@@ -119,12 +123,12 @@ class Placement:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the trainer."""
+        """Number of ranks of the trainer."""
         return self.trainer_nodes * self.ranks_per_node
 
 
 def place(config: RunConfig, cluster: Cluster) -> Placement:
-    """Who runs where. ConfigError when servers do not fill their nodes evenly, or leave none to the trainer."""
+    """Return the nodes of ranks and servers. Raises ConfigError when servers do not fill nodes evenly, or leave no GPU to the trainer."""
     nodes, gpus, r = config.run.nodes, cluster.gpus_per_node, config.rollout
     needed = r.servers * r.tp
     if r.placed == "external":
@@ -132,7 +136,7 @@ def place(config: RunConfig, cluster: Cluster) -> Placement:
     if nodes == 1:
         own = needed if gpus and r.placed == "dedicated" else 0
         if gpus and needed > gpus:
-            raise ConfigError(f"rollout.servers: {r.servers} x rollout.tp {r.tp} need {needed} GPUs, and the node has {gpus}; lower one")
+            raise ConfigError(f"rollout.servers: {r.servers} x rollout.tp {r.tp} need {needed} GPUs, but the node has {gpus}; lower one")
         if gpus and own >= gpus:
             raise ConfigError(
                 f"rollout.servers: {r.servers} x rollout.tp {r.tp} take all {gpus} GPUs of the node; leave one to the trainer"
@@ -140,11 +144,11 @@ def place(config: RunConfig, cluster: Cluster) -> Placement:
         return Placement(1, 1, gpus - own if gpus else cluster.ranks_per_node)
     if not gpus:
         if r.servers > nodes and r.servers % nodes:
-            raise ConfigError(f"rollout.servers: {r.servers} cannot be shared out evenly over run.nodes {nodes}; use a multiple")
+            raise ConfigError(f"rollout.servers: {r.servers} is not a multiple of run.nodes {nodes}; use a multiple")
         hosts = min(r.servers, nodes)
         return Placement(nodes, nodes, cluster.ranks_per_node, hosts, r.servers // hosts)
     if r.tp > gpus:
-        raise ConfigError(f"rollout.tp: a server of {r.tp} GPUs does not fit a node of {gpus}, and none spans nodes; at most {gpus}")
+        raise ConfigError(f"rollout.tp: a server of {r.tp} GPUs does not fit on a node of {gpus}; set it to {gpus} or less")
     hosts, rest = divmod(r.servers, gpus // r.tp)
     if gpus % r.tp == 0 and rest == 0 and hosts < nodes:
         return Placement(nodes, nodes - hosts, gpus, hosts, gpus // r.tp)
@@ -155,6 +159,6 @@ def place(config: RunConfig, cluster: Cluster) -> Placement:
     shared = [n * nodes for n in range(1, (gpus - 1) // r.tp + 1)]
     fitting = ", ".join(str(n) for n in sorted({*whole, *shared}, key=lambda n: (abs(n - r.servers), n))[:2]) or "none"
     raise ConfigError(
-        f"rollout.servers: {r.servers} x rollout.tp {r.tp} GPUs neither fill whole nodes of {gpus} GPUs and leave one to the trainer, "
-        f"nor as many on each of run.nodes {nodes}; nearest: {fitting}"
+        f"rollout.servers: {r.servers} x rollout.tp {r.tp} GPUs must fill whole nodes of {gpus} GPUs and leave a node to the trainer, or "
+        f"use equally many GPUs on each of run.nodes {nodes}; nearest: {fitting}"
     )

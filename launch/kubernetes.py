@@ -1,4 +1,4 @@
-"""A run as a Kubernetes JobSet: an indexed Job for the trainer's nodes, another for the servers'. No shell reads any value."""
+"""Writes a run as a Kubernetes JobSet: an indexed Job for the trainer's nodes and one for the servers' nodes. No value passes a shell."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megagrpo.config import ConfigError, RunConfig
 from megagrpo.process.variables import TOKEN_FILE_VARIABLE
 
 PORT, SERVER_PORT = 29400, 8000
-LONGEST_NAME = 40  # of 63 characters that a pod's may have
-GRACE_SECONDS_SPARE = 60  # beyond the cluster's lead: servers and logs
+LONGEST_NAME = 40  # characters; a pod's name, which adds suffixes, may have 63
+GRACE_SECONDS_SPARE = 60  # in addition to the cluster's lead_seconds, to stop servers and flush logs
 
 
 def manifest(config: RunConfig, config_path: Path, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
-    """The manifest as YAML. ConfigError for a cluster or a run that Kubernetes cannot take.
+    """Return the manifest as YAML. Raises ConfigError for a cluster or a run that Kubernetes does not support.
 
-    Pods mount the claim `storage_claim` and the secret NAME-token. Servers listen on fixed ports, so that their addresses are known: those
-    of the pods' names in the JobSet's own domain.
+    Pods mount the claim `storage_claim` and the secret NAME-token. Servers listen on fixed ports, and pods have DNS names in the JobSet's
+    subdomain, so the servers' addresses are known in advance.
     """
     if cluster.container is None or cluster.storage_claim is None:
-        raise ConfigError("container, storage_claim: Kubernetes needs an image and a volume that all pods share; name both")
+        raise ConfigError("container, storage_claim: Kubernetes needs an image and a volume that all pods share; set both")
     if placement.server_nodes and placement.first_server_gpu:
-        raise ConfigError("rollout.servers: on Kubernetes servers have nodes of their own; let them fill whole nodes")
+        raise ConfigError("rollout.servers: on Kubernetes servers must fill whole nodes, without ranks; change servers or run.nodes")
     name = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower())[:LONGEST_NAME].strip("-")
     if not name[0].isalpha():
-        raise ConfigError(f"run.name: Kubernetes wants a name that begins with a letter, and {config.run.name} does not; use another")
+        raise ConfigError(f"run.name: {config.run.name} must start with a letter, as Kubernetes requires; use another name")
     urls = [
         f"http://{name}-servers-0-{node}.{name}:{SERVER_PORT + server}"
         for node in range(placement.server_nodes)
@@ -76,12 +76,12 @@ def manifest(config: RunConfig, config_path: Path, overrides: Sequence[str], clu
 
 
 def _literal(word: str) -> str:
-    """A word of a command in which Kubernetes replaces nothing."""
+    """Escape a word of a command, so that Kubernetes expands no variable in it."""
     return word.replace("$", "$$")
 
 
 def _job(role: str, nodes: int, command: list[str], name: str, cluster: Cluster) -> dict[str, Any]:
-    """One pod on each of `nodes`. A pod that fails fails its Job, and then the JobSet starts all pods again."""
+    """Return a Job with one pod on each of `nodes`. A failed pod fails its Job; the JobSet then restarts all pods."""
     assert cluster.container is not None, "`manifest` requires a container"
     gpus = {"nvidia.com/gpu": cluster.gpus_per_node} if cluster.gpus_per_node else {}
     env = {"PYTHONPATH": ".", "PYTHONUNBUFFERED": "1", "MEGAGRPO_JOB": f"kubernetes-{name}", TOKEN_FILE_VARIABLE: "/secret/token"}
@@ -111,7 +111,7 @@ def _job(role: str, nodes: int, command: list[str], name: str, cluster: Cluster)
         ],
     }
     spec = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, "backoffLimit": 0, "template": {"spec": pod}}
-    if role == "trainer":  # whose exit code 2 is a mistake in the config, for which nothing is started again
+    if role == "trainer":  # exit code 2 of the trainer is a config error, so nothing is restarted
         mistake = {"action": "FailJob", "onExitCodes": {"containerName": role, "operator": "In", "values": [2]}}
         spec["podFailurePolicy"] = {"rules": [mistake]}
     return {"name": role, "replicas": 1, "template": {"spec": spec}}

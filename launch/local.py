@@ -1,7 +1,7 @@
-"""Starts one trainer process per rank on this machine, through torchrun when there are several; `local.sh` calls it.
+"""Starts one trainer process per rank on this machine, with torchrun for several ranks; `local.sh` calls it.
 
-Ranks: `NPROC` from the environment, else every GPU, else as few as the config's section `parallel` takes. Exit code: the trainer's, 2
-for a config that is wrong, 128 + the signal's number when Ctrl-C or SIGTERM ended the run.
+Number of ranks: `NPROC` from the environment, else the number of GPUs, else the smallest number that fits the config's section
+`parallel`. Exit code: the trainer's exit code, 2 for an invalid config, 128 + the signal's number when Ctrl-C or SIGTERM ended the run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megagrpo.process.terminal import warn
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
-SHUTDOWN_SECONDS = 180  # what the ranks have, after a signal, to finish their step and write a checkpoint
-TO_BE_CONTINUED = 85  # exit code of a trainer that has saved and that its scheduler is to start again
+SHUTDOWN_SECONDS = 180  # after a signal, for the ranks to finish their step and write a checkpoint
+TO_BE_CONTINUED = 85  # exit code of a trainer that has saved and that the scheduler should restart
 LOOPBACK = "127.0.0.1"
 
 
@@ -40,7 +40,7 @@ ONE_NODE = Nodes()
 
 
 def num_gpus() -> int:
-    """GPUs that a process started here can see."""
+    """Return the number of GPUs that are visible to a child process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip()])
@@ -52,24 +52,25 @@ def num_gpus() -> int:
 
 
 def num_ranks(config: RunConfig) -> int:
-    """Ranks to start; a positive integer in `NPROC` wins. Dedicated servers have the GPUs after theirs."""
+    """Return the number of ranks to start: `NPROC` if set. Dedicated servers use the GPUs after the ranks' GPUs. Raises ConfigError."""
     wanted = os.environ.get("NPROC", "")
     if not wanted:
         set_aside = config.rollout.servers * config.rollout.tp if config.rollout.placed == "dedicated" else 0
         gpus = num_gpus()
         if gpus and gpus <= set_aside:
             raise ConfigError(
-                f"rollout.placement: dedicated servers take {set_aside} GPUs, rollout.servers {config.rollout.servers} x rollout.tp "
-                f"{config.rollout.tp}, and {gpus} are there; leave some to the trainer, or choose colocated"
+                f"rollout.placement: dedicated servers need {set_aside} GPUs, rollout.servers {config.rollout.servers} x rollout.tp "
+                f"{config.rollout.tp}, but this machine has {gpus}; leave some to the trainer, or choose colocated"
             )
         return gpus - set_aside if gpus else config.parallel.smallest_world
     if not wanted.isdigit() or int(wanted) == 0:
-        raise ConfigError(f"NPROC={wanted}: must be a positive number of ranks; leave it unset for as few as the config takes")
+        raise ConfigError(f"NPROC={wanted}: must be a positive number of ranks; unset it for the smallest number that fits the config")
     return int(wanted)
 
 
 def set_thread_environment(ranks: int) -> None:
-    """Waiting OpenMP threads that spin cost 8 to 60 times on a busy machine, so they sleep; the cores are shared out over the ranks."""
+    """Set OpenMP's environment: waiting threads sleep, because spinning makes a busy machine 8 to 60 times slower. Each rank gets an equal
+    share of the cores."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
@@ -78,14 +79,14 @@ def set_thread_environment(ranks: int) -> None:
 
 
 def torchrun(ranks: int, trainer: list[str]) -> int:
-    """Runs the ranks of a run that has no other machine."""
+    """Run the ranks of a run on one machine. Returns the exit code."""
     return run_ranks(ranks, ONE_NODE, trainer)
 
 
 @temporary_files()  # torchrun leaves an empty folder for logs
 def run_ranks(ranks: int, nodes: Nodes, trainer: list[str], logs: LogsSpecs | None = None) -> int:
-    """Runs this machine's ranks under torchrun's agent, in this process, so that a signal reaches it and it forwards it to the ranks.
-    `logs` says where the ranks print."""
+    """Run this machine's ranks under torchrun's agent and return the exit code. The agent runs in this process, so it gets signals and
+    forwards them to the ranks. `logs` sets the ranks' log files."""
     os.environ.setdefault("LOGLEVEL", "ERROR")
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -105,9 +106,9 @@ def run_ranks(ranks: int, nodes: Nodes, trainer: list[str], logs: LogsSpecs | No
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode < 0:
-            print(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}, and the others end with it", file=sys.stderr)
+            print(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}; the other ranks were stopped", file=sys.stderr)
         elif failure.exitcode != TO_BE_CONTINUED:
-            print(f"rank {rank} failed first, with exit code {failure.exitcode}; its own message is above", file=sys.stderr)
+            print(f"rank {rank} failed first, with exit code {failure.exitcode}; see its message above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
 
@@ -117,7 +118,7 @@ def main(arguments: list[str]) -> int:
         command = parse(["train", *arguments])
         if command.config.run.nodes > 1:
             raise ConfigError(
-                f"run.nodes: {command.config.run.nodes} nodes, and this script starts one; use launch/submit.py, or set run.nodes=1"
+                f"run.nodes: {command.config.run.nodes} nodes, but this script starts one; use launch/submit.py, or set run.nodes=1"
             )
         ranks = num_ranks(command.config)
         if problems := plan(command.config, ranks).problems:

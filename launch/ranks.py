@@ -1,9 +1,9 @@
-"""Starts the ranks of a command on this machine, as `torchrun --standalone` does, and opens no port that other hosts reach:
+"""Starts the ranks of a command on this machine, like `torchrun --standalone`, but opens no port that other hosts can reach:
 
     .venv/bin/python launch/ranks.py 4 checkpoints_tools/hf_to_megatron.py MODEL OUT --tp 2
     .venv/bin/python launch/ranks.py 8 megagrpo verify CONFIG
 
-The first word is the number of ranks, the second a script or a module. Exit code: that of the rank that failed first.
+The first word is the number of ranks, the second a script or a module. Exit code: the exit code of the rank that failed first.
 """
 
 from __future__ import annotations

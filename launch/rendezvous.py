@@ -1,7 +1,7 @@
-"""The rendezvous of the launchers: where torchrun's agents, and then the ranks, find each other. Nothing here reads a pickle.
+"""Implements the launchers' rendezvous, through which torchrun's agents and then the ranks connect. Nothing here reads a pickle.
 
-On one node no socket listens. The only agent keeps its notes in its own memory, and the ranks meet in a file of a folder that only
-their user opens. On several nodes the first node's agent serves torch's TCPStore on the master address and on no other.
+On one node no socket listens: the agent keeps its store in memory, and the ranks use a FileStore in a folder that only their user can
+open. On several nodes the first node's agent serves torch's TCPStore on the master address only.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from launch.local import ONE_NODE, Nodes
 from launch.preflight import listen
 from megagrpo.process.variables import RENDEZVOUS_VARIABLE
 
-BACKEND = "megagrpo"  # the name under which torchrun knows this rendezvous
-SECONDS = 600  # until every agent must be there
+BACKEND = "megagrpo"  # name of this rendezvous in torchrun
+SECONDS = 600  # timeout until every agent has joined
 
 
 class Rendezvous(RendezvousHandler):
-    """A rendezvous in which the number of nodes and each node's rank are known before it starts."""
+    """A static rendezvous: the number of nodes and each node's rank are known in advance."""
 
     def __init__(self, rank: int, num_nodes: int, address: str, port: int, run_id: str):
         self._rank, self._num_nodes, self._address, self._port, self._run_id = rank, num_nodes, address, port, run_id
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether ranks join the agent's store; on one node they meet in a file."""
+        """Whether ranks use the agent's store; on one node they use a FileStore."""
         return self._num_nodes > 1
 
     def get_backend(self) -> str:
@@ -47,14 +47,14 @@ class Rendezvous(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The agents' store. RuntimeError or OSError when the first node cannot be reached, or its address is not on that node."""
-        store = self._served() if self._num_nodes > 1 else HashStore()
+        """Return the agents' store. Raises RuntimeError or OSError when the first node cannot be reached, or does not own its address."""
+        store = self._tcp_store() if self._num_nodes > 1 else HashStore()
         address = RendezvousStoreInfo(self._address, self._port)
         return RendezvousInfo(PrefixStore(self._run_id, store), self._rank, self._num_nodes, address)
 
-    def _served(self) -> Store:
+    def _tcp_store(self) -> Store:
         serves, timeout = self._rank == 0, timedelta(seconds=SECONDS)
-        listener = listen(f"{self._address}:{self._port}").detach() if serves else None  # by itself torch listens on every address
+        listener = listen(f"{self._address}:{self._port}").detach() if serves else None  # without it torch listens on every address
         return TCPStore(self._address, self._port, self._num_nodes, serves, timeout, master_listen_fd=listener)
 
     def is_closed(self) -> bool:
@@ -70,10 +70,10 @@ class Rendezvous(RendezvousHandler):
 
 
 def options(nodes: Nodes = ONE_NODE) -> list[str]:
-    """Options of torchrun for one node of a job.
+    """Return torchrun's options for one node of a job.
 
-    On one node also makes the folder in which its ranks meet: below the temporary folder, open to this user alone, with a secret by
-    which ranks know each other's messages.
+    On one node it also creates the folder of the ranks' FileStore, in the temporary folder and accessible only to this user. It holds a
+    secret with which ranks authenticate messages.
     """
     os.environ.pop(RENDEZVOUS_VARIABLE, None)
     if nodes.num_nodes == 1:
@@ -84,9 +84,9 @@ def options(nodes: Nodes = ONE_NODE) -> list[str]:
     return [f"--rdzv-backend={BACKEND}", "--rdzv-id=ranks", f"--nnodes={nodes.num_nodes}", endpoint, f"--rdzv-conf=rank={nodes.rank}"]
 
 
-def _made(parameters: RendezvousParameters) -> Rendezvous:
+def _create(parameters: RendezvousParameters) -> Rendezvous:
     address, _, port = parameters.endpoint.rpartition(":")
     return Rendezvous(int(parameters.get("rank")), parameters.max_nodes, address, int(port), parameters.run_id)
 
 
-rendezvous_handler_registry.register(BACKEND, _made)
+rendezvous_handler_registry.register(BACKEND, _create)

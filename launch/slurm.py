@@ -1,4 +1,4 @@
-"""A run as an sbatch script: `train.sbatch` with its settings replaced. Every value is quoted; none can become a command."""
+"""Writes a run as an sbatch script: `train.sbatch` with its settings replaced. Every value is quoted, so none can become a command."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TEMPLATE = Path(__file__).with_name("train.sbatch")
 BEGIN, END = "# " + "-" * 115 + " settings\n", "# " + "-" * 108 + " end of settings\n"
 SBATCH_NAME, SBATCH_VALUE = re.compile(r"[a-z][a-z-]*"), re.compile(r"[\w.,:/@%+=*()\[\]&|!-]+")
 HOURS = re.compile(r"(\d+-)?\d+:\d+:\d+")
-OURS = ("nodes", "ntasks-per-node", "gpus-per-node", "job-name", "signal", "requeue", "open-mode")  # options of sbatch that are set here
+OURS = ("nodes", "ntasks-per-node", "gpus-per-node", "job-name", "signal", "requeue", "open-mode")  # sbatch options that this file sets
 
 
 def sbatch_script(config: RunConfig, config_path: Path, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
-    """The whole script. ConfigError when a value cannot stand in it."""
+    """Return the whole script. Raises ConfigError for a value that the script cannot contain."""
     top, _, rest = TEMPLATE.read_text().partition(BEGIN)
     _, _, body = rest.partition(END)
     shebang = top.partition("\n")[0]
@@ -40,19 +40,19 @@ def _header(config: RunConfig, cluster: Cluster, placement: Placement) -> list[s
     limit = str(options.get("time", ""))
     if HOURS.fullmatch(limit) and seconds_of(limit) <= cluster.lead_seconds:
         raise ConfigError(
-            f"lead_seconds: {cluster.lead_seconds} seconds before its end a job of {limit} would be told to stop before it begins; "
-            "lower it, or raise the time limit"
+            f"lead_seconds: {cluster.lead_seconds} s is not less than the job's time limit {limit}, so the job would stop at once; lower "
+            "it, or raise the time limit"
         )
     return [_option(name, value) for name, value in options.items()]
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of sbatch from a cluster's file, with defaults. ConfigError for one that is set elsewhere or cannot stand in a script."""
+    """Return a cluster's sbatch options with defaults. Raises ConfigError for an option that is set elsewhere, or an invalid value."""
     for name, value in options.items():
         if not SBATCH_NAME.fullmatch(str(name)) or name in OURS:
-            raise ConfigError(f"sbatch.{name}: is set by launch/submit.py, or no option of sbatch; leave it out")
+            raise ConfigError(f"sbatch.{name}: launch/submit.py sets this option, or sbatch does not have it; leave it out")
         if value is not True and not SBATCH_VALUE.fullmatch(str(value)):
-            raise ConfigError(f"sbatch.{name}: {value!r} cannot stand in a script: no spaces, quotes or line ends")
+            raise ConfigError(f"sbatch.{name}: {value!r} must not contain spaces, quotes or line breaks")
     return {"output": "%x-%j.out"} | dict(options)
 
 
@@ -61,7 +61,7 @@ def _option(name: str, value: Any) -> str:
 
 
 def _array(words: Sequence[str]) -> str:
-    """Words as an array of bash. Commas are quoted too, for the eye: they separate nothing."""
+    """Return words as a bash array. Commas are quoted too, for readability: bash does not split at them."""
     quoted = [f"'{word}'" if "," in word and shlex.quote(word) == word else shlex.quote(word) for word in words]
     return f"({' '.join(quoted)})"
 
@@ -75,7 +75,7 @@ def _settings(config: RunConfig, config_path: Path, overrides: Sequence[str], cl
     if container is not None and container.runtime == "pyxis":
         mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
         srun = [f"--container-image={container.image}", *mounts, f"--container-workdir={root}"]
-        srun.append(f"--container-env={','.join(['PYTHONPATH', *environment])}")  # else the image's own value wins
+        srun.append(f"--container-env={','.join(['PYTHONPATH', *environment])}")  # otherwise the image's value takes precedence
     elif container is not None:
         inside = ["apptainer", "exec", *["--nv"] * bool(cluster.gpus_per_node), "--pwd", str(root)]
         inside += [word for mount in container.mounts for word in ("--bind", mount)] + [container.image]

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Writes the job of a config for a cluster, and sends it.
+"""Writes the job of a config for a cluster, and optionally submits it.
 
     launch/submit.py CONFIG [key=value ...] --cluster launch/clusters/x.yaml [--resume] [--sbatch option=value ...]
                      [--submit | --kubernetes]
 
-Prints an sbatch script, or with --kubernetes the manifest of a JobSet; --submit gives the script to sbatch instead. Needs pydantic and
-PyYAML, and neither torch nor a GPU; a python3 without them hands over to the repository's .venv. Exit code 2: config, cluster or command
-line is wrong, and nothing was sent.
+Prints an sbatch script, or with --kubernetes the manifest of a JobSet; --submit passes the script to sbatch instead. Needs pydantic and
+PyYAML, but neither torch nor a GPU; a python3 without these packages re-executes with the repository's .venv. Exit code 2: config,
+cluster or command line is invalid, and nothing was submitted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ try:
     from megagrpo.plan import plan
     from megagrpo.plan.shapes import UnseenModel
     from megagrpo.process.terminal import warn
-except (ModuleNotFoundError, SyntaxError) as error:  # of a python3 without the packages, or too old
+except (ModuleNotFoundError, SyntaxError) as error:  # this python3 is too old or lacks the packages
     if Path(sys.prefix) == OWN_PYTHON.parents[1]:
         raise
     if OWN_PYTHON.exists():
@@ -44,9 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--cluster", required=True)
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
-    parser.add_argument("--sbatch", action="append", default=[], metavar="option=value", help="as in --sbatch dependency=singleton")
+    parser.add_argument("--sbatch", action="append", default=[], metavar="option=value", help="for example --sbatch dependency=singleton")
     to = parser.add_mutually_exclusive_group()
-    to.add_argument("--submit", action="store_true", help="give the script to sbatch")
+    to.add_argument("--submit", action="store_true", help="pass the script to sbatch")
     to.add_argument("--kubernetes", action="store_true", help="print the manifest of a JobSet")
     options = parser.parse_intermixed_args(arguments)
     overrides = [*options.overrides, *["run.resume=true"] * options.resume]
@@ -67,19 +67,19 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return subprocess.run(["sbatch"], input=text, text=True).returncode
     except FileNotFoundError:
-        print("sbatch: not found; --submit works where Slurm's commands are", file=sys.stderr)
+        print("sbatch: command not found; run --submit on a host with Slurm's commands", file=sys.stderr)
         return 2
 
 
 def check_plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None) -> None:
-    """ConfigError when the run cannot start. A model that cannot be seen from here is left to the job's preflight."""
+    """Raise ConfigError when the run cannot start. A model that this host cannot see only gives a warning; the job's plan checks it."""
     try:
         problems = plan(config, world_size, gpu_memory_gb).problems
-    except ModuleNotFoundError as error:  # only models of the hub or of a package take more than this script does
-        problems = [UnseenModel(("model.path",), f"{config.model.path} needs {error.name}, which is not installed here")]
+    except ModuleNotFoundError as error:  # models from the hub or a package need more packages than this script
+        problems = [UnseenModel(("model.path",), f"{config.model.path} needs {error.name}, which is not installed on this host")]
     unseen = [problem for problem in problems if isinstance(problem, UnseenModel)]
     for problem in unseen:
-        warn(f"not checked here: {problem}")
+        warn(f"not checked on this host: {problem}")
     if problems != unseen:
         raise ConfigError("\n".join(str(problem) for problem in problems if problem not in unseen))
 

@@ -83,7 +83,7 @@ def test_a_job_that_slurm_warns_of_its_time_limit_goes_on_later_but_only_so_ofte
     printed = (tmp_path / "job.out").read_text()
     assert begun(tmp_path) == [0, saved] and saved > 0 and told(job, "ExitCode") == "85:0", printed
     assert printed.count("got SIGUSR1: the trainer saves and stops") == printed.count("the trainer ended with exit code 85") == 2
-    assert "goes back into the queue" in printed and "1 restarts are used up: sbatch it again with --resume" in printed
+    assert "requeueing the job" in printed and "restart limit 1 reached; submit the job again with --resume" in printed
     wait_for(lambda: not processes_of(job), "end of all processes", 5)
 
 
@@ -112,7 +112,7 @@ def test_a_job_outlives_the_servers_of_one_node_and_saves_when_all_are_gone(subm
     (tmp_path / "gone.n1").touch()
     ends(job, "FAILED")
     assert told(job, "ExitCode") == "1:0" and int((tmp_path / "steps").read_text()) > 0
-    assert "all servers have ended for good" in (tmp_path / "job.out").read_text()
+    assert "all servers have ended and reached their restart limit" in (tmp_path / "job.out").read_text()
 
 
 def test_one_node_whose_servers_do_not_start_ends_the_job(submit, tmp_path):

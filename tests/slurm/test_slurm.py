@@ -96,7 +96,7 @@ def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_one_that_is_not(wh
     wait(lambda: told(job, "JobState") == "COMPLETED", job, tmp_path / "parts.out", "end of the job")
     assert told(job, "Restarts") == "2"
     printed = (tmp_path / "parts.out").read_text()
-    assert "goes back into the queue" in printed and printed.count("resumed from") == 2
+    assert "requeueing the job" in printed and printed.count("resumed from") == 2
     attempts = sorted((tmp_path / "parts.jobs" / job).glob("attempt_*"))
     assert [path.name for path in attempts] == ["attempt_0", "attempt_1", "attempt_2"]
     assert all((path / f"rank_{rank:05d}.log").exists() and (path / "n2" / "vllm_0.log").exists() for path in attempts for rank in (0, 1))
@@ -164,7 +164,7 @@ def test_a_job_outlives_a_server_and_when_cancelled_leaves_nothing_and_stays_can
     assert not any(path.exists() for path in before if "megagrpo" in path.name or path.name.startswith(("psm_", "vllm_")))
     assert not (tmp_path / "cancelled.jobs" / job / "token").exists()
     time.sleep(1)
-    assert told(job, "JobState") == "CANCELLED" and "goes back into the queue" not in printed.read_text()
+    assert told(job, "JobState") == "CANCELLED" and "requeueing the job" not in printed.read_text()
 
 
 def test_a_node_that_is_not_as_it_must_be_ends_the_job_before_the_trainer(tmp_path):
@@ -172,5 +172,5 @@ def test_a_node_that_is_not_as_it_must_be_ends_the_job_before_the_trainer(tmp_pa
     world.wait_for(lambda: told(job, "JobState") == "FAILED", "failure", 60)
     assert told(job, "ExitCode") == "2:0"
     printed = (tmp_path / "unfit.out").read_text()
-    assert all(f"preflight: {node}: interface: nosuch0 does not exist here" in printed for node in ("n1", "n2"))
+    assert all(f"preflight: {node}: interface: nosuch0 does not exist on this node" in printed for node in ("n1", "n2"))
     assert "nothing was started" in printed and not (tmp_path / "unfit" / "resolved.yaml").exists()

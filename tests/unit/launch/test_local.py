@@ -68,14 +68,14 @@ def test_dedicated_servers_have_gpus_that_no_rank_gets(local, monkeypatch):
     monkeypatch.setattr(local, "num_gpus", lambda: 8)
     assert local.num_ranks(config) == 5
     monkeypatch.setattr(local, "num_gpus", lambda: 3)
-    with pytest.raises(local.ConfigError, match=r"rollout\.placement: dedicated servers take 3 GPUs, .* and 3 are there"):
+    with pytest.raises(local.ConfigError, match=r"rollout\.placement: dedicated servers need 3 GPUs, .* but this machine has 3"):
         local.num_ranks(config)
 
 
 def test_a_run_on_several_nodes_is_left_to_slurm(local, capsys):
     words = [str(REPOSITORY / "configs/quickstart.yaml"), "run.nodes=2", "rollout.placement=dedicated"]
     assert local.main(words) == 2
-    assert "run.nodes: 2 nodes, and this script starts one; use launch/submit.py" in capsys.readouterr().err
+    assert "run.nodes: 2 nodes, but this script starts one; use launch/submit.py" in capsys.readouterr().err
 
 
 def test_gpus_are_counted_from_the_driver_or_from_what_is_visible(local, monkeypatch, tmp_path):

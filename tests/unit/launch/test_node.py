@@ -53,4 +53,4 @@ def test_servers_that_do_not_answer_in_time_are_named(node, capsys):
         server.well = False
         assert node.silent_servers([up], 0.5) == [up]
     server.shutdown()
-    assert capsys.readouterr().err == f"{down} did not answer within 0.5 s\n"
+    assert capsys.readouterr().err == f"no response from {down} within 0.5 s (rollout.startup_timeout)\n"

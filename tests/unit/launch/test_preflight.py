@@ -36,11 +36,11 @@ def test_every_problem_of_a_node_is_told_at_once(tmp_path):
         ended = check(tmp_path, *words, CUDA_VISIBLE_DEVICES="", PYTORCH_ALLOC_CONF="expandable_segments:True", SLURMD_NODENAME="n1")
     assert ended.returncode == 1
     for problem in (
-        "preflight: n1: GPUs: 0 are visible and the job uses 8; look at gpus_per_node",
-        "preflight: n1: interface: nosuch0 does not exist here",
-        "preflight: n1: PYTORCH_ALLOC_CONF: vLLM's sleep mode only knows PYTORCH_CUDA_ALLOC_CONF",
+        "preflight: n1: GPUs: 0 are visible, but the job uses 8; check nvidia-smi",
+        "preflight: n1: interface: nosuch0 does not exist on this node",
+        "preflight: n1: PYTORCH_ALLOC_CONF: vLLM's sleep mode only reads PYTORCH_CUDA_ALLOC_CONF",
         "preflight: n1: run.output_dir:",
-        "cannot be opened here (Address already in use)",
+        "(Address already in use); another job may use the port",
     ):
         assert problem in ended.stderr, problem
 
@@ -74,7 +74,7 @@ def test_the_other_apex_is_told(tmp_path, monkeypatch):
 
 def test_a_full_disk_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "FREE_GIB", 1e9)
-    assert "GiB are free in" in preflight.problems(tmp_path, 0, [], {})[0]
+    assert "GiB free, but a run needs at least" in preflight.problems(tmp_path, 0, [], {})[0]
 
 
 def test_nodes_with_other_packages_are_named():
@@ -89,7 +89,7 @@ def test_nodes_that_do_not_share_the_folder_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "WAIT_SECONDS", 0.1)
     (tmp_path / "n1.json").write_text(json.dumps(preflight.facts()))
     (found,) = preflight._compared(tmp_path, 2)
-    assert "of 2 nodes only n1 can be seen in" in found
+    assert "only n1 of 2 nodes reported in" in found
 
 
 @pytest.mark.parametrize(("visible", "count"), [(None, 2), ("0", 1), ("", 0)])
@@ -107,7 +107,7 @@ def test_every_node_tries_to_reach_the_first(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     monkeypatch.setenv("SLURM_NODEID", "1")
     assert preflight.main(words) == 1
-    assert f"preflight: n2: master: {master} cannot be reached from here" in capsys.readouterr().err
+    assert f"preflight: n2: master: cannot connect to {master}" in capsys.readouterr().err
     first = os.environ | {"SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"}
     (tmp_path / "nodes" / "n2.json").unlink()
     monkeypatch.setattr(preflight, "REACH_SECONDS", 20)

@@ -158,12 +158,12 @@ def test_nothing_is_started_when_a_check_fails(step, steps, tmp_path):
 
 def test_servers_that_do_not_start_end_the_job_with_their_last_words(tmp_path):
     job = run(tmp_path, SERVERS_FAIL="1", CODE_servers="2")
-    assert job.code == 1 and "trainer" not in job.steps and "not all servers answer; the end of" in job.out
+    assert job.code == 1 and "trainer" not in job.steps and "some servers failed to start or did not respond within" in job.out
 
 
 def test_one_node_without_servers_ends_the_job_although_the_others_go_on(tmp_path):
     job = run(tmp_path, SERVERS_WAIT="1", NODE_FAILS="1")
-    assert job.code == 1 and "trainer" not in job.steps and "not all servers answer" in job.out
+    assert job.code == 1 and "trainer" not in job.steps and "some servers failed to start" in job.out
     assert "--wait=0" in job.words("servers") and "--wait=60" in job.words("preflight")
 
 
@@ -176,11 +176,11 @@ def test_a_trainer_that_fails_ends_the_job_with_its_code(code, tmp_path):
 @pytest.mark.parametrize(
     ("environment", "requeued", "said"),
     [
-        ({}, True, "goes back into the queue"),
+        ({}, True, "requeueing the job"),
         ({"JOB_STATE": "CANCELLED"}, False, "the job is CANCELLED"),
         ({"JOB_STATE": "PENDING"}, False, "the job is PENDING"),
-        ({"SLURM_RESTART_COUNT": "10"}, False, "10 restarts are used up"),
-        ({"SLURM_RESTART_COUNT": "9"}, True, "goes back into the queue"),
+        ({"SLURM_RESTART_COUNT": "10"}, False, "restart limit 10 reached"),
+        ({"SLURM_RESTART_COUNT": "9"}, True, "requeueing the job"),
     ],
 )
 def test_a_trainer_that_wants_to_go_on_is_put_back_into_the_queue(environment, requeued, said, tmp_path):
@@ -234,7 +234,7 @@ def test_the_tasks_of_an_array_are_one_job_for_their_run(tmp_path):
 def test_when_all_servers_are_gone_for_good_the_trainer_saves_and_the_job_fails(again, requeued, tmp_path):
     job = run(tmp_path, cluster=Cluster(gpus_per_node=0, restart_failed=again), SERVERS_DIE="1", TRAINER_WAITS="85")
     assert job.noted("scancel") == "--signal=TERM 7.0\n" and job.noted("requeue") == requeued
-    assert "all servers have ended for good" in job.out and "the last one is gone" in job.out
+    assert "all servers have ended and reached their restart limit" in job.out and "the last one is gone" in job.out
     assert job.code == 1 or again
 
 

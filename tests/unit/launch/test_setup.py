@@ -46,11 +46,11 @@ def machine(tmp_path):
     [
         ({}, "git is missing; install it"),
         ({"git": ""}, "no C compiler: 'cc' is not on PATH; install one"),
-        ({"git": "", "cc": ""}, "cannot install uv: needs a python3 with pip or venv, and the network."),
+        ({"git": "", "cc": ""}, "cannot install uv: that needs a python3 with pip or venv, and network access."),
         ({"git": "", "cc": "", "python3": "exit 1", "uv": "exit 1"}, "cannot install uv"),
         (
             {"git": "", "cc": "", "uv": '[ "$1" = --version ]'},
-            "no Python 3.12 through .python-version, pyenv or PATH. Install one:",
+            "no Python 3.12 in .python-version, pyenv or PATH. Install one:",
         ),
         ({"git": "", "cc": "", "uv": '[ "$1" = --version ] || echo python', "python": "exit 1"}, "python has no headers (Python.h)"),
     ],
