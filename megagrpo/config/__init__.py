@@ -1,8 +1,8 @@
-"""The whole configuration of a run: typed sections, one YAML loader, one list of problems.
+"""Defines the configuration of a run: typed sections, a YAML loader, and one list of all problems.
 
 `load_config(path, overrides)` reads a YAML file, follows its `defaults:` chain, applies dotted overrides (`train.learning_rate=1e-5`) and
 returns a frozen `RunConfig`, or raises one `ConfigError` that lists every problem at once. Importing this module needs pydantic and
-PyYAML only, so a login node can check a run. What needs the model's own `config.json` is checked in `plan.py`.
+PyYAML only, so a login node can check a run. `megagrpo/plan` checks the rules that need the model's `config.json`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megagrpo.config.train import TrainSection as TrainSection
 
 
 class RunConfig(Section):
-    """Everything a run needs. `defaults:` in a YAML names the file it starts from."""
+    """The configuration of a run. `defaults:` in a YAML file names the file that it extends."""
 
     run: RunSection = RunSection()
     model: ModelSection
@@ -57,12 +57,12 @@ class RunConfig(Section):
 
     @property
     def max_response_length(self) -> int:
-        """Longest response in tokens, with everything that others write into it."""
+        """Longest response in tokens, messages of tools and schedulers included."""
         return self.multi_turn.max_response_length or self.rollout.max_completion_length
 
     @property
     def response_limit(self) -> str:
-        """The key that `max_response_length` comes from, with its value."""
+        """The config key that sets `max_response_length`, with its value, as text for messages."""
         own = self.multi_turn.max_response_length
         return f"max_completion_length {self.rollout.max_completion_length}" if own is None else f"multi_turn.max_response_length {own}"
 
@@ -73,7 +73,7 @@ class RunConfig(Section):
 
     @property
     def longest_sequence(self) -> int:
-        """What an engine must hold: the longest sample, or the longest prompt with the longest response of an evaluation, in tokens."""
+        """Longest sequence of an engine in tokens: the longest sample, or the longest prompt plus the longest response of an evaluation."""
         held_out = [s.max_completion_length for s in evaluation_sets(self).values()]
         return max(self.max_model_len, self.rollout.max_prompt_length + max(held_out, default=0))
 
@@ -91,17 +91,17 @@ class RunConfig(Section):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config in the YAML file `path` with `key=value` overrides applied. ConfigError lists every problem at once."""
+    """Return the config in the YAML file `path` with `key=value` overrides applied. Raises ConfigError that lists every problem at once."""
     return io.load(RunConfig, path, overrides, anchored)
 
 
 def render_help() -> str:
-    """Every key with its type, default and meaning."""
+    """Return every key with its type, default and description, as text."""
     return io.render_help(RunConfig)
 
 
 def save_resolved(config: RunConfig, folder: str | Path) -> Path:
-    """Writes `resolved.yaml`, which loads back to an equal config, into `folder`; its path."""
+    """Write `resolved.yaml`, which loads back to an equal config, into `folder`. Returns its path."""
     path = Path(folder) / "resolved.yaml"
     io.save(config, path)
     return path

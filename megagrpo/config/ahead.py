@@ -1,4 +1,4 @@
-"""What generation that runs ahead of training does not go with."""
+"""Checks the rules of generation that runs ahead of training (`rollout.max_staleness`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def ahead_problems(config: RunConfig) -> list[Problem]:
-    """Settings that contradict `rollout.max_staleness` above 0, and what says nothing at 0."""
+    """Return settings that contradict `rollout.max_staleness` above 0, and settings that have no effect at 0."""
     r, a = config.rollout, config.algorithm
     if not r.max_staleness:
         idle = {"in_flight": (r.in_flight, "keep"), "straggler_seconds": (r.straggler_seconds, None)}
         return [
             Problem(
                 (f"rollout.{name}", "rollout.max_staleness"),
-                f"{value} says something of generation that runs ahead; set rollout.max_staleness above 0, or leave it out",
+                f"{value} only applies with rollout.max_staleness > 0; raise max_staleness, or leave {name} out",
             )
             for name, (value, default) in idle.items()
             if value != default
@@ -29,27 +29,29 @@ def ahead_problems(config: RunConfig) -> list[Problem]:
         problems.append(
             Problem(
                 (key, "rollout.placement", "rollout.urls"),
-                f"{value} needs servers that generate while the policy trains, and rollout.placement {r.placement} shares the trainer's "
-                "GPUs; set it to dedicated, or name servers in rollout.urls",
+                f"{value} requires servers that generate during training, but rollout.placement {r.placement} shares the trainer's GPUs; "
+                "set placement to dedicated, or list servers in rollout.urls",
             )
         )
     if config.train.offload:
-        said = "true empties the GPU while servers generate, which they do while the policy trains; leave it empty"
+        said = "true offloads the trainer while servers generate, but with rollout.max_staleness > 0 they generate during training; "
+        said += "leave it empty"
         problems.append(Problem(("train.offload", key), said))
     if a.loss.whole_step:
-        said = f"{value} trains on what older weights have sampled, and the loss {a.loss_type} has no correction for that; set it to 0"
+        said = f"{value} trains on responses of older weights, but loss_type {a.loss_type} has no importance correction; set max_staleness "
+        said += "to 0"
         problems.append(Problem((key, "algorithm.loss_type"), said))
     elif a.importance_correction == "off":
         problems.append(
             Problem(
                 (key, "algorithm.importance_correction"),
-                f"{value} trains on what older weights have sampled, and algorithm.importance_correction is off; set it to "
+                f"{value} trains on responses of older weights, but algorithm.importance_correction is off; set the correction to "
                 "token_truncate, or max_staleness to 0",
             )
         )
     if config.lora.syncs_adapters:
-        said = f"{value} has servers take weights while they generate, and lora.sync adapter swaps adapters; set it to merged"
+        said = f"{value} updates the weights of generating servers, which lora.sync adapter does not support; set lora.sync to merged"
         problems.append(Problem((key, "lora.sync", "lora.rank"), said))
     if config.multi_turn.enabled:
-        problems.append(Problem((key, *ANSWERING), f"{value}: the turns of multi_turn are not generated ahead; set it to 0"))
+        problems.append(Problem((key, *ANSWERING), f"{value} does not support multi_turn; set max_staleness to 0"))
     return problems

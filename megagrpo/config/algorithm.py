@@ -1,4 +1,4 @@
-"""The loss and the advantages."""
+"""Defines the section `algorithm`: the loss and the advantages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AlgorithmSection(Section):
     """The KL term of a token: estimated from its log-probs, or exact over the whole vocabulary, forward KL(ref || policy) or reverse
     KL(policy || ref). Estimators differ in their gradient more than in their value: docs/kl.md."""
     use_bias_correction_kl: bool = False
-    """Multiply the estimate by the probability ratio, gradient included: its gradient then averages to that of KL(policy || ref)."""
+    """Multiply the estimate by the probability ratio, gradient included. The mean gradient is then the gradient of KL(policy || ref)."""
     kl_in_reward: bool = False
     """Take `beta` times the KL of a response, k1 summed over its tokens, from its reward before advantages, and add nothing to the loss."""
     sync_ref_model: bool = False
@@ -41,7 +41,7 @@ class AlgorithmSection(Section):
     ref_model_mixup_alpha: Fraction = 0.6
     """Share of the policy in that mixture; 1 makes the reference the policy."""
     ref_model_sync_steps: PositiveInt = 512
-    """Steps between two such moves of the reference."""
+    """Steps between two updates of the reference."""
     epsilon: NonNegativeFloat = 0.2
     """Lower clip range of the probability ratio."""
     epsilon_high: NonNegativeFloat | None = None
@@ -71,17 +71,17 @@ class AlgorithmSection(Section):
     fipo_clip_high_only: bool = True
     """fipo: no weight below 1."""
     fipo_safety_threshold: PositiveFloat | None = 4.0
-    """fipo: above this ratio a token with negative advantage gets a weight of at most 1; no such bound when empty."""
+    """fipo: above this ratio a token with negative advantage gets a weight of at most 1; no bound when empty."""
     top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the loss tokens of all ranks, those of highest entropy, that the policy term counts; the KL term counts all. Below 1 it
-    takes one more forward pass per optimizer step."""
+    """The policy term counts this share of the loss tokens of all ranks, the tokens of highest entropy. The KL term counts all. Below 1
+    costs one more forward pass per optimizer step."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of an entropy bonus: this times the mean entropy of the tokens of the policy term is taken off the loss."""
+    """Weight of an entropy bonus: the loss decreases by this times the mean entropy over the policy term's tokens."""
     use_adaptive_entropy: bool = False
-    """Move that weight by entropy_coef_delta after every optimizer step, up where the mean entropy was at or below entropy_target, else
-    down, and apply it only after such a step."""
+    """Adapt `entropy_coef` after every optimizer step by entropy_coef_delta: up if the mean entropy was at or below entropy_target, else
+    down. The bonus applies only after a step whose mean entropy was at or below entropy_target."""
     entropy_target: NonNegativeFloat = 0.2
-    """Entropy below which an adaptive bonus sets in, in nats per token."""
+    """Mean entropy, in nats per token, at or below which the adaptive bonus applies."""
     entropy_coef_delta: NonNegativeFloat = 0.005
     """Step of the adaptive weight."""
     entropy_coef_min: NonNegativeFloat = 0.0
@@ -89,8 +89,8 @@ class AlgorithmSection(Section):
     entropy_coef_max: NonNegativeFloat = 1.0
     """Largest adaptive weight."""
     off_policy_mask_threshold: NonNegativeFloat | None = None
-    """Leave sequences with negative advantage out of the policy term when the policy has left them: mean log(sampled / policy) above
-    this."""
+    """Exclude a sequence with negative advantage from the policy term when the policy has moved away from it: mean log(sampled / policy)
+    above this."""
     importance_correction: Literal[
         "off",
         "token_truncate",
@@ -101,20 +101,21 @@ class AlgorithmSection(Section):
         "geometric_truncate",
         "geometric_mask",
     ] = "off"
-    """Weight the policy term by trainer / engine probability of what was sampled: of the token, its sequence's product, or their geometric
-    mean; cut to the band (truncate), 0 outside of it (mask), or 0 for the sequence of a token outside (reject). docs/losses.md."""
+    """Weight the policy term by trainer / engine probability of the sampled tokens: per token, the product over the sequence, or its
+    geometric mean. The weight is clipped to the band (truncate), 0 outside of it (mask), or 0 for a sequence with a token outside
+    (reject). docs/losses.md."""
     importance_correction_min: PositiveFloat | None = None
     """Lower end of the band; none when empty."""
     importance_correction_max: PositiveFloat | None = 3.0
     """Upper end of the band; none when empty."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of a mixture of experts, as transformers defines it, over the step's response tokens together: the
-    same in every layout. Above 0 it takes one more forward pass per optimizer step."""
+    """Weight of the load-balancing loss of a mixture of experts, as transformers defines it, over all response tokens of the step, so it is
+    the same in every layout. Above 0 costs one more forward pass per optimizer step."""
     num_iterations: PositiveInt = 1
     """How often each step's rollouts are trained on."""
     steps_per_generation: PositiveInt = 1
-    """Optimizer steps that one pass over a step's rollouts is cut into, each on samples of its own, drawn by the seed. Advantages are those
-    of whole groups, and each optimizer step divides by its own tokens or samples."""
+    """Optimizer steps in one pass over a step's rollouts. The seed assigns each sample to one of them. Advantages come from whole groups;
+    each optimizer step divides by its own tokens or samples."""
     advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
     """What a reward is compared with: its group's mean, the mean of the group's others (rloo), or the batch's mean. reinforce_plus_plus and
     its baseline form, which keeps the group's mean, always divide by the batch's std."""
@@ -123,17 +124,17 @@ class AlgorithmSection(Section):
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Several reward functions: add their rewards, or normalise each within its group first (GDPO), so that none drowns the others."""
     dynamic_sample: bool = False
-    """Replace groups whose rewards are all equal, which teach nothing, by those of freshly drawn prompts (DAPO)."""
+    """Replace groups whose rewards are all equal, which have no gradient, by groups of newly drawn prompts (DAPO)."""
     max_resample_times: PositiveInt = 3
     """Rounds of drawing that `dynamic_sample` may add to a step."""
     dynamic_sample_fallback: Literal["original", "partial"] = "original"
-    """What a step trains on that is not full after all rounds: the groups that were drawn first, useless ones included, or only the
-    useful ones (the first ones again where there is none)."""
+    """Groups of a step that is not full after all rounds. original: the groups drawn first. partial: only groups with unequal rewards; if
+    there are none, the groups drawn first."""
     mask_truncated_completions: bool = False
-    """Take the tokens of responses that were cut at `max_completion_length` out of the loss, its metrics and the token count. Their
+    """Exclude the tokens of responses that were truncated at `max_completion_length` from the loss, its metrics and the token count. Their
     rewards stay in the statistics of their group, and they still count as sequences."""
     skip_zero_advantage: bool = True
-    """Leave samples whose advantage is exactly 0 out of the forward and backward pass where they add no gradient: not with beta,
+    """Skip the forward and backward pass of samples whose advantage is exactly 0 where they add no gradient: not with beta,
     router_aux_loss_coef, an entropy option, real or a loss of your own. They still count in every denominator, so the update is the
     same."""
 
@@ -154,7 +155,7 @@ class AlgorithmSection(Section):
 
     @property
     def gradient_is_local(self) -> bool:
-        """Whether the loss's gradient in a token's log-prob depends on no other token's."""
+        """Whether the loss's gradient with respect to a token's log-prob depends on no other token's log-prob."""
         return (
             self.loss.local
             and self.importance_sampling_level == "token"
@@ -174,6 +175,6 @@ class AlgorithmSection(Section):
 
     @property
     def leaves_out_zero_advantage(self) -> bool:
-        """Whether samples without advantage are not computed."""
-        teaches = self.beta or self.router_aux_loss_coef or self.entropy_bonus or self.top_entropy_quantile < 1
-        return self.skip_zero_advantage and not (teaches or self.loss.whole_step or self.loss.custom)
+        """Whether samples whose advantage is 0 are skipped."""
+        has_gradient = self.beta or self.router_aux_loss_coef or self.entropy_bonus or self.top_entropy_quantile < 1
+        return self.skip_zero_advantage and not (has_gradient or self.loss.whole_step or self.loss.custom)

@@ -1,4 +1,4 @@
-"""Prompts: where they come from and how they are rendered."""
+"""Defines the section `data`: the sources of prompts, and how prompts are rendered."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class DataSection(Section):
     columns: dict[str, str] = {}
     """Renames columns for the reward functions: `{solution: answer}` passes column `answer` as `solution`."""
     extract_hash_answer: list[str] = []
-    """Columns, renamed ones too, of which the reward functions get only what follows `####`: GSM8K's final answer. None where it is
-    missing."""
+    """Columns, renamed ones included, that the reward functions get from after `####` on, which is GSM8K's final answer; None without
+    `####`."""
     system_prompt: str | None = None
     """System message put before string prompts."""
     chat_template: str | None = None
@@ -42,9 +42,10 @@ class DataSection(Section):
     """What happens to prompts above `rollout.max_prompt_length`. drop: they are never drawn, the next prompt takes their place (ms-swift's
     `delete`); truncate_left: they keep their last tokens."""
     curriculum: Literal["off", "pass_rate"] = "off"
-    """pass_rate: a prompt that was lately passed too often or too seldom rests for some epochs, so that the others are drawn more often."""
+    """pass_rate: a prompt that passed too often or too rarely when it was last drawn rests for some epochs. Other prompts are then drawn
+    more often."""
     curriculum_low: Share = 0.1
-    """Lowest pass rate, over the responses to it when it was last drawn, of a prompt that does not rest."""
+    """Lowest pass rate of a prompt that does not rest, over its responses when it was last drawn."""
     curriculum_high: Share = 0.9
     """Highest pass rate of a prompt that does not rest."""
     curriculum_rest: PositiveInt = 4

@@ -1,4 +1,4 @@
-"""Held-out prompts: which sets, how they are sampled, and what counts as right."""
+"""Defines the section `evaluation`: held-out sets, their sampling, and the criterion of a correct response."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EvaluationSet(DatasetSection):
     columns: dict[str, str] | None = None
     """Renames columns for the reward functions; `data.columns` when empty."""
     extract_hash_answer: list[str] | None = None
-    """Columns of which only what follows `####` is passed on; `data.extract_hash_answer` when empty."""
+    """Columns that are passed on from after `####` on; `data.extract_hash_answer` when empty."""
     temperature: GreedyOrTemperature | None = None
     """Sampling temperature, 0 is greedy; `evaluation.temperature` when empty."""
     top_p: Fraction | None = None
@@ -59,7 +59,7 @@ class EvaluationSection(Section):
     steps: NonNegativeInt = 0
     """Evaluate every so many steps; with `data.eval` or `evaluation.sets` it also runs before the first and after the last step."""
     sets: dict[SetName, EvaluationSet] = {}
-    """More held-out data sets by name; their metrics are `eval/NAME/...`, those of `data.eval` are `eval/...`."""
+    """More held-out data sets by name. Their metrics are `eval/NAME/...`; metrics of `data.eval` are `eval/...`."""
     temperature: GreedyOrTemperature = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
     top_p: Fraction = 1.0
@@ -71,19 +71,19 @@ class EvaluationSection(Section):
     num_generations: PositiveInt = 1
     """Responses per held-out prompt."""
     pass_function: str | None = None
-    """The reward function that says whether a response passes, by its name in the metrics; the first of `rewards.functions` when empty."""
+    """Name (as in the metrics) of the reward function that decides if a response passes; the first of `rewards.functions` when empty."""
     pass_reward: float = 1.0
     """A response passes when that function gives it at least this, before its weight."""
     answer: Literal["auto", "number", "tag", "boxed", "text"] = "auto"
-    """What responses vote with in maj@k: their last number, the last <answer>...</answer>, the last \\boxed{...}, or their whole text.
-    auto: what `pass_function` reads, if it is built in; a function of your own has no maj@k then."""
+    """The part of a response that votes in maj@k: its last number, the last <answer>...</answer>, the last \\boxed{...}, or the whole text.
+    auto: the part that `pass_function` reads, if it is built in; with your own function there is no maj@k."""
     keep_best: str | None = None
     """Also keep the checkpoint whose evaluation is highest in this metric, named without `eval/`: `reward`, `pass@1`, `NAME/pass@1`. It is
     saved after the evaluation, whatever `run.save_steps` says, and `checkpoints/best` points to it."""
 
 
 def evaluation_sets(config: RunConfig) -> dict[str, FilledSet]:
-    """Every held-out set with its empty fields filled. The set of `data.eval` has the name ""."""
+    """Return name -> held-out set, with empty keys filled from `data` and `evaluation`. The set of `data.eval` has the name ""."""
     data, evaluation = config.data, config.evaluation
     sets = {} if data.eval is None else {"": EvaluationSet(**data.eval.model_dump())}
     return {name: _filled(section, config) for name, section in (sets | evaluation.sets).items()}
@@ -96,24 +96,24 @@ def _filled(section: EvaluationSet, config: RunConfig) -> FilledSet:
 
 
 def evaluation_problems(config: RunConfig) -> list[Problem]:
-    """Rules of evaluation."""
+    """Return evaluation settings without held-out prompts, and several greedy responses to one prompt."""
     evaluation, sets = config.evaluation, ("data.eval", "evaluation.sets")
     problems: list[Problem] = []
     held_out = bool(evaluation.sets) or config.data.eval is not None
     if evaluation.steps and not held_out:
-        said = "needs data.eval or evaluation.sets; name held-out prompts or set steps to 0"
+        said = f"{evaluation.steps} needs held-out prompts; set data.eval or evaluation.sets, or set steps to 0"
         problems.append(Problem(("evaluation.steps", *sets), said))
     if evaluation.keep_best is not None and not held_out:
-        said = "needs data.eval or evaluation.sets; name held-out prompts or leave it empty"
+        said = f"{evaluation.keep_best} needs held-out prompts; set data.eval or evaluation.sets, or leave keep_best empty"
         problems.append(Problem(("evaluation.keep_best", *sets), said))
     if evaluation.num_generations > 1 and evaluation.temperature == 0 and (not evaluation.sets or config.data.eval is not None):
-        said = f"{evaluation.num_generations} greedy responses are all the same; raise evaluation.temperature or use 1"
+        said = f"{evaluation.num_generations} greedy responses (temperature 0) are identical; raise evaluation.temperature, or use 1"
         problems.append(Problem(("evaluation.num_generations", "evaluation.temperature", *sets), said))
     for name in evaluation.sets:
         filled = _filled(evaluation.sets[name], config)
         if filled.num_generations > 1 and filled.temperature == 0:
             own = f"evaluation.sets.{name}"
             keys = (f"{own}.num_generations", f"{own}.temperature", "evaluation.num_generations", "evaluation.temperature")
-            said = f"{filled.num_generations} greedy responses are all the same; raise its temperature or use 1"
+            said = f"{filled.num_generations} greedy responses (temperature 0) are identical; raise the set's temperature, or use 1"
             problems.append(Problem(keys, said))
     return problems

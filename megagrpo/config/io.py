@@ -1,6 +1,6 @@
-"""YAML and command line to a validated pydantic model and back, with every problem reported at once.
+"""Converts YAML and command-line overrides to a validated pydantic model and back, and reports all problems at once.
 
-Knows YAML and pydantic, and no key of ours: `config` applies it to `RunConfig`.
+This module depends on YAML and pydantic, not on our keys: `config` applies it to `RunConfig`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from megagrpo.config.problems import ConfigError, Problem
 from megagrpo.config.section import ShownAs
 from megagrpo.config.yaml_text import ODD_TEXT, Dumper, parse_yaml, shortened
 
-PLACES = ("N", "NAME")  # what stands in a dotted key for the position in a list, and for a free name
+PLACEHOLDERS = ("N", "NAME")  # in a dotted key: a list index, and a user-chosen name
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
 SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:`
 Anchor = Callable[[dict[str, Any], Path], dict[str, Any]]
-Loc = tuple[str | int, ...]  # where pydantic found something: keys, and positions in lists
+Loc = tuple[str | int, ...]  # pydantic's location of an error: keys and list indices
 
 
 # ---------------------------------------------------------------------------------------------------------------------- reading
 
 def shipped_configs() -> Path:
-    """The folder with the configs that come with megagrpo: inside the package, or beside it in a checkout."""
+    """Return the folder of the configs shipped with megagrpo: inside the package, or beside it in a checkout."""
     package = Path(__file__).parents[1]
     return next((folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir()), package / "configs")
 
 
 def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The mapping in `path`, laid over the file that its `defaults:` key names, and so on up the chain.
+    """Return the mapping in `path`, merged over the file that its `defaults:` key names, and so on up the chain.
 
     `defaults:` is a path relative to the file, or `megagrpo:NAME` for a shipped config. Mappings merge key by key; a list or a scalar
     replaces what it overrides. `anchor(values, folder)` makes the relative paths of each file absolute.
@@ -47,7 +47,7 @@ def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()
     itself = Path(os.path.realpath(path))
     if itself in _children:
         chain = " -> ".join(p.name for p in (*_children, itself))
-        raise ConfigError(f"{path}: `defaults:` goes in a circle: {chain}")
+        raise ConfigError(f"{path}: `defaults:` forms a cycle: {chain}; remove one of these keys")
     named_by = f" (named by `defaults:` in {_children[-1]})" if _children else ""
     try:
         with path.open("rb") as file:
@@ -55,7 +55,7 @@ def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()
     except OSError as error:
         raise ConfigError(f"{shortened(str(path))}: cannot read it: {error.strerror}{named_by}") from None
     if len(content) > LARGEST_FILE:
-        raise ConfigError(f"{path}: more than {LARGEST_FILE} bytes, which is no config{named_by}")
+        raise ConfigError(f"{path}: the file has more than {LARGEST_FILE} bytes, the limit for a config{named_by}")
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -73,7 +73,7 @@ def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()
 
 
 def _parent_file(name: str, child: Path) -> Path:
-    """The file that `defaults: name` means in the file `child`. ConfigError for a shipped config that does not exist."""
+    """Return the file that `defaults: name` refers to in the file `child`. Raises ConfigError for an unknown shipped config."""
     if not name.startswith(SHIPPED):
         return child.parent / name
     folder, stem = shipped_configs(), name.removeprefix(SHIPPED).removesuffix(".yaml")
@@ -94,7 +94,7 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
-    """Sets `a.b=c` in place; `c` is read as YAML and a number in the key picks a list element. ConfigError names what does not fit."""
+    """Set `a.b=c` in place. `c` is read as YAML; a number in the key is a list index. Raises ConfigError for an invalid override."""
     key, equals, text = override.removeprefix("--").partition("=")
     *parents, last = key.split(".")
     if not equals or not all((*parents, last)) or ODD_TEXT.search(key):
@@ -105,7 +105,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
             here[part] = {}
         here = here[_index(here, part, key)] if isinstance(here, list) else here[part]
         if not isinstance(here, (dict, list)):
-            raise ConfigError(f"{key}: {'.'.join(parents[: i + 1])} is a plain value and has no keys (got {shortened(repr(here))})")
+            raise ConfigError(f"{key}: {'.'.join(parents[: i + 1])} is a scalar and has no keys (got {shortened(repr(here))})")
     here[_index(here, last, key) if isinstance(here, list) else last] = parse_yaml(text, override)
 
 
@@ -119,42 +119,42 @@ def _index(elements: list, part: str, key: str) -> int:
 
 
 def load[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str], anchor: Anchor) -> M:
-    """The validated model, or one ConfigError with every problem: wrong keys, wrong values, and fields that contradict each other.
+    """Return the validated model. Raises one ConfigError with all problems: unknown keys, invalid values, and contradicting fields.
 
-    `model` raises a ProblemError for fields that are each valid and contradict each other.
+    `model` raises ProblemError for fields that are each valid but contradict each other.
     """
     values = read_yaml(path, anchor)
-    refused: list[str] = []
+    invalid_overrides: list[str] = []
     problems: list[Problem] = []
     for override in overrides:
         try:
             apply_override(values, override)
         except ConfigError as error:
-            refused.append(str(error))
+            invalid_overrides.append(str(error))
     try:
         config = model.model_validate(values)
     except ValidationError as error:
         problems = _problems(model, values, error)
-    if refused or problems:
-        raise ConfigError(listed(path, [*refused, *problems]), problems)
+    if invalid_overrides or problems:
+        raise ConfigError(listed(path, [*invalid_overrides, *problems]), problems)
     return config
 
 
 def listed(path: str | Path, problems: Sequence[object]) -> str:
-    """The text of a ConfigError about the file `path`: how many problems there are, then one a line."""
+    """Return the text of a ConfigError about the file `path`: the number of problems, then one line per problem."""
     return "\n  ".join([f"{path}: {len(problems)} problem(s)", *map(str, problems)])
 
 
-_EMPTY = {"missing": "", "list_type": [], "dict_type": {}, "model_type": {}}  # type of pydantic's error -> a value to go on with
+_EMPTY = {"missing": "", "list_type": [], "dict_type": {}, "model_type": {}}  # type of pydantic's error -> a replacement value
 
 
 def _problems[M: BaseModel](model: type[M], values: dict, error: ValidationError) -> list[Problem]:
-    """Every field that is wrong, then every contradiction between fields of which none is wrong."""
+    """Return every invalid field, then every contradiction between valid fields."""
     known = [key for key, _ in fields(model)]
     wrong: list[Problem] = []
-    for _ in range(20):  # a section has less levels; each round may empty one of them
+    for _ in range(20):  # sections are nested less deeply; each round may empty one level
         errors = error.errors(include_url=False)
-        if [e["loc"] for e in errors] == [()]:  # every field is valid by now: the model's own check of their agreement failed
+        if [e["loc"] for e in errors] == [()]:  # every field is valid now: the model's cross-field check failed
             keys = [problem.keys[0] for problem in wrong]
             return wrong + [problem for problem in errors[0]["ctx"]["error"].problems if not problem.is_about(keys)]
         keys = [problem.keys[0] for problem in wrong]
@@ -170,7 +170,7 @@ def _problems[M: BaseModel](model: type[M], values: dict, error: ValidationError
 
 
 def _repaired(values: dict[str, Any], errors: list[ErrorDetails]) -> dict[str, Any]:
-    """A copy of `values` without what is wrong: left at its default, or empty where a value is required."""
+    """Return a copy of `values` without invalid values: removed, which means the default, or empty if a value is required."""
     values = copy.deepcopy(values)
     for error in errors:
         here: Any = values
@@ -193,7 +193,7 @@ def _has(here: Any, part: str | int) -> bool:
     return part in here if isinstance(here, dict) else isinstance(here, list) and isinstance(part, int) and part < len(here)
 
 
-# The rule that a value breaks, by the type of pydantic's error, with the names of pydantic's context in braces.
+# Type of pydantic's error -> the violated rule; names in braces come from pydantic's context.
 _RULES = {
     "int_type": "must be an integer",
     "int_parsing": "must be an integer",
@@ -222,13 +222,13 @@ _RULES = {
 
 
 def _problem(error: ErrorDetails, known: list[str]) -> Problem:
-    """The key, the rule that its value breaks, and the value."""
+    """Return the problem of one pydantic error: the key, the violated rule, the value, and a fix if one is known."""
     loc, value = error["loc"], error["input"]
     keys = (".".join(map(str, loc)),)
     if error["type"] == "extra_forbidden":
         return Problem(keys, f"unknown key{_did_you_mean(loc, known)}")
     if error["type"] == "missing":
-        return Problem(keys, "required, and not given")
+        return Problem(keys, "required, but missing; set it")
     known_rule = _RULES.get(error["type"])
     bounds = {name: int(b) if isinstance(b, float) and b.is_integer() else b for name, b in error.get("ctx", {}).items()}
     rule = known_rule.format(**bounds) if known_rule else error["msg"].removeprefix("Value error, ")
@@ -240,27 +240,28 @@ def _problem(error: ErrorDetails, known: list[str]) -> Problem:
 
 
 def _choices(error: ErrorDetails) -> list[str]:
-    """The values that a key with a choice of strings takes; empty for another error."""
+    """Return the valid values of a key with a fixed set of strings; empty for another error."""
     return re.findall("'([^']*)'", error["ctx"]["expected"]) if error["type"] == "literal_error" else []
 
 
 def _did_you_mean(loc: Loc, known: list[str]) -> str:
-    """The nearest known key, by its dotted name or by its last word; list positions and free names are put back where they stood."""
-    asked = ".".join("N" if isinstance(part, int) else part for part in loc)
-    nearest = difflib.get_close_matches(asked, known, n=1, cutoff=0.75)
+    """Return a hint with the nearest known key, by its dotted name or its last word, with the list indices and names of `loc`."""
+    unknown = ".".join("N" if isinstance(part, int) else part for part in loc)
+    nearest = difflib.get_close_matches(unknown, known, n=1, cutoff=0.75)
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(known)}
     nearest = nearest or [by_leaf[leaf] for leaf in difflib.get_close_matches(str(loc[-1]), by_leaf, n=1, cutoff=0.75)]
     if not nearest:
         return ""
     parts = nearest[0].split(".")
-    return f"; did you mean {'.'.join(str(loc[i]) if part in PLACES and i < len(loc) else part for i, part in enumerate(parts))}?"
+    parts = [str(loc[i]) if part in PLACEHOLDERS and i < len(loc) else part for i, part in enumerate(parts)]
+    return f"; did you mean {'.'.join(parts)}?"
 
 
 # ------------------------------------------------------------------------------------------------------------- describing, saving
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The model behind `Section` or `Section | None`; None for a plain field."""
+    """Return the model of an annotation `Section` or `Section | None`; None for a plain field."""
     for option in (annotation, *get_args(annotation)):
         if isinstance(option, type) and issubclass(option, BaseModel) and get_origin(annotation) not in (list, dict):
             return option
@@ -268,7 +269,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key below `model` in order, dotted, with its pydantic field; `N` stands for the position in a list, `NAME` for a free key."""
+    """Yield every dotted key below `model`, in order, with its pydantic field. `N` stands for a list index, `NAME` for a user's key."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
         origin = get_origin(field.annotation)
@@ -282,7 +283,7 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def render_help(model: type[BaseModel]) -> str:
-    """Every key with its type, default and docstring, by section."""
+    """Return every key with its type, default and docstring, by section, as text."""
     lines: list[str] = []
     for key, field in fields(model):
         if section_of(field.annotation):
@@ -321,20 +322,20 @@ def _yaml(value: Any) -> str:
 
 
 def save(config: BaseModel, path: Path) -> None:
-    """Writes every value of `config` as YAML that loads back to an equal config."""
+    """Write every value of `config` as YAML that loads back to an equal config."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def save_changes(config: BaseModel, base: BaseModel, base_path: Path, path: Path, comment: str) -> None:
-    """Writes a YAML that loads back to `config`: it starts from the file `base_path`, which holds `base`, and says what differs."""
+    """Write YAML that loads back to `config`: its `defaults:` names the file `base_path`, which holds `base`; it lists only differences."""
     named = os.path.relpath(base_path.resolve(), path.resolve().parent)
     values = {"defaults": named} | _changes(base.model_dump(), config.model_dump())
     path.write_text(f"# {comment}\n" + yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _changes(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """What `_merge` must lay over `below` to get `above`."""
+    """Return the mapping that `_merge` must merge over `below` to get `above`."""
     changes: dict[str, Any] = {}
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(below.get(key), dict)

@@ -1,4 +1,4 @@
-"""Low-rank adapters: which projections have them, and how they reach the engine."""
+"""Defines the section `lora`: low-rank adapters, the projections that have one, and their sync to the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megagrpo.config.section import NonNegativeInt, PositiveFloat, Section
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
-# Of a model either the three of queries, keys and values or qkv_proj, and either gate_proj and up_proj or gate_up_proj.
+# A model has either q_proj, k_proj and v_proj or qkv_proj, and either gate_proj and up_proj or gate_up_proj.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 LARGEST_IN_VLLM = 512
 ALL_LINEAR = "all-linear"
@@ -21,20 +21,20 @@ ALL_LINEAR = "all-linear"
 
 class LoraSection(Section):
     rank: NonNegativeInt = 0
-    """Rank of the adapters that are trained in place of the model's weights; 0 trains the weights themselves. docs/lora.md."""
+    """Rank of the adapters, which are trained instead of the model's weights; 0 trains the weights themselves. docs/lora.md."""
     alpha: PositiveFloat = 32.0
     """The adapters' output is scaled by alpha / rank."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the adapters' inputs that is set to 0 in training; log-probs of the reference and of the old policy are computed without."""
+    """Share of the adapters' inputs that is set to 0 in training. Log-probs of the reference and the old policy use no dropout."""
     target_modules: list[str] | str = ALL_LINEAR
-    """Projections with an adapter: `all-linear`, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; where a model
-    has several in one weight, qkv_proj and gate_up_proj. Experts have none."""
+    """Projections with an adapter: `all-linear`, or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; for fused
+    weights qkv_proj and gate_up_proj. Experts have no adapters."""
     adapter_path: str | None = None
-    """Adapter to continue from, a folder as PEFT saves it; it is also the reference. Empty: a fresh one, and the model is the reference."""
+    """Adapter to continue from, a folder as PEFT saves it; it is also the reference. Empty: a new adapter; the model is the reference."""
     sync: Literal["merged", "adapter"] = "merged"
-    """What goes to vLLM: whole weights with the adapters added to them, or the adapters alone, which vLLM applies to weights of its own."""
+    """What vLLM gets. merged: whole weights with the adapters added. adapter: only the adapters, which vLLM applies to its own weights."""
 
     @property
     def enabled(self) -> bool:
@@ -48,7 +48,7 @@ class LoraSection(Section):
 
     @property
     def scale(self) -> float:
-        """What the adapters' output is multiplied by."""
+        """Factor on the adapters' output."""
         return self.alpha / (sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
@@ -58,31 +58,31 @@ class LoraSection(Section):
 
 
 def lora_problems(config: RunConfig) -> list[Problem]:
-    """Targets that cannot have an adapter, options without one, and what does not know adapters."""
+    """Return target modules that cannot have an adapter, LoRA options without adapters, and options that do not support adapters."""
     lora, problems, targets = config.lora, [], ("lora.target_modules",)
     choice = f"choose {ALL_LINEAR} or a list of {', '.join(PROJECTIONS)}"
     named = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
     if unknown := [name for name in named if name not in PROJECTIONS and lora.target_modules != ALL_LINEAR]:
-        why = "embeddings and LM head have none" if {"lm_head", "embed_tokens"} & set(unknown) else "no such projection"
+        why = "embeddings and LM head have no adapters" if {"lm_head", "embed_tokens"} & set(unknown) else "unknown projection"
         problems.append(Problem(targets, f"{', '.join(unknown)}: {why}; {choice}"))
     if not named:
-        problems.append(Problem(targets, f"names nothing to train; {choice}"))
+        problems.append(Problem(targets, f"the list is empty, so nothing is trained; {choice}"))
     if not lora.enabled and lora.adapter_path is not None:
-        said = f"{lora.adapter_path} needs lora.rank, the rank it was made with; set it, or leave the path empty"
+        said = f"{lora.adapter_path} needs lora.rank, the rank of that adapter; set lora.rank, or leave the path empty"
         problems.append(Problem(("lora.adapter_path", "lora.rank"), said))
     if not lora.enabled and lora.sync == "adapter":
-        problems.append(Problem(("lora.sync", "lora.rank"), "there are no adapters to send; set lora.rank, or choose merged"))
+        problems.append(Problem(("lora.sync", "lora.rank"), "adapter needs adapters, but lora.rank is 0; set lora.rank, or choose merged"))
     if lora.syncs_adapters and lora.rank > LARGEST_IN_VLLM:
-        said = f"vLLM takes adapters up to rank {LARGEST_IN_VLLM}; lower it, or set lora.sync to merged"
+        said = f"{lora.rank} is above vLLM's limit for adapters, {LARGEST_IN_VLLM}; lower lora.rank, or set lora.sync to merged"
         problems.append(Problem(("lora.rank", "lora.sync"), said))
     storage = config.model.base_storage
     if storage != "none" and not lora.enabled:
-        said = f"{storage} is for weights that are not trained; set lora.rank, or choose none"
+        said = f"{storage} needs frozen weights, but lora.rank is 0; set lora.rank, or choose none"
         problems.append(Problem(("model.base_storage", "lora.rank"), said))
     if storage != "none" and lora.syncs_adapters:
-        said = f"vLLM's own weights are not those of model.base_storage {storage}; choose merged"
+        said = f"adapter leaves vLLM with unrounded weights, but model.base_storage {storage} trains rounded ones; choose merged"
         problems.append(Problem(("lora.sync", "lora.rank", "model.base_storage"), said))
     if lora.enabled and config.debug.dump_steps:
-        said = "megagrpo audit knows no adapters; leave it empty, or set lora.rank to 0"
+        said = "megagrpo audit does not support adapters; leave dump_steps empty, or set lora.rank to 0"
         problems.append(Problem(("debug.dump_steps", "lora.rank"), said))
     return problems

@@ -1,4 +1,4 @@
-"""Responses of several turns: who answers the policy, and how long that may go on."""
+"""Defines the section `multi_turn`: schedulers, tools and environments that answer the policy, and their limits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LIMITS = ("multi_turn.max_response_length", "multi_turn.completion_length_limit_
 
 class MultiTurnSection(Section):
     scheduler: str | None = None
-    """Decides after each turn what follows: `math_tip_trick`, `math_tip_trick_multi_turn`, `reasoning_gym`, or your own function or class
-    as `package.module:name` or `path/file.py:name` (docs/multi_turn.md)."""
+    """Decides after each turn how the conversation continues: `math_tip_trick`, `math_tip_trick_multi_turn`, `reasoning_gym`, or your own
+    function or class as `package.module:name` or `path/file.py:name` (docs/multi_turn.md)."""
     scheduler_args: dict[str, Any] = {}
     """Keyword arguments of the scheduler, passed on every call."""
     tools: list[str] = []
@@ -24,21 +24,21 @@ class MultiTurnSection(Section):
     environment: str | None = None
     """Class as `package.module:Class` or `path/file.py:Class`: each response gets an instance, whose public methods are tools."""
     tool_parser: Annotated[str, Field(pattern=r"^(hermes|vllm:[a-z0-9_]+)$")] = "hermes"
-    """How tool calls are read from a turn: `hermes`, JSON between <tool_call> and </tool_call>, or `vllm:NAME`, a parser of vLLM
+    """Parser of tool calls: `hermes`, JSON between <tool_call> and </tool_call>, or `vllm:NAME`, a parser of vLLM
     (`--tool-call-parser`)."""
     max_turns: PositiveInt | None = None
     """Turns that the policy may take in one response; as many as fit when empty."""
     max_tool_calling_iterations: PositiveInt | None = None
-    """Turns of one response whose tool calls are carried out; as many as fit when empty."""
+    """Turns of one response whose tool calls are executed; as many as fit when empty."""
     completion_length_limit_scope: Literal["total", "per_round"] = "total"
-    """What `rollout.max_completion_length` limits, in tokens: the whole response with what tools and schedulers write into it, or each
-    turn of the policy."""
+    """What `rollout.max_completion_length` limits, in tokens. total: the whole response, messages of tools and schedulers included.
+    per_round: each turn of the policy."""
     max_response_length: PositiveInt | None = None
-    """Longest response in tokens, everything counted, where the other limit is per_round."""
+    """Longest whole response in tokens, with `completion_length_limit_scope: per_round`."""
     timeout: Seconds = 10.0
-    """Seconds that one call of a tool, a scheduler or an environment may take; then its process is killed and the failure counted."""
+    """Timeout in seconds of one call of a tool, scheduler or environment; then its process is killed and the failure is counted."""
     workers: Count = 4
-    """Worker processes, per rank that generates, that tools, schedulers and environments run in."""
+    """Worker processes for tools, schedulers and environments, per rank that generates."""
 
     @property
     def enabled(self) -> bool:
@@ -47,38 +47,39 @@ class MultiTurnSection(Section):
 
     @property
     def vllm_parser(self) -> str | None:
-        """The parser of vLLM that servers are started with; None: calls are read here."""
+        """vLLM's parser, with which servers are started; None when the trainer parses calls itself."""
         return self.tool_parser.removeprefix("vllm:") if self.tool_parser.startswith("vllm:") else None
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the policy is offered tools."""
+        """Whether prompts offer tools to the policy."""
         return bool(self.tools or self.environment)
 
 
 def multi_turn_problems(m: MultiTurnSection) -> list[Problem]:
-    """Options that would say nothing, or contradict each other."""
+    """Return options that have no effect, or contradict each other."""
     problems: list[Problem] = []
     set_keys = m.model_fields_set - {"scheduler", "tools", "environment"}
     fields = MultiTurnSection.model_fields
     idle = [name for name in fields if name in set_keys and getattr(m, name) != fields[name].default]
     if not m.enabled:
-        said = "nothing answers the policy; name a scheduler, tools or an environment"
+        said = "has no effect without a scheduler, tools or an environment; name one, or leave this out"
         return [Problem((f"multi_turn.{name}", *ANSWERING), said) for name in idle]
     if m.scheduler_args and m.scheduler is None:
-        said = "there is no scheduler to pass them to; name one or leave them out"
+        said = "needs a scheduler; set multi_turn.scheduler, or leave scheduler_args out"
         problems.append(Problem(("multi_turn.scheduler_args", "multi_turn.scheduler"), said))
     for name in ("max_tool_calling_iterations", "tool_parser"):
         if name in idle and not m.calls_tools:
             keys = (f"multi_turn.{name}", "multi_turn.tools", "multi_turn.environment")
-            problems.append(Problem(keys, "there are no tools; name tools or an environment, or leave it out"))
+            problems.append(Problem(keys, f"{getattr(m, name)} needs tools; name tools or an environment, or leave it out"))
     if m.completion_length_limit_scope == "per_round" and m.max_response_length is None:
-        problems.append(Problem(LIMITS, "per_round limits no whole response; give the tokens that one may have"))
+        problems.append(Problem(LIMITS, "completion_length_limit_scope per_round needs a limit for the whole response; set one, in tokens"))
     if m.completion_length_limit_scope == "total" and m.max_response_length is not None:
         problems.append(
             Problem(
                 LIMITS,
-                "rollout.max_completion_length limits the whole response; leave it out, or set completion_length_limit_scope to per_round",
+                "with completion_length_limit_scope total, rollout.max_completion_length limits the whole response; leave it out, or "
+                "set the scope to per_round",
             )
         )
     return problems

@@ -1,6 +1,6 @@
-"""Makes the relative paths of a YAML file absolute: they count from the folder of the file in which they stand.
+"""Makes the relative paths of a YAML file absolute; they are relative to the folder of that file.
 
-Overrides on the command line do not pass through here; their paths count from the current folder.
+Paths in command-line overrides are not changed; they are relative to the current folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _REWARD_MODEL = "model:"
 
 
 def anchored(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`values`, as read from a YAML file in `folder`, with every relative path made absolute, in place. Values of a wrong type stay."""
+    """Make every relative path in `values`, from a YAML file in `folder`, absolute. Works in place and returns `values`. Values of a wrong
+    type are not changed."""
     for key, resolve in PATHS.items():
         _rewrite(values, key.split("."), resolve, folder)
     return values
@@ -30,7 +31,7 @@ def is_user_code(text: str) -> bool:
 
 
 def _rewrite(node: Any, parts: list[str], resolve: Resolve, folder: Path) -> None:
-    """Applies `resolve` to the strings below `node` at the dotted key `parts`; `*` is any place in a list and any key of a mapping."""
+    """Apply `resolve` to the strings below `node` at the dotted key `parts`; `*` matches any list index and any key."""
     first, *rest = parts
     keys: Iterable[Any] = ()
     if isinstance(node, list):
@@ -45,23 +46,23 @@ def _rewrite(node: Any, parts: list[str], resolve: Resolve, folder: Path) -> Non
 
 
 def _file(text: str, folder: Path) -> str:
-    """A path of a file that may or may not exist yet."""
+    """Resolve the path of a file, which need not exist yet."""
     return os.path.abspath(folder / os.path.expanduser(text)) if text else text
 
 
 def _folder_or_name(text: str, folder: Path) -> str:
-    """A model or a tokenizer: a path when it exists in `folder` or can be no hub name; else a hub name or `package:NAME`."""
+    """Resolve a model or tokenizer. It is a path if it exists in `folder` or cannot be a hub name; else a hub name or `package:NAME`."""
     is_path = text.startswith((".", "~")) or text.count("/") > 1 or os.path.exists(folder / text)
     return _file(text, folder) if is_path else text
 
 
 def _data(text: str, folder: Path) -> str:
-    """A data source: like a model, and a name with a known suffix is a file."""
+    """Resolve a data source, like a model; a name with a suffix of a data file is a path."""
     return _file(text, folder) if text.endswith(DATA_SUFFIXES) else _folder_or_name(text, folder)
 
 
 def _function(text: str, folder: Path) -> str:
-    """`path/file.py:name` or `model:PATH`; other names stay."""
+    """Resolve `path/file.py:name` or `model:PATH`; other names are not changed."""
     if match := _FUNCTION_IN_FILE.fullmatch(text):
         return _file(match[1], folder) + match[2]
     if text.startswith(_REWARD_MODEL):
@@ -70,7 +71,7 @@ def _function(text: str, folder: Path) -> str:
 
 
 def _template(text: str, folder: Path) -> str:
-    """A chat template: Jinja text and single words stay."""
+    """Resolve the path of a chat template; Jinja text and single words are not changed."""
     return text if "{{" in text or "{%" in text or not ("." in text or "/" in text) else _file(text, folder)
 
 

@@ -1,6 +1,6 @@
-"""Problems of a configuration: what each one is about, what it says, and errors that carry several of them.
+"""Defines problems of a configuration, and errors that carry several problems.
 
-A reader compares `keys` and `rule`. No code reads the words of a problem.
+Code compares `keys` and `rule`; no code reads a problem's text.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class Problem:
     """One problem, or one note, about values of a configuration.
 
-    `keys` are the dotted keys that it is about, first the one to change. `text` holds the value, the rule and the fix. `rule` is the number
-    of a rule in docs/plan.md, None for a problem without one.
+    `keys` are its dotted keys; the first one is the key to change. `text` states the value, the rule and the fix. `rule` is the number of
+    a rule in docs/plan.md, or None.
     """
 
     keys: tuple[str, ...]
@@ -28,12 +28,12 @@ class Problem:
         return f"{self.keys[0]}: {self.text}"
 
     def is_about(self, keys: Iterable[str]) -> bool:
-        """Whether one of `keys` is a key of this problem, a section of one, or a part of one."""
+        """Whether one of `keys` is a key of this problem, a section above such a key, or a key below it."""
         return any(_related(own, other) for own in self.keys for other in keys)
 
 
 class ProblemError(ValueError):
-    """A ValueError that carries its problems; the text has one line for each."""
+    """A ValueError with one or more problems; its text has one line per problem."""
 
     def __init__(self, *problems: Problem) -> None:
         super().__init__("\n".join(map(str, problems)))
@@ -44,7 +44,7 @@ class ProblemError(ValueError):
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used. The text lists every problem, one a line; `problems` has those that are known with their keys."""
+    """The error of an unusable config. Its text has one line per problem; `problems` holds the problems whose keys are known."""
 
     def __init__(self, text: str, problems: Iterable[Problem] = ()) -> None:
         super().__init__(text)

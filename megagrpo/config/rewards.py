@@ -1,4 +1,4 @@
-"""What scores the responses."""
+"""Defines the section `rewards`: the functions that score responses."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from megagrpo.config.section import Count, PositiveInt, Seconds, Section
 
 class RewardFunction(Section):
     function: str
-    """A built-in of docs/rewards.md such as `accuracy`; your own as `package.module:function` or `path/file.py:function`; a name that one
-    of `rewards.plugins` registers; a reward model as `model:PATH`, or one that is served, as `http://...`."""
+    """A built-in function of docs/rewards.md such as `accuracy`; your own as `package.module:function` or `path/file.py:function`; a name
+    that a file of `rewards.plugins` registers; a reward model as `model:PATH`; or a reward server as `http://...`."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
-    """What it is called in metrics and completions.jsonl; the last part of `function` when empty."""
+    """Name in metrics and completions.jsonl; the last part of `function` when empty."""
     weight: float = 1.0
     """Weight in the sum of rewards."""
     args: dict[str, Any] = {}
     """Keyword arguments passed on every call; for a class, to its constructor."""
     timeout: Seconds | None = None
-    """Seconds one completion may take to score; `rewards.timeout` when empty."""
+    """Timeout in seconds for scoring one completion; `rewards.timeout` when empty."""
     own_worker: bool = False
-    """Give it a process of its own: for a function that holds a model. Reward models have one anyway."""
+    """Run the function in a separate process, for functions that load a model. Reward models always do."""
 
 
 class RewardsSection(Section):
     functions: list[RewardFunction]
     """Reward functions; the weighted sum is the reward. May be `[]` where a scheduler or an environment of `multi_turn` gives rewards."""
     plugins: list[str] = []
-    """Python files that register reward functions under names of their own."""
+    """Python files that register reward functions by name."""
     timeout: Seconds = 10.0
-    """Seconds one completion may take to score; then its worker is killed, the completion gets 0 and is counted in the metrics."""
+    """Timeout in seconds for scoring one completion; then the worker is killed, and the completion scores 0 and counts as a timeout."""
     workers: Count = 2
     """Worker processes per rank that scores."""
     concurrency: PositiveInt = 16
-    """Calls of async functions (LLM judge, served models, your own) under way at once, per rank that scores."""
+    """Concurrent calls of async functions (LLM judge, reward servers, your own), per rank that scores."""

@@ -1,4 +1,4 @@
-"""How responses are sampled, and the vLLM servers that do it."""
+"""Defines the section `rollout`: sampling, and the vLLM servers that generate."""
 
 from __future__ import annotations
 
@@ -20,56 +20,56 @@ class RolloutSection(Section):
     max_completion_length: PositiveInt = 256
     """Longest response in tokens."""
     temperature: Temperature = 1.0
-    """Sampling temperature; the trainer's log-probs are of the same distribution."""
+    """Sampling temperature; the trainer's log-probs use it too."""
     top_p: Fraction = 1.0
-    """Sample from the most likely tokens that add up to this share; 1 from all. The trainer's log-probs are of what is left, by its own
-    probabilities: so with top_k and min_p."""
+    """Sample from the most likely tokens whose probabilities add up to this; 1 keeps all. The trainer's log-probs are over the tokens that
+    it keeps by its own probabilities, also with top_k and min_p."""
     top_k: NonNegativeInt = 0
-    """Sample from this many of the most likely tokens; 0 from all."""
+    """Sample from this many of the most likely tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample from the tokens that are at least this times as likely as the most likely one; 0 from all."""
+    """Sample from the tokens that are at least this times as likely as the most likely token; 0 keeps all."""
     max_staleness: NonNegativeInt = 0
-    """How many weight versions the responses that a step trains on may be behind the policy: generation runs ahead of training by so many
-    steps. 0: generation and training take turns. docs/async.md."""
+    """Largest number of weight versions by which a step's responses may be behind the policy: generation runs ahead of training by this
+    many steps. 0: generation and training take turns. docs/async.md."""
     in_flight: Literal["keep", "resume", "wait"] = "keep"
-    """With max_staleness above 0, what becomes of responses under way when weights are synced. keep: they stand still and go on with the
-    new weights. resume: they are broken off and asked for again from the tokens that they have. wait: the sync waits for their end."""
+    """With max_staleness above 0: handling of in-flight responses during a weight sync. keep: they pause and continue with the new weights.
+    resume: they are aborted and requested again from the tokens generated so far. wait: the sync waits until they are finished."""
     straggler_seconds: Seconds | None = None
-    """With max_staleness above 0: when a step waits and no group has been finished for so long, the responses that it waits for are cut,
-    and end like those that reach max_completion_length. Empty never cuts."""
+    """With max_staleness above 0: if a step waits and no group finishes for this many seconds, the responses being waited for are
+    truncated, as at max_completion_length. Empty never truncates."""
     mismatch_threshold: Annotated[float, Field(ge=1)] | None = None
-    """Warn when a step's `token_mult_prob_error` is above this. Empty: warn on a jump, when the error is three times as far from 1 as in
-    the run's first 5 steps and above what is normal, 1.01 in fp32 and 1.1 in bf16. With max_staleness above 0 empty never warns."""
+    """Warn when a step's `token_mult_prob_error` is above this. Empty: warn when the error is three times as far from 1 as in the run's
+    first 5 steps and above the normal range, 1.01 in fp32 and 1.1 in bf16. With max_staleness above 0 empty never warns."""
     servers: Count = 1
     """vLLM servers to start, each with `tp` devices."""
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM server."""
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"] = "none"
     """Format in which vLLM computes its linear layers. none: the dtype of the weights. fp8_...: FP8, with one scale per tensor, per block
-    of 128 x 128 or per output channel; every sync quantizes again. docs/weight_sync.md."""
+    of 128 x 128 or per output channel; every weight sync quantizes the new weights. docs/weight_sync.md."""
     enable_expert_parallel: bool = False
-    """Share out whole experts over the `tp` workers of each vLLM server, instead of a part of every expert to each."""
+    """Distribute whole experts over the `tp` workers of each vLLM server, instead of sharding every expert."""
     placement: Placement = "auto"
-    """Where the servers run. colocated: started here, on the trainer's GPUs; they sleep while it trains. dedicated: started here, on GPUs
-    that no rank uses. external: those of `urls`. auto is external with `urls`, else colocated. Without GPUs the first two are the same."""
+    """Where the servers run. colocated: started by the run on the trainer's GPUs; they sleep during training. dedicated: started by the run
+    on GPUs without ranks. external: the servers in `urls`. auto: external with `urls`, else colocated. Without GPUs colocated and dedicated
+    are the same."""
     urls: list[str] = []
-    """Servers that somebody else started, with the same plug-in, on any host that is reached from here and back; none is launched when
-    given."""
+    """Addresses of running servers with the plug-in. Trainer and servers must reach each other. With `urls` the run starts no servers."""
     urls_file: str | None = None
-    """File that is read before each step and each sync. While it exists, the servers are those that it names, one address a line: ones
-    that it adds are asked once they hold the current weights, others are asked no more."""
+    """File with one server address per line, read before each step and each weight sync. While the file exists it replaces `urls`: servers
+    added to it get requests once they hold the current weights; servers removed from it get no more requests."""
     reconnect_timeout: Seconds = 120.0
-    """Seconds that the run waits for one of the servers of `urls` when none of them answers; then it ends."""
+    """Seconds to wait for a server when no server of `urls` responds; then the run ends."""
     token_file: str | None = None
-    """File with the token that servers ask for, which only its owner may open. Empty: the file that MEGAGRPO_TOKEN_FILE names, or else the
-    token in MEGAGRPO_TOKEN; without both, servers of `urls` are sent none, and launched ones get one that is made for the run."""
+    """File with the servers' access token, readable only by its owner. Empty: the file in MEGAGRPO_TOKEN_FILE, or else the token in
+    MEGAGRPO_TOKEN. Without both, requests to servers of `urls` carry no token, and launched servers get a new token for each run."""
     interface: str = LOOPBACK
-    """Network interface that launched servers listen on, and no other; lo is this host's own."""
+    """The only network interface that launched servers listen on; lo is the loopback interface."""
     weight_sync_transport: Transport = "auto"
-    """How weights travel. shared_memory: files of this host. p2p: from rank to worker, over NCCL or, without GPUs, gloo. cuda_ipc: servers
-    map the trainer's GPU memory. auto: cuda_ipc for colocated servers on GPUs, shared_memory on one host without GPUs, else p2p."""
+    """Transport of weights. shared_memory: files in this host's memory. p2p: from rank to worker over NCCL, or gloo without GPUs. cuda_ipc:
+    servers map the trainer's GPU memory. auto: cuda_ipc for colocated servers on GPUs, shared_memory on one host without GPUs, else p2p."""
     weight_sync_bucket_megabytes: PositiveFloat = 64.0
-    """Bound on one message of the transport p2p, in MiB; a rank has two for each worker under way."""
+    """Largest message of the transport p2p, in MiB; a rank has two in flight per worker."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first launched server (the next ones follow); 0 picks free ones."""
     gpu_memory_utilization: Fraction = 0.4
@@ -79,19 +79,20 @@ class RolloutSection(Section):
     max_num_seqs: PositiveInt = 256
     """Sequences that one server decodes at once."""
     enforce_eager: bool = False
-    """Turn CUDA graphs and compilation of vLLM off."""
+    """Disable vLLM's CUDA graphs and compilation."""
     extra_args: list[str] = []
-    """More arguments for the vLLM API server, as on its command line. Unknown ones, and those that other keys set, are refused."""
+    """Additional arguments of vLLM's API server, as on its command line. Unknown arguments, and arguments that other keys set, are
+    rejected."""
     startup_timeout: Seconds = 600.0
-    """Seconds until a launched server must answer."""
+    """Seconds within which a launched server must respond."""
     request_timeout: Seconds = 1800.0
-    """Seconds until one generate request must be answered."""
+    """Timeout of one generate request, in seconds."""
     weight_sync_timeout: Seconds = 300.0
-    """Seconds that each phase of a weight sync may take; one that takes longer ends the run with the phase, the rank and the tensor. After
-    as long without a word from its engine a server that this run or `megagrpo serve` has started is started again."""
+    """Timeout of each phase of a weight sync, in seconds. After a timeout the run ends with an error that names phase, rank and tensor. The
+    same timeout applies to engines: a server started by the run or `megagrpo serve` is restarted when its engine is silent for longer."""
     max_restarts: NonNegativeInt = 3
-    """How many times each launched server that dies or hangs is started again. It holds the current weights before it is asked. With 0,
-    or after the last time, the others go on without it."""
+    """Restart limit of each launched server that dies or hangs. A restarted server gets the current weights before it gets requests. With
+    0, or at the limit, the run continues without that server."""
 
     @property
     def placed(self) -> str:

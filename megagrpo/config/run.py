@@ -1,4 +1,4 @@
-"""What a run is called, how long it goes on and what it leaves behind; debugging."""
+"""Defines the sections `run` and `debug`: the run's name, length, checkpoints and logs, and debug dumps."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ class RunSection(Section):
     seed: NonNegativeInt = 42
     """Seeds the prompt order, the sampling requests and torch."""
     deterministic: bool = False
-    """Compute the same bits in every run of one seed and layout, on GPUs too, where that is slower (docs/audit.md). On a CPU they are the
-    same anyway."""
+    """Make every run with the same seed and layout bitwise equal on GPUs, which is slower (docs/audit.md). On a CPU runs are always bitwise
+    equal."""
     max_steps: PositiveInt = 100
     """Outer iterations: generate, score, train, sync."""
     save_steps: NonNegativeInt = 0
-    """Write a checkpoint every so many steps; 0 writes one at the end only."""
+    """Write a checkpoint every this many steps; 0 writes one at the end only."""
     async_save: bool = False
-    """Go on training while a checkpoint is written: costs a copy of it in host memory. The last one is waited for."""
+    """Continue training while a checkpoint is written, which costs a copy of the checkpoint in host memory. The run waits for the last
+    checkpoint."""
     save_total_limit: PositiveInt = 2
     """How many checkpoints to keep; the oldest are deleted after a newer one is complete."""
     callbacks: list[str] = []
     """Classes with your own code between steps, as `path/file.py:Class` or `package.module:Class`: docs/callbacks.md."""
     nodes: PositiveInt = 1
-    """Machines of the job that `launch/submit.py` asks for (docs/slurm.md)."""
+    """Number of nodes of the job that `launch/submit.py` requests (docs/slurm.md)."""
     time_limit: Annotated[str, Field(pattern=r"^(\d{1,4}-)?\d{1,5}:[0-5]\d:[0-5]\d$")] | None = None
-    """How long a run may take at one go, as `[days-]hours:minutes:seconds`: before that it saves, after a step, and ends with exit code 85.
-    Where Slurm sets a limit, that one counts, and `launch/submit.py` asks for this one."""
+    """Time limit of one job, as `[days-]hours:minutes:seconds`. Before the limit the run saves after a step and ends with exit code 85.
+    A limit that Slurm sets takes precedence; `launch/submit.py` requests this one from Slurm."""
     resume: bool = False
-    """Continue from the newest complete checkpoint of this run (also `--resume`); an error when there is none."""
+    """Continue from the newest complete checkpoint of this run (also `--resume`); an error without a checkpoint."""
     overwrite: bool = False
-    """Allow a fresh start in a run folder that already holds metrics or checkpoints: what is there is moved aside."""
+    """Allow a new start in a run folder that already holds metrics or checkpoints; the old contents are moved aside."""
     log_completions_steps: NonNegativeInt = 1
-    """Print a sample completion every so many steps; 0 never prints. `completions.jsonl` always holds all of them."""
+    """Print a sample completion every this many steps; 0 never prints. `completions.jsonl` always holds all completions."""
     tensorboard: bool = True
     """Write TensorBoard events to the run folder."""
     wandb: Literal["off", "offline", "online"] = "off"
@@ -48,4 +49,4 @@ class RunSection(Section):
 
 class DebugSection(Section):
     dump_steps: list[PositiveInt] = []
-    """Steps to write to `dumps/` of the run, weights included, for `megagrpo audit`. The run itself stays the same."""
+    """Steps to write to the run's `dumps/`, weights included, for `megagrpo audit`. Dumps do not change the run's results."""

@@ -1,4 +1,4 @@
-"""What every section of the configuration is built from."""
+"""Defines the base class and the value types of all sections."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-COLDEST = 0.01  # vLLM samples at this temperature where a request asks for a lower one above 0
-HOTTEST = 2.0  # vLLM refuses a request with a higher temperature
-LARGEST_INT = 2**63 - 1  # torch and vLLM keep whole numbers in 64 bits
+COLDEST = 0.01  # vLLM raises a lower temperature above 0 to this one
+HOTTEST = 2.0  # vLLM rejects a request with a higher temperature
+LARGEST_INT = 2**63 - 1  # torch and vLLM keep integers in 64 bits
 
 
 def _greedy_or_warm(temperature: float) -> float:
     if 0 < temperature < COLDEST:
-        raise ValueError(f"must be 0 (greedy) or at least {COLDEST:g}, where vLLM's sampling ends")
+        raise ValueError(f"must be 0 (greedy) or at least {COLDEST:g}, the lowest temperature that vLLM samples at")
     return temperature
 
 
@@ -31,21 +31,21 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-Seconds = Annotated[float, Field(gt=0, le=1e8)]  # three years; timers of Python overflow above 292
+Seconds = Annotated[float, Field(gt=0, le=1e8)]  # at most three years; Python's timers overflow above 292 years
 Count = Annotated[int, Field(gt=0, le=4096)]  # of processes
 Temperature = Annotated[float, Field(ge=COLDEST, le=HOTTEST)]
 GreedyOrTemperature = Annotated[float, Field(ge=0, le=HOTTEST), AfterValidator(_greedy_or_warm)]
 
 
 class Section(BaseModel):
-    """Frozen, strict about keys, documented by the string below each field."""
+    """The base class of sections: frozen, without unknown keys. The string below each field is its description."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _numbers_are_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses what pydantic takes for a number although it is none, and whole numbers that no library holds."""
+        """Reject booleans, which pydantic accepts as numbers, and integers of more than 64 bits."""
         assert info.field_name is not None, "pydantic names the field in every field validator"
         kinds = set(_plain_types(cls.model_fields[info.field_name].annotation))
         if not kinds & {int, float}:
@@ -59,5 +59,5 @@ class Section(BaseModel):
 
 
 def _plain_types(annotation: Any) -> list[Any]:
-    """The types that an annotation is made of, inside of lists and unions too."""
+    """Return the types in an annotation, including types inside lists and unions."""
     return [annotation] + [kind for inside in get_args(annotation) for kind in _plain_types(inside)]

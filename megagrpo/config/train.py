@@ -1,4 +1,4 @@
-"""The optimizer and the micro-batches."""
+"""Defines the section `train`: the optimizer, micro-batches, and memory of the trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megagrpo.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
-FUSED_SCRATCH_BYTES = 2**30  # what `train.fused_logprobs` takes at most
+FUSED_SCRATCH_BYTES = 2**30  # limit on the scratch memory of `train.fused_logprobs`
 
 
 class TrainSection(Section):
@@ -21,9 +21,9 @@ class TrainSection(Section):
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Where linear and cosine end: what a step after the last would have."""
+    """Final learning rate of linear and cosine, reached one step after the last."""
     muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Muon's momentum, of Nesterov's kind."""
+    """Muon's Nesterov momentum."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """AdamW beta 1."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -35,32 +35,34 @@ class TrainSection(Section):
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip the global gradient norm to this; 0 does not clip."""
     max_skipped_steps: PositiveInt = 5
-    """Stop after so many optimizer steps in a row whose loss or gradient was NaN or infinite. Each is skipped: it changes no weight."""
+    """End the run after this many consecutive optimizer steps with NaN or infinite loss or gradient. Such steps are skipped: they change no
+    weight."""
     max_tokens_per_micro_batch: PositiveInt = 4096
     """Token budget of one packed micro-batch; the longest sample must fit."""
     share_prompts: bool | None = None
-    """Compute a prompt once for all its responses in a micro-batch: the same gradient from fewer tokens. Empty: wherever the attention can
-    (it cannot with Transformer Engine)."""
+    """Compute a prompt once for all its responses in a micro-batch: the same gradient from fewer tokens. Empty: on if the attention
+    supports it (Transformer Engine's does not)."""
     logprob_chunk: PositiveInt = 256
-    """Tokens whose logits exist at once in the LM head. Each chunk adds to the gradient of the whole head: on GPUs, where that is memory
-    traffic beside little arithmetic, a larger one is faster."""
+    """Tokens whose logits exist at once in the LM head. Each chunk adds to the gradient of the whole head, which on GPUs is bound by memory
+    traffic, so larger chunks are faster."""
     fused_logprobs: bool = False
-    """Let Triton kernels multiply the LM head and take its softmax, with 1 GiB of scratch at most instead of `logprob_chunk`. On Hopper
-    GPUs in bf16; not with top_p, top_k, min_p or a full_ kl_estimator. docs/gpu.md says what has been proved of them."""
+    """Compute the LM head's product and softmax in Triton kernels, with at most 1 GiB of scratch memory, instead of with `logprob_chunk`.
+    For Hopper GPUs in bf16; not with top_p, top_k, min_p or a full_ kl_estimator. docs/gpu.md lists what has been tested."""
     logprobs_fp8_recipe: Literal["none", "tensorwise", "blockwise"] = "none"
-    """Multiply hidden states and LM head in FP8 for log-probs, with one scale each or one per block of 128; gradients take the unrounded
-    ones. Needs `fused_logprobs: true`."""
+    """Multiply hidden states and LM head in FP8 for log-probs, with one scale per tensor or per block of 128; gradients use the unrounded
+    values. Needs `fused_logprobs: true`."""
     optimizer_state_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """What AdamW's two moments are kept in between steps: 8, 4 or 2 bytes per weight. Rounded at random, so that none gets stuck."""
+    """Dtype of AdamW's two moments between steps: 8, 4 or 2 bytes per weight for both. bf16 and fp8 use stochastic rounding."""
     optimizer_offload: bool = False
-    """Keep the moments in the host's memory between steps; a step brings them to the GPU, one tensor after the other."""
+    """Keep the moments in host memory between steps; a step copies them to the GPU one tensor at a time."""
     offload: bool | None = None
-    """While servers generate, leave nothing of the trainer on its GPU: gradients are freed; weights, masters, moments and the reference
-    wait in the host's memory. Empty: where servers share the trainer's GPU. Without a GPU true does the same, and frees nothing."""
+    """Free the trainer's GPU memory while servers generate: gradients are freed; weights, masters, moments and the reference are offloaded
+    to host memory. Empty: on if servers share the trainer's GPU. Without a GPU true runs the same code, but frees no memory."""
     distributed_optimizer: bool = True
     """Shard optimizer state and master weights over the data-parallel ranks."""
     overlap_grad_reduce: bool | None = None
-    """Sum gradients over the data-parallel ranks bucket by bucket while the last micro-batch's backward pass goes on. Empty: on GPUs."""
+    """Reduce gradients over the data-parallel ranks bucket by bucket, overlapped with the last micro-batch's backward pass. Empty: on
+    GPUs."""
     ddp_bucket_size: PositiveInt | None = None
-    """Gradients that make a bucket, with `overlap_grad_reduce`; 40 million, or one million per replica if that is more, when empty. The
-    first pipeline stage has buckets; those after it, which are not waited for, sum in one."""
+    """Gradients per bucket, with `overlap_grad_reduce`; when empty 40 million, or one million per replica if that is more. Only the first
+    pipeline stage uses several buckets; later stages, which no other stage waits for, reduce in one."""

@@ -1,6 +1,6 @@
-"""Names of the arguments of vLLM's API server, so that a wrong one is refused without importing vLLM, which takes seconds.
+"""Lists the arguments of vLLM's API server, so that unknown arguments are rejected without importing vLLM, which takes seconds.
 
-`python -m tests.unit.config.test_extra_args` prints them for the installed vLLM; a test compares.
+`python -m tests.unit.config.test_extra_args` prints the arguments of the installed vLLM; a test compares both.
 """
 
 VERSION = "0.32.0"  # of vLLM
@@ -22,7 +22,7 @@ SWITCHES = """
     return-tokens-as-token-ids scheduler-reserve-full-isl skip-mm-profiling skip-tokenizer-init sleep-mode-offload-cudagraph
     specialize-active-lora swa-bounded-replay tokens-only trust-remote-code trust-request-chat-template trust-request-mm-kwargs
     use-fp64-gumbel use-replayssm use-tqdm-on-load
-""".split()  # with a --no-... each
+""".split()  # each also exists as --no-...
 OTHERS = """
     additional-config aggregate-engine-logging all2all-backend allowed-headers allowed-local-media-path allowed-media-domains
     allowed-methods allowed-origins anthropic-disabled-thinking-effort api-key api-server-count attention-backend attention-config

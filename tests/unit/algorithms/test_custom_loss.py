@@ -77,7 +77,9 @@ def test_samples_without_advantage_are_computed_because_a_loss_of_ones_own_may_t
 
 
 def test_a_built_in_loss_keeps_its_average():
-    with pytest.raises(ValueError, match=r"algorithm.loss_average: grpo has its own average, sequence_means; leave loss_average empty"):
+    with pytest.raises(
+        ValueError, match=r"algorithm.loss_average: tokens only applies to a custom loss, but loss_type grpo averages by sequence_means"
+    ):
         settings(loss_type="grpo", loss_average="tokens")
 
 

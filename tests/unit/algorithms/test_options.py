@@ -20,21 +20,33 @@ from megagrpo.types import LossInputs, TrainState
 from megagrpo.verify.shrink import GROUP_SIZE, random_samples
 
 REFUSED = {
-    "algorithm.delta: sapo has no such bound": dict(loss_type="sapo", delta=2.0),
-    "algorithm.epsilon_high: cispo needs the largest weight": dict(loss_type="cispo"),
-    "algorithm.importance_sampling_level: gmpo has its own": dict(loss_type="gmpo", importance_sampling_level="sequence"),
-    "algorithm.importance_sampling_level: vespo has its own": dict(loss_type="vespo", importance_sampling_level="sequence_token"),
-    "algorithm.importance_sampling_level: real has its own": dict(loss_type="real", importance_sampling_level="sequence"),
-    "algorithm.importance_correction: real compares whole": dict(loss_type="real", importance_correction="token_mask"),
-    "algorithm.off_policy_mask_threshold: real compares whole": dict(loss_type="real", off_policy_mask_threshold=0.0),
-    "algorithm.top_entropy_quantile: real compares whole": dict(loss_type="real", top_entropy_quantile=0.2),
+    "algorithm.delta: 2 has no effect with loss_type sapo": dict(loss_type="sapo", delta=2.0),
+    "algorithm.epsilon_high: loss_type cispo needs it as largest weight": dict(loss_type="cispo"),
+    "algorithm.importance_sampling_level: sequence is not supported: loss_type gmpo has its own": dict(
+        loss_type="gmpo", importance_sampling_level="sequence"
+    ),
+    "algorithm.importance_sampling_level: sequence_token is not supported: loss_type vespo has its own": dict(
+        loss_type="vespo", importance_sampling_level="sequence_token"
+    ),
+    "algorithm.importance_sampling_level: sequence is not supported: loss_type real has its own": dict(
+        loss_type="real", importance_sampling_level="sequence"
+    ),
+    "algorithm.importance_correction: token_mask is not supported: real compares whole": dict(
+        loss_type="real", importance_correction="token_mask"
+    ),
+    "algorithm.off_policy_mask_threshold: 0.0 is not supported: real compares whole": dict(loss_type="real", off_policy_mask_threshold=0.0),
+    "algorithm.top_entropy_quantile: 0.2 is not supported: real compares whole": dict(loss_type="real", top_entropy_quantile=0.2),
     "algorithm.entropy_coef_min: 2.0 is above": dict(use_adaptive_entropy=True, entropy_coef_min=2.0),
-    "algorithm.importance_correction: vespo sums": dict(loss_type="vespo", importance_correction="sequence_mask"),
+    "algorithm.importance_correction: sequence_mask counts token weights twice": dict(
+        loss_type="vespo", importance_correction="sequence_mask"
+    ),
     "algorithm.importance_correction: token_mask needs": dict(importance_correction="token_mask", importance_correction_max=None),
     "algorithm.importance_correction_min: 3.0 is not below": dict(importance_correction="token_mask", importance_correction_min=3.0),
-    "algorithm.scale_rewards: reinforce_plus_plus divides": dict(advantage_estimator="reinforce_plus_plus"),
-    "algorithm.scale_rewards: reinforce_plus_plus_baseline divides": dict(advantage_estimator="reinforce_plus_plus_baseline"),
-    "algorithm.multi_objective_aggregation: normalize_then_sum normalises": dict(
+    "algorithm.scale_rewards: group, but advantage_estimator reinforce_plus_plus divides": dict(advantage_estimator="reinforce_plus_plus"),
+    "algorithm.scale_rewards: group, but advantage_estimator reinforce_plus_plus_baseline divides": dict(
+        advantage_estimator="reinforce_plus_plus_baseline"
+    ),
+    "algorithm.multi_objective_aggregation: normalize_then_sum normalizes": dict(
         multi_objective_aggregation="normalize_then_sum", scale_rewards="batch"
     ),
 }

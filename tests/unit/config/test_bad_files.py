@@ -67,7 +67,7 @@ def test_any_error_of_a_chat_template_is_one_line_with_the_key(template, said):
 
 def test_a_template_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "t.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"^data\.chat_template: .*t\.jinja cannot be read as text in UTF-8"):
+    with pytest.raises(ValueError, match=r"^data\.chat_template: .*t\.jinja is not UTF-8 text"):
         read_chat_template(str(tmp_path / "t.jinja"))
 
 
@@ -149,7 +149,7 @@ NO_UTF8 = {"a.jsonl": b'{"prompt": "\xff\xfe"}\n', "a.csv": b"prompt\n\xff\n", "
 @pytest.mark.parametrize(("name", "content"), NO_UTF8.items(), ids=NO_UTF8)
 def test_data_that_are_no_utf8_are_named(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"^data\.train\.source: .*{name} is not text in UTF-8 \(.*\); save it in UTF-8$"):
+    with pytest.raises(ValueError, match=rf"^data\.train\.source: .*{name} is not UTF-8 text \(.*\); save it in UTF-8$"):
         load_rows(DatasetSection(source=str(tmp_path / name)), "data.train", 1, "prompt")
 
 

@@ -55,22 +55,22 @@ VALUES = {
     "train.learning_rate=false": "train.learning_rate: must be a number, not true or false (got False)",
     "rollout.temperature=2.01": "rollout.temperature: must be at most 2 (got 2.01)",
     "rollout.temperature=1e-30": "rollout.temperature: must be at least 0.01 (got 1e-30)",
-    "evaluation.temperature=1e-30": "evaluation.temperature: must be 0 (greedy) or at least 0.01, where vLLM's sampling ends (got 1e-30)",
+    "evaluation.temperature=1e-30": "evaluation.temperature: must be 0 (greedy) or at least 0.01, the lowest temperature that vLLM",
     "evaluation.temperature=3": "evaluation.temperature: must be at most 2 (got 3)",
     "rollout.port=70000": "rollout.port: must be at most 65535 (got 70000)",
     "rollout.servers=100000": "rollout.servers: must be at most 4096 (got 100000)",
     "rewards.workers=100000000": "rewards.workers: must be at most 4096 (got 100000000)",
     "multi_turn.workers=100000000": "multi_turn.workers: must be at most 4096 (got 100000000)",
-    "rollout.prompts_per_step=1000000000000": "rollout.prompts_per_step: 1000000000000 x num_generations 8 = 8000000000000 samples, and a "
-    "step holds at most 10000000; lower one of them",
+    "rollout.prompts_per_step=1000000000000": "rollout.prompts_per_step: 1000000000000 x num_generations 8 = 8000000000000 samples; the "
+    "limit per step is 10000000; lower one of them",
     "rollout.startup_timeout=1e300": "rollout.startup_timeout: must be at most 100000000 (got 1e+300)",
     "parallel.timeout_minutes=1e300": "parallel.timeout_minutes: must be at most 1000000 (got 1e+300)",
     "run.time_limit='9999999999999:00:00'": "run.time_limit: must match the pattern",
     f"run.name={'a' * 300}": "run.name: must have at most 200 characters (got 'aaa",
-    "rollout.urls=['http://a:99999']": "rollout.urls.0: http://a:99999 is no address: Port out of range 0-65535; write it as http://HOST",
-    "rollout.urls=['http://a:1', localhost]": "rollout.urls.1: localhost does not begin with http:// or https://; write it as http://HOST:",
-    "rollout.urls=['http://']": "rollout.urls.0: http:// names no host; write it as http://HOST:PORT",
-    "rollout.urls=['http://[a']": "rollout.urls.0: http://[a is no address: Invalid IPv6 URL; write it as http://HOST:PORT",
+    "rollout.urls=['http://a:99999']": "rollout.urls.0: http://a:99999 is not a valid URL: Port out of range 0-65535; write it as",
+    "rollout.urls=['http://a:1', localhost]": "rollout.urls.1: localhost does not start with http:// or https://; write it as http://HOST:",
+    "rollout.urls=['http://']": "rollout.urls.0: http:// has no valid host name; write it as http://HOST:PORT",
+    "rollout.urls=['http://[a']": "rollout.urls.0: http://[a is not a valid URL: Invalid IPv6 URL; write it as http://HOST:PORT",
 }
 
 
@@ -84,7 +84,7 @@ def test_a_misspelt_choice_gets_the_nearest_one(path):
 
 
 def test_ports_of_all_servers_exist(path):
-    said = "rollout.port: 65535, and rollout.servers 2 need ports up to 65536; the last one is 65535, lower it or set it to 0"
+    said = "rollout.port: 65535 with rollout.servers 2 needs ports up to 65536, above the limit 65535; lower it, or set it to 0"
     assert refusal(path, "rollout.port=65535", "rollout.servers=2") == said
     assert load_config(path, ["rollout.port=65534", "rollout.servers=2"])
 
@@ -92,17 +92,17 @@ def test_ports_of_all_servers_exist(path):
 @pytest.mark.parametrize(
     ("yaml", "said"),
     [
-        ("run: {? [a] : 1}", "line 4, column 9: not valid YAML: run: a key must be a word, not a list or a mapping"),
-        ("run: {? {a: 1} : 1}", "line 4, column 9: not valid YAML: run: a key must be a word"),
+        ("run: {? [a] : 1}", "line 4, column 9: not valid YAML: run: a key must be a scalar, not a list or a mapping"),
+        ("run: {? {a: 1} : 1}", "line 4, column 9: not valid YAML: run: a key must be a scalar"),
         ("run: " + "[" * 5000 + "]" * 5000, "not valid YAML: lists and mappings are nested deeper than 50 levels"),
         ("run: " + "[" * 60 + "]" * 60, "lists and mappings are nested deeper than 50 levels; write them flat"),
-        ("run: {seed: " + "9" * 5000 + "}", "line 4, column 13: not valid YAML: run.seed: a whole number of 5000 digits"),
-        ("run: &a {x: *a}", "run.x: it holds itself; write the values out"),
-        ("a: &a [" + "1," * 999 + "]\nb: &b [" + "*a," * 99 + "]\nc: [*b, *b]", "more than 100000 values; write less into one file"),
-        ("run: {output_dir: \"a\\0b\"}", "run.output_dir: 'a\\x00b' holds a zero byte"),
-        ("run: {output_dir: \"a\\ud800b\"}", "run.output_dir: 'a\\ud800b' holds half of a character"),
-        ("run: {seed: !!timestamp 2}", "run.seed: '2' is no value of the tag tag:yaml.org,2002:timestamp; leave the tag out"),
-        ("run: !!set {a}", "run: the tag tag:yaml.org,2002:set is not read here; leave it out"),
+        ("run: {seed: " + "9" * 5000 + "}", "line 4, column 13: not valid YAML: run.seed: the integer has 5000 digits"),
+        ("run: &a {x: *a}", "run.x: the value contains itself; write the values out"),
+        ("a: &a [" + "1," * 999 + "]\nb: &b [" + "*a," * 99 + "]\nc: [*b, *b]", "more than 100000 values, the limit; write fewer"),
+        ("run: {output_dir: \"a\\0b\"}", "run.output_dir: 'a\\x00b' contains a zero byte"),
+        ("run: {output_dir: \"a\\ud800b\"}", "run.output_dir: 'a\\ud800b' contains a lone surrogate"),
+        ("run: {seed: !!timestamp 2}", "run.seed: '2' is not a valid value of the tag tag:yaml.org,2002:timestamp; leave the tag out"),
+        ("run: !!set {a}", "run: the tag tag:yaml.org,2002:set is not supported; leave it out"),
     ],
     ids=lambda text: text[:20],
 )
@@ -117,7 +117,7 @@ def test_yaml_that_a_config_cannot_hold_is_named_with_line_and_key(path, yaml, s
 
 def test_a_device_without_end_is_no_config(path):
     path.write_text("defaults: /dev/zero\n")
-    assert refusal(path).startswith("/dev/zero: more than 10000000 bytes, which is no config (named by `defaults:` in ")
+    assert refusal(path).startswith("/dev/zero: the file has more than 10000000 bytes, the limit for a config (named by `defaults:` in ")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**23  # in KiB
 
 
@@ -145,7 +145,7 @@ def test_a_reward_without_a_host_is_refused(path, model, reward):
 
 def test_caches_that_the_machine_has_no_memory_for_are_refused(path, model):
     assert problems(path, model, "rollout.kv_cache_gb=100000", host_memory_gb=31.25) == [
-        "rollout.kv_cache_gb: 100000 x rollout.servers 1 = 100000 GiB, and this machine has 31.2 GiB of RAM; lower one of them"
+        "rollout.kv_cache_gb: 100000 x rollout.servers 1 = 100000 GiB, but this machine has 31.2 GiB of RAM; lower one of them"
     ]
     (said,) = problems(path, model, "rollout.servers=4000", host_memory_gb=31.25)
     assert said.startswith("rollout.kv_cache_gb: 2 x rollout.servers 4000")
@@ -157,9 +157,9 @@ def test_caches_that_the_machine_has_no_memory_for_are_refused(path, model):
     ("text", "said"),
     [
         ("{", " is not valid JSON: "),
-        ("[1]", " holds no object of keys and values; download it again, or delete it"),
+        ("[1]", " must contain a JSON object; download it again, or delete it"),
         ('{"eos_token_id": 256}', "model.path: eos_token_id 256 in "),
-        ('{"eos_token_id": [2, 9999]}', " is no token of the model, whose vocab_size is 256; name one below that"),
+        ('{"eos_token_id": [2, 9999]}', " is not a token of the model (vocab_size 256); use an id below that"),
         ('{"eos_token_id": "a"}', "model.path: eos_token_id 'a' in "),
         ('{"eos_token_id": [[1]]}', "model.path: eos_token_id [1] in "),
     ],
@@ -189,4 +189,4 @@ def test_a_rotary_scaling_that_only_vllm_would_read_is_refused_too(path, model):
 def test_a_folder_that_linux_has_no_name_for_is_refused(path, model):
     config = load_config(path, [f"model.path={model}", f"run.output_dir={'b' * 300}"])
     (said,) = map(str, plan(config, 1).problems)
-    assert said.startswith("run.output_dir: bbbb") and "has 300 bytes, and a file's name at most 255; name another folder" in said
+    assert said.startswith("run.output_dir: bbbb") and "has 300 bytes; the limit for a file name is 255; name another folder" in said

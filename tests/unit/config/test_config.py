@@ -43,7 +43,7 @@ def test_all_problems_come_at_once_with_key_value_and_suggestion(tmp_path):
     assert header == f"{path}: 8 problem(s)"
     assert sorted(rest) == sorted(
         [
-            "model.path: required, and not given",
+            "model.path: required, but missing; set it",
             "model.pth: unknown key; did you mean model.path?",
             "parallel.tp: must be an integer (got 'two')",
             "rollout.temperature: must be a number (got 'hot')",
@@ -59,14 +59,15 @@ def test_fields_that_disagree_are_all_reported(tmp_path):
     path = write(tmp_path, SMALLEST + "parallel: {sequence_parallel: true, pp: 2, pipeline_layers: [4]}\nevaluation: {steps: 2}\n")
     _, *rest = problems(path)
     assert [p.split(":")[0] for p in rest] == ["parallel.sequence_parallel", "parallel.pipeline_layers", "evaluation.steps"]
-    assert "[4] gives 1 stage(s), pp 2 x vpp 1 make 2; give one number of layers per stage" in rest[1]
+    assert "[4] has 1 number(s), but pp 2 x vpp 1 = 2 stages; give one number of layers per stage" in rest[1]
 
 
 def test_an_exact_kl_takes_no_correction(tmp_path):
     path = write(tmp_path, SMALLEST + "algorithm: {kl_estimator: full_reverse, use_bias_correction_kl: true}\n")
     _, problem = problems(path)
     assert problem == (
-        "algorithm.use_bias_correction_kl: full_reverse is exact and takes no correction; set it to false or choose k1 or k3"
+        "algorithm.use_bias_correction_kl: true corrects an estimate, but kl_estimator full_reverse is exact; "
+        "set it to false, or choose k1 or k3"
     )
     assert load_config(path, ["algorithm.kl_estimator=k3"]).algorithm.use_bias_correction_kl
 
@@ -74,11 +75,11 @@ def test_an_exact_kl_takes_no_correction(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["train.fused_logprobs=true", "rollout.top_k=5"], "train.fused_logprobs: true keeps no logits that rollout.top_p"),
-        (["train.fused_logprobs=true", "algorithm.kl_estimator=full_reverse"], "kl_estimator full_reverse could compare; set it to false"),
+        (["train.fused_logprobs=true", "rollout.top_k=5"], "train.fused_logprobs: true writes no logits, which rollout.top_p"),
+        (["train.fused_logprobs=true", "algorithm.kl_estimator=full_reverse"], "which kl_estimator full_reverse needs; set it to false"),
         (
             ["train.logprobs_fp8_recipe=blockwise"],
-            "logprobs_fp8_recipe: blockwise takes the fused kernels; choose none",
+            "logprobs_fp8_recipe: blockwise needs the fused kernels; choose none",
         ),
     ],
 )
@@ -162,7 +163,7 @@ def test_defaults_chain_merges_sections_and_replaces_lists(tmp_path):
 def test_a_circle_of_defaults_is_named(tmp_path):
     write(tmp_path, "defaults: b.yaml\n", "a.yaml")
     write(tmp_path, "defaults: a.yaml\n", "b.yaml")
-    with pytest.raises(ConfigError, match=r"circle: a.yaml -> b.yaml -> a.yaml"):
+    with pytest.raises(ConfigError, match=r"cycle: a.yaml -> b.yaml -> a.yaml"):
         load_config(tmp_path / "a.yaml")
 
 
@@ -176,7 +177,7 @@ def test_an_error_about_a_missing_parent_names_the_file_that_refers_to_it(tmp_pa
     ("text", "message"),
     [
         ("run: {name: a}\nmodel: [1,\n", r"run.yaml, line 3, column 1: not valid YAML"),
-        ("run: {name: a}\nrun: {name: b}\n", r"line 2, column 1: not valid YAML: key 'run' stands twice"),
+        ("run: {name: a}\nrun: {name: b}\n", r"line 2, column 1: not valid YAML: duplicate key 'run'; remove one"),
         ("- 1\n", r"must hold `section: ...` keys at the top, not a list"),
         ("defaults: [a, b]\n", r"`defaults:` must name one file"),
     ],
@@ -198,7 +199,7 @@ def test_overrides_reach_list_elements_and_empty_sections(tmp_path):
     [
         ("train.learning_rate", "not an override; write section.key=value"),
         ("rewards.functions.1.weight=2", r"the list has elements 0 to 0 \(got '1'\)"),
-        ("model.path.x=1", "model.path is a plain value and has no keys"),
+        ("model.path.x=1", "model.path is a scalar and has no keys"),
         ("learning_rate=1", r"learning_rate: unknown key; did you mean train.learning_rate\?"),
     ],
 )
@@ -225,23 +226,25 @@ def test_help_prints_every_key_with_its_type_default_and_docstring():
 def test_experts_cannot_be_shared_out_over_one_worker(tmp_path):
     path = write(tmp_path, SMALLEST)
     _, found = problems(path, "rollout.enable_expert_parallel=true")
-    assert found == "rollout.enable_expert_parallel: rollout.tp 1 is one worker, which has all experts; set it to false or raise tp"
+    assert (
+        found == "rollout.enable_expert_parallel: true needs several workers per server, but rollout.tp is 1; set it to false, or raise tp"
+    )
     assert load_config(path, ["rollout.enable_expert_parallel=true", "rollout.tp=2"]).rollout.enable_expert_parallel
 
 
 MULTI_TURN = {
-    "multi_turn.max_turns=3": "multi_turn.max_turns: nothing answers the policy; name a scheduler, tools or an environment",
-    "multi_turn={tools: [calculator], scheduler_args: {attempts: 3}}": "multi_turn.scheduler_args: there is no scheduler to pass them to",
-    "multi_turn={scheduler: math_tip_trick, tool_parser: 'vllm:hermes'}": "multi_turn.tool_parser: there are no tools",
+    "multi_turn.max_turns=3": "multi_turn.max_turns: has no effect without a scheduler, tools or an environment; name one",
+    "multi_turn={tools: [calculator], scheduler_args: {attempts: 3}}": "multi_turn.scheduler_args: needs a scheduler; set",
+    "multi_turn={scheduler: math_tip_trick, tool_parser: 'vllm:hermes'}": "multi_turn.tool_parser: vllm:hermes needs tools; name tools",
     "multi_turn={tools: [calculator], tool_parser: xml}": "multi_turn.tool_parser: must match the pattern",
-    "multi_turn={scheduler: math_tip_trick, max_tool_calling_iterations: 2}": "multi_turn.max_tool_calling_iterations: there are no tools",
-    "multi_turn={tools: [calculator], completion_length_limit_scope: per_round}": "multi_turn.max_response_length: per_round limits no",
-    "multi_turn={tools: [calculator], max_response_length: 900}": "multi_turn.max_response_length: rollout.max_completion_length limits",
+    "multi_turn={scheduler: math_tip_trick, max_tool_calling_iterations: 2}": "multi_turn.max_tool_calling_iterations: 2 needs tools",
+    "multi_turn={tools: [calculator], completion_length_limit_scope: per_round}": "multi_turn.max_response_length: completion_length",
+    "multi_turn={tools: [calculator], max_response_length: 900}": "multi_turn.max_response_length: with completion_length_limit_scope",
     "multi_turn={tools: [calculator], completion_length_limit_scope: per_round, max_response_length: 100}": (
-        "multi_turn.max_response_length: 100 cannot hold one turn of rollout.max_completion_length 256"
+        "multi_turn.max_response_length: 100 is less than one turn, rollout.max_completion_length 256"
     ),
     "multi_turn={tools: [calculator], completion_length_limit_scope: per_round, max_response_length: 4000}": (
-        "train.max_tokens_per_micro_batch: 4096 cannot hold the longest sample, rollout.max_prompt_length 512 + "
+        "train.max_tokens_per_micro_batch: 4096 is less than the longest sample, rollout.max_prompt_length 512 + "
         "multi_turn.max_response_length 4000 = 4512"
     ),
 }
@@ -256,7 +259,7 @@ def test_options_of_several_turns_that_say_nothing_or_contradict_are_refused(tmp
 def test_something_must_give_rewards(tmp_path):
     path = write(tmp_path, SMALLEST)
     _, found = problems(path, "rewards.functions=[]")
-    assert found.startswith("rewards.functions: nothing gives rewards; name a function, or a scheduler or environment")
+    assert found.startswith("rewards.functions: the run has no rewards; name a function, or a scheduler or environment")
     assert load_config(path, ["rewards.functions=[]", "multi_turn.environment=safe.py:Safe"]).rewards.functions == []
 
 

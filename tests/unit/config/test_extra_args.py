@@ -41,9 +41,9 @@ def test_arguments_that_the_run_decides_are_refused_by_name(name):
         (["-q", "fp8"], "--quantization is set by rollout.quantization"),
         (["--no-enforce-eager"], "--no-enforce-eager is set by rollout.enforce_eager"),
         (["--lora-modules", "a=b", "--port", "1"], "--port is set by rollout.port"),
-        (["--no-such-flag"], "--no-such-flag is no argument of vLLM"),
-        (["--max-num-batched-token", "5"], r"--max-num-batched-token is no argument of .*; did you mean --max-num-batched-tokens\?"),
-        (["serve"], "serve is no argument of vLLM"),
+        (["--no-such-flag"], r"vLLM .* server has no argument --no-such-flag; correct or remove it"),
+        (["--max-num-batched-token", "5"], r"vLLM .* has no argument --max-num-batched-token; did you mean --max-num-batched-tokens\?"),
+        (["serve"], "vLLM .* server has no argument serve"),
     ],
 )
 def test_short_negated_and_unknown_arguments_are_refused_by_name(words, said):
@@ -60,9 +60,9 @@ def test_arguments_that_vllm_knows_reach_its_command_line(tmp_path):
 
 @pytest.mark.parametrize("words", [["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype=fp8_e4m3"], ["--kv_cache_dtype", "fp8_e5m2"]])
 def test_a_cache_in_fp8_needs_the_correction_that_quantized_servers_need(words):
-    with pytest.raises(ConfigError, match="importance_correction is off; set it to token_truncate"):
+    with pytest.raises(ConfigError, match="importance_correction is off; set the correction to token_truncate"):
         load(*words)
-    with pytest.raises(ConfigError, match="the loss real has no correction"):
+    with pytest.raises(ConfigError, match="loss_type real has no importance correction"):
         load(*words, overrides=("algorithm.loss_type=real",))
     assert load(*words, overrides=(CORRECTED,)).rollout.extra_args == words
     assert load("--kv-cache-dtype", "bfloat16").rollout.extra_args

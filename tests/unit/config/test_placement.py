@@ -33,7 +33,7 @@ def config(*overrides):
         ([URLS, "rollout.placement=external"], False, True, "shared_memory", "single host"),
         (["rollout.weight_sync_transport=p2p"], False, True, "p2p", "set by rollout.weight_sync_transport"),
         (["rollout.weight_sync_transport=shared_memory"], True, True, "shared_memory", "set by rollout.weight_sync_transport"),
-        (["lora.rank=8", "lora.sync=adapter"], True, True, "shared_memory", "lora.sync is adapter: adapters travel as files"),
+        (["lora.rank=8", "lora.sync=adapter"], True, True, "shared_memory", "lora.sync adapter sends files"),
     ],
 )
 def test_a_transport_is_chosen_for_a_reason(overrides, gpu, one_host, transport, why):
@@ -43,9 +43,9 @@ def test_a_transport_is_chosen_for_a_reason(overrides, gpu, one_host, transport,
 @pytest.mark.parametrize(
     ("overrides", "gpu", "one_host", "message"),
     [
-        (["rollout.weight_sync_transport=cuda_ipc"], False, True, "cuda_ipc needs GPUs, and there are none here; set it to auto"),
+        (["rollout.weight_sync_transport=cuda_ipc"], False, True, "cuda_ipc needs GPUs, but this host has no GPU; set it to auto"),
         (["rollout.weight_sync_transport=shared_memory"], True, False, "shared_memory needs all ranks and servers on one host; set it to"),
-        (["lora.rank=8", "lora.sync=adapter"], True, False, "lora.sync: adapters travel as files, .* set it to merged"),
+        (["lora.rank=8", "lora.sync=adapter"], True, False, "lora.sync: adapter sends files, .* set it to merged"),
     ],
 )
 def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, one_host, message):
@@ -56,14 +56,23 @@ def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.placement=external"], "rollout.placement: external servers are those of rollout.urls, which is empty; name them"),
-        ([URLS, "rollout.placement=colocated"], "rollout.placement: colocated servers are started here, and rollout.urls names others"),
-        ([URLS, "rollout.placement=dedicated"], "rollout.placement: dedicated servers are started here, and rollout.urls names others"),
-        ([URLS, "rollout.weight_sync_transport=cuda_ipc"], "and rollout.placement is external; choose p2p or auto"),
-        (["rollout.placement=dedicated", "rollout.weight_sync_transport=cuda_ipc"], "and rollout.placement is dedicated; choose p2p"),
-        (["rollout.placement=dedicated", "train.offload=true"], "train.offload: true makes room .* and dedicated ones have their own"),
-        ([URLS, "rollout.max_staleness=1", "train.offload=true"], "train.offload: true empties the GPU while servers generate"),
-        (["lora.rank=8", "lora.sync=adapter", "rollout.weight_sync_transport=p2p"], "p2p moves weights, and lora.sync adapter sends"),
+        (["rollout.placement=external"], "rollout.placement: external needs .* running servers, but rollout.urls is empty; list them"),
+        (
+            [URLS, "rollout.placement=colocated"],
+            "rollout.placement: colocated servers are started by the run, but rollout.urls lists external ones",
+        ),
+        (
+            [URLS, "rollout.placement=dedicated"],
+            "rollout.placement: dedicated servers are started by the run, but rollout.urls lists external ones",
+        ),
+        ([URLS, "rollout.weight_sync_transport=cuda_ipc"], "but rollout.placement is external; choose p2p or auto"),
+        (["rollout.placement=dedicated", "rollout.weight_sync_transport=cuda_ipc"], "but rollout.placement is dedicated; choose p2p"),
+        (
+            ["rollout.placement=dedicated", "train.offload=true"],
+            "train.offload: true frees GPU memory .* but rollout.placement is dedicated",
+        ),
+        ([URLS, "rollout.max_staleness=1", "train.offload=true"], "train.offload: true offloads the trainer while servers generate"),
+        (["lora.rank=8", "lora.sync=adapter", "rollout.weight_sync_transport=p2p"], "p2p sends weights, but lora.sync adapter sends"),
     ],
 )
 def test_contradictions_are_refused_with_a_fix(overrides, message):
@@ -76,7 +85,7 @@ def test_the_plan_says_which_way_weights_take_and_why():
     assert both == "on GPUs cuda_ipc (the servers share the trainer's GPUs), without GPUs shared_memory (single host)"
     assert dict(plan(config("rollout.placement=dedicated"), 1, gpu_memory_gb=80).rows)["weights"] == "p2p (rollout.placement is dedicated)"
     named = dict(plan(config("rollout.weight_sync_transport=cuda_ipc"), 1).rows)["weights"]
-    assert named.endswith("without GPUs rollout.weight_sync_transport: cuda_ipc needs GPUs, and there are none here; set it to auto")
+    assert named.endswith("without GPUs rollout.weight_sync_transport: cuda_ipc needs GPUs, but this host has no GPU; set it to auto")
 
 
 @pytest.mark.parametrize(

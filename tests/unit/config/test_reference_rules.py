@@ -16,22 +16,25 @@ def config(algorithm=None, **sections) -> RunConfig:
 @pytest.mark.parametrize(
     ("sections", "problem"),
     [
-        (dict(algorithm=IN_REWARD | dict(beta=0)), "algorithm.kl_in_reward: True needs a reference, and algorithm.beta is 0; raise it"),
+        (dict(algorithm=IN_REWARD | dict(beta=0)), "algorithm.kl_in_reward: True needs a reference, but algorithm.beta is 0; raise beta"),
         (dict(algorithm=dict(sync_ref_model=True)), "algorithm.sync_ref_model: True needs a reference"),
         (dict(model=dict(path="x", reference_path="y")), "model.reference_path: y needs a reference"),
         (
             dict(algorithm=dict(beta=0.1, sync_ref_model=True), lora=dict(rank=4)),
-            "algorithm.sync_ref_model: with LoRA the reference is the model with its first adapters; set it to false",
+            "algorithm.sync_ref_model: true is not supported with LoRA, whose reference is the model with its initial adapters; set it to",
         ),
         (
             dict(algorithm=dict(beta=0.1), lora=dict(rank=4), model=dict(path="x", reference_path="y")),
-            "model.reference_path: with LoRA the reference is the model with its first adapters; leave it empty",
+            "model.reference_path: y is not supported with LoRA, whose reference is the model with its initial adapters; leave it empty",
         ),
-        (dict(algorithm=IN_REWARD | dict(kl_estimator="k3")), "algorithm.kl_estimator: k3 belongs to the loss; kl_in_reward sums k1"),
-        (dict(algorithm=IN_REWARD | dict(use_bias_correction_kl=True)), "algorithm.use_bias_correction_kl: kl_in_reward adds no KL"),
+        (
+            dict(algorithm=IN_REWARD | dict(kl_estimator="k3")),
+            "algorithm.kl_estimator: k3 is not supported with kl_in_reward; set it to k1",
+        ),
+        (dict(algorithm=IN_REWARD | dict(use_bias_correction_kl=True)), "algorithm.use_bias_correction_kl: true corrects a KL term"),
         (
             dict(algorithm=IN_REWARD | dict(multi_objective_aggregation="normalize_then_sum")),
-            "algorithm.kl_in_reward: normalize_then_sum normalises each function apart; choose sum_then_normalize",
+            "algorithm.kl_in_reward: true changes the summed reward, but normalize_then_sum normalizes each function separately; choose",
         ),
         (
             dict(algorithm=dict(steps_per_generation=5), rollout=dict(prompts_per_step=4, num_generations=2)),
@@ -39,11 +42,11 @@ def config(algorithm=None, **sections) -> RunConfig:
         ),
         (
             dict(algorithm=dict(loss_type="real", steps_per_generation=2)),
-            "algorithm.steps_per_generation: real compares whole groups, and 2 optimizer steps hold parts of them; set it to 1",
+            "algorithm.steps_per_generation: 2 optimizer steps split groups, but loss_type real compares whole groups; set it to 1",
         ),
         (
             dict(algorithm=dict(steps_per_generation=2, num_iterations=3), run=dict(max_steps=2), train=dict(warmup_steps=13)),
-            "train.warmup_steps: 13 is more than the run's 12 optimizer steps",
+            "train.warmup_steps: 13 exceeds the run's 12 optimizer steps",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -9,15 +9,16 @@ REFUSED = {
     "data.curriculum_low=0.95": "data.curriculum_low: 0.95 is above data.curriculum_high 0.9; the interval is empty; swap the two",
     "data.curriculum_high=2": "data.curriculum_high: must be at most 1 (got 2)",
     "algorithm.max_resample_times=0": "algorithm.max_resample_times: must be greater than 0 (got 0)",
-    "evaluation.steps=2": "evaluation.steps: needs data.eval or evaluation.sets; name held-out prompts or set steps to 0",
-    "evaluation.keep_best=reward": "evaluation.keep_best: needs data.eval or evaluation.sets; name held-out prompts or leave it empty",
-    "evaluation.num_generations=2": "evaluation.num_generations: 2 greedy responses are all the same; raise evaluation.temperature or "
-    "use 1",
-    "evaluation.sets.hard.source=b evaluation.sets.hard.num_generations=4": "evaluation.sets.hard.num_generations: 4 greedy responses are "
-    "all the same; raise its temperature or use 1",
+    "evaluation.steps=2": "evaluation.steps: 2 needs held-out prompts; set data.eval or evaluation.sets, or set steps to 0",
+    "evaluation.keep_best=reward": "evaluation.keep_best: reward needs held-out prompts; set data.eval or evaluation.sets, or "
+    "leave keep_best empty",
+    "evaluation.num_generations=2": "evaluation.num_generations: 2 greedy responses (temperature 0) are identical; raise "
+    "evaluation.temperature, or use 1",
+    "evaluation.sets.hard.source=b evaluation.sets.hard.num_generations=4": "evaluation.sets.hard.num_generations: 4 greedy responses "
+    "(temperature 0) are identical; raise the set's temperature, or use 1",
     "evaluation.sets.hard.source=b evaluation.sets.hard.temprature=1": "evaluation.sets.hard.temprature: unknown key; did you mean "
     "evaluation.sets.hard.temperature?",
-    "evaluation.sets.hard.size=1": "evaluation.sets.hard.source: required, and not given",
+    "evaluation.sets.hard.size=1": "evaluation.sets.hard.source: required, but missing; set it",
 }
 
 

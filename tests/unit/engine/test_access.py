@@ -112,11 +112,11 @@ def test_an_interface_is_named_and_has_an_address():
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["rollout.urls=[http://a:1]", "rollout.interface=eth0"], "rollout.interface: eth0 is for servers started here"),
-        (["rollout.urls=[http://me:secret@a:1]"], "rollout.urls: an address must not hold a password"),
-        (["rollout.urls_file=u"], "rollout.urls_file: it changes the servers of rollout.urls, which is empty"),
-        (["rollout.extra_args=[--api-key, k]"], "rollout.extra_args: --api-key would put a secret where everybody reads it"),
-        (["rollout.extra_args=[--host=0.0.0.0]"], "rollout.extra_args: --host is decided by rollout.interface"),
+        (["rollout.urls=[http://a:1]", "rollout.interface=eth0"], "rollout.interface: eth0 only applies to servers that the run starts"),
+        (["rollout.urls=[http://me:secret@a:1]"], "rollout.urls: an address must not contain a password"),
+        (["rollout.urls_file=u"], "rollout.urls_file: needs initial servers, but rollout.urls is empty"),
+        (["rollout.extra_args=[--api-key, k]"], "rollout.extra_args: --api-key would show a secret to every user"),
+        (["rollout.extra_args=[--host=0.0.0.0]"], "rollout.extra_args: --host is set by rollout.interface"),
     ],
 )
 def test_settings_that_give_secrets_away_or_do_nothing_are_refused(overrides, problem):

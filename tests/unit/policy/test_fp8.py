@@ -13,45 +13,45 @@ from tests.unit.config.test_config import SMALLEST, problems, write
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.fp8_format=e4m3"], "model.fp8_format: e4m3 is about FP8, and model.fp8_recipe is none; choose a recipe, or leave it out"),
-        (["model.bf16_layers=[0, -1]"], "model.bf16_layers: [0, -1] is about FP8, and model.fp8_recipe is none; choose a recipe"),
+        (["model.fp8_format=e4m3"], "model.fp8_format: e4m3 only applies with FP8, but model.fp8_recipe is none; choose a recipe"),
+        (["model.bf16_layers=[0, -1]"], "model.bf16_layers: [0, -1] only applies with FP8, but model.fp8_recipe is none; choose a recipe"),
         (
             ["model.moe_router_padding_for_quantization=true"],
-            "model.moe_router_padding_for_quantization: true is about FP8, and model.fp8_recipe is none; choose a recipe, or leave it out",
+            "model.moe_router_padding_for_quantization: true only applies with FP8, but model.fp8_recipe is none; choose a recipe",
         ),
-        (["model.fp8_param=true"], "model.fp8_param: true is about FP8, and model.fp8_recipe is none; choose a recipe, or leave it out"),
+        (["model.fp8_param=true"], "model.fp8_param: true only applies with FP8, but model.fp8_recipe is none; choose a recipe"),
         (
             ["model.fp8_param=true", "model.fp8_recipe=mxfp8"],
-            "model.fp8_param: true takes scales of a weight as it is, or of blocks of 128; choose tensorwise or blockwise, not mxfp8",
+            "model.fp8_param: true does not support model.fp8_recipe mxfp8; choose tensorwise or blockwise",
         ),
         (
             ["model.fp8_param=true", "model.fp8_recipe=blockwise", "model.precision=fp32"],
-            "model.fp8_param: true, and weights in float32 have no masters to be rounded from; set model.precision to bf16",
+            "model.fp8_param: true needs float32 masters, but model.precision is fp32, which has no masters; set model.precision to bf16",
         ),
         (
             ["model.fp8_param=true", "model.fp8_recipe=blockwise", "train.distributed_optimizer=false"],
-            "model.fp8_param: true takes masters that ranks share out; set train.distributed_optimizer to true",
+            "model.fp8_param: true requires train.distributed_optimizer: true",
         ),
         (
             ["model.fp8_param=true", "model.fp8_recipe=blockwise", "train.optimizer=muon", "train.distributed_optimizer=false"],
-            "model.fp8_param: true takes masters that ranks share out, and Muon's are whole; set it to false, or train.optimizer to adam",
+            "model.fp8_param: true needs sharded masters, but train.optimizer muon keeps whole ones; set it to false, or",
         ),
         (
             ["model.fp8_param=true", "model.fp8_recipe=blockwise", "algorithm.sync_ref_model=true", "algorithm.beta=0.1"],
-            "model.fp8_param: true rounds small moves of a reference away; set algorithm.sync_ref_model to false",
+            "model.fp8_param: true rounds away small updates of the reference; set algorithm.sync_ref_model to false",
         ),
         (
             ["model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=16"],
-            "model.fp8_amax_history_len: 16 is about scales with a history, and model.fp8_recipe is tensorwise; choose delayed",
+            "model.fp8_amax_history_len: 16 only applies to scales with a history, but model.fp8_recipe is tensorwise; choose delayed",
         ),
-        (["model.fp8_margin=1"], "model.fp8_margin: 1 is about scales with a history, and model.fp8_recipe is none; choose delayed"),
+        (["model.fp8_margin=1"], "model.fp8_margin: 1 only applies to scales with a history, but model.fp8_recipe is none; choose delayed"),
         (
             ["model.fp8_recipe=delayed", "model.fp8_amax_compute_algo=most_recent", "lora.rank=4"],
-            "model.fp8_recipe: delayed, and linears with an adapter are multiplied in model.precision;",
+            "model.fp8_recipe: delayed is not supported with LoRA: linears with an adapter multiply in model.precision;",
         ),
         (
             ["model.fp8_recipe=mxfp8", "lora.rank=4"],
-            "model.fp8_recipe: mxfp8, and linears with an adapter are multiplied in model.precision;",
+            "model.fp8_recipe: mxfp8 is not supported with LoRA: linears with an adapter multiply in model.precision;",
         ),
     ],
 )

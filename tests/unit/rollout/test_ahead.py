@@ -259,13 +259,16 @@ def test_idle_is_the_time_in_which_nothing_is_under_way():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.placement=auto"], "rollout.max_staleness: 1 needs servers that generate while .* auto shares .* set it to dedicated"),
-        (["algorithm.importance_correction=off"], "rollout.max_staleness: 1 trains on .*importance_correction is off; set it to token_tr"),
-        (["algorithm.loss_type=real"], "rollout.max_staleness: 1 trains on .* the loss real has no correction for that; set it to 0"),
-        (["lora.rank=8", "lora.sync=adapter"], "rollout.max_staleness: 1 has servers take weights .* swaps adapters; set it to merged"),
-        (["multi_turn.tools=[megagrpo.multi_turn.calculator:calculator]"], "rollout.max_staleness: 1: the turns of multi_turn are not"),
-        (["rollout.max_staleness=0", "rollout.in_flight=resume"], "rollout.in_flight: resume says .* set rollout.max_staleness above 0"),
-        (["rollout.max_staleness=0", "rollout.straggler_seconds=9"], "rollout.straggler_seconds: 9.0 says .*rollout.max_staleness above 0"),
+        (["rollout.placement=auto"], "rollout.max_staleness: 1 requires servers that .* auto shares .* set placement to dedicated"),
+        (["algorithm.importance_correction=off"], "rollout.max_staleness: 1 trains on .*importance_correction is off; .* to token_tr"),
+        (["algorithm.loss_type=real"], "rollout.max_staleness: 1 trains on .* real has no importance correction; set max_staleness to 0"),
+        (["lora.rank=8", "lora.sync=adapter"], "rollout.max_staleness: 1 updates the weights .* not support; set lora.sync to merged"),
+        (["multi_turn.tools=[megagrpo.multi_turn.calculator:calculator]"], "rollout.max_staleness: 1 does not support multi_turn; set"),
+        (["rollout.max_staleness=0", "rollout.in_flight=resume"], "rollout.in_flight: resume only applies with rollout.max_staleness > 0"),
+        (
+            ["rollout.max_staleness=0", "rollout.straggler_seconds=9"],
+            "rollout.straggler_seconds: 9.0 only applies with rollout.max_staleness > 0",
+        ),
     ],
 )
 def test_what_does_not_go_with_running_ahead_is_refused(overrides, message):
