@@ -58,7 +58,7 @@ def run(
         raise ConfigError(str(error)) from error
     engine, timer = serving.engine(tokenizer), PhaseTimer()
     if dialogues is not None:
-        engine = dialogues.over(engine)
+        engine = dialogues.wrap(engine)
 
     def collect(prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> tuple[list[ScoredRollout], dict[str, float]]:
         return generate_and_score(engine, rewards, prompts, n, sampling, seed, timer)

@@ -74,7 +74,7 @@ def _power(base: float, exponent: float) -> float:
         raise ValueError(f"{base} ** {exponent} has too many digits")
     result = base**exponent
     if isinstance(result, complex):
-        raise ValueError(f"{base} ** {exponent} is no real number")
+        raise ValueError(f"{base} ** {exponent} is not a real number")
     return result
 
 

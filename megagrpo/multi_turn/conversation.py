@@ -80,7 +80,7 @@ class Conversation:
             raise ValueError("the scheduler changed earlier messages; it may add messages, or change the end of the policy's last one")
         added, content = messages[last + 1 :], messages[last].get("content", "")
         if not all(isinstance(m, dict) and m.get("role") and isinstance(m.get("content"), str) for m in messages[last:]):
-            raise ValueError(f"the scheduler gave no messages with a role and a content: {messages[last:]!r:.200}")
+            raise ValueError(f"the scheduler returned messages without a role or a content: {messages[last:]!r:.200}")
         if content == before[last]["content"]:
             if not added or added[-1]["role"] == "assistant":
                 raise ValueError("the scheduler continues but adds no message that the policy could answer")
@@ -93,7 +93,7 @@ class Conversation:
     def _reopen(self, content: str, follow_ups: FollowUps) -> None:
         """Let the policy continue its last message from `content`. Tokens of the unchanged beginning are kept; the rest is tokenized."""
         unchanged = common_beginning(content, self.messages[-1]["content"])
-        count, text = follow_ups.kept(self.ids[self.message_start :], unchanged)
+        count, text = follow_ups.tokens_within(self.ids[self.message_start :], unchanged)
         ids, stop = follow_ups.text(content[len(text) :]), self.message_start + count
         if stop + len(ids) >= self.max_length:
             self.ended = "budget"

@@ -14,7 +14,7 @@ from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
 from megagrpo.engine.protocol import Engine, OnGroup, derive_seed
 from megagrpo.multi_turn.conversation import Conversation
-from megagrpo.multi_turn.players import Players
+from megagrpo.multi_turn.responders import Responders
 from megagrpo.multi_turn.tool_calls import as_message, hermes, named_call
 from megagrpo.rewards.registry import display_names
 from megagrpo.types import Prompt, Rollout, SamplingParams
@@ -22,12 +22,12 @@ from megagrpo.types import Prompt, Rollout, SamplingParams
 
 @dataclass(frozen=True)
 class Dialogues:
-    """The configuration of multi-turn responses: scheduler, tools and environment (`players`), and the conversion of messages to tokens.
+    """The configuration of multi-turn responses: scheduler, tools and environment (`responders`), and tokenization of messages.
 
     `max_response_length` limits responses in tokens, tool results and follow-up messages included. None means the sampling's `max_tokens`.
     """
 
-    players: Players
+    responders: Responders
     tokenizer: Tokenizer
     follow_ups: FollowUps
     max_prompt_length: int
@@ -38,14 +38,14 @@ class Dialogues:
     @property
     def tools(self) -> list[dict[str, Any]]:
         """JSON schemas of the tools, for the prompts."""
-        return self.players.tools
+        return self.responders.tools
 
     @property
     def columns(self) -> list[str]:
         """Names of the rewards that scheduler and environment give."""
-        return self.players.columns
+        return self.responders.columns
 
-    def over(self, engine: Engine) -> DialogueEngine:
+    def wrap(self, engine: Engine) -> DialogueEngine:
         """Wrap `engine` in a DialogueEngine with this configuration."""
         return DialogueEngine(engine, self)
 
@@ -56,15 +56,15 @@ def make_dialogues(config: RunConfig, tokenizer: Tokenizer, base_folder: Path, r
     if not config.multi_turn.enabled:
         return None
     template = read_chat_template(config.data.chat_template)
-    players = resources.enter_context(Players(config.multi_turn, base_folder))
+    responders = resources.enter_context(Responders(config.multi_turn, base_folder))
     names = display_names(config.rewards.functions)
-    if taken := sorted(set(names) & set(players.columns)):
+    if taken := sorted(set(names) & set(responders.columns)):
         raise ValueError(f"rewards.functions: `{taken[0]}` is already the name of a multi_turn reward; give the function another name")
-    if not names and not players.columns:
-        raise ValueError("rewards.functions: nothing gives rewards; name a function, or give the environment a method `get_reward`")
-    follow_ups = FollowUps(tokenizer, template, players.tools, users=players.has_scheduler)
+    if not names and not responders.columns:
+        raise ValueError("rewards.functions: the run has no rewards; name a function, or give the environment a method `get_reward`")
+    follow_ups = FollowUps(tokenizer, template, responders.tools, users=responders.has_scheduler)
     limits = config.rollout.max_prompt_length, config.multi_turn.max_response_length
-    return Dialogues(players, tokenizer, follow_ups, *limits, config.data.system_prompt, template)
+    return Dialogues(responders, tokenizer, follow_ups, *limits, config.data.system_prompt, template)
 
 
 class DialogueEngine:
@@ -75,8 +75,8 @@ class DialogueEngine:
     """
 
     def __init__(self, engine: Engine, dialogues: Dialogues):
-        self.engine, self._dialogues, self.players = engine, dialogues, dialogues.players
-        self._tokenizer, self._follow_ups, self._limits = dialogues.tokenizer, dialogues.follow_ups, dialogues.players.section
+        self.engine, self._dialogues, self.responders = engine, dialogues, dialogues.responders
+        self._tokenizer, self._follow_ups, self._limits = dialogues.tokenizer, dialogues.follow_ups, dialogues.responders.section
 
     @property
     def weight_version(self) -> int:
@@ -105,7 +105,7 @@ class DialogueEngine:
             self._take_turns(going, sampling, seed)
             self._answer(going)
             over = [c for c in going if c.ended]
-            self.players.finish(over)
+            self.responders.finish(over)
             finished |= {c.number: c.rollout(self._tokenizer.decode) for c in over}
             going = [c for c in going if not c.ended]
             for prompt_index in dict.fromkeys(c.prompt_index for c in over):
@@ -125,17 +125,17 @@ class DialogueEngine:
     def _open(self, conversations: Sequence[Conversation]) -> None:
         """Start the conversations' episodes, and append the text of each episode's `reset` to its prompt."""
         longest = self._dialogues.max_prompt_length
-        for conversation, said in zip(conversations, self.players.begin(conversations), strict=True):
+        for conversation, said in zip(conversations, self.responders.begin(conversations), strict=True):
             if said is None:
                 continue
             opening = [*conversation.opening]
             opening[-1] = opening[-1] | {"content": opening[-1]["content"] + said}
-            token_ids = self._tokenizer.render(opening, None, self._dialogues.chat_template, self.players.tools)
+            token_ids = self._tokenizer.render(opening, None, self._dialogues.chat_template, self.responders.tools)
             if len(token_ids) > longest:
                 reason = (
                     f"its prompt has {len(token_ids)} tokens with the text of `reset`; the limit is {longest} (rollout.max_prompt_length)"
                 )
-                self.players.break_off(conversation, reason)
+                self.responders.break_off(conversation, reason)
                 continue
             prompt = conversation.prompt
             shown = prompt.messages + said if isinstance(prompt.messages, str) else opening
@@ -160,7 +160,7 @@ class DialogueEngine:
         for conversation, calls in zip(going, self._read_calls(going), strict=True):
             if calls and self._may_call(conversation):
                 calling.append((conversation, calls))
-            elif not calls and self.players.has_scheduler:
+            elif not calls and self.responders.has_scheduler:
                 waiting.append(conversation)
             elif not conversation.ended:
                 conversation.ended = "done"
@@ -169,12 +169,12 @@ class DialogueEngine:
 
     def _read_calls(self, conversations: Sequence[Conversation]) -> list[list[dict[str, Any]]]:
         """Return the tool calls of each conversation's last turn, and replace its message by one with parsed calls."""
-        if not self.players.tools or not conversations:
+        if not self.responders.tools or not conversations:
             return [[] for _ in conversations]
         if self._limits.vllm_parser is None:
             read = [hermes(c.messages[-1]["content"]) for c in conversations]
         else:
-            answers = self.engine.read_tool_calls([c.ids[c.message_start :] for c in conversations], self.players.tools)
+            answers = self.engine.read_tool_calls([c.ids[c.message_start :] for c in conversations], self.responders.tools)
             read = [(content, [named_call(**call) for call in calls]) for content, calls in answers]
         for conversation, (content, calls) in zip(conversations, read, strict=True):
             if calls:
@@ -192,14 +192,14 @@ class DialogueEngine:
     def _call_tools(self, calling: Sequence[tuple[Conversation, list[dict[str, Any]]]]) -> None:
         conversations = [conversation for conversation, _ in calling]
         for conversation, messages in zip(
-            conversations, self.players.use_tools(conversations, [calls for _, calls in calling]), strict=True
+            conversations, self.responders.use_tools(conversations, [calls for _, calls in calling]), strict=True
         ):
             conversation.tool_rounds += 1
             if not conversation.ended:
                 conversation.add_messages(messages, self._follow_ups)
 
     def _ask_scheduler(self, waiting: Sequence[Conversation]) -> None:
-        for conversation, answer in zip(waiting, self.players.schedule(waiting), strict=True):
+        for conversation, answer in zip(waiting, self.responders.schedule(waiting), strict=True):
             if answer is None:
                 continue
             messages, done, reward = answer
@@ -212,4 +212,4 @@ class DialogueEngine:
                 try:
                     conversation.follow(messages, self._follow_ups)
                 except ValueError as error:
-                    self.players.break_off(conversation, str(error))
+                    self.responders.break_off(conversation, str(error))

@@ -63,11 +63,11 @@ def describe(scheduler: Target | None, scheduler_args: Arguments, tools: list[Ta
             raise ValueError(f"the class `{scheduler.attribute}` must have a method `step`")
         if unknown := [name for name in scheduler_args if name not in _accepted(player, scheduler_args)]:
             takes = ", ".join(inspect.signature(player).parameters)
-            raise ValueError(f"`{scheduler.attribute}` takes no argument `{unknown[0]}`; it takes {takes}")
+            raise ValueError(f"`{scheduler.attribute}` has no argument `{unknown[0]}`; its arguments: {takes}")
         columns += ["turns"] + ([player.__name__] if scheduler_is_class and hasattr(player, "get_reward") else [])
     names = [schema["function"]["name"] for schema in schemas]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two tools are called `{twice[0]}`; rename one")
+        raise ValueError(f"two tools are named `{twice[0]}`; rename one")
     described = {"tools": schemas, "methods": methods, "columns": columns, "scheduler_is_class": scheduler_is_class}
     return described | {"keeps_state": scheduler_is_class or environment is not None}
 
@@ -260,9 +260,9 @@ class _Episode:
         self.environment = None if environment is None else find(environment)()
 
     def do(self, verb: str, arguments: Arguments) -> Any:
-        players = [p for p in (self.environment, self.scheduler) if p is not None]
+        responders = [p for p in (self.environment, self.scheduler) if p is not None]
         if verb == "reset":
-            said = [_settled(p.reset(**_accepted(p.reset, arguments))) for p in players if hasattr(p, "reset")]
+            said = [_settled(p.reset(**_accepted(p.reset, arguments))) for p in responders if hasattr(p, "reset")]
             said = [text for text in said if text is not None]
             if wrong := [text for text in said if not isinstance(text, str)]:
                 raise TypeError(f"reset must return text or None, not {wrong[0]!r:.200}")
@@ -271,7 +271,7 @@ class _Episode:
             assert self.scheduler is not None, "only a scheduler class is asked for steps"
             return _answer(self.scheduler.step, arguments)
         if verb == "reward":
-            return {type(p).__name__: _reward(_settled(p.get_reward())) for p in players if hasattr(p, "get_reward")}
+            return {type(p).__name__: _reward(_settled(p.get_reward())) for p in responders if hasattr(p, "get_reward")}
         return _used(getattr(self.environment, verb), arguments)
 
 

@@ -1,4 +1,4 @@
-"""Schedulers of ms-swift's first GRPO release: they tell the policy once that its answer is wrong. They run in workers' main threads."""
+"""Schedulers of ms-swift's first GRPO release, which report a wrong answer to the policy once. They run in workers' main threads."""
 
 from __future__ import annotations
 

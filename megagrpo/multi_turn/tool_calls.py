@@ -24,7 +24,7 @@ def _call(body: str) -> dict[str, Any]:
     try:
         call = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return {"error": f"the tool call is no JSON: {error}"}
+        return {"error": f"the tool call is not valid JSON: {error}"}
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return {"error": 'the tool call has no name; write {"name": ..., "arguments": {...}}'}
     return named_call(call["name"], call.get("arguments", {}))
@@ -36,7 +36,7 @@ def named_call(name: str, arguments: Any) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            return {"error": f"the arguments of {name} are no JSON: {error}"}
+            return {"error": f"the arguments of {name} are not valid JSON: {error}"}
     if not isinstance(arguments, dict):
         return {"error": f"the arguments of {name} must be an object, not {json.dumps(arguments)[:100]}"}
     return {"name": name, "arguments": arguments}

@@ -56,8 +56,8 @@ class Function:
 
 
 @dataclass
-class Tally:
-    """The results of `function` in one scoring: one of `values` per rollout, and counters."""
+class FunctionResults:
+    """The results of one `function` in one scoring: one value per rollout, and counters."""
 
     function: Function
     values: list[float | None] = field(default_factory=list)

@@ -65,7 +65,7 @@ def locate(name: str, key: str, kind: str, built_in: Mapping[str, str]) -> Targe
 def display_names(functions: Sequence[RewardFunction]) -> list[str]:
     """Return a short unique name for each function; repeated names get a number (`length`, `length_2`).
 
-    The name is the configured one, or what follows the colon, or the last part of a model's path or of a URL.
+    The name is the configured name, else the text after the colon, else the last part of a model's path or URL.
     """
     names: list[str] = []
     for function in functions:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from megagrpo.config import RewardsSection
 from megagrpo.rewards.function import Function
 from megagrpo.rewards.registry import display_names, resolve
-from megagrpo.rewards.scoring import Scoring, Work
+from megagrpo.rewards.scoring import Scoring, ScoringQueue
 from megagrpo.rewards.target import did_you_mean
 from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
 from megagrpo.types import Rollout, ScoredRollout
@@ -22,7 +22,7 @@ class RewardScorer:
     """Runs `rewards.functions` on rollouts in worker processes, each call with a deadline.
 
     Arguments are keywords as in TRL: `prompts`, `completions`, `completion_ids`, every data set column, the function's own `args`, and
-    `finish_reason`, `is_truncated`, `max_completion_length` and `trainer_state` (`.global_step`). A function gets those that it accepts.
+    `finish_reason`, `is_truncated`, `max_completion_length` and `trainer_state` (`.global_step`). A function gets the ones that it accepts.
 
     For a prompt that is a list of messages, the completion is a list with one assistant message; with several turns it has all messages
     after the prompt. For a string prompt it is a string; with several turns it is the policy's last message. `completion_ids` are the
@@ -51,14 +51,14 @@ class RewardScorer:
         self._thread = ThreadPoolExecutor(1, "rewards")
         folder = None if base_folder is None else str(Path(base_folder).resolve())
         self._pool = self._thread.submit(WorkerPool, section.workers, folder).result()
-        self._work: Work | None = None
+        self._queue: ScoringQueue | None = None
         self._last: Scoring | None = None
         try:
             self._thread.submit(self._load).result()
         except BaseException:
             self.close()
             raise
-        self._work = Work(self._pool, self._thread)
+        self._queue = ScoringQueue(self._pool, self._thread)
 
     @property
     def names(self) -> list[str]:
@@ -127,8 +127,8 @@ class RewardScorer:
         `step` is the number of finished steps when the rollouts are trained on, for functions that depend on it.
         """
         common = {"max_completion_length": self._max_completion_length, "trainer_state": SimpleNamespace(global_step=step)}
-        assert self._work is not None, "the scorer is closed"
-        return Scoring(self._functions, self._work, common, self._seen_failures)
+        assert self._queue is not None, "the scorer is closed"
+        return Scoring(self._functions, self._queue, common, self._seen_failures)
 
     def score(self, rollouts: list[Rollout], step: int = 0) -> list[ScoredRollout]:
         """Return one scored rollout per rollout, in order. `reward` is the weighted sum over the functions that could score; NaN if none
@@ -145,9 +145,9 @@ class RewardScorer:
 
     def close(self) -> None:
         """Kill the workers. Safe to call twice."""
-        if self._work is not None:
-            self._work.close()
-            self._work = None
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
         self._pool.close()
         self._thread.shutdown()
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megagrpo.rewards.function import Function, Tally
+from megagrpo.rewards.function import Function, FunctionResults
 from megagrpo.rewards.workers.feed import Feed
 from megagrpo.rewards.workers.pool import Call, Outcome, WorkerPool
 from megagrpo.rewards.workers.values import LARGEST
@@ -28,35 +28,37 @@ class Scoring:
     already reported.
     """
 
-    def __init__(self, functions: Sequence[Function], work: Work, common: dict[str, Any], seen_failures: dict[tuple[str, str], str]):
-        self._tallies = [Tally(function) for function in functions]
-        self._work, self._common, self._seen_failures = work, common, seen_failures
+    def __init__(
+        self, functions: Sequence[Function], queue: ScoringQueue, common: dict[str, Any], seen_failures: dict[tuple[str, str], str]
+    ):
+        self._results = [FunctionResults(function) for function in functions]
+        self._queue, self._common, self._seen_failures = queue, common, seen_failures
         self._rollouts: list[Rollout] = []  # in the order of `add`
         self._indices: list[int] = []
 
     def add(self, index: int, rollouts: list[Rollout]) -> None:
         """Start to score these rollouts; results are sorted by `index`. Thread-safe."""
-        self._work.put(self, index, rollouts)
+        self._queue.put(self, index, rollouts)
 
     def finish(self) -> list[ScoredRollout]:
         """Wait and return one scored rollout per rollout, sorted by index, then in the order of `add`. `reward` is the weighted sum over
         the functions that could score it; NaN if none could."""
-        self._work.wait(self)
+        self._queue.wait(self)
         order = sorted(range(len(self._rollouts)), key=self._indices.__getitem__)
         return [self._scored(i) for i in order]
 
     def metrics(self) -> dict[str, float]:
         """Return metrics per function, once the scoring is finished: mean and unbiased std over scored completions, counts of timeouts,
         exceptions and unscorable completions, and the workers' seconds."""
-        return {f"rewards/{t.function.name}/{name}": value for t in self._tallies for name, value in t.metrics().items()}
+        return {f"rewards/{r.function.name}/{name}": value for r in self._results for name, value in r.metrics().items()}
 
     def counters(self) -> dict[str, float]:
         """Return those of `metrics` that add up over ranks and rounds: timeouts, exceptions, unscorable completions, seconds."""
-        return {f"rewards/{t.function.name}/{name}": value for t in self._tallies for name, value in t.counters().items()}
+        return {f"rewards/{t.function.name}/{name}": value for t in self._results for name, value in t.counters().items()}
 
     def drop(self) -> None:
         """Cancel the calls that are not finished."""
-        self._work.drop(self)
+        self._queue.drop(self)
 
     def __enter__(self) -> Scoring:
         return self
@@ -71,16 +73,16 @@ class Scoring:
         first = len(self._rollouts)
         self._rollouts += rollouts
         self._indices += [index] * len(rollouts)
-        for tally in self._tallies:
-            tally.values += [None] * len(rollouts)
+        for results in self._results:
+            results.values += [None] * len(rollouts)
         return [
-            self._call(tally, [first + i for i in part])
-            for tally in self._tallies
-            for part in tally.function.parts(rollouts, self._work.num_workers(tally.function))
+            self._call(results, [first + i for i in part])
+            for results in self._results
+            for part in results.function.parts(rollouts, self._queue.num_workers(results.function))
         ]
 
-    def _call(self, tally: Tally, part: list[int]) -> Call:
-        function = tally.function
+    def _call(self, results: FunctionResults, part: list[int]) -> Call:
+        function = results.function
         chosen = [self._rollouts[i] for i in part]
         columns = {name for r in chosen for name in r.prompt.columns}
         arguments: dict[str, Any] = {name: [r.prompt.columns.get(name) for r in chosen] for name in columns}
@@ -91,36 +93,36 @@ class Scoring:
             "finish_reason": [r.finish_reason for r in chosen],
             "is_truncated": [r.finish_reason == "length" for r in chosen],
         }
-        return Call(function.target, function.args, "score", arguments, function.timeout, function.lane, tag=(self, tally, part))
+        return Call(function.target, function.args, "score", arguments, function.timeout, function.lane, tag=(self, results, part))
 
     def done(self, call: Call, outcome: Outcome) -> list[Call]:
         """Record one outcome. A call that failed is retried one completion at a time, so that only the faulty completion fails."""
-        _, tally, part = call.tag
-        tally.seconds += outcome.seconds
+        _, results, part = call.tag
+        results.seconds += outcome.seconds
         if outcome.kind == "result":
-            tally.function.pace = outcome.seconds / len(part)
+            results.function.pace = outcome.seconds / len(part)
             for i, value in zip(part, outcome.value, strict=True):
-                if problem := value if isinstance(value, str) else _too_large(value, tally.function.weight):
-                    self._failed(tally, i, "exceptions", problem)
+                if problem := value if isinstance(value, str) else _too_large(value, results.function.weight):
+                    self._failed(results, i, "exceptions", problem)
                 else:
-                    tally.values[i] = value
+                    results.values[i] = value
             return []
         if len(part) > 1:
-            return [self._call(tally, [i]) for i in part]
-        self._failed(tally, part[0], "timeouts" if outcome.kind == "timeout" else "exceptions", outcome.value)
+            return [self._call(results, [i]) for i in part]
+        self._failed(results, part[0], "timeouts" if outcome.kind == "timeout" else "exceptions", outcome.value)
         return []
 
-    def _failed(self, tally: Tally, i: int, counter: str, reason: str) -> None:
+    def _failed(self, results: FunctionResults, i: int, counter: str, reason: str) -> None:
         """Count a failure. The first one of each kind in a run is logged, with the sample that caused it."""
-        function = tally.function
-        tally.values[i] = function.signature["value_of_failure"]
-        setattr(tally, counter, getattr(tally, counter) + 1)
+        function = results.function
+        results.values[i] = function.signature["value_of_failure"]
+        setattr(results, counter, getattr(results, counter) + 1)
         if (function.name, counter) in self._seen_failures:
             return
         self._seen_failures[function.name, counter] = reason
         rollout = self._rollouts[i]
         sample = {"prompt": rollout.prompt.messages, "completion": rollout.text, **rollout.prompt.columns}
-        outcome = "was left out" if tally.values[i] is None else f"scored {tally.values[i]:g}"
+        outcome = "gave no score" if results.values[i] is None else f"scored {results.values[i]:g}"
         log.warning(
             "reward `%s` %s for prompt %d (further failures of this kind are only counted, in rewards/%s/%s): %s\n%s",
             *(function.name, outcome, rollout.prompt.prompt_id, function.name, counter, reason),
@@ -131,15 +133,15 @@ class Scoring:
 
     def _scored(self, i: int) -> ScoredRollout:
         rollout = self._rollouts[i]
-        rewards = {t.function.name: t.values[i] for t in self._tallies}
-        weighted = [t.function.weight * value for t in self._tallies if (value := t.values[i]) is not None]
+        rewards = {t.function.name: t.values[i] for t in self._results}
+        weighted = [t.function.weight * value for t in self._results if (value := t.values[i]) is not None]
         if rollout.dialogue is not None:
             rewards |= rollout.dialogue.rewards
             weighted += [value for value in rollout.dialogue.rewards.values() if value is not None]
         return ScoredRollout(rollout, rewards, math.fsum(weighted) if weighted else math.nan)
 
 
-class Work:
+class ScoringQueue:
     """The open calls of all scorings. The workers are used from `thread` only."""
 
     def __init__(self, pool: WorkerPool, thread: ThreadPoolExecutor):

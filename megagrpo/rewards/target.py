@@ -1,4 +1,4 @@
-"""What a worker is told to load: the built-in rewards by name, and the place of a function or class.
+"""Defines what a worker loads: the names of built-in rewards, and the location of a function or class.
 
 Imports the standard library only: every worker process reads this file, and pydantic would take most of the time of its start.
 """
@@ -32,7 +32,7 @@ BUILT_IN = {
     "code_execution": "megagrpo.rewards.functions.code_execution:CodeExecution",
     "llm_judge": "megagrpo.rewards.functions.llm_judge:LlmJudge",
 }
-REPEATABLE = frozenset(BUILT_IN) - {"code_execution", "llm_judge"}  # the same value whenever they are asked
+REPEATABLE = frozenset(BUILT_IN) - {"code_execution", "llm_judge"}  # deterministic functions
 
 
 @dataclass(frozen=True)

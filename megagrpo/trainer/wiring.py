@@ -204,7 +204,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         loss_fn=loss_fn,
         prompts=prompts,
         held_out=held_out,
-        collector=Collector(layout, dialogues.over(engine) if dialogues else engine, rewards, timer, pool),
+        collector=Collector(layout, dialogues.wrap(engine) if dialogues else engine, rewards, timer, pool),
         sampling=sampling_params(config.rollout, tokenizer.eos_token_ids),
         dtype=max(name_of(dtype), engine_dtype(config), key=("float32", "bfloat16").index),
         engine_sleeps=servers_sleep(config),

@@ -50,7 +50,7 @@ class CodeExecution:
         self._limits = Limits(seconds, memory_mb, output_kb, file_mb)
         self._partial, self._packages = partial, packages
         if missing := missing_guarantees():
-            what = f"code_execution: this kernel does not give every guarantee of the sandbox; missing: {', '.join(missing)}"
+            what = f"code_execution: this kernel lacks guarantees of the sandbox: {', '.join(missing)}"
             if sandbox == "required":
                 raise ValueError(
                     f"{what}. Fix: allow seccomp with its listener, and Landlock or user namespaces; or accept it with "

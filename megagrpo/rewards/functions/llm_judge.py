@@ -67,7 +67,7 @@ class LlmJudge:
         self._template = Path(template).read_text() if "\n" not in template and Path(template).is_file() else template
         fields = set(_FIELD.findall(self._template))
         if "completion" not in fields:
-            raise ValueError("llm_judge: template shows the judge no {completion}")
+            raise ValueError("llm_judge: template lacks {completion}")
         self.needs_columns = tuple((name,) for name in sorted(fields - {"prompt", "completion", "low", "high"}))
         self._low, self._high, self._system = low, high, system
         self._common = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(options or {})}
@@ -102,7 +102,7 @@ class LlmJudge:
         try:
             text = answer["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError):
-            raise ServiceError(f"{self._service.url}: no choices in its answer: {str(answer)[:300]}") from None
+            raise ServiceError(f"{self._service.url}: no choices in its response: {str(answer)[:300]}") from None
         self._read(text)  # an answer without a score is not cached
         if self._cache:
             self._cache.put(key, text)
@@ -111,7 +111,7 @@ class LlmJudge:
     def _read(self, text: str) -> float:
         matches = list(self._pattern.finditer(text))
         if not matches:
-            raise ServiceError(f"{self._service.url}: no score in the judge's answer: {text[-300:]!r}")
+            raise ServiceError(f"{self._service.url}: no score in the judge's response: {text[-300:]!r}")
         score = float(matches[-1][1])
         if not self._low <= score <= self._high:
             raise ServiceError(f"{self._service.url}: the judge's score {score:g} is not from {self._low:g} to {self._high:g}")

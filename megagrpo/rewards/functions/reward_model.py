@@ -1,4 +1,4 @@
-"""A Hugging Face sequence-classification model with one label as a reward, in a worker process of its own."""
+"""A Hugging Face sequence-classification model with one label as a reward, in a separate worker process."""
 
 from __future__ import annotations
 

@@ -93,9 +93,9 @@ def _revealed(url: str, headers: dict[str, str]) -> dict[str, str]:
         if not value.startswith("$"):
             if SECRET.search(name):
                 raise ValueError(
-                    f"{url}: args.headers.{name} is a secret in a file that others can read; write $NAME, an environment variable's"
+                    f"{url}: args.headers.{name} must not be a literal secret; write $NAME to read it from an environment variable"
                 )
             revealed[name] = value
         elif (revealed.setdefault(name, os.environ.get(value[1:], ""))) == "":
-            raise ValueError(f"{url}: args.headers.{name} is {value}, and the environment has no {value[1:]}; export it")
+            raise ValueError(f"{url}: args.headers.{name} is {value}, but the environment variable {value[1:]} is not set; export it")
     return revealed

@@ -305,7 +305,7 @@ def missing_guarantees(walls: tuple[str, ...] = WALLS) -> dict[str, str]:
     limits = Limits(seconds=20.0, memory_mb=256, file_mb=1)
     harmless = run(_HARMLESS, limits, tests=["pass"], walls=walls)
     if harmless.passed != [True]:
-        raise ValueError(f"code_execution: no program runs here: {harmless}")
+        raise ValueError(f"code_execution: not even a harmless program runs in the sandbox: {harmless}")
     with tempfile.TemporaryDirectory(prefix="megagrpo_code_") as outside, socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         attempts = {

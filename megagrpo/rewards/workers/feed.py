@@ -8,8 +8,8 @@ from multiprocessing import Pipe
 from typing import Any
 
 
-class Ended(Exception):
-    """No more items will come; drop the calls in progress."""
+class FeedEnded(Exception):
+    """The feed has ended: no more items follow, and calls in progress must be dropped."""
 
 
 class Feed:
@@ -27,16 +27,16 @@ class Feed:
         self._wake.send_bytes(b"+")
 
     def end(self) -> None:
-        """Tell the other side to drop its calls."""
+        """End the feed: the next `take` raises FeedEnded, so the pool drops its calls."""
         self._ended = True
         self._wake.send_bytes(b".")
 
     def take(self) -> list[Any]:
-        """Return the calls of all items since the last call. Raises Ended after `end`."""
+        """Return the calls of all items since the last call. Raises FeedEnded after `end`."""
         while self.connection.poll():
             self.connection.recv_bytes()
         if self._ended:
-            raise Ended
+            raise FeedEnded
         calls: list[Any] = []
         while self._items:
             calls += self._expand(self._items.popleft())

@@ -47,7 +47,7 @@ class Output:
         text = printable(self._text.decode(allowed))
         if len(allowed) < len(read) and not self._was_cut:
             self._was_cut = True
-            text += f"\n[{self._name} has printed {BURST >> 10} KiB; more than {PER_SECOND} bytes a second are dropped from here on]\n"
+            text += f"\n[{self._name} has printed {BURST >> 10} KiB; output above {PER_SECOND} bytes per second is dropped from now on]\n"
         _to_stderr(text.encode())
         return bool(read)
 

@@ -44,7 +44,7 @@ class Call:
     timeout: float = 10.0
     lane: str = SHARED
     tag: Any = None
-    alone: bool = False  # run without other calls in the worker: this call may have killed the last worker
+    alone: bool = False  # run without other calls in the worker: a retry of a call that may have killed its worker
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class _Running:
     is_loaded: bool = False
 
 
-class _Unasked(ProtocolError):
-    """A message that belongs to no open call; a finished call may have sent it."""
+class _UnexpectedMessage(ProtocolError):
+    """A message that belongs to no open call. A finished call may have sent it, so the open call is not to blame."""
 
 
 class Worker:
@@ -114,7 +114,7 @@ class Worker:
 
     def start(self, call: Call) -> list[tuple[Call, Outcome | None]]:
         """Start a call. Returns the call with an error outcome when its arguments cannot be sent."""
-        if not self.running and self._has_ended_or_spoken():
+        if not self.running and self._is_dead_or_out_of_sync():
             self.restart()
         self._count += 1
         now = time.monotonic()
@@ -125,8 +125,8 @@ class Worker:
         self.running[self._count] = _Running(call, now, now + LOAD_SECONDS)
         return []
 
-    def _has_ended_or_spoken(self) -> bool:
-        """Whether an idle worker has died, or has sent a message that belongs to no call."""
+    def _is_dead_or_out_of_sync(self) -> bool:
+        """Whether an idle worker has died, or has sent anything although no call is open."""
         try:
             return self.process.poll() is not None or bool(self.channel.arrived()) or self.channel.has_half_a_message
         except (EOFError, ProtocolError):
@@ -135,7 +135,8 @@ class Worker:
     def receive(self) -> list[tuple[Call, Outcome | None]]:
         """Return the calls that are finished, each with its outcome.
 
-        When the worker died or broke the protocol, all its calls are returned. The outcome is None where another call may have caused it.
+        When the worker died or broke the protocol, all its calls are returned. An outcome of None means: unclear which call caused it, so
+        the pool runs the call again without others.
         """
         over: list[tuple[Call, Outcome | None]] = []
         try:
@@ -143,7 +144,7 @@ class Worker:
                 over += self._take(message)
         except EOFError:
             return over + self._lost()
-        except _Unasked as error:
+        except _UnexpectedMessage as error:
             return over + self._lost(f"its worker broke the protocol: {error}", blames=False)
         except ProtocolError as error:
             return over + self._lost(f"its worker broke the protocol: {error}")
@@ -164,9 +165,10 @@ class Worker:
                     raise ProtocolError(f"it sent a malformed {kind}")
                 del self.running[number]
                 return [(call, Outcome(kind, value, seconds))]
-        raise _Unasked("it sent a message that belongs to no open call")
+        raise _UnexpectedMessage("it sent a message that belongs to no open call")
 
     def _lost(self, reason: str = "", blames: bool = True) -> list[tuple[Call, Outcome | None]]:
+        """Kill and respawn the worker. Returns its calls as failed for `reason`; see `_blame`."""
         lost = list(self.running.values())
         self.kill()
         reason = reason or f"the worker died ({_exit_text(self.process.returncode)})"
@@ -174,14 +176,16 @@ class Worker:
         return self._blame(lost, "error", reason, blames)
 
     def expire(self) -> list[tuple[Call, Outcome | None]]:
-        """Restart the worker because a deadline has passed. Returns its calls; the outcome is None where another call may have caused
-        it."""
+        """Restart the worker because a deadline has passed. Returns its calls, with outcomes as in `receive`."""
         lost = list(self.running.values())
         self.restart()
         return self._blame(lost, "timeout", "no answer in time")
 
     def _blame(self, lost: list[_Running], kind: str, reason: str, blames: bool = True) -> list[tuple[Call, Outcome | None]]:
-        """Return each lost call with a failure, or with None where another call, possibly a finished one, may have caused it."""
+        """Return each lost call with its outcome: the failure if only this call can have caused it, else None.
+
+        With `blames` False a finished call may have caused it, so only a call that runs `alone` fails.
+        """
         now = time.monotonic()
         return [(r.call, Outcome(kind, reason, now - r.begun) if len(lost) == 1 and (blames or r.call.alone) else None) for r in lost]
 
@@ -224,7 +228,7 @@ class WorkerPool:
     def run(self, calls: Iterable[Call], on_done: Callable[[Call, Outcome], Iterable[Call]], feed: Feed | None = None) -> None:
         """Run all calls. `on_done` gets each outcome, in any order, and may return more calls to run.
 
-        A `feed` supplies more calls until it raises Ended, which this method passes on. Raises ValueError when the pool is closed.
+        A `feed` supplies more calls until it raises FeedEnded, which this method propagates. Raises ValueError when the pool is closed.
         """
         if not self._workers:
             raise ValueError("the reward workers are closed")

@@ -18,7 +18,7 @@ def reward_of(value: Any) -> float:
     if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise TypeError(f"it returned a {type(value).__name__}, {value!r:.100}, and not a number")
+        raise TypeError(f"it returned a {type(value).__name__}, {value!r:.100}; a reward must be a number or None")
     try:
         number = float(value)
     except OverflowError:
@@ -40,7 +40,7 @@ def rewards_of(values: Any, count: int) -> list[float | str | None]:
         raise TypeError(f"it returned a {type(values).__name__}; a reward function returns a list, one number or None per completion")
     values = list(values)
     if len(values) != count:
-        raise ValueError(f"returned {len(values)} rewards for {count} completions")
+        raise ValueError(f"it returned {len(values)} rewards for {count} completions")
     return [None if value is None else _reward_or_problem(value) for value in values]
 
 

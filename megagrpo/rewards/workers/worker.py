@@ -118,7 +118,7 @@ def _named(function: Callable, skip_first: bool) -> _Parameters:
 
 
 def call(loaded: Loaded, arguments: dict[str, Any]) -> Any:
-    """Call the function with those arguments that it accepts. Returns its values or an awaitable of them."""
+    """Call the function with the arguments that it accepts. Returns its values or an awaitable of them."""
     arguments = arguments | loaded.options
     if loaded.wants_text:
         arguments["completions"] = [text_of(c) for c in arguments["completions"]]

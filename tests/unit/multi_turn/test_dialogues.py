@@ -16,7 +16,7 @@ from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.multi_turn.conversation import Conversation
 from megagrpo.multi_turn.dialogues import Dialogues, make_dialogues
-from megagrpo.multi_turn.players import Players
+from megagrpo.multi_turn.responders import Responders
 from megagrpo.rollout.collector import numbered
 from megagrpo.types import Prompt, Rollout, SamplingParams
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
@@ -140,8 +140,8 @@ def plugins(tmp_path_factory):
 
 
 @pytest.fixture
-def players(plugins):
-    """Makes `Players`, which are closed at the end; names without a colon are those of the tests' file."""
+def responders(plugins):
+    """Makes `Responders`, which are closed at the end; names without a colon are those of the tests' file."""
     made = []
 
     def make(**section):
@@ -149,7 +149,7 @@ def players(plugins):
             return f"{plugins}:{name}" if name in PLUGINS else name
 
         named = {k: [path(n) for n in v] if isinstance(v, list) else path(v) for k, v in section.items() if isinstance(v, (str, list))}
-        made.append(Players(MultiTurnSection(**dict(timeout=5.0, workers=2) | section | named), plugins.parent))
+        made.append(Responders(MultiTurnSection(**dict(timeout=5.0, workers=2) | section | named), plugins.parent))
         return made[-1]
 
     yield make
@@ -174,8 +174,8 @@ def contents(messages):
 # ---------------------------------------------------------------------------------------------------------------------- tools
 
 
-def test_tools_answer_in_order_and_failures_are_told_and_counted(players):
-    table, one, two = players(tools=["divide", "slowly", "calculator"], timeout=2.0), conversation(0), conversation(1)
+def test_tools_answer_in_order_and_failures_are_told_and_counted(responders):
+    table, one, two = responders(tools=["divide", "slowly", "calculator"], timeout=2.0), conversation(0), conversation(1)
     calls = [
         [call("divide", a=1, b=2), call("divide", a=1, b=0), call("calculator", expression="6 * 7")],
         [
@@ -183,7 +183,7 @@ def test_tools_answer_in_order_and_failures_are_told_and_counted(players):
             call("slowly", seconds=60),
             call("no_tool"),
             call("divide", a=1),
-            {"error": "the tool call is no JSON"},
+            {"error": "the tool call is not valid JSON"},
         ],
     ]
     begun = time.monotonic()
@@ -192,8 +192,8 @@ def test_tools_answer_in_order_and_failures_are_told_and_counted(players):
     assert contents(first) == ["0.5", '{"error": "division by zero"}', "42"]
     assert [(m["role"], m["name"]) for m in first] == [("tool", "divide"), ("tool", "divide"), ("tool", "calculator")]
     told = contents(second)
-    assert told[0] == '{"waited": 0.1}' and "no answer in time" in told[1] and "there is no tool no_tool; there are: divide" in told[2]
-    assert "missing 1 required positional argument" in told[3] and told[4] == '{"error": "the tool call is no JSON"}'
+    assert told[0] == '{"waited": 0.1}' and "no answer in time" in told[1] and "unknown tool no_tool; known: divide" in told[2]
+    assert "missing 1 required positional argument" in told[3] and told[4] == '{"error": "the tool call is not valid JSON"}'
     assert (one.tool_calls, one.tool_failures, two.tool_calls, two.tool_failures) == (3, 1, 5, 4)
     assert not one.ended and not two.ended  # the policy may try again
 
@@ -201,8 +201,8 @@ def test_tools_answer_in_order_and_failures_are_told_and_counted(players):
 # --------------------------------------------------------------------------------------------------------------- environments
 
 
-def test_each_response_has_an_environment_of_its_own(players):
-    table = players(environment="Counter")
+def test_each_response_has_an_environment_of_its_own(responders):
+    table = responders(environment="Counter")
     assert [s["function"]["name"] for s in table.tools] == ["add", "die", "hang"] and table.columns == ["Counter"]
     three = [conversation(i, goal=10.0, greeting=f" Hello {i}." if i else None) for i in range(3)]
     assert table.begin(three) == [None, " Hello 1.", " Hello 2."]
@@ -217,8 +217,8 @@ def test_each_response_has_an_environment_of_its_own(players):
 
 
 @pytest.mark.parametrize(("method", "reason"), [("hang", "no answer in time"), ("die", "its process died")])
-def test_an_environment_that_hangs_or_dies_costs_its_own_response_only(players, caplog, method, reason):
-    table = players(environment="Counter", timeout=1.0, workers=1)
+def test_an_environment_that_hangs_or_dies_costs_its_own_response_only(responders, caplog, method, reason):
+    table = responders(environment="Counter", timeout=1.0, workers=1)
     both = [conversation(i, goal=2.0) for i in range(2)]
     table.begin(both)
     with caplog.at_level(logging.WARNING):
@@ -230,14 +230,14 @@ def test_an_environment_that_hangs_or_dies_costs_its_own_response_only(players, 
     assert [c.rewards for c in both] == [{"Counter": 0.0}, {"Counter": 0.5}] and both[1].ended == ""
 
 
-def test_a_reset_that_fails_breaks_off_its_response_only(players):
-    table = players(environment="Counter")
+def test_a_reset_that_fails_breaks_off_its_response_only(responders):
+    table = responders(environment="Counter")
     both = [conversation(0, goal=1.0), conversation(1)]  # the second row lacks the column
     assert table.begin(both) == [None, None] and [c.ended for c in both] == ["", "failed"]
 
 
-def test_episodes_die_with_their_worker_and_a_killed_worker_is_noticed_at_once(players):
-    table = players(environment="Counter", workers=1, timeout=60.0)
+def test_episodes_die_with_their_worker_and_a_killed_worker_is_noticed_at_once(responders):
+    table = responders(environment="Counter", workers=1, timeout=60.0)
     (one,) = [conversation(goal=1.0)]
     table.begin([one])
     (messages,) = table.use_tools([one], [[call("add", amount=1)]])
@@ -256,8 +256,8 @@ def test_episodes_die_with_their_worker_and_a_killed_worker_is_noticed_at_once(p
         (dict(environment="NoReset"), "`NoReset` must be a class with a method `reset`"),
         (dict(environment="divide"), "`divide` must be a class with a method `reset`"),
         (dict(scheduler="NoReset"), "the class `NoReset` must have a method `step`"),
-        (dict(scheduler="ask_again", scheduler_args={"mor": "x"}), "`ask_again` takes no argument `mor`; it takes messages, turn"),
-        (dict(tools=["divide", "divide"]), "two tools are called `divide`"),
+        (dict(scheduler="ask_again", scheduler_args={"mor": "x"}), "`ask_again` has no argument `mor`; its arguments: messages, turn"),
+        (dict(tools=["divide", "divide"]), "two tools are named `divide`"),
         (
             dict(tools=["calculater"]),
             r"multi_turn.tools.0: `calculater` is not a known tool; did you mean `calculator`\?; known: calculator",
@@ -268,14 +268,14 @@ def test_episodes_die_with_their_worker_and_a_killed_worker_is_noticed_at_once(p
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_be_used_is_refused_before_training(players, section, problem):
+def test_what_cannot_be_used_is_refused_before_training(responders, section, problem):
     with pytest.raises(ValueError, match=problem):
-        players(**section)
+        responders(**section)
 
 
-def test_a_tool_that_its_file_does_not_define_is_refused(players, plugins):
+def test_a_tool_that_its_file_does_not_define_is_refused(responders, plugins):
     with pytest.raises(ValueError, match="has no function `nothing`"):
-        players(tools=[f"{plugins}:nothing"])
+        responders(tools=[f"{plugins}:nothing"])
 
 
 # ----------------------------------------------------------------------------------------------------------------- schedulers
@@ -284,8 +284,8 @@ def test_a_tool_that_its_file_does_not_define_is_refused(players, plugins):
 @pytest.mark.parametrize(
     ("scheduler", "reason"), [("raises", "KeyError: 'no such thing'"), ("hangs", "no answer in time"), ("silent", "TypeError")]
 )
-def test_a_scheduler_that_fails_ends_the_response_and_the_run_goes_on(players, caplog, scheduler, reason):
-    table, both = players(scheduler=scheduler, timeout=1.0), [conversation(0), conversation(1)]
+def test_a_scheduler_that_fails_ends_the_response_and_the_run_goes_on(responders, caplog, scheduler, reason):
+    table, both = responders(scheduler=scheduler, timeout=1.0), [conversation(0), conversation(1)]
     table.begin(both)
     with caplog.at_level(logging.WARNING):
         assert table.schedule(both) == [None, None]
@@ -295,8 +295,8 @@ def test_a_scheduler_that_fails_ends_the_response_and_the_run_goes_on(players, c
     assert [c.rewards for c in both] == [{"turns": None}] * 2
 
 
-def test_a_scheduler_that_is_a_class_remembers(players):
-    table, both = players(scheduler="Patient", scheduler_args={"limit": 2}), [conversation(0), conversation(1)]
+def test_a_scheduler_that_is_a_class_remembers(responders):
+    table, both = responders(scheduler="Patient", scheduler_args={"limit": 2}), [conversation(0), conversation(1)]
     assert table.begin(both) == [None, None] and table.columns == ["turns", "Patient"]
     first, second = table.schedule(both), table.schedule(both[:1])
     assert [(m[-1]["content"], done) for m, done, _ in first + second] == [("asked 1", False), ("asked 1", False), ("asked 2", True)]
@@ -307,8 +307,8 @@ def test_a_scheduler_that_is_a_class_remembers(players):
 RIGHT, WRONG = "<think>so</think><answer>$7$</answer>", "<think>so\nno</think>\n<answer>$8$</answer>"
 
 
-def test_the_tips_of_ms_swift_are_given_once_and_word_for_word(players):
-    trick, verdict = (players(workers=1, scheduler=name) for name in ("math_tip_trick", "math_tip_trick_multi_turn"))
+def test_the_tips_of_ms_swift_are_given_once_and_word_for_word(responders):
+    trick, verdict = (responders(workers=1, scheduler=name) for name in ("math_tip_trick", "math_tip_trick_multi_turn"))
     asked = [
         conversation(i, text, solution="$7$") for i, text in enumerate((RIGHT, WRONG, "no tag", "x But wait... It seems I made a mistake,"))
     ]
@@ -336,8 +336,8 @@ def gym_row():
     return {name: entry[name] for name in ("question", "answer", "metadata")}
 
 
-def test_reasoning_gym_gives_attempts_and_rewards_the_last(players):
-    table, row = players(workers=1, scheduler="reasoning_gym", scheduler_args={"attempts": 2, "discount": 0.5}), gym_row()
+def test_reasoning_gym_gives_attempts_and_rewards_the_last(responders):
+    table, row = responders(workers=1, scheduler="reasoning_gym", scheduler_args={"attempts": 2, "discount": 0.5}), gym_row()
     one, two = (conversation(i, "<answer>99999</answer>", **row) for i in range(2))
     table.begin([one, two])
     for messages, done, reward in table.schedule([one, two]):
@@ -383,7 +383,7 @@ def tokenizer(chat_folder):  # noqa: F811
 def dialogue_engine(tokenizer, table, script, max_response_length=None):
     follow_ups = FollowUps(tokenizer, HERMES, table.tools, users=table.has_scheduler)
     dialogues = Dialogues(table, tokenizer, follow_ups, 1000, max_response_length, chat_template=HERMES)
-    return dialogues.over(Scripted(tokenizer, script))
+    return dialogues.wrap(Scripted(tokenizer, script))
 
 
 def prompts_of(tokenizer, table, *columns):
@@ -394,8 +394,8 @@ def prompts_of(tokenizer, table, *columns):
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}}\n</tool_call>'
 
 
-def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, players):
-    table = players(tools=["calculator"])
+def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, responders):
+    table = responders(tools=["calculator"])
     engine = dialogue_engine(tokenizer, table, [f"Hm. {CALL}", "It is 42."])
     told = []
     twice = numbered(prompts_of(tokenizer, table, {}) * 2)
@@ -427,8 +427,8 @@ def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, 
     assert [request[2] for request in again.engine.requests] == [first[2], second[2]]
 
 
-def test_calls_can_be_read_by_the_engine(tokenizer, players):
-    table = players(tools=["calculator"], tool_parser="vllm:mine")
+def test_calls_can_be_read_by_the_engine(tokenizer, responders):
+    table = responders(tools=["calculator"], tool_parser="vllm:mine")
     engine = dialogue_engine(tokenizer, table, ['calculator{"expression": "6 * 7"}', 'calculator{"expression', "It is 42."])
     ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 300), 0)
     assert [m["content"] for m in rollout.dialogue.messages[1::2]] == ["42", rollout.dialogue.messages[3]["content"]]
@@ -445,8 +445,8 @@ def test_calls_can_be_read_by_the_engine(tokenizer, players):
     ],
     ids=str,
 )
-def test_limits_end_a_response_with_its_last_call_unanswered(tokenizer, players, section, turns, ended):
-    table = players(tools=["calculator"], **section)
+def test_limits_end_a_response_with_its_last_call_unanswered(tokenizer, responders, section, turns, ended):
+    table = responders(tools=["calculator"], **section)
     ((rollout,),) = dialogue_engine(tokenizer, table, [CALL] * 4).generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 900), 0)
     dialogue = rollout.dialogue
     assert (dialogue.num_turns, dialogue.ended, dialogue.tool_calls, rollout.finish_reason) == (turns, ended, turns - 1, "stop")
@@ -457,9 +457,9 @@ def test_limits_end_a_response_with_its_last_call_unanswered(tokenizer, players,
     ("limit", "whole", "ended", "reason"),
     [(40, None, "length", "length"), (100, None, "budget", "stop"), (170, None, "length", "length"), (90, 400, "done", "stop")],
 )
-def test_limits_in_tokens_are_of_the_whole_response_or_of_each_turn(tokenizer, players, limit, whole, ended, reason):
+def test_limits_in_tokens_are_of_the_whole_response_or_of_each_turn(tokenizer, responders, limit, whole, ended, reason):
     scope = dict(completion_length_limit_scope="per_round", max_response_length=whole) if whole else {}
-    table = players(tools=["calculator"], **scope)
+    table = responders(tools=["calculator"], **scope)
     script = [CALL, "It is 42, as everybody will be able to see who computes it."]
     engine = dialogue_engine(tokenizer, table, script, whole)
     ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, limit), 0)
@@ -470,8 +470,8 @@ def test_limits_in_tokens_are_of_the_whole_response_or_of_each_turn(tokenizer, p
         assert [params[0].max_tokens for _, params, _ in engine.engine.requests] == [90, 90]
 
 
-def test_a_scheduler_asks_until_it_is_satisfied_and_its_rewards_add_up(tokenizer, players):
-    table = players(scheduler="ask_again", scheduler_args={"more": "Really?"})
+def test_a_scheduler_asks_until_it_is_satisfied_and_its_rewards_add_up(tokenizer, responders):
+    table = responders(scheduler="ask_again", scheduler_args={"more": "Really?"})
     script = ["41", "", "42", "43"]
     both = dialogue_engine(tokenizer, table, script).generate(
         prompts_of(tokenizer, table, {"answer": "42"}, {"answer": "41"}), 1, SamplingParams(1.0, 300), 0
@@ -482,23 +482,23 @@ def test_a_scheduler_asks_until_it_is_satisfied_and_its_rewards_add_up(tokenizer
     assert (quick.num_turns, quick.turn_rewards) == (1, (1.0,))
 
 
-def test_the_last_turn_is_still_judged(tokenizer, players):
-    table = players(scheduler="ask_again", max_turns=2)
+def test_the_last_turn_is_still_judged(tokenizer, responders):
+    table = responders(scheduler="ask_again", max_turns=2)
     ((rollout,),) = dialogue_engine(tokenizer, table, ["1", "2"]).generate(
         prompts_of(tokenizer, table, {"answer": "9"}), 1, SamplingParams(1.0, 300), 0
     )
     assert (rollout.dialogue.ended, rollout.dialogue.turn_rewards) == ("max_turns", (0.5, 0.5))
 
 
-def test_a_scheduler_that_rewrites_history_breaks_off_with_a_warning(tokenizer, players, caplog):
-    table = players(scheduler="forgets")
+def test_a_scheduler_that_rewrites_history_breaks_off_with_a_warning(tokenizer, responders, caplog):
+    table = responders(scheduler="forgets")
     with caplog.at_level(logging.WARNING):
         ((rollout,),) = dialogue_engine(tokenizer, table, ["1"]).generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 99), 0)
     assert rollout.dialogue.ended == "failed" and "changed earlier messages" in caplog.text and rollout.length == 2
 
 
-def test_a_message_of_the_policy_goes_on_with_a_doubt(tokenizer, players):
-    table = players(scheduler="math_tip_trick")
+def test_a_message_of_the_policy_goes_on_with_a_doubt(tokenizer, responders):
+    table = responders(scheduler="math_tip_trick")
     ((rollout,),) = dialogue_engine(tokenizer, table, [WRONG, " </think><answer>$7$</answer>"]).generate(
         prompts_of(tokenizer, table, {"solution": "$7$"}), 1, SamplingParams(1.0, 300), 0
     )
@@ -507,8 +507,8 @@ def test_a_message_of_the_policy_goes_on_with_a_doubt(tokenizer, players):
     assert "But wait" in tokenizer.decode([t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if not own])
 
 
-def test_what_reset_says_is_at_the_end_of_the_prompt(tokenizer, players):
-    table = players(environment="Counter")
+def test_what_reset_says_is_at_the_end_of_the_prompt(tokenizer, responders):
+    table = responders(environment="Counter")
     rows = [{"goal": 4.0, "greeting": " Count!"}, {"goal": 4.0}, {"goal": 4.0, "greeting": " Count!" * 200}]
     script = ['<tool_call>{"name": "add", "arguments": {"amount": 3}}</tool_call>', "Done."]
     engine = dialogue_engine(tokenizer, table, script)
@@ -525,7 +525,7 @@ def test_what_reset_says_is_at_the_end_of_the_prompt(tokenizer, players):
     ("functions", "section", "problem"),
     [
         ([dict(function="format", name="turns")], dict(scheduler="ask_again"), "`turns` is already the name of a multi_turn reward"),
-        ([], dict(environment="Mute"), "nothing gives rewards; name a function, or give the environment a method `get_reward`"),
+        ([], dict(environment="Mute"), "the run has no rewards; name a function, or give the environment a method `get_reward`"),
     ],
 )
 def test_rewards_must_have_names_of_their_own_and_a_source(tokenizer, plugins, functions, section, problem):

@@ -78,9 +78,9 @@ def test_a_judge_is_asked_again_after_every_kind_of_passing_failure():
         (lambda body: (500, "broken"), "responded with status 500: broken (2 attempts)", 2),
         (lambda body: (401, "no key"), "responded with status 401: no key", 1),
         (lambda body: (200, "no json"), "its response is not JSON", 2),
-        (lambda body: says("I would rather not."), "no score in the judge's answer: 'I would rather not.'", 1),
+        (lambda body: says("I would rather not."), "no score in the judge's response: 'I would rather not.'", 1),
         (lambda body: says("Score: 11"), "the judge's score 11 is not from 0 to 10", 1),
-        (lambda body: (200, {"error": "x"}), "no choices in its answer", 1),
+        (lambda body: (200, {"error": "x"}), "no choices in its response", 1),
         (lambda body: (time.sleep(1.0), says("Score: 1"))[1], "no answer within 0.2 s (2 attempts)", 2),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_cache_answers_in_other_runs_too_and_keeps_no_failures(tmp_path):
     [
         ({"low": 5, "high": 5}, "low 5 is not below high 5"),
         ({"pattern": "score"}, "needs a group"),
-        ({"template": "{prompt}"}, "shows the judge no {completion}"),
+        ({"template": "{prompt}"}, "template lacks {completion}"),
         ({"retries": -1}, "retries -1"),
         ({"tempature": 0}, "did you mean `temperature`"),
     ],
@@ -191,9 +191,9 @@ def test_options_of_a_served_model_are_checked(options, reason):
 
 
 def test_a_secret_is_sent_from_the_environment_and_not_from_the_config():
-    with pytest.raises(ValueError, match=r"args\.headers\.Authorization is a secret in a file that others can read; write \$NAME"):
+    with pytest.raises(ValueError, match=r"args\.headers\.Authorization must not be a literal secret; write \$NAME"):
         ServedReward("http://127.0.0.1:9/r", headers={"Authorization": "Bearer k-1"})
-    with pytest.raises(ValueError, match="the environment has no OF_NOBODY; export it"):
+    with pytest.raises(ValueError, match="the environment variable OF_NOBODY is not set; export it"):
         ServedReward("http://127.0.0.1:9/r", headers={"X-Key": "$OF_NOBODY"})
 
 

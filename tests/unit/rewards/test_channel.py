@@ -13,7 +13,7 @@ import pytest
 
 from megagrpo.config import MultiTurnSection
 from megagrpo.multi_turn.conversation import Conversation
-from megagrpo.multi_turn.players import Players
+from megagrpo.multi_turn.responders import Responders
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import LONGEST, Channel, ProtocolError, as_json, from_json
 from megagrpo.rewards.workers.output import BURST
@@ -242,9 +242,9 @@ def test_a_column_that_cannot_be_passed_is_an_error_of_the_call_and_names_the_ty
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("3.5", "it returned a str, '3.5', and not a number"),
-        ({"a": 1}, "it returned a dict, {'a': 1}, and not a number"),
-        ([1], "it returned a list, [1], and not a number"),
+        ("3.5", "it returned a str, '3.5'; a reward must be a number"),
+        ({"a": 1}, "it returned a dict, {'a': 1}; a reward must be a number"),
+        ([1], "it returned a list, [1]; a reward must be a number"),
         (1e308, "it returned 1e+308; a reward must lie within ±1e+15, or the statistics of a step overflow float32"),
         (-1e16, "it returned -1e+16; a reward must lie within"),
         (10**400, "it returned inf, which is not finite"),
@@ -261,7 +261,7 @@ def test_a_value_that_is_no_reward_is_an_error_of_its_sample(folder, caplog):
     with scorer(folder, f"{folder}/mine.py:odd") as s:
         assert rewards_named(s.score(rollouts("x", *odd, "y")), "odd") == [1.0, *[0.0] * len(odd), 1.0]
         assert s.metrics()["rewards/odd/exceptions"] == len(odd)
-    assert "it returned a str, '3.5', and not a number" in caplog.text
+    assert "it returned a str, '3.5'; a reward must be a number" in caplog.text
 
 
 def test_rewards_that_are_no_list_are_an_error_and_their_type_is_named(folder, caplog):
@@ -289,45 +289,45 @@ def test_what_a_reward_prints_is_cut_and_cannot_steer_the_terminal(folder, capfd
         assert [r.reward for r in s.score(rollouts("a"))] == [1.0]
     printed = capfd.readouterr().err
     assert BURST / 2 < len(printed) < 2 * BURST and "\x1b" not in printed and printed.startswith(r"\x1b]52;c;xxx")
-    assert printed.count("a reward worker has printed 256 KiB; more than 1024 bytes a second are dropped from here on") == 1
+    assert printed.count("a reward worker has printed 256 KiB; output above 1024 bytes per second is dropped from now on") == 1
 
 
 # ------------------------------------------------------------------------------------------------------------------------ episodes
 
 
 @pytest.fixture(scope="module")
-def players(folder):
-    with Players(MultiTurnSection(environment=f"{folder}/tools.py:Episode", timeout=5, workers=1)) as made:
+def responders(folder):
+    with Responders(MultiTurnSection(environment=f"{folder}/tools.py:Episode", timeout=5, workers=1)) as made:
         yield made
 
 
-def play(players, how):
+def play(responders, how):
     """A conversation whose environment acts once in this way, and what the tool's message says."""
     conversation = Conversation(Prompt(0, (1,), "Q", {"how": how}), 0, 0, 0, [{"role": "user", "content": "Q"}], 100)
-    players.begin([conversation])
-    ((message,),) = players.use_tools([conversation], [[{"name": "act", "arguments": {"x": 1}}]])
+    responders.begin([conversation])
+    ((message,),) = responders.use_tools([conversation], [[{"name": "act", "arguments": {"x": 1}}]])
     return conversation, message["content"]
 
 
 @pytest.mark.parametrize("how", ["numbers", "junk"])
-def test_an_episode_that_breaks_the_protocol_is_over_and_the_next_one_is_not(players, how):
-    conversation, said = play(players, how)
+def test_an_episode_that_breaks_the_protocol_is_over_and_the_next_one_is_not(responders, how):
+    conversation, said = play(responders, how)
     assert "its process broke the protocol" in said and conversation.ended == "failed"
-    conversation, said = play(players, "well")
+    conversation, said = play(responders, "well")
     assert said == "done" and not conversation.ended
 
 
-def test_an_episode_that_forks_answers_once(players):
-    conversation, said = play(players, "fork")
+def test_an_episode_that_forks_answers_once(responders):
+    conversation, said = play(responders, "fork")
     assert said == "done"
-    players.finish([conversation])
+    responders.finish([conversation])
     assert conversation.rewards == {"Episode": 0.25}
 
 
-def test_an_environment_that_gives_text_for_a_reward_gets_0(players, caplog):
-    conversation, _ = play(players, "text")
-    players.finish([conversation])
-    assert conversation.rewards == {"Episode": 0.0} and "it returned a str, 'high', and not a number" in caplog.text
+def test_an_environment_that_gives_text_for_a_reward_gets_0(responders, caplog):
+    conversation, _ = play(responders, "text")
+    responders.finish([conversation])
+    assert conversation.rewards == {"Episode": 0.0} and "it returned a str, 'high'; a reward must be a number" in caplog.text
 
 
 def test_the_package_receives_no_pickles_from_other_processes():

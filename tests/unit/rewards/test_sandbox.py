@@ -156,7 +156,7 @@ def test_a_guarantee_that_cannot_be_given_is_refused_unless_best_effort_is_asked
 
 def test_a_machine_that_runs_nothing_is_named(monkeypatch):
     monkeypatch.setattr(sandbox, "_CHILD", "/no/such/file.py")
-    with pytest.raises(ValueError, match="no program runs here"):
+    with pytest.raises(ValueError, match="not even a harmless program runs"):
         missing_guarantees()
 
 

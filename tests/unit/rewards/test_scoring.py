@@ -262,7 +262,7 @@ def test_scorings_go_on_beside_each_other_and_each_counts_its_own(folder):
     with scorer(folder, "never", "raises", timeout=2.0) as s, s.begin() as slow, s.begin() as quick:
         slow.add(0, rollouts("hang"))
         quick.add(0, rollouts("a", "b", group=2))
-        assert values(quick.finish(), "never") == [1.0, 1.0] and slow in s._work._open
+        assert values(quick.finish(), "never") == [1.0, 1.0] and slow in s._queue._open
         assert values(slow.finish(), "never") == [0.0]
         counted = [[scoring.metrics()[f"rewards/{name}"] for name in ("never/timeouts", "raises/exceptions")] for scoring in (slow, quick)]
         assert counted == [[1.0, 1.0], [0.0, 2.0]]

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _GRACE = 5.0  # seconds after the deadline within which a worker must report an episode that missed it
 
 
-class Players:
+class Responders:
     """The scheduler, tools and environment of a configuration. Every method takes many conversations and runs them concurrently.
 
     The constructor loads them, and raises ValueError when one cannot be used. Call `close` at the end (or use `with`).
@@ -114,7 +114,7 @@ class Players:
         """Kill the workers and with them the episodes. Safe to call twice."""
         self._pool.close()
 
-    def __enter__(self) -> Players:
+    def __enter__(self) -> Responders:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -126,7 +126,7 @@ class Players:
         known = (*self._functions, *self._methods)
         if "error" in call or call["name"] in known:
             return call
-        return {"error": f"there is no tool {call['name']}; there are: {', '.join(known)}"}
+        return {"error": f"unknown tool {call['name']}; known: {', '.join(known)}"}
 
     def _tool_call(self, conversation: Conversation, call: dict[str, Any]) -> Call:
         if call["name"] in self._methods:
