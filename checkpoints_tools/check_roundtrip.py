@@ -1,12 +1,12 @@
-"""Prove that a model goes to Megatron's format and back without a changed byte, and write down what it consists of.
+"""Checks that converting a model to Megatron's format and back changes no byte, and writes a manifest of the model.
 
     python checkpoints_tools/check_roundtrip.py MODEL
     python launch/ranks.py 4 checkpoints_tools/check_roundtrip.py MODEL --tp 2 --ep 2 --manifest model.json --scratch /data
 
-Converts MODEL there and back in --scratch, which needs twice its size for the time being, and compares names, dtypes, shapes and bytes of
-all tensors, the files byte by byte, and the index. The manifest holds the sha256 of every tensor and file. Exit code 0 when all is equal
-but for tensors that the model has no place for, which are counted, 1 with the first differences when not, 2 when the model cannot be
-converted.
+Converts MODEL in both directions in --scratch, which temporarily needs twice the model's size. Compares names, dtypes, shapes and bytes of
+all tensors, the files byte by byte, and the index. The manifest holds the sha256 of every tensor and file. Exit code 0: everything is
+equal, except tensors that the architecture does not use, which are counted. Exit code 1: there are differences, and the first ones are
+printed. Exit code 2: the model cannot be converted.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from megagrpo.families.sources import INDEX, resolve_model
 from megagrpo.parallel.agree import on_first_rank
 from megagrpo.parallel.layout import Layout
 
-SHOWN = 5  # differences that are named
+SHOWN = 5  # limit of the differences that are printed
 
 
 def check(model: str, manifest: Path | None, scratch: Path, layout: Layout) -> bool:
-    """Whether MODEL comes back as it was; rank 0 writes the manifest and says what differs. Collective."""
+    """Return whether MODEL is unchanged after both conversions. Rank 0 writes the manifest and prints differences. Collective."""
     source = resolve_model(model)
     folder = on_first_rank(layout, lambda: Path(tempfile.mkdtemp(prefix="roundtrip_", dir=scratch)))
     try:
@@ -55,18 +55,18 @@ def _report(source: Path, back: Path, manifest: Path) -> bool:
     verdict = dict(model=str(source), identical=not changes and not left_out, left_out=left_out, differences=changes)
     manifest.write_text(json.dumps(verdict | before, indent=1))
     if left_out:
-        print(f"left out, because the model has no place for it: {counted(left_out)}")
+        print(f"dropped, because the architecture does not use it: {counted(left_out)}")
     for line in changes[:SHOWN]:
         print(line)
     total = sum(tensor["nbytes"] for tensor in before["tensors"].values())
-    back_again = f"{len(before['tensors']) - len(left_out)} of them " if left_out else ""
-    outcome = f"{len(changes)} differences" if changes else f"{back_again}back without a changed byte"
-    print(f"{len(before['tensors'])} tensors, {total / 1e9:.3f} GB, {len(before['files'])} files: {outcome}; manifest {manifest}")
+    converted = f"{len(before['tensors']) - len(left_out)} of them " if left_out else ""
+    outcome = f"{len(changes)} differences" if changes else f"{converted}unchanged after both conversions"
+    print(f"{len(before['tensors'])} tensors, {total / 1e9:.3f} GB, {len(before['files'])} files: {outcome}; manifest: {manifest}")
     return not changes
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What the safetensors and the index of a folder are: every tensor with dtype, shape, file and sha256, and the sha256 of every file."""
+    """Describe a folder's safetensors files and index: dtype, shape, file and sha256 of every tensor, and the sha256 of every file."""
     checkpoint = Checkpoint(folder)
     tensors = {}
     for name, file in checkpoint.where.items():
@@ -81,13 +81,17 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], left_out: list[str]) -> list[str]:
-    """One line for each tensor, then each file, that is not as it was; files are as they cannot be where a tensor is left out of them."""
+    """Return one line for each changed tensor, then one for each changed file. Files that lost a dropped tensor are not compared."""
     lines = []
     for name, was in before["tensors"].items():
         now = after["tensors"].get(name)
         if now is None and name not in left_out:
             lines.append(f"{name} ({was['file']}): missing")
-        lines += [f"{name} ({was['file']}): {key} was {was[key]}, is {now[key]}" for key in was if now is not None and now[key] != was[key]]
+        lines += [
+            f"{name} ({was['file']}): {key} changed from {was[key]} to {now[key]}"
+            for key in was
+            if now is not None and now[key] != was[key]
+        ]
     lines += [f"{name} ({now['file']}): new" for name, now in after["tensors"].items() if name not in before["tensors"]]
     changed = {before["tensors"][name]["file"] for name in left_out} | ({INDEX} if left_out else set())
     names = sorted((before["files"].keys() | after["files"].keys()) - changed)

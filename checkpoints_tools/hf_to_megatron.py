@@ -1,10 +1,10 @@
-"""Hugging Face weights -> a Megatron distributed checkpoint (weights only).
+"""Converts Hugging Face weights to a Megatron distributed checkpoint (weights only).
 
     python checkpoints_tools/hf_to_megatron.py MODEL OUT
     python launch/ranks.py 4 checkpoints_tools/hf_to_megatron.py MODEL OUT --tp 2 --pp 2
 
-The checkpoint reads back in any layout; more ranks only spread the work. Memory does not grow with the model. The same
-command goes on where a killed one stopped.
+The checkpoint loads in any layout; more ranks only share the work. Memory does not grow with the model. After an interruption, run the
+same command again to continue.
 """
 
 from __future__ import annotations

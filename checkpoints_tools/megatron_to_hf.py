@@ -1,11 +1,11 @@
-"""A Megatron distributed checkpoint -> a Hugging Face folder that transformers and vLLM load.
+"""Converts a Megatron distributed checkpoint to a Hugging Face folder that transformers and vLLM load.
 
     python checkpoints_tools/megatron_to_hf.py CHECKPOINT OUT --model MODEL
     python launch/ranks.py 2 checkpoints_tools/megatron_to_hf.py runs/grpo/checkpoints/step_000100 OUT --model MODEL --tp 2
 
-CHECKPOINT is what hf_to_megatron.py or a training run has written, in whatever layout. MODEL names the Hugging Face model that the
-weights started from: config and tokenizer are copied from it, and its files and dtypes are those of OUT. What these two have written
-carries all that and needs no MODEL. Memory does not grow with the model. The same command goes on where a killed one stopped.
+CHECKPOINT is the output of hf_to_megatron.py or of a training run, in any layout. MODEL names the Hugging Face model from which the
+weights started: OUT gets its config, tokenizer, file names and dtypes. Checkpoints of hf_to_megatron.py and of training runs contain this
+information, so they need no MODEL. Memory does not grow with the model. After an interruption, run the same command again to continue.
 """
 
 from __future__ import annotations

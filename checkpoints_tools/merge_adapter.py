@@ -1,10 +1,10 @@
-"""A model and an adapter -> a Hugging Face folder of the model with the adapter added to its weights.
+"""Merges an adapter into a model's weights and writes a Hugging Face folder.
 
     python checkpoints_tools/merge_adapter.py runs/grpo/checkpoints/step_000100/adapter OUT
     python launch/ranks.py 2 checkpoints_tools/merge_adapter.py ADAPTER OUT --model MODEL --tp 2
 
-ADAPTER is a folder that a run, or PEFT, has written; without --model the model that it names is taken. A, B and the sum are float32
-until the sum is rounded, once, to the dtype of the model's file.
+ADAPTER is an adapter folder of a run or of PEFT. Without --model it uses the base model that the adapter names. A, B and the sum are
+float32; only the sum is rounded, to the dtype in the model's file.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.policy.build import build_model, weights_dtype
 from megagrpo.policy.lora import adapters, attach_adapters
 
-ARGUMENT = "ADAPTER"  # of the command line, in errors
+ARGUMENT = "ADAPTER"  # name of the command-line argument in errors
 
 
 def merge(adapter: Path, out: Path, model: str | None, layout: Layout) -> None:
-    """Write `out`: safetensors, config and tokenizer. Collective."""
+    """Write the merged model to `out`: safetensors, config and tokenizer. Collective."""
     lora = read_lora(adapter, ARGUMENT)
     source = resolve_model(model, "--model") if model else resolve_model(base_of(adapter), f"{adapter / CONFIG} (or name one with --model)")
     hf_config = load_hf_config(source)
     chunks = build_model(hf_config, layout, dtype=weights_dtype(hf_config), init_weights=False, own_linears=True)
     attach_adapters(chunks, hf_config, lora, recompute="none")
     for added in adapters(chunks):
-        added.float()  # a file holds A and B in float32 beside a bfloat16 model: rounded here, the sum would be rounded twice
+        added.float()  # the file holds A and B in float32; in the model's bfloat16 they would be rounded before the sum is
     load_hf(chunks, hf_config, source, layout)
     load_adapter(chunks, hf_config, layout, adapter, lora, ARGUMENT)
     save_hf(chunks, hf_config, layout, out, source)
@@ -47,7 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapter", type=Path, help="folder with adapter_config.json and adapter_model.safetensors")
     parser.add_argument("out", type=Path, help="folder to create")
-    parser.add_argument("--model", help="Hugging Face folder, hub name, or package:NAME (default: what the adapter names)")
+    parser.add_argument("--model", help="Hugging Face folder, hub name, or package:NAME (default: the adapter's base model)")
     add_layout_arguments(parser)
     args = parser.parse_args()
     return run_in_layout(args, lambda layout: merge(args.adapter, args.out, args.model, layout))

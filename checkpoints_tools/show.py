@@ -1,10 +1,10 @@
-"""What a checkpoint holds: names, shapes, dtypes and sizes of its tensors, totals, and what it says of itself.
+"""Prints the content of a checkpoint: names, shapes, dtypes and sizes of its tensors, totals, and its metadata.
 
     python checkpoints_tools/show.py PATH
     python checkpoints_tools/show.py PATH --json
 
-PATH is a Hugging Face folder, a Megatron distributed checkpoint (of hf_to_megatron.py, of a training run or from elsewhere), or an adapter.
-No weights are read.
+PATH is a Hugging Face folder, a Megatron distributed checkpoint (of hf_to_megatron.py, a training run, or another program), or an adapter
+folder. No weights are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for them
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # set before torch is imported
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -34,12 +34,12 @@ from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.families.config import read_raw_config
 from megagrpo.records.checkpoint import STATE_FILE
 
-STATE = "optimizer."  # how keys of the optimizer's state start
+STATE = "optimizer."  # prefix of the keys of the optimizer's state
 
 
 @dataclass(frozen=True)
 class Row:
-    """A tensor: in `group` of those that belong together; `where` names its file, or in how many pieces it lies."""
+    """A tensor. `group` is weights, reference or optimizer; `where` is its file, or its number of pieces."""
 
     name: str
     shape: list[int]
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint."""
+    """The content of a checkpoint: its kind, metadata and tensors."""
 
     kind: str
     facts: dict[str, str]
@@ -59,7 +59,7 @@ class Contents:
 
 
 def contents(path: Path) -> Contents:
-    """What `path` holds. ValueError when it is no checkpoint or is damaged."""
+    """Read the content of the checkpoint at `path`. Raises ValueError when it is not a checkpoint, or is damaged."""
     if (path / CONFIG).is_file():
         return _of_adapter(path)
     if (path / "metadata.json").is_file():
@@ -112,7 +112,7 @@ def _facts_of_model(folder: Path) -> dict[str, str]:
 
 
 def totals(rows: list[Row]) -> dict[str, tuple[int, int, int]]:
-    """Tensors, numbers and bytes of each group and dtype."""
+    """Return the number of tensors, numbers and bytes for each group and dtype, and for all."""
     sums: dict[str, tuple[int, int, int]] = defaultdict(lambda: (0, 0, 0))
     for row in rows:
         for label in (f"{row.group}, {row.dtype}", "all"):
@@ -122,7 +122,7 @@ def totals(rows: list[Row]) -> dict[str, tuple[int, int, int]]:
 
 
 def show(path: Path, checkpoint: Contents) -> None:
-    """Print it for people."""
+    """Print the content as text."""
     print(f"{path}: {checkpoint.kind}")
     for key, value in checkpoint.facts.items():
         print(f"  {key:20} {value}")
@@ -136,7 +136,7 @@ def show(path: Path, checkpoint: Contents) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
-    parser.add_argument("--json", action="store_true", help="all of it as JSON")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_args()
     try:
         checkpoint = contents(args.path)

@@ -93,7 +93,7 @@ def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
     """
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
-            raise ValueError(f"{key}: {folder} holds no {file}; name a folder that PEFT or a checkpoint of a run has written")
+            raise ValueError(f"{key}: {folder} has no {file}; name an adapter folder of PEFT or of a run's checkpoint")
     verify_inside(folder)
     saved = json.loads((folder / CONFIG).read_text())
     if saved.get("peft_type") != "LORA" or (odd := [name for name, plain in PLAIN.items() if saved.get(name, plain) not in (plain, None)]):

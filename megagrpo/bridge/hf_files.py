@@ -105,7 +105,7 @@ def files_for(shapes: Mapping[str, tuple[int, ...]], folder: Path, hf_config: Hf
     """Return the files for tensors of these `shapes`, and tensor -> original for tensors that are copies.
 
     The model in `folder` determines the files, if known. Its tensors without an entry in `shapes`, such as layers for speculative decoding,
-    are dropped. A tied head with a tensor of its own is a copy. Raises ValueError when the files lack a tensor or have another shape.
+    are dropped. A tied head with a separate tensor is a copy. Raises ValueError when the files lack a tensor or have another shape.
     """
     source = files_of(folder)
     if source is None:

@@ -22,7 +22,7 @@ from megagrpo.process.terminal import warn
 from megagrpo.transfer.plan import layer_of
 
 INV_FREQ = "rotary_emb.inv_freq"
-_OTHER = "config.json and the weights are of different models, or not whole: download the folder again"
+_OTHER = "config.json and the weights belong to different models, or are incomplete; download the folder again"
 
 
 @torch.no_grad()
@@ -65,13 +65,13 @@ class Checkpoint:
         self._check_index()
 
     def _check_index(self) -> None:
-        fix = f"download the folder again; {INDEX} and the files are not of the same model"
+        fix = f"{INDEX} and the files belong to different models; download the folder again"
         for name, file in self.where.items():
             if name not in self.files[file].entries:
-                raise ValueError(f"model: {self.folder / INDEX} says that {name} is in {file}, which does not hold it; {fix}")
+                raise ValueError(f"model: {self.folder / INDEX} names {file} for {name}, but the file lacks it; {fix}")
         for file, opened in self.files.items():
             if extra := [name for name in opened.entries if self.where.get(name) != file]:
-                raise ValueError(f"model: {self.folder / file} holds {_list(extra)}, which {INDEX} does not name there; {fix}")
+                raise ValueError(f"model: {self.folder / file} holds {_list(extra)}, which {INDEX} does not list for this file; {fix}")
 
     def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
         """Raises ValueError when the tensor of a block in `wanted` is missing, quantized or of another shape.
@@ -98,10 +98,10 @@ class Checkpoint:
             fix = "its embeddings may be tied: set tie_word_embeddings in config.json" if missing == [HEAD_TENSOR] else _OTHER
             raise ValueError(f"model: {self.folder} lacks {_list(missing)}; {fix}")
         if unused:
-            raise ValueError(f"model: {self.folder} holds {_list(unused)}, which this architecture has no place for; {_OTHER}")
+            raise ValueError(f"model: {self.folder} holds {_list(unused)}, which this architecture does not use; {_OTHER}")
 
     def left_out(self, hf_config: HfConfig) -> list[str]:
-        """Return the tensors that are dropped: those that this family does not train, and rotary frequencies, which config.json
+        """Return the tensors that are dropped: tensors that this family does not train, and rotary frequencies, which config.json
         determines."""
         patterns = (*FAMILIES[hf_config.family].dropped(hf_config), rf".*{re.escape(INV_FREQ)}")
         others = sorted(set(self.where) - tensor_names(hf_config))
@@ -128,7 +128,7 @@ class Checkpoint:
         entry, file = self.entry(block.name), self.folder / self.where[block.name]
         if entry.shape != block.shape:
             raise ValueError(
-                f"model: {block.name} in {file} has shape {entry.shape}; config.json implies {block.shape}: they are of different models"
+                f"model: {block.name} in {file} has shape {entry.shape}; config.json implies {block.shape}; they belong to different models"
             )
         if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
             raise ValueError(f"model: {block.name} in {file} is {entry.dtype}, quantized; use the original weights")

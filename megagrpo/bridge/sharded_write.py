@@ -86,7 +86,7 @@ def _failures_as_os_errors() -> Iterator[None]:
         yield
     except CheckpointException as error:  # CheckpointException is not a subclass of Exception
         who = ", ".join(f"rank {rank}" for rank in error.failures) or "a rank"
-        raise OSError(f"{who} could not write its part (the log says more)") from error
+        raise OSError(f"{who} could not write its part (see the log)") from error
 
 
 def _to_host(lists: list[list[tuple[Any, torch.Tensor]]], copy: bool) -> None:

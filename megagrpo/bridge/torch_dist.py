@@ -241,7 +241,7 @@ class StoredTensors:
 
     def _corrupt(self, key: str, info: _StorageInfo, why: str = "") -> str:
         path = self.folder / info.relative_path
-        return f"{path} is corrupt at byte {info.offset}, where {key} lies{why}; copy the checkpoint again"
+        return f"{path} is corrupt at byte {info.offset}, in {key}{why}; copy the checkpoint again"
 
     def _map(self, name: str) -> mmap.mmap:
         if name in self._files:

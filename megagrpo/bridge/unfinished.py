@@ -101,4 +101,4 @@ def check_space(folder: Path, needed: int) -> None:
     """Raises OSError when the disk of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise OSError(f"too little disk: {needed / 1e9:.2f} GB more are needed for {folder}, {free / 1e9:.2f} GB are free")
+        raise OSError(f"not enough disk space for {folder}: {needed / 1e9:.2f} GB more needed, {free / 1e9:.2f} GB free")

@@ -1,1 +1,1 @@
-"""Prompts from data sets, tokenizers, and the packing of samples into micro-batches."""
+"""This room turns data sets into prompts, text into tokens, and samples into packed micro-batches."""

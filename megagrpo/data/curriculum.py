@@ -1,4 +1,4 @@
-"""Which prompts rest: those that the policy lately got almost always right, or almost never."""
+"""Chooses the prompts that rest: prompts that the policy recently passed almost always, or almost never."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from megagrpo.config import DataSection
 
 
 class Curriculum:
-    """The pass rates of a data set's prompts, and the prompts that rest because of them.
+    """Keeps the pass rates of a data set's prompts, and derives the prompts that rest.
 
-    A prompt whose last pass rate lies outside [`curriculum_low`, `curriculum_high`] is left out for `curriculum_rest` epochs and then tried
-    again, so that those inside are drawn more often. A prompt without a pass rate is drawn. Nothing is random: the same history rests the
-    same prompts. With `data.curriculum: off` there is none.
+    A prompt whose last pass rate lies outside [`curriculum_low`, `curriculum_high`] rests for `curriculum_rest` epochs and is then drawn
+    again, so prompts inside the interval are drawn more often. A prompt without a pass rate does not rest. Nothing is random: the same
+    history gives the same resting prompts. With `data.curriculum: off` no prompt rests.
     """
 
     def __init__(self, section: DataSection):
         self._section = section
-        self._history: dict[int, tuple[float, int]] = {}  # prompt_id -> (pass rate when it was last drawn, epoch of that)
+        self._history: dict[int, tuple[float, int]] = {}  # prompt_id -> (last pass rate, epoch of that draw)
 
     @property
     def history(self) -> list[tuple[int, float, int]]:
-        """The whole state: (prompt_id, pass rate when it was last drawn, epoch of that) of each prompt that has one."""
+        """The whole state: (prompt_id, last pass rate, epoch of that draw) for each prompt with a pass rate."""
         return [(prompt_id, rate, epoch) for prompt_id, (rate, epoch) in self._history.items()]
 
     @history.setter
@@ -29,7 +29,7 @@ class Curriculum:
         self._history = {int(prompt_id): (rate, int(epoch)) for prompt_id, rate, epoch in value}
 
     def rests(self, prompt_id: int, epoch: int) -> bool:
-        """Whether the prompt is left out of this epoch."""
+        """Whether the prompt rests in this epoch."""
         if prompt_id not in self._history:
             return False
         rate, drawn = self._history[prompt_id]
@@ -37,12 +37,12 @@ class Curriculum:
         return not inside and epoch - drawn <= self._section.curriculum_rest
 
     def learn(self, pass_rates: Mapping[int, float], epochs: Mapping[int, int]) -> None:
-        """Take in the pass rates of prompts, by prompt_id, and the epochs in which they were drawn."""
+        """Store the pass rates of drawn prompts and the epochs in which they were drawn, both by prompt_id."""
         if self._section.curriculum == "pass_rate":
             self._history |= {prompt_id: (rate, epochs[prompt_id]) for prompt_id, rate in pass_rates.items()}
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """How many prompts rest in this epoch, and the mean of the last pass rates; nothing before there is any."""
+        """Return the number of prompts that rest in this epoch and the mean of the last pass rates; empty without any pass rate."""
         if not self._history:
             return {}
         resting = sum(self.rests(prompt_id, epoch) for prompt_id in self._history)

@@ -1,4 +1,4 @@
-"""Rows of a data set as prompts, in an order that a single integer resumes."""
+"""Draws prompts from a data set in an order that one integer, the cursor, resumes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
 from megagrpo.types import Prompt
 
 log = logging.getLogger(__name__)
-_EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i: near seeds share almost all rows
+_EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i, so nearby seeds share almost all rows
 _PASSED_BY_SCORER = {
     *("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reason", "is_truncated"),
     *("max_completion_length", "trainer_state"),
@@ -25,15 +25,16 @@ _PASSED_BY_SCORER = {
 class PromptSource:
     """An endless stream of prompts from one data set, the same on every rank.
 
-    `next(n)` draws. `cursor`, the number of prompts drawn or passed over since the start, and the history of `curriculum` are the whole
-    state: set them to resume. Every epoch gives each prompt once, in the order of blake2b("seed/epoch/prompt_id") when `data.shuffle`, else
-    in the data set's. So the order depends on nothing but the seed and the epoch, and dropping a prompt does not move the others. A prompt
-    that the curriculum rests is passed over.
+    `next(n)` draws prompts. The whole state is `cursor`, the number of positions drawn or skipped since the start, and the history of
+    `curriculum`: set both to resume. Every epoch contains each prompt once, in the order of blake2b("seed/epoch/prompt_id") with
+    `data.shuffle`, else in the order of the data set. So the order depends only on the seed and the epoch, and dropping a prompt does not
+    move the others. Prompts that rest are skipped.
 
-    `section` is `data.train` or held out; `key` is its place in the config. reasoning-gym draws held-out prompts from a seed of their
-    own. Every prompt is tokenized once here to learn its length: `num_overlong` counts those above `max_prompt_length` tokens, dropped or
-    cut as `data.overlong_prompts` says. `tools` are the JSON schemas that the chat template shows. ValueError for a source that cannot be
-    used: missing, empty, without its prompt column, with nothing but overlong prompts."""
+    `section` is `data.train` or a held-out set; `key` is its config key. Held-out prompts of reasoning-gym use a different seed. The
+    constructor tokenizes every prompt to get its length. `num_overlong` counts prompts longer than `max_prompt_length` tokens, which are
+    dropped or truncated (`data.overlong_prompts`). `tools` are the JSON schemas that the chat template shows.
+
+    Raises ValueError for a source that is missing or empty, lacks the prompt column, or has only overlong prompts."""
 
     def __init__(
         self,
@@ -53,26 +54,26 @@ class PromptSource:
         self._rows = load_rows(section, self._key, rows_seed, data.prompt_column)
         self._check_columns(list(self._rows[0]))
         self.num_overlong = 0
-        self._kept = self._usable_rows()
-        self._orders: dict[int, list[int]] = {}  # of the epochs at hand
+        self._usable = self._usable_rows()
+        self._orders: dict[int, list[int]] = {}  # epoch -> rows in order, for the last epochs in use
         self._peeked: dict[int, Prompt] = {}  # by position, from the cursor on
         self.curriculum = Curriculum(data)
-        self._drawn_in: dict[int, int] = {}  # epochs of the prompts that were drawn since `learn`
+        self._drawn_in: dict[int, int] = {}  # prompt_id -> epoch, for prompts drawn since the last `learn`
         self.cursor = 0
 
     def __len__(self) -> int:
-        """Prompts in one epoch."""
-        return len(self._kept)
+        """Number of prompts in one epoch."""
+        return len(self._usable)
 
     @property
     def cursor(self) -> int:
-        """Prompts drawn or passed over since the start, over all epochs."""
+        """Number of positions drawn or skipped since the start, over all epochs."""
         return self._cursor
 
     @cursor.setter
     def cursor(self, value: int) -> None:
         if value < 0:
-            raise ValueError(f"the prompt cursor {value} is negative")
+            raise ValueError(f"prompt cursor {value} is negative; it counts drawn prompts")
         self._cursor = value
 
     @property
@@ -81,9 +82,9 @@ class PromptSource:
         return list(self._columns(self._rows[0]))
 
     def next(self, n: int) -> list[Prompt]:
-        """The next `n` prompts; a new epoch begins wherever the last one ends. `prompt_id` is the row in the data set."""
+        """Draw the next `n` prompts; they may span two epochs. `prompt_id` is the row in the data set."""
         drawn: list[Prompt] = []
-        for position, row, epoch in islice(self._coming(), n):
+        for position, row, epoch in islice(self._upcoming(), n):
             self._cursor = position + 1
             self._drawn_in[row] = epoch
             drawn.append(self._peeked.pop(position) if position in self._peeked else self._prompt(row, position))
@@ -91,31 +92,31 @@ class PromptSource:
         return drawn
 
     def peek(self, n: int) -> list[Prompt]:
-        """The prompts that `next(n)` would give; draws none. The curriculum may learn to pass some of them over until they are drawn."""
-        coming = list(islice(self._coming(), n))
-        self._peeked |= {position: self._prompt(row, position) for position, row, _ in coming if position not in self._peeked}
-        return [self._peeked[position] for position, _, _ in coming]
+        """Return the prompts that `next(n)` would draw now, without drawing them. A later `learn` may let some of them rest."""
+        upcoming = list(islice(self._upcoming(), n))
+        self._peeked |= {position: self._prompt(row, position) for position, row, _ in upcoming if position not in self._peeked}
+        return [self._peeked[position] for position, _, _ in upcoming]
 
     def learn(self, pass_rates: Mapping[int, float]) -> dict[str, float]:
-        """Tell the curriculum what the policy made of the prompts that were drawn since the last call; its metrics."""
+        """Give the curriculum the pass rates of the prompts drawn since the last call. Returns the curriculum's metrics."""
         self.curriculum.learn(pass_rates, self._drawn_in)
         self._drawn_in = {}
         return self.curriculum.metrics(self._cursor // len(self))
 
     def all(self) -> list[Prompt]:
-        """Every prompt once, in the order of the data set; leaves the cursor alone."""
-        return [self._prompt(row) for row in self._kept]
+        """Return every prompt once, in the order of the data set. The cursor does not move."""
+        return [self._prompt(row) for row in self._usable]
 
-    def _coming(self) -> Iterator[tuple[int, int, int]]:
-        """Position in the endless stream, row and epoch of the prompts from the cursor on, less those at rest. Every rest ends, so it goes
-        on."""
+    def _upcoming(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (position in the stream, row, epoch) of the prompts from the cursor on that do not rest. Endless, because every rest
+        ends."""
         for position in count(self._cursor):
             row, epoch = self._row_at(position)
             if not self.curriculum.rests(row, epoch):
                 yield position, row, epoch
 
     def _row_at(self, position: int) -> tuple[int, int]:
-        """The row at that position of the endless stream, and its epoch."""
+        """Return the row at a position of the stream, and its epoch."""
         epoch, number = divmod(position, len(self))
         if epoch not in self._orders:
             self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1} | {epoch: self._epoch_order(epoch)}
@@ -123,8 +124,8 @@ class PromptSource:
 
     def _epoch_order(self, epoch: int) -> list[int]:
         if not self._data.shuffle:
-            return self._kept
-        return sorted(self._kept, key=lambda row: blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=16).digest())
+            return self._usable
+        return sorted(self._usable, key=lambda row: blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=16).digest())
 
     def _check_columns(self, present: list[str]) -> None:
         wanted = [("data.prompt_column", self._data.prompt_column)]
@@ -139,23 +140,24 @@ class PromptSource:
             raise ValueError("\n".join(problems))
 
     def _usable_rows(self) -> list[int]:
-        """Rows whose prompt is of a usable length. Counts the overlong ones."""
+        """Return the rows whose prompts are used, and count overlong prompts."""
         lengths = [len(self._token_ids(row)) for row in range(len(self._rows))]
         overlong = [row for row, length in enumerate(lengths) if length > self._max_prompt_length]
         self.num_overlong = len(overlong)
         if not overlong:
             return list(range(len(lengths)))
         overlong_text = (
-            f"{len(overlong)} of {len(lengths)} prompts are above rollout.max_prompt_length {self._max_prompt_length} "
-            f"(the longest has {max(lengths)} tokens, the first is row {overlong[0]})"
+            f"{len(overlong)} of {len(lengths)} prompts are longer than rollout.max_prompt_length {self._max_prompt_length} "
+            f"(longest: {max(lengths)} tokens, first: row {overlong[0]})"
         )
         if self._data.overlong_prompts == "error":
             raise ValueError(f"{self._key}: {overlong_text}; raise the limit, or set data.overlong_prompts to drop or truncate_left")
-        log.warning("%s: %s: %s", self._key, overlong_text, "dropped" if self._data.overlong_prompts == "drop" else "cut on the left")
+        action = "dropped" if self._data.overlong_prompts == "drop" else "truncated on the left"
+        log.warning("%s: %s; %s (data.overlong_prompts)", self._key, overlong_text, action)
         if self._data.overlong_prompts == "truncate_left":
             return list(range(len(lengths)))
         if len(overlong) == len(lengths):
-            raise ValueError(f"{self._key}: all are dropped: {overlong_text}; raise the limit")
+            raise ValueError(f"{self._key}: all prompts are dropped: {overlong_text}; raise the limit")
         return [row for row, length in enumerate(lengths) if length <= self._max_prompt_length]
 
     def _prompt(self, row: int, position: int | None = None) -> Prompt:
@@ -174,25 +176,25 @@ class PromptSource:
         value = self._rows[row][column]
         prompt = _messages(value)
         if not prompt:
-            raise ValueError(f"{self._key}: row {row}: column `{column}` must hold a string or chat messages, not {value!r:.200}")
+            raise ValueError(f"{self._key}: row {row}: column `{column}` must be a string or chat messages (got {value!r:.200})")
         return prompt
 
     def _token_ids(self, row: int) -> tuple[int, ...]:
         prompt = self._question(row)
         token_ids = self._tokenizer.render(prompt, self._data.system_prompt, self._template, self._tools)
         if not token_ids:
-            raise ValueError(f"{self._key}: row {row}: the prompt has no tokens: {prompt!r}")
+            raise ValueError(f"{self._key}: row {row}: the prompt has no tokens: {prompt!r}; remove the row")
         return token_ids
 
 
 def hash_answer(text: Any) -> str | None:
-    """What stands between the first `####` of a GSM8K answer and the next, stripped; None for a text without."""
+    """Return the text after the first `####` of a GSM8K answer, up to the next `####` if any, stripped; None without `####`."""
     pieces = str(text).split("####")
     return pieces[1].strip() if len(pieces) > 1 else None
 
 
 def _messages(prompt: Any) -> Messages | None:
-    """A prompt as it is stored, without the None that Arrow puts for a message's absent keys; None for what is no prompt."""
+    """Return a stored prompt without the None values that Arrow adds for absent keys of messages; None for an invalid prompt."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and all(isinstance(m, dict) and m.get("role") and m.get("content") is not None for m in prompt):

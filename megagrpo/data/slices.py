@@ -1,4 +1,4 @@
-"""Which samples each optimizer step of an iteration trains on."""
+"""Assigns samples to the optimizer steps of an iteration."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megagrpo.types import TrainSample
 
 
 def slices(samples: Sequence[TrainSample], count: int, seed: int) -> list[list[TrainSample]]:
-    """`count` parts of the samples, each sample in one of them: shuffled by `seed` and cut into lengths that differ by one at most, as TRL
-    cuts the rows of a generation batch. Within a part samples keep their order, so that those with one prompt stay neighbours. There
-    are fewer parts when there are fewer samples."""
+    """Split the samples into `count` parts. They are shuffled by `seed` and cut into lengths that differ by at most one, like TRL's
+    generation batches. Within a part samples keep their order, so samples of one prompt stay adjacent. Fewer samples than `count` give
+    fewer parts."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(samples), generator=generator).tolist()
     borders = [len(samples) * i // count for i in range(count + 1)]

@@ -1,4 +1,4 @@
-"""Where prompts come from: files, folders, the hub, and reasoning-gym, each as a sequence of rows (dicts)."""
+"""Reads data sets from files, folders, the hub and reasoning-gym as sequences of rows (dicts)."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ import datasets
 
 from megagrpo.config import DatasetSection
 
-datasets.disable_progress_bars()  # they say how a file of some rows is copied into the cache, once per rank
+datasets.disable_progress_bars()  # every rank would print one for copying a small file into the cache
 
 GYM_PREFIX = "reasoning_gym:"
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def load_rows(section: DatasetSection, key: str, seed: int, prompt_column: str) -> Sequence[dict[str, Any]]:
-    """The rows of a data set, `section.size` of them at most. `key` is the section's place in the config, for messages.
+    """Return the rows of a data set, at most `section.size`. `key` is the section's config key, for messages.
 
-    Rows of reasoning-gym hold `question`, `answer`, `metadata` and the question again as `prompt_column`; `seed` generates them unless
-    `options` has one.
-    ValueError for a source that does not exist, cannot be read or has no rows."""
+    Rows of reasoning-gym have `question`, `answer`, `metadata`, and the question again in `prompt_column`. They are generated from `seed`
+    unless `options` contains a seed. Raises ValueError for a source that does not exist, cannot be read or has no rows.
+    """
     if section.source.startswith(GYM_PREFIX):
         rows: Sequence[dict[str, Any]] = _generate(section, key, seed, prompt_column)
     else:
         if section.options:
-            raise ValueError(f"{key}.options: only {GYM_PREFIX}FAMILY takes options; remove {', '.join(section.options)}")
+            raise ValueError(f"{key}.options: only {GYM_PREFIX}FAMILY has options; remove {', '.join(section.options)}")
         rows = _read(section, key)
     if len(rows) == 0:
-        raise ValueError(f"{key}.source: {section.source} (split {section.split}) has no rows")
+        raise ValueError(f"{key}.source: {section.source} (split {section.split}) has no rows; name another source or split")
     return rows
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean `x`?` for the nearest known word, or an empty string."""
+    """Return `; did you mean `x`?` with the nearest known word, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean `{near[0]}`?" if near else ""
 
@@ -59,14 +59,14 @@ def _read(section: DatasetSection, key: str) -> datasets.Dataset:
             data = _split_saved(datasets.load_from_disk(str(path)), section.split)
         else:
             data = datasets.load_dataset(str(path), section.subset, split=section.split)
-    except Exception as error:  # what the library raises has no common base: pyarrow, hub, file system and ValueErrors
-        where = f"{path}" if path else f"{section.source} is no file or folder here, and as a hub data set it"
+    except Exception as error:  # pyarrow, the hub and file systems raise errors without a common base class
+        where = f"{path}" if path else f"{section.source} is not a local file or folder, and as a hub data set it"
         raise ValueError(f"{key}.source: {where} cannot be loaded: {type(error).__name__}: {error}") from error
     return data if section.size is None else data.select(range(min(section.size, len(data))))
 
 
 def _check_utf8(path: Path, key: str) -> None:
-    """ValueError for a text file that is not in UTF-8; the library says so without the file, and only when a row is read."""
+    """Raise ValueError for a text file that is not UTF-8. The library's error would come later and not name the file."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with path.open("rb") as file:
@@ -74,18 +74,19 @@ def _check_utf8(path: Path, key: str) -> None:
                 decoder.decode(chunk)
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{key}.source: {path} is not text in UTF-8 ({error.reason}); save it in UTF-8") from None
+        raise ValueError(f"{key}.source: {path} is not UTF-8 text ({error.reason}); save it in UTF-8") from None
 
 
 def _find(source: str, key: str) -> Path | None:
-    """The file or folder of that name; None when the name can only be a hub data set. ValueError for a path that does not exist."""
+    """Return the path of a file or folder; None if the name can only be a hub data set. Raises ValueError for a path that does not
+    exist."""
     path = Path(os.path.expanduser(source))
     if path.is_dir() or (path.is_file() and path.suffix in _FORMATS):
         return path.resolve()
     if path.is_file():
-        raise ValueError(f"{key}.source: {path} must end in one of {', '.join(_FORMATS)}")
+        raise ValueError(f"{key}.source: {path} must end in one of {', '.join(_FORMATS)}; convert or rename the file")
     if path.suffix in _FORMATS or path.is_absolute() or source.startswith(".") or source.count("/") > 1:
-        raise ValueError(f"{key}.source: no file or folder {path.absolute()}")
+        raise ValueError(f"{key}.source: no file or folder {path.absolute()}; correct the path")
     return None
 
 
@@ -95,7 +96,8 @@ def _split_name(split: str) -> str:
 
 
 def _split_saved(data: datasets.Dataset | datasets.DatasetDict, split: str) -> datasets.Dataset:
-    """A split, or a slice such as `train[:100]`, of what `save_to_disk` wrote. A single saved Dataset answers to any name."""
+    """Return a split, or a slice such as `train[:100]`, of a data set from `save_to_disk`. A saved single Dataset accepts any split
+    name."""
     name = _split_name(split)
     if isinstance(data, datasets.DatasetDict):
         if name not in data:
@@ -108,8 +110,8 @@ def _split_saved(data: datasets.Dataset | datasets.DatasetDict, split: str) -> d
 def _generate(section: DatasetSection, key: str, seed: int, prompt_column: str) -> list[dict[str, Any]]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, which reasoning-gym imports
-            from reasoning_gym.factory import DATASETS, create_dataset  # takes seconds: only for those who use it
+            warnings.simplefilter("ignore", SyntaxWarning)  # raised in cellpylib, which reasoning-gym imports
+            from reasoning_gym.factory import DATASETS, create_dataset  # imported late, because it takes seconds
     except ImportError as error:
         raise ValueError(f"{key}.source: {section.source} needs the package reasoning-gym; install the extra `data`: {error}") from error
 
@@ -125,5 +127,5 @@ def _generate(section: DatasetSection, key: str, seed: int, prompt_column: str) 
     try:
         entries = list(create_dataset(family, **{"seed": seed, **section.options, **size}))
     except (AssertionError, ValueError, TypeError) as error:
-        raise ValueError(f"{key}.options: `{family}` refuses {section.options}: {error}") from error
+        raise ValueError(f"{key}.options: reasoning-gym's `{family}` rejects {section.options}: {error}; correct the options") from error
     return [{**entry, prompt_column: entry["question"]} for entry in entries]

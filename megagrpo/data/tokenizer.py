@@ -1,4 +1,4 @@
-"""Text to token ids and back: Hugging Face tokenizers and bare SentencePiece models behind one class, chat templates included."""
+"""Converts text and chat messages to token ids and back, with Hugging Face tokenizers or bare SentencePiece models."""
 
 from __future__ import annotations
 
@@ -15,48 +15,50 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from transformers.utils.chat_template_utils import render_jinja_template
 
 Messages = str | list[dict[str, Any]]
-Ending = Literal["generate", "continue", "closed"]  # the assistant's turn is opened, the last message left open, or nothing of both
-PLAIN_TEXT = "none"  # the chat template that feeds a string prompt as it is
+# End of a rendered conversation: an opened assistant turn, the last message without its end, or the last message with its end.
+Ending = Literal["generate", "continue", "closed"]
+PLAIN_TEXT = "none"  # the value of data.chat_template for plain-text prompts
 
 
 def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> Tokenizer:
-    """The tokenizer in a Hugging Face folder, under a hub name, or in a bare SentencePiece `.model` file (Llama 2, Mistral, Gemma).
+    """Load the tokenizer from a Hugging Face folder, a hub name, or a bare SentencePiece `.model` file (Llama 2, Mistral, Gemma).
 
-    `model_path` is where generation_config.json lies when not beside the tokenizer. ValueError when there is no tokenizer at `path`."""
+    `model_path` is the folder of generation_config.json, if not the tokenizer's. Raises ValueError when `path` has no tokenizer."""
     if str(path).endswith(".model"):
         if not Path(path).is_file():
-            raise ValueError(f"model.tokenizer: no SentencePiece file {Path(path).absolute()}")
+            raise ValueError(f"model.tokenizer: no SentencePiece file {Path(path).absolute()}; correct the path")
         return SentencePieceTokenizer(path, _generation_eos(model_path or Path(path).parent))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
-    except Exception as error:  # a damaged file raises what the tokenizers library has, which is a bare Exception
-        raise ValueError(f"model.tokenizer: {path} is no tokenizer folder and no hub name that can be loaded: {error}") from error
+    except Exception as error:  # for a damaged file the tokenizers library raises a bare Exception
+        raise ValueError(f"model.tokenizer: {path} is neither a tokenizer's folder nor a hub name that can be loaded: {error}") from error
     return HuggingFaceTokenizer(tokenizer, _generation_eos(model_path or path))
 
 
 def read_chat_template(chat_template: str | None) -> str | None:
-    """`data.chat_template` as text: a file by its content; Jinja, None and `none` as they are.
-
-    ValueError for what is neither."""
+    """Return the text of `data.chat_template`: a file's content; Jinja text, None and `none` unchanged. Raises ValueError for any other
+    value."""
     if chat_template is None or chat_template == PLAIN_TEXT or "{{" in chat_template or "{%" in chat_template:
         return chat_template
     if os.path.isfile(chat_template):
         try:
             return Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"data.chat_template: {chat_template} cannot be read as text in UTF-8: {error}; save it so") from error
-    raise ValueError(f"data.chat_template: {chat_template!r} is no file, no Jinja text (it has no {{{{ and no {{%) and not `{PLAIN_TEXT}`")
+            raise ValueError(f"data.chat_template: {chat_template} is not UTF-8 text: {error}; save it in UTF-8") from error
+    raise ValueError(f"data.chat_template: {chat_template!r} must be a file, Jinja text (with {{{{ or {{%), or `{PLAIN_TEXT}`")
 
 
 def _beginning(text: str) -> str:
-    """The first characters of a text on one line, for a message."""
+    """Return the first characters of a text, on one line, for a message."""
     line = " ".join(text.split())
     return line if len(line) <= 60 else f"{line[:60]}..."
 
 
 class Tokenizer(ABC):
-    """`eos_token_ids`: every id that ends a response, those of the tokenizer and of generation_config.json, sorted.
-    `chat_template`: the Jinja text that came with the tokenizer, or None."""
+    """The interface of tokenizers.
+
+    `eos_token_ids` are all ids that end a response, from the tokenizer and generation_config.json, sorted. `chat_template` is the
+    tokenizer's Jinja template, or None."""
 
     def __init__(self, eos_token_ids: Iterable[int], chat_template: str | None):
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
@@ -68,23 +70,24 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def pieces(self) -> list[str]:
-        """The token of each id, as the tokenizer writes it."""
+        """Return the token of each id, in the tokenizer's notation."""
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`, control tokens such as <s> recognised. `add_special_tokens` adds what the model expects: BOS."""
+        """Return the token ids of `text`, in which control tokens such as <s> are recognized. `add_special_tokens` adds BOS if the model
+        expects it."""
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens left out."""
+        """Return the text of the ids, without special tokens."""
 
     @abstractmethod
     def token_text(self, token_id: int) -> str:
-        """How a special token is written in a text: "</s>"."""
+        """Return the text of a special token, such as "</s>"."""
 
     @abstractmethod
     def apply_template(self, messages: list[dict[str, Any]], template: str, ending: Ending, tools: Sequence[dict[str, Any]] = ()) -> str:
-        """Chat messages as text; `tools` are JSON schemas that the template may show to the policy."""
+        """Render chat messages as text; `tools` are JSON schemas that the template may show to the policy."""
 
     def render(
         self,
@@ -93,22 +96,21 @@ class Tokenizer(ABC):
         chat_template: str | None = None,
         tools: Sequence[dict[str, Any]] = (),
     ) -> tuple[int, ...]:
-        """Token ids of a prompt, ready for the engine to continue.
+        """Return the token ids of a prompt, which the engine continues.
 
-        A string prompt becomes a user message, after `system_prompt` if there is one; messages are taken as they are, and a last message
-        of the assistant is continued. `chat_template` (Jinja text) replaces the tokenizer's own. String prompts are plain text, BOS
-        included, when `chat_template` is `none` or there is no template at all. Templates may add a system message of their own, and
-        show `tools` (JSON schemas).
-        ValueError where a template is needed and there is none."""
+        A string prompt becomes a user message, after the `system_prompt` if any. A list of messages is rendered unchanged; if its last
+        message is the assistant's, the engine continues that message. `chat_template` (Jinja text) replaces the tokenizer's template. With
+        `chat_template` `none`, or without any template, a string prompt is plain text with BOS. Templates may add a system message, and
+        show `tools` (JSON schemas). Raises ValueError when a template is needed but missing."""
         template = self.chat_template if chat_template is None else chat_template
         if template is None or template == PLAIN_TEXT:
             return tuple(self._plain(prompt, system_prompt))
         messages = as_messages(prompt, system_prompt)
         text = self._rendered(messages, template, tools)
-        return tuple(self.encode(text, add_special_tokens=False))  # the template writes BOS where the model wants it
+        return tuple(self.encode(text, add_special_tokens=False))  # the template writes BOS if the model expects it
 
     def _rendered(self, messages: list[dict[str, Any]], template: str, tools: Sequence[dict[str, Any]]) -> str:
-        """The messages as text. ValueError with the template's own error: a template is a program, whose errors are of any kind."""
+        """Return the rendered messages. Raises ValueError with the template's error, which can be of any type."""
         try:
             ending: Ending = "continue" if messages[-1]["role"] == "assistant" else "generate"
             return self.apply_template(messages, template, ending, tools)
@@ -122,12 +124,12 @@ class Tokenizer(ABC):
     def _plain(self, prompt: Messages, system_prompt: str | None) -> list[int]:
         if isinstance(prompt, str) and system_prompt is None:
             return self.encode(prompt, add_special_tokens=True)
-        what = "data.system_prompt needs" if isinstance(prompt, str) else "prompts that are lists of messages need"
-        raise ValueError(f"data.chat_template: {what} a chat template and the tokenizer has none to use; give Jinja text or a file")
+        what = "data.system_prompt needs" if isinstance(prompt, str) else "prompts with chat messages need"
+        raise ValueError(f"data.chat_template: {what} a chat template, but the tokenizer has none; set Jinja text or a file")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Any tokenizer of transformers."""
+    """Wraps a tokenizer of transformers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, more_eos: Iterable[int] = ()):
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -155,10 +157,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A `.model` file, run by SentencePiece itself: transformers' conversion differs from it in leading spaces and normalisation.
+    """Wraps a `.model` file with the SentencePiece library, because transformers' conversion differs in leading spaces and normalization.
 
-    SentencePiece never reads control tokens (<s>, </s>) out of a text, so rendered templates are cut at them; each piece between is
-    encoded on its own, dummy prefix included, as Meta's and Mistral's code does."""
+    SentencePiece does not recognize control tokens (<s>, </s>) in a text, so rendered templates are split at them. Each piece is encoded
+    separately, dummy prefix included, as in Meta's and Mistral's code."""
 
     def __init__(self, path: str | Path, more_eos: Iterable[int] = ()):
         self.processor = SentencePieceProcessor(model_file=str(path))
@@ -194,12 +196,12 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _how(ending: Ending, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What transformers wants to be told. Some templates speak of tools when the list is there, though empty."""
+    """Return transformers' arguments for an ending and tools. An empty list becomes None, because some templates test only for a list."""
     return dict(add_generation_prompt=ending == "generate", continue_final_message=ending == "continue", tools=list(tools) or None)
 
 
 def as_messages(prompt: Messages, system_prompt: str | None) -> list[dict[str, Any]]:
-    """A string prompt as a user's message, after the system's if there is one; messages as they are."""
+    """Return a string prompt as a user message, after the system prompt if any; messages are returned unchanged."""
     if not isinstance(prompt, str):
         return prompt
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
@@ -207,7 +209,7 @@ def as_messages(prompt: Messages, system_prompt: str | None) -> list[dict[str, A
 
 
 def _generation_eos(path: str | Path) -> list[int]:
-    """The end tokens in generation_config.json; none when there is no such file."""
+    """Return the end tokens in generation_config.json; empty without that file."""
     try:
         eos = GenerationConfig.from_pretrained(str(path)).eos_token_id
     except OSError as error:

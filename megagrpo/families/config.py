@@ -82,7 +82,7 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ProblemError(Problem(MODEL, f"{path} is not valid JSON: {e}; download it again")) from None
     if not isinstance(raw, dict):
-        raise ProblemError(Problem(MODEL, f"{path} holds no object of keys and values; download it again"))
+        raise ProblemError(Problem(MODEL, f"{path} must contain a JSON object; download it again"))
     return raw
 
 
@@ -117,7 +117,7 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
             f"model: rope_type {unknown[0]!r} is not supported for {family.model_type}; supported: {', '.join(family.rope_types)}"
         )
     if family.partial_rotary_factor is None and rotated_share(raw, default=1.0) != 1.0:
-        wrong.append(f"model: partial_rotary_factor is not 1; the attention of {family.model_type} turns all of each head")
+        wrong.append(f"model: partial_rotary_factor must be 1: {family.model_type} rotates all dimensions of a head")
     return missing + wrong + layer_type_problems(family, raw) + family.problems(raw)
 
 
@@ -128,7 +128,7 @@ def _unsupported(config: HfConfig) -> list[str]:
         problems.append(f"model: {config.rotary_dim} dimensions of each head are rotated; the number must be even and positive")
     if config.experts is not None and config.experts.normalized and config.experts.per_token == 1:
         problems.append(
-            "model: num_experts_per_tok=1 with weights of a token's experts that add up to 1 is not supported: the one weight is always 1"
+            "model: num_experts_per_tok=1 with normalized expert weights is not supported: the only weight would always be 1"
         )
     return problems
 
@@ -169,14 +169,14 @@ def _unknown(raw: dict[str, Any]) -> str:
     classes = list(map(str, classes)) if isinstance(classes, list) else [str(classes)]
     if isinstance(text := raw.get("text_config"), dict):
         return (
-            f"model: {kind} is multimodal, and only text is trained; name a folder with its text model alone"
-            f" (model_type {text.get('model_type')}); docs/troubleshooting.md has the lines that write it"
+            f"model: {kind} is multimodal, but only text models are supported; name a folder with its text model "
+            f"(model_type {text.get('model_type')}); docs/troubleshooting.md has the code that writes it"
         )
     names = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
     if same := [name for name, family in FAMILIES.items() if family.architecture in classes]:
         return (
             f"model: architecture {FAMILIES[same[0]].architecture} is not supported as model_type {kind}, but as {same[0]}; set model_type "
-            f"to {same[0]} in a copy of config.json. Every other key is checked then"
+            f"to {same[0]} in a copy of config.json. Then all other keys are checked"
         )
     return (
         f"model: architecture {kind or ', '.join(classes)} is not supported: no file in megagrpo/families describes it, and "
@@ -209,7 +209,7 @@ def _stage_problems(layers: int, parallel: Sizes) -> list[Problem]:
     example = f"parallel.pipeline_layers=[{','.join(map(str, nearly_even(layers, stages)))}]"
     if parallel.pipeline_layers is not None and sum(parallel.pipeline_layers) != layers:
         said = f"{list(parallel.pipeline_layers)} sums to {sum(parallel.pipeline_layers)}, not to num_hidden_layers={layers}"
-        fix = f"; {example} would do" if stages <= layers else ""
+        fix = f"; for example {example}" if stages <= layers else ""
         return [Problem(("parallel.pipeline_layers", "model.path"), said + fix, rule=5)]
     if parallel.pipeline_layers is None and layers % stages:
         valid = f"num_hidden_layers={layers} is not divisible by pp x vpp = {stages}; valid pp x vpp: {_words(_divisors(layers))}"

@@ -38,8 +38,8 @@ FAMILY = Family(
         "norm_topk_prob": (True, "only weights of a token's experts that add up to 1 are supported"),
         "quantization_config": (
             None,
-            "quantized weights cannot be trained. Where a release has no others, make bfloat16 of them: for FP8, fp8_cast_bf16.py in the "
-            "inference folder of the DeepSeek-V3 repository does; then take quantization_config out of the copy's config.json",
+            "quantized weights cannot be trained. If a release has no others, convert them to bfloat16 (for FP8: inference/"
+            "fp8_cast_bf16.py of DeepSeek-V3's repository), then remove quantization_config from the copy's config.json",
         ),
     },
     dropped=_beyond,

@@ -24,7 +24,7 @@ COMMON = (
 )
 _DROPOUT = (0, "dropout is not supported; set it to 0")
 _HEAD_NORMS = (False, "norms of queries and keys are not supported")
-_SCALED = "a scale of the model's own, as in Granite, MiniCPM or Cohere, is not supported"
+_SCALED = "a model-specific scale, as in Granite, MiniCPM or Cohere, is not supported"
 # Key of config.json -> the one value that this project's model code implements, and the error for other values. The row does not apply
 # to a family that reads or ignores the key.
 FIXED: dict[str, tuple[Any, str]] = {

@@ -62,7 +62,7 @@ MXFP4 = (
 _FIXED = {
     "quantization_config": (None, MXFP4),
     **dict.fromkeys(("attention_bias", "qkv_bias"), (True, "attention without biases is not supported")),
-    "tie_word_embeddings": (False, "vLLM's model has a head of its own"),
+    "tie_word_embeddings": (False, "vLLM's model has an untied LM head"),
     **{key: (value, f"vLLM's model has {value}") for key, value in dict(swiglu_alpha=1.702, swiglu_limit=7.0, rms_norm_eps=1e-5).items()},
 }
 
@@ -83,7 +83,7 @@ def _read(raw: Raw) -> dict[str, Any]:
 def _problems(raw: Raw) -> list[str]:
     problems = expert_problems(raw)
     if (types := raw.get("layer_types")) and types != ([SLIDING, FULL] * len(types))[: len(types)]:
-        problems.append(f"model: layer_types is not {SLIDING}, {FULL} in turns, which vLLM takes for granted")
+        problems.append(f"model: layer_types must alternate {SLIDING} and {FULL}, as vLLM assumes")
     return problems
 
 

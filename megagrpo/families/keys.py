@@ -99,18 +99,18 @@ def _rope_problems(family: Family, raw: Raw) -> list[str]:
 
 
 def class_problems(family: Family, raw: Raw) -> list[str]:
-    """Return why the model's class is not the family's: vLLM goes by `architectures`, and remote code (`auto_map`) may compute anything."""
+    """Return why the model's class is not the family's. vLLM selects the class by `architectures`; remote code (`auto_map`) may differ."""
     problems, name = [], family.architecture
     classes, remote = raw.get("architectures"), raw.get("auto_map")
     if classes and name not in (classes if isinstance(classes, list) else [classes]):
         problems.append(
-            f"model: config.json has architectures={classes} with model_type={family.model_type}, whose class is {name}. If the model is "
-            f"one, set architectures to [{name!r}] in a copy of config.json; else it is not supported: docs/add_a_model.md"
+            f"model: config.json has architectures={classes} with model_type={family.model_type}, whose class is {name}. If that class "
+            f"fits the model, set architectures to [{name!r}] in a copy of config.json; else it is not supported: docs/add_a_model.md"
         )
     remote = remote.get("AutoModelForCausalLM") if isinstance(remote, dict) else remote
     if remote and str(remote).rpartition(".")[2] != name:
         problems.append(
-            f"model: config.json has auto_map with {remote}, code of the model's own; the trainer and vLLM compute {name} "
-            f"(model_type {family.model_type}). If that is the same, remove auto_map from a copy of config.json"
+            f"model: config.json has auto_map with {remote}, custom code; the trainer and vLLM compute {name} "
+            f"(model_type {family.model_type}). If both compute the same, remove auto_map from a copy of config.json"
         )
     return problems

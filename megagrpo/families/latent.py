@@ -33,8 +33,8 @@ LATENT_REQUIRED = (*REQUIRED, *_LATENT, "q_lora_rank")
 LATENT_KEYS = (*_LATENT, *_EXPERTS, "q_lora_rank", "first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group")
 LATENT_FIXED = {
     "moe_layer_freq": (1, "only 1, experts in every block from first_k_dense_replace on, is supported"),
-    "rope_interleave": (True, "only the rotation of neighbours is supported, which vLLM has too"),
-    "rope_interleaved": (True, "only the rotation of neighbours is supported, which vLLM has too"),
+    "rope_interleave": (True, "only the rotation of neighbouring dimensions is supported, as in vLLM"),
+    "rope_interleaved": (True, "only the rotation of neighbouring dimensions is supported, as in vLLM"),
 }
 
 
@@ -77,7 +77,7 @@ def problems(raw: Raw) -> list[str]:
         return lines
     lines = expert_problems(raw | dict(num_experts=raw["n_routed_experts"]))
     if raw.get("routed_scaling_factor") == 0:
-        lines.append("model: routed_scaling_factor is 0, which turns the experts off; set it to what the model was trained with")
+        lines.append("model: routed_scaling_factor is 0, which disables the experts; set it to its value in training")
     if kv_heads(raw) != raw["num_attention_heads"]:
         lines.append(f"model: num_key_value_heads={kv_heads(raw)}; latent attention has one for each query head")
     if (raw.get("first_k_dense_replace") or 0) >= raw["num_hidden_layers"]:

@@ -16,7 +16,7 @@ def window(raw: Raw) -> int | None:
 
 
 def upper_windows(raw: Raw) -> dict[str, Any]:
-    """Return the windows of a dense Qwen: block `max_window_layers` is the first with one, unless `layer_types` says otherwise."""
+    """Return the windows of a dense Qwen: block `max_window_layers` is the first with one, unless `layer_types` overrides it."""
     return dict(windows=windows(raw, window(raw), lambda block: block >= raw.get("max_window_layers", 28)))
 
 

@@ -24,8 +24,8 @@ def resolve_model(path: str, key: str = "model.path") -> Path:
     """Return a folder with config.json and safetensors for `model.path`, or for the key `key`.
 
     `path` is such a folder, a hub name (downloaded once into the hub's cache), or `package:NAME`, whose GGUF weights are converted once
-    into $MEGAGRPO_CACHE (default ~/.cache/megagrpo). Several processes may call it at a time. Raises ValueError with what is missing and
-    what to do.
+    into $MEGAGRPO_CACHE (default ~/.cache/megagrpo). Several processes may call it at a time. Raises ValueError that names the missing file
+    and the fix.
     """
     if path.startswith(PACKAGE):
         return _check(_from_package(path.removeprefix(PACKAGE), key), key)
@@ -61,7 +61,7 @@ def _from_hub(name: str, key: str) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as e:
         raise _error(
             key,
-            f"{name} is no local folder, is not in the hub cache, and the hub cannot be reached. Fix: download it on a machine with "
+            f"{name} is neither a local folder nor in the hub cache, and the hub cannot be reached; download it on a machine with "
             f"network (`hf download {name}`) and name that folder, or unset HF_HUB_OFFLINE",
         ) from e
     except (HfHubHTTPError, HFValidationError) as e:

@@ -24,13 +24,15 @@ def output_problems(config: RunConfig) -> list[Problem]:
     folder, key = Path(config.run.output_dir), ("run.output_dir",)
     there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
     if longest := [part for part in folder.parts if len(part.encode()) > LONGEST_NAME]:
-        said = f"{longest[0][:50]}... has {len(longest[0].encode())} bytes, and a file's name at most {LONGEST_NAME}; name another folder"
+        said = (
+            f"{longest[0][:50]}... has {len(longest[0].encode())} bytes; the limit for a file name is {LONGEST_NAME}; name another folder"
+        )
         return [Problem(key, said, rule=25)]
     if len(str(folder.absolute()).encode()) > LONGEST_PATH:
         return [Problem(key, f"{str(folder)[:50]}... is longer than {LONGEST_PATH} bytes; name another folder", rule=25)]
     if there.is_dir() and os.access(there, os.W_OK):
         return []
-    why = "cannot be written to" if there.is_dir() else "is no folder"
+    why = "cannot be written to" if there.is_dir() else "is not a folder"
     return [Problem(key, f"{folder}: {there} {why}; name another folder", rule=25)]
 
 
@@ -88,11 +90,11 @@ def data_notes(config: RunConfig) -> list[Problem]:
     path, rows = Path(data.source), data.size
     if path.suffix == ".jsonl" and path.is_file():
         with path.open("rb") as lines:
-            there = sum(1 for line in lines if line.strip())
-        rows = there if rows is None else min(rows, there)
+            count = sum(1 for line in lines if line.strip())
+        rows = count if rows is None else min(rows, count)
     if rows is None or rows >= wanted:
         return []
-    said = f"{rows} prompts, and a step draws {wanted} (rollout.prompts_per_step), so some come twice; lower it or add prompts"
+    said = f"{rows} prompts, but a step draws {wanted} (rollout.prompts_per_step) and repeats some; lower prompts_per_step or add prompts"
     return [Problem(("data.train", "rollout.prompts_per_step"), said, rule=13)]
 
 
@@ -104,7 +106,7 @@ def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], 
         return [], []
     template = "chat_template" in settings or (folder / "chat_template.jinja").exists()
     if not template and config.data.chat_template is None:
-        said = f"the tokenizer in {folder} has no chat template, as base models; set one, or `none` for plain text"
+        said = f"the tokenizer in {folder} has no chat template, as is usual for base models; set one, or `none` for plain text"
         notes.append(Problem(("data.chat_template", "model.tokenizer"), said, rule=16))
     tokens = _read(folder / "tokenizer.json")
     vocabulary, added = tokens.get("model"), tokens.get("added_tokens")
@@ -118,7 +120,7 @@ def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], 
     problems += end_token_problems(folder, model.vocab_size)
     ends, raw = _read(folder / "generation_config.json").get("eos_token_id"), model.raw.get("eos_token_id")
     if not problems and ends is not None and raw is not None and set(_list(ends)) != set(_list(raw)):
-        said = f"generation_config.json ends responses at {_list(ends)}, config.json at {_list(raw)}; see that both are meant"
+        said = f"generation_config.json ends responses at {_list(ends)}, config.json at {_list(raw)}; check that both are intended"
         notes.append(Problem(("model.tokenizer", "model.path"), said, rule=17))
     return problems, notes
 
@@ -134,11 +136,11 @@ def end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
     except (OSError, ValueError, RecursionError) as error:
         return [Problem(key, f"{path} is not valid JSON: {error}; download it again, or delete it", rule=17)]
     if not isinstance(content, dict):
-        return [Problem(key, f"{path} holds no object of keys and values; download it again, or delete it", rule=17)]
+        return [Problem(key, f"{path} must contain a JSON object; download it again, or delete it", rule=17)]
     ends = content.get("eos_token_id")
     ends = [] if ends is None else _list(ends)
     if odd := [end for end in ends if type(end) is not int or not 0 <= end < vocab_size]:
-        said = f"eos_token_id {odd[0]!r} in {path} is no token of the model, whose vocab_size is {vocab_size}; name one below that"
+        said = f"eos_token_id {odd[0]!r} in {path} is not a token of the model (vocab_size {vocab_size}); use an id below that"
         return [Problem(key, said, rule=17)]
     return []
 

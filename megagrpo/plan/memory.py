@@ -127,7 +127,7 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
     """Return the LM head's bytes for log-probs, its bytes in a train step, and the bytes that exact KL keeps of the reference for a
     whole step.
 
-    They hold a chunk's logits in float32: with exact KL those of both models, with top-p their exponentials too. Fused log-probs write
+    They hold a chunk's logits in float32: with exact KL the logits of both models, with top-p also the exponentials. Fused log-probs write
     no logits without gradients; with gradients they write 2 bytes each to scratch of limited size. A train step adds the head's
     gradient, summed in float32 and then cast.
     """

@@ -59,8 +59,8 @@ def layout_notes(config: RunConfig, world_size: int) -> list[Problem]:
     """Return notes on settings that cost time but stop nothing: padding, and ranks without samples."""
     p, r, notes = config.parallel, config.rollout, []
     if config.max_model_len % p.sequence_align:
-        said = f"the longest sample, {config.max_model_len} tokens, is padded to a multiple of 2 x cp = {p.sequence_align}, as all others"
-        notes.append(Problem(("parallel.cp", *LONGEST_SAMPLE), f"{said} are", rule=9))
+        said = f"every sample is padded to a multiple of 2 x cp = {p.sequence_align} tokens; the longest has {config.max_model_len}"
+        notes.append(Problem(("parallel.cp", *LONGEST_SAMPLE), said, rule=9))
     dp, slices = world_size // p.model_parallel_size, config.algorithm.steps_per_generation
     samples = r.prompts_per_step * r.num_generations // slices
     if samples < dp:
@@ -77,7 +77,7 @@ def vocabulary_notes(config: RunConfig, model: HfConfig) -> list[Problem]:
     if model.vocab_size % tp == 0:
         return []
     padded = model.padded_vocab(tp)
-    said = f"the vocabulary of {model.vocab_size} is padded to {padded} for tp={tp}, and cut again in exports and syncs"
+    said = f"the vocabulary of {model.vocab_size} is padded to {padded} for tp={tp}; exports and weight syncs remove the padding"
     return [Problem(("parallel.tp",), said, rule=4)]
 
 
@@ -95,10 +95,10 @@ def expert_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
         said = f"muon does not support the experts of {model.family}; choose adam"
         problems.append(Problem(("train.optimizer",), said))
     if model.experts and model.experts.per_token > model.experts.count:
-        said = f"each token goes to {model.experts.per_token} experts (num_experts_per_tok), and there are {model.experts.count}"
+        said = f"num_experts_per_tok {model.experts.per_token} exceeds the model's {model.experts.count} experts; correct config.json"
         problems.append(Problem(("model",), said, rule=7))
     if model.experts and p.tp > 1 and not p.sequence_parallel:
-        said = f"{model.family} has experts, which with parallel.tp={p.tp} need it; set it to true"
+        said = f"false, but the experts of {model.family} need it with parallel.tp={p.tp}; set it to true"
         problems.append(Problem(("parallel.sequence_parallel", "parallel.tp"), said, rule=7))
     if coefficient and model.experts and (model.experts.sigmoid or model.experts.groups > 1):
         why = "the balancing loss needs experts chosen by softmax, without groups"
@@ -142,13 +142,13 @@ def fp8_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
         ends = f"-{model.num_layers} to {model.num_layers - 1}"
         problems.append(Problem(("model.bf16_layers",), f"{wrong[0]} is out of range: the model has {model.num_layers} layers; use {ends}"))
     if m.moe_router_padding_for_quantization and not model.experts:
-        said = f"true is for experts, and {model.family} has none; set it to false"
+        said = f"true needs experts, but {model.family} has none; set it to false"
         problems.append(Problem(("model.moe_router_padding_for_quantization",), said))
     odd = [(what, size) for what, size in _linear_sizes(config, model).items() if size % align]
     return problems + [
         Problem(
             ("model.fp8_recipe", "parallel.tp"),
-            f"{m.fp8_recipe} needs multiples of {align}, and a rank's part of {what} is {size:g}; choose none or another layout",
+            f"{m.fp8_recipe} needs multiples of {align}, but a rank's part of {what} is {size:g}; choose none or another layout",
         )
         for what, size in odd
     ]
@@ -161,7 +161,7 @@ def gpu_problems(config: RunConfig, gpu: Gpu) -> list[Problem]:
         others = "none, tensorwise, delayed or blockwise" if gpu.fp8_tflops else "none"
         problems.append(Problem(("model.fp8_recipe",), f"{recipe} does not run on {gpu.name}; choose {others}"))
     if config.train.fused_logprobs and not gpu.hopper:
-        problems.append(Problem(("train.fused_logprobs",), f"true needs a Hopper GPU, which {gpu.name} is not; set it to false"))
+        problems.append(Problem(("train.fused_logprobs",), f"true needs a Hopper GPU, but the GPU is {gpu.name}; set it to false"))
     return problems
 
 
@@ -275,7 +275,7 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
         problems.append(Problem(("rollout.enable_expert_parallel",), f"{model.family} has no experts; set it to false"))
     if config.max_model_len > model.max_positions:
         said = (
-            f"max_prompt_length {r.max_prompt_length} + {config.response_limit} = {config.max_model_len} tokens, but the model ends at "
+            f"max_prompt_length {r.max_prompt_length} + {config.response_limit} = {config.max_model_len} tokens, but the model's limit is "
             f"{model.max_positions} (max_position_embeddings); shorten by {config.max_model_len - model.max_positions}"
         )
         problems.append(Problem(("rollout.max_completion_length", *LONGEST_SAMPLE), said, rule=14))
@@ -283,7 +283,7 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
         longest = r.max_prompt_length + held_out.max_completion_length
         if name and config.max_model_len < longest > model.max_positions:
             said = (
-                f"max_prompt_length {r.max_prompt_length} + {held_out.max_completion_length} = {longest} tokens, but the model ends at "
+                f"max_prompt_length {r.max_prompt_length} + {held_out.max_completion_length} = {longest} tokens, but the model's limit is "
                 f"{model.max_positions} (max_position_embeddings); shorten by {longest - model.max_positions}"
             )
             problems.append(Problem((f"evaluation.sets.{name}.max_completion_length", "rollout.max_prompt_length"), said, rule=14))
@@ -320,7 +320,7 @@ def cache_problems(config: RunConfig, ram: float) -> list[Problem]:
     r = config.rollout
     if r.urls or r.servers * r.kv_cache_gb <= ram:
         return []
-    said = f"{r.kv_cache_gb:g} x rollout.servers {r.servers} = {r.kv_cache_gb * r.servers:g} GiB, and this machine has {ram:.1f} GiB of RAM"
+    said = f"{r.kv_cache_gb:g} x rollout.servers {r.servers} = {r.kv_cache_gb * r.servers:g} GiB, but this machine has {ram:.1f} GiB of RAM"
     return [Problem(("rollout.kv_cache_gb", "rollout.servers"), f"{said}; lower one of them", rule=20)]
 
 
@@ -347,18 +347,18 @@ def too_big(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, floa
     if (r.placed != "colocated" or takes_turns(config)) and trainer < gpu:
         said = (
             f"vLLM's {r.gpu_memory_utilization:g} of a GPU must hold its part of the weights and the longest sequence, which needs "
-            f"{smallest:.1f} GiB, and a GPU has {gpu:g}; raise rollout.tp or rollout.gpu_memory_utilization"
+            f"{smallest:.1f} GiB, but a GPU has {gpu:g}; raise rollout.tp or rollout.gpu_memory_utilization"
         )
         return Problem(("rollout.tp", "rollout.gpu_memory_utilization"), said, rule=20)
     if r.placed != "colocated" or takes_turns(config):
-        return Problem(("parallel.tp",), f"a trainer rank needs {trainer:.1f} GiB, and a GPU has {gpu:g}; {less}", rule=20)
+        return Problem(("parallel.tp",), f"a trainer rank needs {trainer:.1f} GiB, but a GPU has {gpu:g}; {less}", rule=20)
     room = (gpu - trainer) / gpu
     if room > 0.05:
         fix = f"lower it to {int(room * 100) / 100:g} or raise rollout.tp" if room < r.gpu_memory_utilization else "raise it or rollout.tp"
     else:
         fix = less
     said = (
-        f"a trainer rank of {trainer:.1f} GiB and vLLM's {r.gpu_memory_utilization:g} of the GPU need {smallest:.1f} GiB, and it has "
+        f"a trainer rank of {trainer:.1f} GiB and vLLM's {r.gpu_memory_utilization:g} of the GPU need {smallest:.1f} GiB, but it has "
         f"{gpu:g}; {fix}"
     )
     return Problem(("rollout.gpu_memory_utilization", "rollout.tp"), said, rule=20)

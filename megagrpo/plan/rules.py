@@ -1,4 +1,4 @@
-"""The numbered rules that a run must satisfy before it starts, and those that can only be checked on the run's own machine."""
+"""Lists the numbered rules that a run must satisfy before it starts, and marks the rules that only the run's own machine can check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RULES = (
     Rule(1, "tp divides the attention heads"),
     Rule(2, "tp divides the KV heads"),
     Rule(3, "tp divides the MLP's width"),
-    Rule(4, "the vocabulary is padded for tp, and cut again on export"),
+    Rule(4, "the vocabulary is padded for tp; exports remove the padding"),
     Rule(5, "pp x vpp divides the layers, vpp needs pp"),
     Rule(6, "tp x cp x pp divides the ranks"),
     Rule(7, "ep divides the experts, and experts with tp need sequence parallelism"),
@@ -34,20 +34,20 @@ RULES = (
     Rule(9, "micro-batches are cut evenly over cp and tp"),
     Rule(10, "a group has two responses or more"),
     Rule(11, "every data-parallel rank has samples"),
-    Rule(12, "optimizer steps share out a step's samples evenly"),
-    Rule(13, "there are prompts enough for a step", START),
+    Rule(12, "optimizer steps divide a step's samples evenly"),
+    Rule(13, "the data set has enough prompts for a step", START),
     Rule(14, "prompt and response fit micro-batch, model and server"),
     Rule(15, "responses are long enough to end", "the metric completions/clipped_ratio of the first steps"),
     Rule(16, "the tokenizer has a chat template", START),
-    Rule(17, "responses end where the tokenizer ends them", START),
-    Rule(18, "rewards exist and answer", START),
-    Rule(19, "tokenizer and architecture fit", START),
+    Rule(17, "the end tokens of model and tokenizer agree", START),
+    Rule(18, "reward functions exist and respond", START),
+    Rule(19, "tokenizer and architecture are supported", START),
     Rule(20, "everything fits a GPU"),
     Rule(21, "PYTORCH_CUDA_ALLOC_CONF and vLLM's sleep agree", NODE),
     Rule(22, "CUDA_DEVICE_MAX_CONNECTIONS is 1 where tp or cp needs it", NODE),
     Rule(23, "NCCL: interfaces, ports, versions, one rank on a GPU", NODE),
     Rule(24, "versions of torch, vLLM, Megatron, driver agree", NODE),
-    Rule(25, "the run's folder can be written and has room", NODE),
+    Rule(25, "the run's folder is writable and has free space", NODE),
 )
 
 

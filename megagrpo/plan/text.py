@@ -69,7 +69,7 @@ def lora_text(lora: LoraSection, model: HfConfig) -> str:
 def rollout_text(config: RunConfig) -> str:
     r = config.rollout
     if r.urls:
-        return f"{len(r.urls)} vLLM server(s) that run already, up to {config.max_model_len} tokens a sequence"
+        return f"{len(r.urls)} external vLLM server(s), up to {config.max_model_len} tokens a sequence"
     return (
         f"{r.servers} vLLM server(s) x tp {r.tp}, up to {config.max_model_len} tokens a sequence; each takes "
         f"{r.gpu_memory_utilization:.0%} of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
@@ -85,17 +85,17 @@ def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
     wanted = min(r.max_num_seqs, ceil(r.prompts_per_step * r.num_generations / r.servers))
     return (
         f"on each GPU {memory['vllm_weights']:.1f} GiB of weights and {memory['kv_cache']:.1f} GiB of KV cache, {fit:,} sequences of "
-        f"{config.max_model_len} tokens; a server is asked for {wanted:,} at once"
+        f"{config.max_model_len} tokens; a server gets {wanted:,} at once"
     )
 
 
 def weights_text(config: RunConfig, gpu: bool | None) -> str:
     """Return the weight sync's transport on one host and its reason; with and without GPUs when `gpu` is None."""
     transports = {}
-    for there, where in ((True, "on GPUs"), (False, "without GPUs")):
-        if gpu in (there, None):
+    for has_gpu, where in ((True, "on GPUs"), (False, "without GPUs")):
+        if gpu in (has_gpu, None):
             try:
-                transport, why = weight_path(config, there, one_host=True)
+                transport, why = weight_path(config, has_gpu, one_host=True)
                 transports[where] = f"{transport} ({why})"
             except ValueError as error:
                 transports[where] = str(error)
@@ -128,10 +128,10 @@ def gpu_text(config: RunConfig, smallest: float) -> str:
 def host_text(host: dict[str, float]) -> str:
     """Return the trainer's RAM on the fullest node."""
     purposes = f"{host['moments']:.1f} GiB for moments, " if host["moments"] else ""
-    purposes += f"{host['offload']:.1f} GiB, pinned, for what leaves the GPUs while vLLM generates, " if host["offload"] else ""
+    purposes += f"{host['offload']:.1f} GiB, pinned, for state offloaded while vLLM generates, " if host["offload"] else ""
     purposes += f"{host['activations']:.1f} GiB, pinned, for activations, " if host["activations"] else ""
     after = f"; {host['writing']:.1f} GiB until it is written" if host["writing"] else ""
-    return f"{purposes}{host['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is put together{after}"
+    return f"{purposes}{host['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is assembled{after}"
 
 
 def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
@@ -161,7 +161,7 @@ def times_table(times: StepTimes) -> Sequence[str]:
 def search_table(candidates: Sequence[Candidate]) -> Sequence[str]:
     """Return the layouts, fastest first, as config overrides."""
     lines = [
-        "the fastest layouts that fit; of nearly equal ones those of fewer stages first",
+        "fastest layouts that fit; of nearly equal ones the layout with fewer stages first",
         f"{'step s':>9}{'train s':>9}{'GiB':>7}  overrides",
     ]
     for one in candidates:

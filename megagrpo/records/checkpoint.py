@@ -154,10 +154,10 @@ class Checkpointer:
             self._saving = None
             if saving.write is not None:
                 saving.write.wait()
-            full = f"; {readable(shutil.disk_usage(self.folder).free)} are free" if self.folder.exists() else ""
+            full = f"; {readable(shutil.disk_usage(self.folder).free)} of disk space free" if self.folder.exists() else ""
             if self.layout.world_rank == 0:
                 shutil.rmtree(saving.partial, ignore_errors=True)
-            raise CheckpointError(f"no checkpoint was written to {saving.final}, earlier ones are kept: {error}{full}") from error
+            raise CheckpointError(f"writing checkpoint {saving.final} failed; earlier checkpoints remain: {error}{full}") from error
 
     def load(self, path: Path) -> TrainState:
         """Restore policy, optimizer, schedule, RNG and a changed reference from `path` on every rank; return the TrainState. Collective.
@@ -288,8 +288,8 @@ def _naming_the_one_before(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        before = ["its beginning", *(other.name for other in checkpoints(path.parent) if other.name < path.name)][-1]
-        raise CheckpointError(f"{error}. Without that folder the run continues from {before}") from error
+        before = ["step 0", *(other.name for other in checkpoints(path.parent) if other.name < path.name)][-1]
+        raise CheckpointError(f"{error}. To continue from {before} instead, remove the folder {path}") from error
 
 
 def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
@@ -320,7 +320,7 @@ def _other_model(path: Path, hf_config: HfConfig) -> str:
         different = architecture_differences(load_hf_config(path / HF_FILES), hf_config)
     except ValueError:
         return ""
-    return f"they differ in {'; '.join(different)}; set model.path to the model that it started from" if different else ""
+    return f"they differ in {'; '.join(different)}; set model.path to the run's original model" if different else ""
 
 
 def _reason(error: BaseException) -> str:

@@ -125,7 +125,7 @@ class StepDumps:
         try:
             action()
         except (OSError, ValueError, RuntimeError) as error:
-            self._say(f"warning: step {self._step} is not dumped: {error}")
+            self._say(f"warning: dumping step {self._step} failed; training continues: {error}")
             if self._layout.world_rank == 0:
                 shutil.rmtree(self._partial, ignore_errors=True)
             self._step = 0

@@ -72,7 +72,7 @@ def distances(outcome: Outcome, expected: Outcome) -> dict[tuple[str, str], floa
         kind = {"loss": "loss", "grad_norm": "gradient norm"}.get(name, "log-prob" if name in expected.extremes else "metric")
         errors[kind, name] = abs(ours - theirs) / max(abs(theirs), SMALLEST)
     if outcome.logprobs.shape != expected.logprobs.shape:
-        raise ValueError(f"this layout has {outcome.logprobs.numel()} loss tokens, and one process has {expected.logprobs.numel()}")
+        raise ValueError(f"this layout has {outcome.logprobs.numel()} loss tokens, but one process has {expected.logprobs.numel()}")
     if expected.logprobs.numel():
         largest = expected.logprobs.abs().max().item()
         errors["log-prob", "policy"] = (outcome.logprobs - expected.logprobs).abs().max().item() / max(largest, 1.0)

@@ -51,10 +51,10 @@ def header(config: RunConfig, model: HfConfig, samples: Sequence[TrainSample]) -
     dtype = str(device.resolve_precision(config.model.precision)).removeprefix("torch.")
     dtype += "" if config.model.fp8_recipe == "none" else f" with FP8 ({config.model.fp8_recipe})"
     return (
-        f"model   {config.model.path} made small: {model.family}, {model.num_layers} layers of width {model.hidden_size}, "
+        f"model   {config.model.path} shrunk: {model.family}, {model.num_layers} layers of width {model.hidden_size}, "
         f"{model.num_heads} heads, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}; random weights\n"
         f"step    {len(samples)} samples with {tokens} response tokens, {algorithm.loss_type}, beta {algorithm.beta:g}, {dtype}, "
-        f"recompute {config.model.recompute}; the measure is one process in float32"
+        f"recompute {config.model.recompute}; reference: one process in float32"
     )
 
 
@@ -67,10 +67,10 @@ def as_text(verdict: Verdict, full: bool = False) -> str:
         return "\n".join([*lines, *(f"  {line}" for line in verdict.failure.rstrip().split("\n")), "  FAIL"])
     shown = sorted(verdict.distances, key=lambda d: -d.excess) if full else worst(verdict.distances)
     lines += [f"  {_describe(d, verdict, outcome, full):<76}{d.error:12.1e}{d.tolerance:10.1e}" for d in shown]
-    lines += [f"  {_name(d)} is {d.error:.1e} off, {d.tolerance:.1e} is allowed" for d in verdict.wrong[:MOST_SHOWN]]
+    lines += [f"  {_name(d)}: difference {d.error:.1e} exceeds {d.tolerance:.1e}" for d in verdict.wrong[:MOST_SHOWN]]
     if more := len(verdict.wrong) - MOST_SHOWN:
         lines += [f"  and {more} more"] if more > 0 else []
-    lines += [f"  {name} has no gradient on one process: nothing is proved about it" for name in verdict.unproved]
+    lines += [f"  {name} has no gradient on one process, so its gradient is not verified" for name in verdict.unproved]
     return "\n".join([*lines, f"  {'pass' if verdict.passed else 'FAIL'}, {verdict.seconds:.1f} s"])
 
 
@@ -96,11 +96,7 @@ def _describe(distance: Distance, verdict: Verdict, outcome: Outcome, full: bool
 def summary(verdicts: Sequence[Verdict]) -> str:
     passed = sum(v.passed for v in verdicts)
     if passed == len(verdicts):
-        return (
-            f"\n{passed} of {passed} layouts compute what one process computes"
-            if passed > 1
-            else "\nthis layout computes what one process computes"
-        )
+        return f"\n{passed} of {passed} layouts match one process" if passed > 1 else "\nthis layout matches one process"
     return f"\nFAIL: {', '.join(v.layout for v in verdicts if not v.passed)}"
 
 

@@ -340,7 +340,7 @@ def broken_copy(folder: Path, target: Path, change) -> Path:
     ("change", "message"),
     [
         (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "lacks model.layers.2.mlp.up_proj.weight"),
-        (lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "holds model.extra.weight, which this architecture has no place for"),
+        (lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "holds model.extra.weight, which this architecture does not use"),
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(95)}),
             r"model.norm.weight in .* has shape \(95,\); config.json implies \(96,\)",
@@ -381,7 +381,7 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_message(models, 
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "dropped" in line]
     assert line.startswith(f"model: not trained, dropped from {folder}: 3 tensors of layer 4: model.layers.4.eh_proj.weight, ")
     folder = broken_copy(models["deepseek_v3"][0], tmp_path, lambda t: t.update({"model.layers.5.eh_proj.weight": torch.zeros(1)}))
-    with pytest.raises(RankFailed, match=r"holds model\.layers\.5\.eh_proj\.weight, which this architecture has no place for"):
+    with pytest.raises(RankFailed, match=r"holds model\.layers\.5\.eh_proj\.weight, which this architecture does not use"):
         run_ranks(only_load, 1, folder, {})
 
 

@@ -80,10 +80,10 @@ def _one_rank_cannot_write(model, folder, failing, background):
 @pytest.mark.parametrize(("failing", "background"), [(0, False), (1, True)])
 def test_when_one_rank_cannot_write_no_rank_has_saved_and_the_next_save_works(failing, background, model, tmp_path):
     for message, left, after in run_ranks(_one_rank_cannot_write, 2, model, tmp_path, failing, background):
-        assert "no checkpoint was written to" in message and "step_000002, earlier ones are kept" in message
+        assert "writing checkpoint" in message and "step_000002 failed; earlier checkpoints remain" in message
         assert [name for name in left if not name.startswith(".")] == ["step_000001"] and after == ["step_000001", "step_000003"]
     again = run_ranks(_one_rank_cannot_write, 2, model, tmp_path / "again", failing, background)
-    assert f"rank {failing} could not write its part" in again[0][0] and "GiB are free" in again[1][0]
+    assert f"rank {failing} could not write its part" in again[0][0] and "GiB of disk space free" in again[1][0]
 
 
 def _write_while_training(model, folder):
@@ -296,7 +296,10 @@ DAMAGES = {
     "no checksums": (lambda path: (path / "checksums.json").unlink(), "is damaged: .*checksums.json'; copy the checkpoint again"),
     "checksums": (lambda path: (path / "checksums.json").write_text("{"), "checksums.json is corrupt: JSONDecodeError"),
     "another key": (forget, "cannot be read, or does not fit this model: .*decoder"),
-    "of another model": (of_another_model, r"does not fit this model: they differ in num_layers: 7, 4; set model.path to the model that"),
+    "of another model": (
+        of_another_model,
+        r"does not fit this model: they differ in num_layers: 7, 4; set model.path to the run's original",
+    ),
 }
 
 
@@ -324,7 +327,7 @@ def test_a_damaged_checkpoint_is_named_in_one_line_on_every_rank(model, tmp_path
         for name, (_, message) in DAMAGES.items():
             assert re.search(message, said[name]), said[name]
             assert "Traceback" not in said[name] and len(said[name].splitlines()) == 1
-            assert "fit" in message or said[name].endswith(". Without that folder the run continues from step_000001")
+            assert "fit" in message or ". To continue from step_000001 instead, remove the folder " in said[name]
 
 
 def test_a_folder_without_its_state_counts_for_none(tmp_path):

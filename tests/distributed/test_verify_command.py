@@ -42,7 +42,7 @@ def test_layouts_that_hold_are_shown_with_what_was_compared(run, capsys):
     )
     printed = capsys.readouterr().out
     assert "tp=3,dp=2 on 6 ranks" in printed and "pp=2,vpp=2,pipeline_layers=[5,7,7,5] on 2 ranks" in printed
-    assert printed.count("  pass, ") == 2 and "2 of 2 layouts compute what one process computes" in printed
+    assert printed.count("  pass, ") == 2 and "2 of 2 layouts match one process" in printed
     for line in ("loss  ", "log-prob ", "metric  ", "gradient norm  ", "gradient  ", "next weight  "):
         assert printed.count(f"  {line}") == 2
     assert "worst of" in printed and "model.layers." in printed

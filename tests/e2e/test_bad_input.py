@@ -38,7 +38,7 @@ CASES = {
     "no server": (["rollout.urls=[http://127.0.0.1:9]"], ["rollout.urls", "http://127.0.0.1:9", "does not respond"]),
     "no scheme": (
         ["rollout.urls=[localhost]"],
-        ["rollout.urls.0", "localhost does not begin with http://", "write it as http://HOST:PORT"],
+        ["rollout.urls.0", "localhost does not start with http://", "write it as http://HOST:PORT"],
     ),
 }
 

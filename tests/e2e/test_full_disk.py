@@ -33,10 +33,10 @@ def test_a_full_disk_is_reported_and_counted_and_training_goes_on(background, tm
     with world.running(tmp_path, *often) as trainer:
         world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
         limit_files(trainer.pid)
-        world.wait_for(lambda: trainer.out().count("warning: no checkpoint was written") >= 2, "second failure")
+        world.wait_for(lambda: trainer.out().count("warning: writing checkpoint") >= 2, "second failure")
         kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
         limit_files(trainer.pid, resource.RLIM_INFINITY)
-        failed = trainer.out().count("warning: no checkpoint was written")
+        failed = trainer.out().count("warning: writing checkpoint")
         world.wait_for(lambda: world.steps_done(tmp_path) >= len(steps(trainer)) + failed + 1, "another step")
         os.kill(trainer.pid, signal.SIGTERM)
         run = trainer.wait()
@@ -44,7 +44,7 @@ def test_a_full_disk_is_reported_and_counted_and_training_goes_on(background, tm
     assert len(kept) == 1 and kept[0] >= "step_000001"  # the newest before the disk was full stays until a newer one is complete
     assert run.saved == [f"step_{len(run.metrics):06d}"]
     failures = [line["checkpoint/failures"] for line in run.metrics]
-    assert failures[0] == 0 and failures[-1] == run.out.count("warning: no checkpoint was written") >= 2
+    assert failures[0] == 0 and failures[-1] == run.out.count("warning: writing checkpoint") >= 2
     assert "rank 0 could not write its part" in run.out
     assert world.train(tmp_path, f"run.max_steps={len(run.metrics) + 1}", "--resume").code == 0
 
@@ -57,9 +57,11 @@ def steps(trainer):
 def test_a_run_whose_last_checkpoint_fails_has_failed(tmp_path):
     run = world.train(tmp_path, "run.save_steps=1", prepare=limit_files)
     assert run.code == 1 and len(run.metrics) == 2 and run.saved == []
-    assert "warning: no checkpoint was written" in run.out and [line["checkpoint/failures"] for line in run.metrics] == [0, 1]
+    assert "warning: writing checkpoint" in run.out and [line["checkpoint/failures"] for line in run.metrics] == [0, 1]
     message = run.err.strip().splitlines()[-1]
-    assert message.startswith("rank 0 stops: no checkpoint was written to") and "step_000002" in message and "GiB are free" in message
+    assert (
+        message.startswith("rank 0 stops: writing checkpoint") and "step_000002 failed" in message and "GiB of disk space free" in message
+    )
     assert "Traceback" not in run.err
 
 

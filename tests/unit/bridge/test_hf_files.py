@@ -74,7 +74,7 @@ def test_an_earlier_attempts_bytes_stay_take_no_more_space_and_what_it_had_too_m
     with Writer(tmp_path, new_files(SHAPES)):
         pass
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in load_file(tmp_path / SINGLE).items())
-    with pytest.raises(OSError, match=f"too little disk: 0.00 GB more are needed for {tmp_path}, 0.00 GB are free"):
+    with pytest.raises(OSError, match=f"not enough disk space for {tmp_path}: 0.00 GB more needed, 0.00 GB free"):
         Writer(tmp_path, Files((File("other.safetensors", make_header(SHAPES)),), None))
     assert [file.name for file in tmp_path.iterdir()] == [SINGLE] and not (tmp_path / INDEX).exists()
 
@@ -106,7 +106,7 @@ def test_what_was_left_for_another_purpose_is_cleared_and_what_all_ranks_need_mu
     assert third.journal.lines == [] and not (third.path / "part").exists()
     monkeypatch.setattr(unfinished.shutil, "disk_usage", lambda path: namedtuple("usage", "free")(10**9))
     third.check_space(500_000_000)
-    with pytest.raises(OSError, match=r"too little disk: 1\.20 GB more are needed for .*out\.partial, 1\.00 GB are free"):
+    with pytest.raises(OSError, match=r"not enough disk space for .*out\.partial: 1\.20 GB more needed, 1\.00 GB free"):
         third.check_space(600_000_000)
     third.publish()
     assert list(out.iterdir()) == []

@@ -133,13 +133,13 @@ def test_a_folder_in_place_of_a_file_counts_as_missing(folder):
 
 def test_an_index_that_names_a_tensor_which_its_file_lacks_is_wrong(folder):
     change(folder, "a.safetensors", **{Q: None})
-    refused(folder, f"says that {Q} is in a.safetensors, which does not hold it")
+    refused(folder, f"names a.safetensors for {Q}, but the file lacks it")
 
 
 def test_an_index_that_leaves_out_a_tensor_or_puts_it_elsewhere_is_wrong(folder):
     names = weight_map(folder)
     write_index(folder, {name: file for name, file in names.items() if name != Q})
-    refused(folder, f"a.safetensors holds {Q}, which {INDEX} does not name there")
+    refused(folder, f"a.safetensors holds {Q}, which {INDEX} does not list for this file")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": ["a.safetensors"]}', "{}"])
@@ -179,10 +179,10 @@ def test_tensors_that_the_model_lacks_or_does_not_know_are_named(folder):
     refused_names = {"model.layers.0.extra.weight": torch.rand(2)}
     change(folder, "a.safetensors", **refused_names)
     write_index(folder, weight_map(folder) | dict.fromkeys(refused_names, "a.safetensors"))
-    refused(folder, "holds model.layers.0.extra.weight, which this architecture has no place for")
+    refused(folder, "holds model.layers.0.extra.weight, which this architecture does not use")
     shutil.rmtree(folder)
     folder.mkdir()
     save_file({EMBEDDING: torch.rand(11, 8)}, folder / SINGLE)
-    refused(folder, f"lacks {Q}; config.json and the weights are of different models, or not whole: download the folder again")
+    refused(folder, f"lacks {Q}; config.json and the weights belong to different models, or are incomplete; download the folder again")
     (folder / SINGLE).unlink()
     refused(folder, f"holds neither {SINGLE} nor {INDEX}")

@@ -62,11 +62,11 @@ def test_the_whole_is_what_the_template_makes_of_the_whole_conversation(tokenize
 @pytest.mark.parametrize(
     ("template", "tools", "users", "problem"),
     [
-        (None, [ADD], False, "the tokenizer's chat template does not show the policy its tools"),
-        (FORGETFUL, [], True, "the template of data.chat_template changes an assistant's turn when messages of a user follow it"),
-        (CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}"), [ADD], False, "leaves out messages of a tool"),
+        (None, [ADD], False, "the tokenizer's chat template does not show the tools to the policy"),
+        (FORGETFUL, [], True, "the template of data.chat_template changes an assistant's turn when a user message follows it"),
+        (CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}"), [ADD], False, "drops tool messages"),
         (CHATML.replace("{{ m.role }}", "{{ raise_exception('no tools here') if m.role == 'tool' }}"), [ADD], False, "no tools here"),
-        ("none", [], True, "need a chat template"),
+        ("none", [], True, "multi_turn needs a chat template"),
     ],
 )
 def test_a_template_that_cannot_carry_a_conversation_is_refused_by_name(tokenizer, template, tools, users, problem):
@@ -78,7 +78,7 @@ def test_a_template_may_forget_where_no_user_follows(tokenizer):
     template = FORGETFUL.replace("m.content if loop.last else", "m.content if loop.last or messages[loop.index].role == 'tool' else")
     template = template.replace("{% for", "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for", 1)
     FollowUps(tokenizer, template, [ADD], users=False)
-    with pytest.raises(ValueError, match="messages of a user follow"):
+    with pytest.raises(ValueError, match="when a user message follows"):
         FollowUps(tokenizer, template, [ADD], users=True)
 
 
@@ -134,7 +134,7 @@ def test_a_cut_within_a_token_gives_up_that_token(tokenizer):
     made.messages = [{"role": "assistant", "content": "The sum of 4"}]
     assert any(len(tokenizer.decode([i])) > 1 for i in whole)
     for length in range(len("The sum of 4")):
-        kept, text = FollowUps(tokenizer, None).kept(made.ids, "The sum of 4"[:length])
+        kept, text = FollowUps(tokenizer, None).tokens_within(made.ids, "The sum of 4"[:length])
         assert tokenizer.decode(made.ids[:kept]) == text == "The sum of 4"[: len(text)] and len(text) <= length
         assert kept == len(whole) or len(tokenizer.decode(made.ids[: kept + 1])) > length
 
@@ -143,8 +143,8 @@ def test_a_character_cut_in_two_is_given_up_whole(tokenizer):
     ids = tokenizer.encode("a€b", False)
     assert len(ids) > 3  # the sign has three bytes
     follow_ups = FollowUps(tokenizer, None)
-    assert follow_ups.kept(ids, "a€") == (len(ids) - 1, "a€") and follow_ups.kept(ids, "a") == (1, "a")
-    assert follow_ups.kept(ids[:2], "a\N{REPLACEMENT CHARACTER}")[1].startswith("a")
+    assert follow_ups.tokens_within(ids, "a€") == (len(ids) - 1, "a€") and follow_ups.tokens_within(ids, "a") == (1, "a")
+    assert follow_ups.tokens_within(ids[:2], "a\N{REPLACEMENT CHARACTER}")[1].startswith("a")
 
 
 def test_a_response_ends_where_what_is_added_leaves_no_room(tokenizer):
@@ -168,8 +168,8 @@ def test_a_response_ends_where_what_is_added_leaves_no_room(tokenizer):
         (lambda m: m, "adds no message that the policy could answer"),
         (lambda m: [*m, {"role": "assistant", "content": "mine"}], "adds no message that the policy could answer"),
         (lambda m: [*m[:-1], m[-1] | {"content": "other"}, USER], "it may do one of the two"),
-        (lambda m: [*m, {"role": "user"}], "no messages with a role and a content"),
-        (lambda m: [*m, "Sure?"], "no messages with a role and a content"),
+        (lambda m: [*m, {"role": "user"}], "messages without a role or a content"),
+        (lambda m: [*m, "Sure?"], "messages without a role or a content"),
     ],
 )
 def test_a_scheduler_may_add_messages_or_change_the_last_one(tokenizer, change, problem):

@@ -121,7 +121,7 @@ def test_the_configured_template_wins_and_none_feeds_plain_text(chat_folder):
 def test_without_a_template_strings_are_plain_text_and_all_else_is_an_error(chat_folder, base_folder):
     tokenizer = load_tokenizer(base_folder)
     assert tokenizer.decode(tokenizer.render("What is 3?")) == "What is 3?"
-    with pytest.raises(ValueError, match=r"data.chat_template: prompts that are lists of messages need a chat template"):
+    with pytest.raises(ValueError, match=r"data.chat_template: prompts with chat messages need a chat template"):
         tokenizer.render([{"role": "user", "content": "Hi"}])
     with pytest.raises(ValueError, match=r"data.chat_template: data.system_prompt needs a chat template"):
         load_tokenizer(chat_folder).render("Hi", system_prompt="Short.", chat_template="none")
@@ -132,14 +132,14 @@ def test_a_chat_template_comes_as_text_or_from_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert read_chat_template("chat.jinja") == CHATML
     assert read_chat_template(LLAMA_2) == LLAMA_2 and read_chat_template("none") == "none" and read_chat_template(None) is None
-    with pytest.raises(ValueError, match=r"data.chat_template: 'other.jinja' is no file"):
+    with pytest.raises(ValueError, match=r"data.chat_template: 'other.jinja' must be a file"):
         read_chat_template("other.jinja")
 
 
 def test_a_missing_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"model.tokenizer: no SentencePiece file .*nowhere.model"):
         load_tokenizer(tmp_path / "nowhere.model")
-    with pytest.raises(ValueError, match=r"model.tokenizer: .* is no tokenizer folder"):
+    with pytest.raises(ValueError, match=r"model.tokenizer: .* is neither a tokenizer's folder"):
         load_tokenizer(tmp_path)
 
 

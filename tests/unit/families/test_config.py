@@ -168,7 +168,7 @@ def test_an_unknown_architecture_names_the_supported_ones():
         (GPT_OSS | {"swiglu_limit": 6.0}, "swiglu_limit"),
         (GPT_OSS | {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
         (GPT_OSS | {"rope_scaling": None}, "rope_type 'default' is not supported for gpt_oss; supported: yarn"),
-        (GPT_OSS | {"layer_types": ["full_attention", "sliding_attention"] * 15}, "vLLM takes for granted"),
+        (GPT_OSS | {"layer_types": ["full_attention", "sliding_attention"] * 15}, "must alternate sliding_attention and full_attention"),
     ],
 )
 def test_what_the_model_code_cannot_do_is_refused(change, word):
@@ -276,7 +276,7 @@ def test_a_key_whose_default_in_transformers_is_another_is_missed(kind, keys):
 def test_a_missing_or_broken_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         load_hf_config(tmp_path)
-    for text, problem in ((b"{", "not valid JSON"), (b"\xff\xfe{}", "not valid JSON"), (b"[]", "no object of keys and values")):
+    for text, problem in ((b"{", "not valid JSON"), (b"\xff\xfe{}", "not valid JSON"), (b"[]", "must contain a JSON object")):
         (tmp_path / "config.json").write_bytes(text)
         with pytest.raises(ValueError, match=rf"{tmp_path}/config\.json .*{problem}.*; download it again"):
             load_hf_config(tmp_path)

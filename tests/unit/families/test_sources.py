@@ -47,7 +47,7 @@ def test_a_hub_name_without_network_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match=r"nobody/no-such-model is no local folder.*Fix: download it"):
+    with pytest.raises(ValueError, match=r"nobody/no-such-model is neither a local folder nor .*; download it"):
         resolve_model("nobody/no-such-model")
 
 

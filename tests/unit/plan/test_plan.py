@@ -176,7 +176,7 @@ def test_what_does_not_fit_the_experts_is_told_with_what_does(folder):
 
     assert problems(MIXED, 6, "parallel.tp=3", "parallel.ep=2", "parallel.sequence_parallel=true") == []
     assert problems(MIXED, 3, "parallel.tp=3") == [
-        "parallel.sequence_parallel: qwen3_moe has experts, which with parallel.tp=3 need it; set it to true"
+        "parallel.sequence_parallel: false, but the experts of qwen3_moe need it with parallel.tp=3; set it to true"
     ]
     assert problems(MIXED, 4, "parallel.ep=3") == [
         "world_size: 4 is not a multiple of parallel.ep x parallel.etp x parallel.pp = 3 x 1 x 1 = 3; use 3 or 6 ranks"
@@ -233,9 +233,9 @@ def test_a_checkpoint_takes_host_memory_of_the_rank_that_gathers_and_writes_and_
     leaves, stays = (host_memory(one, model, 16, gpu=True)["offload"] for one in made)
     assert (leaves, stays) == pytest.approx((8 * (2 + 12 / 16 + 2) * gib, 0))  # weights, masters and moments, reference
     assert host_memory(made[0], model, 16, gpu=True)["saving"] == pytest.approx(waited["saving"] + 8 * 2 * gib)  # and vLLM's weights
-    assert f"{leaves:.1f} GiB, pinned, for what leaves the GPUs" in str(plan(made[0], 16, gpu_memory_gb=80))
+    assert f"{leaves:.1f} GiB, pinned, for state offloaded while" in str(plan(made[0], 16, gpu_memory_gb=80))
     text = str(plan(config(folder, *keys, "run.async_save=true"), 16))
-    assert f"{meanwhile['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is put together" in " ".join(text.split())
+    assert f"{meanwhile['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is assembled" in " ".join(text.split())
     assert f"; {meanwhile['writing']:.1f} GiB until it is written" in " ".join(text.split())
 
 
@@ -320,7 +320,7 @@ def test_fused_logprobs_write_no_logits_without_gradients_and_little_with_them(f
             1,
             ["rollout.max_prompt_length=8000", "rollout.max_completion_length=200", "train.max_tokens_per_micro_batch=9000"],
             [
-                "rollout.max_completion_length: max_prompt_length 8000 + max_completion_length 200 = 8200 tokens, but the model ends at "
+                "rollout.max_completion_length: max_prompt_length 8000 + max_completion_length 200 = 8200 tokens, but the model's limit is "
                 "8192 (max_position_embeddings); shorten by 8"
             ],
         ),
@@ -421,7 +421,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
     assert "raise parallel.tp, parallel.pp or parallel.cp" in problem
     assert problems(64) == problems(64, "rollout.gpu_memory_utilization=0.9") == []  # in turns
     (problem,) = problems(38)
-    assert problem.startswith("parallel.tp: a trainer rank needs 39.6 GiB, and a GPU has 38; raise parallel.tp")
+    assert problem.startswith("parallel.tp: a trainer rank needs 39.6 GiB, but a GPU has 38; raise parallel.tp")
     (problem,) = problems(64, "rollout.gpu_memory_utilization=0.2")
     assert problem.startswith("rollout.tp: vLLM's 0.2 of a GPU must hold")
     (mixed,) = told(plan(load_config(REPOSITORY / "configs" / "qwen3_30b_a3b_4nodes.yaml"), 16, 40))
@@ -434,7 +434,7 @@ def test_ram_that_is_too_small_for_what_leaves_the_gpus_is_refused():
         return told(plan(config, 8, gpu, host_memory_gb=ram))
 
     (problem,) = problems(100)
-    assert problem == ("train.offload: the ranks of a node keep 113.5 GiB in RAM (train.offload 113.5), and the node has 100.0; "
+    assert problem == ("train.offload: the ranks of a node keep 113.5 GiB in RAM (train.offload 113.5), but the node has 100.0; "
         "set it to false")
     assert problems(114) == problems(100, None) == problems(100, 80, "train.offload=false") == []
     (problem,) = problems(20, 80, "train.offload=false", "train.optimizer_offload=true")
@@ -492,7 +492,7 @@ def test_a_server_counts_where_it_shares_the_gpu(folder):
     (problem,) = told(made("rollout.placement=dedicated", "rollout.gpu_memory_utilization=0.01", gpu=10.0))
     assert problem.startswith("rollout.tp: vLLM's 0.01 of a GPU must hold")
     (problem,) = told(made("rollout.placement=dedicated", gpu=1.0))
-    assert problem.startswith("parallel.tp: a trainer rank needs") and "and a GPU has 1; raise parallel.tp" in problem
+    assert problem.startswith("parallel.tp: a trainer rank needs") and "but a GPU has 1; raise parallel.tp" in problem
 
 
 @pytest.mark.parametrize(
@@ -611,7 +611,7 @@ def test_routing_is_padded_for_experts_only(folder):
     assert told(plan(config(folder, *padded), 1)) == []
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
     (problem,) = told(plan(config(folder, *padded), 1))
-    assert problem == "model.moe_router_padding_for_quantization: true is for experts, and llama has none; set it to false"
+    assert problem == "model.moe_router_padding_for_quantization: true needs experts, but llama has none; set it to false"
 
 
 def test_products_in_fp8_keep_two_rounded_copies_of_each_linear_on_a_gpu(folder):

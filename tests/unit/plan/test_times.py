@@ -71,7 +71,7 @@ def test_kernels_are_refused_on_gpus_that_they_are_not_for():
     made = plan(settings, 8)
     plans = {gpu: with_times(made, settings, 8, GPUS[gpu], LENGTHS) for gpu in GPUS}
     said = {gpu: list(map(str, plans[gpu].problems[len(made.problems) :])) for gpu in GPUS}
-    refused = {gpu: [f"train.fused_logprobs: true needs a Hopper GPU, which {gpu} is not; set it to false"] for gpu in ("a100", "b200")}
+    refused = {gpu: [f"train.fused_logprobs: true needs a Hopper GPU, but the GPU is {gpu}; set it to false"] for gpu in ("a100", "b200")}
     assert said == refused | {"h100": [], "h200": []}
 
 

@@ -176,7 +176,7 @@ def test_outcomes_of_different_quantities_cannot_be_compared():
     same = outcome()
     with pytest.raises(ValueError, match=r"gradients that only this layout or only one process has: b\.weight"):
         compare(replace(same, gradients={"a.weight": same.gradients["a.weight"]}), same)
-    with pytest.raises(ValueError, match="this layout has 6 loss tokens, and one process has 7"):
+    with pytest.raises(ValueError, match="this layout has 6 loss tokens, but one process has 7"):
         compare(replace(same, logprobs=same.logprobs[1:]), same)
 
 
@@ -197,10 +197,10 @@ def test_a_verdict_names_what_is_wrong():
     silent = outcome(gradients={"a.weight": torch.zeros(5, 3).double(), "b.weight": torch.ones(5, 3).double()})
     unproved, dead = verdict(silent, silent), Verdict("tp=2", 2, failure="rank 1: killed by SIGKILL")
     assert good.passed and not any(v.passed for v in (bad, unproved, dead))
-    assert "  pass, 1.5 s" in as_text(good) and "gradient b.weight is 5.0e-01 off, 1.0e-05 is allowed" in as_text(bad)
+    assert "  pass, 1.5 s" in as_text(good) and "gradient b.weight: difference 5.0e-01 exceeds 1.0e-05" in as_text(bad)
     assert "a.weight has no gradient on one process" in as_text(unproved) and "killed by SIGKILL" in as_text(dead)
     assert len(as_text(good, full=True).split("\n")) > len(as_text(good).split("\n"))
-    assert "this layout computes" in summary([good]) and "2 of 2" in summary([good, good]) and "FAIL: tp=2" in summary([good, bad])
+    assert "this layout matches" in summary([good]) and "2 of 2" in summary([good, good]) and "FAIL: tp=2" in summary([good, bad])
 
 
 def test_json_holds_every_distance_and_no_nan():
