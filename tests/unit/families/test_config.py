@@ -80,7 +80,7 @@ def test_layers_per_stage_must_add_up_and_the_suggestion_does():
     assert cuts(SMOLLM2, ParallelSection(pp=4, pipeline_layers=[6, 9, 9, 6])) == []
     (problem,) = cuts(SMOLLM2, ParallelSection(pp=4, pipeline_layers=[6, 9, 9, 7]))
     assert problem == (
-        "parallel.pipeline_layers: [6, 9, 9, 7] sums to 31, not to num_hidden_layers=30; parallel.pipeline_layers=[7,8,8,7] would do"
+        "parallel.pipeline_layers: [6, 9, 9, 7] sums to 31, not to num_hidden_layers=30; for example parallel.pipeline_layers=[7,8,8,7]"
     )
     for layers, pp in itertools.product(range(1, 13), range(1, 13)):
         problems = cuts(SMOLLM2 | {"num_hidden_layers": layers}, ParallelSection(pp=pp))

@@ -115,7 +115,7 @@ def test_another_class_and_code_of_the_models_own_are_refused():
     code = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
     for auto_map in (code, "modeling_mine.MineForCausalLM", {"AutoModelForCausalLM": "owner/mine--modeling_mine.MineForCausalLM"}):
         (problem,) = architecture_problems(raw | {"auto_map": auto_map})
-        assert "MineForCausalLM, code of the model's own" in problem and "remove auto_map from a copy of config.json" in problem
+        assert "MineForCausalLM, custom code" in problem and "remove auto_map from a copy of config.json" in problem
 
 
 @pytest.mark.parametrize(

@@ -585,7 +585,7 @@ def test_products_in_fp8_need_wide_linears_whole_blocks_of_tokens_and_layers_tha
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | dict(intermediate_size=14336 + 16)))
     assert told(plan(config(folder, "model.fp8_recipe=tensorwise"), 1)) == []
     (problem,) = told(plan(config(folder, *fp8), 1))
-    said = "mxfp8 needs multiples of 32, and a rank's part of intermediate_size is 14352; choose none or another layout"
+    said = "mxfp8 needs multiples of 32, but a rank's part of intermediate_size is 14352; choose none or another layout"
     assert problem == f"model.fp8_recipe: {said}"
     (folder / "config.json").write_text(json.dumps(MIXED | dict(moe_intermediate_size=24)))
     assert "a rank's part of moe_intermediate_size is 24" in told(plan(config(folder, "model.fp8_recipe=blockwise"), 1))[-1]
