@@ -231,10 +231,10 @@ def own_address(url: str) -> str:
 def is_here(url: str) -> bool:
     """Whether the server at `url` runs on this host; False when there is no route to it."""
     try:
-        own, there = _route(url)
+        this_host, server = _route(url)
     except OSError:  # no route, or an unknown name
         return False
-    return own == there
+    return this_host == server
 
 
 def _route(url: str) -> tuple[str, str]:

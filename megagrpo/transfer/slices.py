@@ -17,22 +17,23 @@ def cover(box: Box, holders: Sequence[Box], reader: int = 0) -> list[tuple[int, 
     Where several holders hold the same elements, readers with different numbers start at different holders. Raises LookupError, with the
     first uncovered box, when the holders do not cover `box`.
     """
-    rest, parts = [box], []
+    uncovered: list[Box] = [box]
+    parts: list[tuple[int, Box]] = []
     for offset in range(len(holders)):
         index = (reader + offset) % len(holders)
-        left = []
-        for piece in rest:
+        remaining: list[Box] = []
+        for piece in uncovered:
             if (part := intersect(piece, holders[index])) is None:
-                left.append(piece)
+                remaining.append(piece)
             else:
                 parts.append((index, part))
-                left.extend(subtract(piece, part))
-        rest = left
-        if not rest:
+                remaining.extend(subtract(piece, part))
+        uncovered = remaining
+        if not uncovered:
             return parts
     if size(box) == 0:
         return []
-    raise LookupError(f"no rank holds {brackets(rest[0])}")
+    raise LookupError(f"no rank holds {brackets(uncovered[0])}")
 
 
 def owners(keys_of: Sequence[Iterable[tuple[Hashable, int]]]) -> dict[Hashable, int]:

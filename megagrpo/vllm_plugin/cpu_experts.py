@@ -8,7 +8,7 @@ from typing import Any
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 
-def heed_expert_map() -> None:
+def use_expert_map() -> None:
     """Give experts of other workers weight 0 on this worker, so that the sum over workers covers all experts.
 
     vLLM for CPU (seen in 0.32) passes global expert indices to the kernel. The kernel then reads past the end of the worker's weights, and
@@ -24,9 +24,9 @@ def heed_expert_map() -> None:
         if (expert_map := arguments["expert_map"]) is not None:
             if arguments["apply_router_weight_on_input"]:
                 raise NotImplementedError("vLLM for CPU: expert parallelism does not support apply_router_weight_on_input")
-            own = expert_map[arguments["topk_ids"].long()]  # local index; -1 for an expert of another worker
-            arguments["topk_weights"] = arguments["topk_weights"].masked_fill(own < 0, 0.0)
-            arguments["topk_ids"] = own.clamp(min=0).to(arguments["topk_ids"].dtype)
+            local = expert_map[arguments["topk_ids"].long()]  # -1 for an expert of another worker
+            arguments["topk_weights"] = arguments["topk_weights"].masked_fill(local < 0, 0.0)
+            arguments["topk_ids"] = local.clamp(min=0).to(arguments["topk_ids"].dtype)
         original(self, **arguments)
 
     CPUUnquantizedExperts.apply = apply

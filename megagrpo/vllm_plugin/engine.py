@@ -31,8 +31,8 @@ from megagrpo.transfer.ledger import Ledgers
 from megagrpo.transfer.manifest import Bookmark, Manifest, SharedFiles, WeightSyncError
 from megagrpo.transfer.notes import DirectRequest
 from megagrpo.transfer.shm_names import CPU_WORKERS, name_segments_by_owner, owned
-from megagrpo.vllm_plugin.cpu_experts import heed_expert_map
-from megagrpo.vllm_plugin.loading import Loading, some
+from megagrpo.vllm_plugin.cpu_experts import use_expert_map
+from megagrpo.vllm_plugin.loading import Loading, first_names
 from megagrpo.vllm_plugin.reader import BlockSource, MappedBlocks, Maps, ShardReader
 from megagrpo.vllm_plugin.receiver import Receiver
 
@@ -46,7 +46,7 @@ def register() -> None:
     tie_process_tree()
     name_segments_by_owner()
     if current_platform.is_cpu():
-        heed_expert_map()
+        use_expert_map()
         name_worker_files_by_owner()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ShardEngine")
@@ -172,7 +172,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             finalize_layerwise_reload(self.model, self.model_config)
             if unread := self.reader.unread():
-                raise WeightSyncError(f"{some(unread)} announced by the loaders, but never copied")
+                raise WeightSyncError(f"{first_names(unread)} announced by the loaders, but never copied")
             if current_platform.is_cpu():
                 refresh_packed_copies(self.model)
         except Exception as error:

@@ -112,10 +112,10 @@ def box_of(view: Tensor, shape: Sequence[int]) -> tuple[Box, list[int] | None]:
     function returns the whole tensor and None: use the view's own strides.
     """
     base = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    lo, rest = [], view.storage_offset()
+    lo, offset = [], view.storage_offset()
     for stride in base:
-        lo.append(rest // stride)
-        rest %= stride
+        lo.append(offset // stride)
+        offset %= stride
     extent, steps = [1] * len(shape), []
     for length, stride in zip(view.shape, view.stride(), strict=True):
         if length == 1:

@@ -103,14 +103,14 @@ def _repeat_lost_copies(model: nn.Module, reader: ShardReader) -> None:
 
 def _check_complete(loaded: set[str], destinations: dict[str, tuple[int, int, bool]], reader: ShardReader) -> None:
     if absent := sorted(destinations.keys() - loaded):
-        raise WeightSyncError(f"no weights received for {some(absent)}")
+        raise WeightSyncError(f"no weights received for {first_names(absent)}")
     partial = []
     for name, (storage, numel, padded) in destinations.items():
         arrived = sum(reader.arrivals.get(storage, {}).values())
         if arrived < numel and not (padded and arrived):
             partial.append(f"{name} ({arrived} of {numel} elements)")
     if partial:
-        raise WeightSyncError(f"only part of the weights received for {some(sorted(partial))}")
+        raise WeightSyncError(f"only part of the weights received for {first_names(sorted(partial))}")
 
 
 def _destination(model: nn.Module, name: str) -> tuple[int, int, bool]:
@@ -121,6 +121,6 @@ def _destination(model: nn.Module, name: str) -> tuple[int, int, bool]:
     return param.untyped_storage()._cdata, param.numel(), isinstance(module, VocabParallelEmbedding)
 
 
-def some(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     """Return the first four names as text, and the number of the remaining ones."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -99,10 +99,10 @@ class Recipe:
 
     def fits(self, manifest: Manifest) -> bool:
         """Whether `manifest` has the dtype, tensors and shapes of the recorded update."""
-        mine, its = self.manifest, manifest
-        return mine is its or (
-            mine.dtype == its.dtype and {n: t.shape for n, t in mine.tensors.items()} == {n: t.shape for n, t in its.tensors.items()}
-        )
+        if manifest is self.manifest:
+            return True
+        shapes, recorded = ({name: tensor.shape for name, tensor in each.tensors.items()} for each in (manifest, self.manifest))
+        return manifest.dtype == self.manifest.dtype and shapes == recorded
 
     def boxes(self, box_of: Callable[[str, Tensor], tuple[Box, Any]]) -> Iterator[tuple[str, Box]]:
         """Yield (tensor, box) for every fetch that `run` makes."""

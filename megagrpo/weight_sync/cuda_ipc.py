@@ -42,8 +42,8 @@ class CudaIpc(SharedMemory):
         assert servers is not None, "rank 0 has the engine"
         update = super().prepare(parameters, version, engine)
         buffers = update.slots.buffers
-        own = {name: [export(buffer) for _ in range(sum(servers.values()))] for name, buffer in buffers.items()}
-        handles = {name: exported for of_rank in self.ranks.all_gather_objects(own) for name, exported in of_rank.items()}
+        exports = {name: [export(buffer) for _ in range(sum(servers.values()))] for name, buffer in buffers.items()}
+        handles = {name: exported for of_rank in self.ranks.all_gather_objects(exports) for name, exported in of_rank.items()}
         return HandleUpdate(
             update.manifest, update.folder, update.seconds, update.slots, update.to_write, servers, handles=handles, buffers=buffers
         )

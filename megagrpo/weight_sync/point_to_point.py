@@ -107,8 +107,8 @@ class PointToPoint:
             keys = blocks.keys if self.roster is None else None
         except Exception as error:
             problem = f"rank {self.ranks.world_rank}: {error}"
-        own = _Readiness(problem, invitation, keys, self.exchange.name if self.exchange is not None else None)
-        everyone: list[_Readiness] = self.ranks.all_gather_objects(own)
+        readiness = _Readiness(problem, invitation, keys, self.exchange.name if self.exchange is not None else None)
+        everyone: list[_Readiness] = self.ranks.all_gather_objects(readiness)
         if problems := [rank.problem for rank in everyone if rank.problem]:
             raise WeightSyncError("; ".join(problems))
         roster = self.roster or self._enroll([rank.keys or [] for rank in everyone])
@@ -120,9 +120,9 @@ class PointToPoint:
         manifest = roster.manifest(version, self.dtype)
         return DirectUpdate(manifest, self, blocks, invitation, len(everyone), group, Deadline(self.seconds))
 
-    def all_gather(self, own: Any) -> list[Any]:
-        """Gather `own` from every rank, in rank order. No timeout here: each rank's part in an update has its own deadline."""
-        return self.ranks.all_gather_objects(own)
+    def all_gather(self, value: Any) -> list[Any]:
+        """Gather `value` from every rank, in rank order. No timeout here: each rank's part in an update has its own deadline."""
+        return self.ranks.all_gather_objects(value)
 
     def _invite(self, engine: Engine) -> Invitation:
         """Return the invitation, on rank 0: the address of the board, the attempt, and the servers. Starts the board when it must move or

@@ -61,8 +61,8 @@ class SharedMemory:
         self._blocks: list[list[BlockInFile]] = []  # per rank
         self._tensors: dict[int, dict[str, SharedTensor]] = {}  # slot -> tensors and their blocks
         remove_stale(folder)
-        own = str(folder / owned(WEIGHTS))
-        everyone = ranks.all_gather_objects((socket.gethostname(), own))
+        proposed = str(folder / owned(WEIGHTS))  # rank 0's folder is used
+        everyone = ranks.all_gather_objects((socket.gethostname(), proposed))
         if len(hosts := sorted({host for host, _ in everyone})) > 1:
             raise ValueError(
                 f"rollout.weight_sync_transport: shared_memory needs all ranks on one host; they are on {', '.join(hosts)}; use p2p"
@@ -105,12 +105,12 @@ class SharedMemory:
         manifest = self._manifest([rank.file or "" for rank in everyone], version)
         return FileUpdate(manifest, self.folder, self.seconds, slots, to_write)
 
-    def all_gather(self, own: Any) -> list[Any]:
-        """Gather `own` from every rank, in rank order. Raises WeightSyncError naming late ranks, and the parameter each of them is at."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Gather `value` from every rank, in rank order. Raises WeightSyncError naming late ranks, and the parameter each of them is at."""
         if self.seconds is None:
-            return self.ranks.all_gather_objects(own)
+            return self.ranks.all_gather_objects(value)
         try:
-            return self.ranks.all_gather_objects(own, self.seconds)
+            return self.ranks.all_gather_objects(value, self.seconds)
         except TimeoutError as error:
             bookmarks = {rank: self.folder / f"rank{rank}.at" for rank in getattr(error, "ranks", [])}
             stuck_in = "".join(f"; rank {rank} is stuck in: {Bookmark.read(path)}" for rank, path in bookmarks.items() if path.exists())

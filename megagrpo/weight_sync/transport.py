@@ -105,8 +105,8 @@ class Transport(Protocol):
         """Create an update with the current parameters. Collective. Raises WeightSyncError on every rank, before the engine receives any
         request."""
 
-    def all_gather(self, own: Any) -> list[Any]:
-        """Gather `own` from every rank, in rank order. Raises WeightSyncError for late ranks, if the transport detects them."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Gather `value` from every rank, in rank order. Raises WeightSyncError for late ranks, if the transport detects them."""
 
     def close(self) -> None:
         """Free the transport's resources. Does nothing on a second call."""

@@ -134,6 +134,13 @@ def test_zeros_in_place_of_a_tensor_arrive_and_are_not_read(published):
     assert [sum(places.values()) for places in reader.arrivals.values()] == [8]
 
 
+def test_zeros_in_the_place_of_zeros_arrive_too(published):
+    reader = reader_of(published[0])
+    arrived = torch.ones(2, 4)
+    arrived.copy_(torch.zeros_like(torch.zeros_like(next(reader.tensors())[1][:2])))
+    assert not arrived.any() and [sum(regions.values()) for regions in reader.arrivals.values()] == [8]
+
+
 def test_a_block_that_is_not_published_is_named(published):
     manifest, _ = published
     half = Manifest(7, "float32", {"w": SharedTensor((6, 4), manifest.tensors["w"].blocks[:1])})
