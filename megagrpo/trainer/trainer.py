@@ -72,13 +72,13 @@ class Trainer:
     synced: dict[str, float] = field(default_factory=dict)  # metrics of the last weight sync
     run_folder_check: Callable[[], None] = lambda: None  # raises when the run's folder no longer exists
     callbacks: Callbacks | None = None  # the user's code between steps; None: the run has none
+    resumed_from: Path | None = None  # checkpoint that the run continues from
     time_limit: TimeLimit = field(init=False)
 
     def __post_init__(self):
         self.collector.refill = self.refill
         self.time_limit = TimeLimit(None, self.collector.stop)
         self.callbacks = self.callbacks or Callbacks(self.config, self.layout)
-        self.resumed_from: Path | None = None
 
     def step(self) -> dict[str, float]:
         """Run one training step and return its metrics, the same on every rank. Raises StopRequested before anything was trained."""

@@ -1,0 +1,49 @@
+"""Metrics over micro-batches, ranks and optimizer steps, beside the naive formula over all tokens."""
+
+import random
+import statistics
+
+import pytest
+import torch
+
+from megagrpo.policy.metric_sums import merged, on_host
+from megagrpo.records.metrics import over_updates, values_of
+from megagrpo.types import Metric
+
+
+def parts(seed):
+    """Numbers of the tokens of some micro-batches; one of them has no token."""
+    draw = random.Random(seed)
+    return [[draw.uniform(-2, 2) for _ in range(count)] for count in (draw.randint(1, 9), 0, draw.randint(1, 9), 1)]
+
+
+def of(tokens):
+    """The metrics of a micro-batch with these tokens, as a loss makes them."""
+    row = torch.tensor(tokens)
+    extremes = (row.max(), row.min()) if tokens else (torch.tensor(-torch.inf), torch.tensor(torch.inf))
+    return {
+        "average": Metric(row.sum(), torch.tensor(float(len(tokens)))),
+        "a name that says min/max": Metric(extremes[0], torch.tensor(float(len(tokens))), "max"),
+        "largest/max": Metric(extremes[1], torch.tensor(float(len(tokens))), "min"),
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_metric_is_reduced_as_it_says_and_its_name_says_nothing(seed):
+    batches = parts(seed)
+    everyone = [token for tokens in batches for token in tokens]
+    ranks = [merged([on_host(of(tokens)) for tokens in rank]) for rank in (batches[:2], batches[2:])]
+    found = values_of(merged(ranks))
+    assert found["average"] == pytest.approx(statistics.fmean(everyone), rel=1e-6, abs=1e-6)
+    assert found["a name that says min/max"] == pytest.approx(max(everyone)) and found["largest/max"] == pytest.approx(min(everyone))
+
+
+def test_the_counts_of_all_parts_add_up_so_that_a_metric_without_tokens_shows():
+    assert merged([on_host(of([])), on_host(of([]))])["average"].count == 0
+    assert merged([on_host(of([1.0])), on_host(of([]))])["average"].count == 1
+
+
+def test_optimizer_steps_combine_as_each_metric_says_over_those_that_report_it():
+    one = {"loss": Metric(6.0, 3), "rate": Metric(0.1, reduce="last"), "far": Metric(5.0, 9, "max"), "near": Metric(-1.0, 9, "min")}
+    two = {"loss": Metric(1.0, 4), "rate": Metric(0.2, reduce="last"), "far": Metric(4.0, 9, "max"), "near": Metric(-3.0, 9, "min")}
+    assert over_updates([one, two, {"norm": Metric(7.0)}]) == {"loss": 1.125, "rate": 0.2, "far": 5.0, "near": -3.0, "norm": 7.0}
