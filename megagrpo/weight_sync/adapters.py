@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.bridge.adapters import save_adapter
-from megagrpo.bridge.export import Held
+from megagrpo.bridge.export import Parameters
 from megagrpo.bridge.families import PEFT
 from megagrpo.config import LoraSection
 from megagrpo.engine.protocol import Engine
@@ -55,7 +55,7 @@ class AdapterSync(WeightSync):
             shutil.rmtree(folder, ignore_errors=True)  # left by a failed push
         self.offload.keep_weights()
         try:
-            blocks, dtype = cast(Held, list(parameters)), DTYPES[self.dtype]
+            blocks, dtype = cast(Parameters, list(parameters)), DTYPES[self.dtype]
             save_adapter(blocks, self.layout, folder, self.lora, self.base, dtype, lambda *item: self._note(sums, *item))
         except (OSError, ValueError) as error:  # a disk error, or NaN or infinity in a weight
             raise WeightSyncError(f"weight version {weight_version} was not written: {error}") from error
