@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -219,7 +220,7 @@ def copy_side_files(source: Path, target: Path) -> None:
         config.write_text(json.dumps({key: value for key, value in raw.items() if key != REMOTE_CODE}, indent=2) + "\n")
 
 
-def _has_its_code(raw: dict, folder: Path) -> bool:
+def _has_its_code(raw: dict[str, Any], folder: Path) -> bool:
     """Whether `folder` holds every module that `auto_map` names without a repository."""
     mapped = raw.get(REMOTE_CODE)
     values = mapped.values() if isinstance(mapped, dict) else [mapped]

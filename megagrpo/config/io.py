@@ -109,7 +109,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     here[_index(here, last, key) if isinstance(here, list) else last] = parse_yaml(text, override)
 
 
-def _index(elements: list, part: str, key: str) -> int:
+def _index(elements: list[Any], part: str, key: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(elements):
         raise ConfigError(f"{key}: the list has elements 0 to {len(elements) - 1} (got {part!r})")
     return int(part)
@@ -148,7 +148,7 @@ def listed(path: str | Path, problems: Sequence[object]) -> str:
 _EMPTY = {"missing": "", "list_type": [], "dict_type": {}, "model_type": {}}  # type of pydantic's error -> a replacement value
 
 
-def _problems[M: BaseModel](model: type[M], values: dict, error: ValidationError) -> list[Problem]:
+def _problems[M: BaseModel](model: type[M], values: dict[str, Any], error: ValidationError) -> list[Problem]:
     """Return every invalid field, then every contradiction between valid fields."""
     known = [key for key, _ in fields(model)]
     wrong: list[Problem] = []

@@ -39,7 +39,7 @@ class ProblemError(ValueError):
         super().__init__("\n".join(map(str, problems)))
         self.problems = problems
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[type[ProblemError], tuple[Problem, ...]]:
         return type(self), self.problems
 
 

@@ -7,13 +7,16 @@ and both ways sum in float32 and round the result to bfloat16 once: they differ 
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch._C import _SafeKernelFunction as Kernel
+
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
-Kernel = torch._C._SafeKernelFunction
 _library: torch.library.Library | None = None
 
 

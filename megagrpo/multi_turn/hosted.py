@@ -82,12 +82,12 @@ def use_tool(target: Target, arguments: Arguments) -> Arguments:
     return _used(find(target), arguments)
 
 
-def schedule(target: Target, arguments: Arguments) -> tuple[list, bool, float | None]:
+def schedule(target: Target, arguments: Arguments) -> tuple[list[dict[str, Any]], bool, float | None]:
     """Call a scheduler function. Returns the messages with any follow-up, whether the conversation ends, and the turn's reward."""
     return _answer(find(target), arguments)
 
 
-def _used(function: Callable, arguments: Arguments) -> Arguments:
+def _used(function: Callable[..., Any], arguments: Arguments) -> Arguments:
     try:
         result = _settled(function(**arguments))
     except Exception as error:
@@ -95,7 +95,7 @@ def _used(function: Callable, arguments: Arguments) -> Arguments:
     return {"result": result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)}
 
 
-def _answer(function: Callable, arguments: Arguments) -> tuple[list, bool, float | None]:
+def _answer(function: Callable[..., Any], arguments: Arguments) -> tuple[list[dict[str, Any]], bool, float | None]:
     answer = _settled(function(**_accepted(function, arguments)))
     match answer:
         case (list() as messages, bool() as done):
@@ -105,7 +105,7 @@ def _answer(function: Callable, arguments: Arguments) -> tuple[list, bool, float
     raise TypeError(f"a scheduler must return (messages, done) or (messages, done, reward), not {answer!r:.200}")
 
 
-def _accepted(function: Callable, arguments: Arguments) -> Arguments:
+def _accepted(function: Callable[..., Any], arguments: Arguments) -> Arguments:
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return arguments

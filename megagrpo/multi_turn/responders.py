@@ -65,7 +65,7 @@ class Responders:
         calls = [self._episode("begin", c, arguments | dict(columns=c.prompt.columns)) for c in conversations]
         return self._values(conversations, calls)
 
-    def schedule(self, conversations: Sequence[Conversation]) -> list[tuple[list, bool, float | None] | None]:
+    def schedule(self, conversations: Sequence[Conversation]) -> list[tuple[list[dict[str, Any]], bool, float | None] | None]:
         """Call the scheduler on each conversation's last turn. Returns its answer, or None when it fails, which ends the conversation."""
         said = self._values(conversations, [self._step_call(c) for c in conversations])
         return [None if answer is None else tuple(answer) for answer in said]

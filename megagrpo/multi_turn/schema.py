@@ -13,7 +13,7 @@ _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Return|Raises|Yie
 _ENTRY = re.compile(r"^(\s*)\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
 
-def tool_schema(function: Callable) -> dict[str, Any]:
+def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the schema of a function or bound method with type hints and a Google-style docstring.
 
     Raises ValueError, naming the function and the argument, when a type or a description is missing, because the policy would have to
@@ -39,7 +39,7 @@ def tool_schema(function: Callable) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": summary, "parameters": parameters}}
 
 
-def _docstring(function: Callable) -> tuple[str, dict[str, str]]:
+def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """Return the text before the first section, and the descriptions under `Args:`, each on one line."""
     summary: list[str] = []
     described: dict[str, str] = {}

@@ -116,7 +116,7 @@ def _explain(ranks: dict[int, BaseProcess], folder: Path) -> str:
     return f"rank {culprit}:\n{texts[culprit]}"
 
 
-def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable, args: tuple) -> None:
+def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Run one rank and exit the process; never returns."""
     end_with_parent(parent)
     gc.freeze()  # the garbage collector would touch, and so copy, every page that the fork inherits

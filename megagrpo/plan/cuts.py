@@ -71,7 +71,7 @@ def wanted_boxes(shapes: Mapping[str, tuple[int, ...]], model: HfConfig, layout:
     """
     stages = pipeline_stages(model.num_layers, layout.pp)
     every = range(0, layout.servers * layout.workers, layout.workers)
-    known: dict[tuple, dict[Box, list[int]]] = {}  # all layers of one stage are sharded alike
+    known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], dict[Box, list[int]]] = {}  # all layers of one stage are sharded alike
     wanted = {}
     for name, shape in shapes.items():
         layer = layer_of(name)

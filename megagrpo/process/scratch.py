@@ -59,7 +59,7 @@ def remove_left(around: Path) -> None:
                 remove_tree(lock.parent)
 
 
-def remove_tree(folder: str | os.PathLike) -> bool:
+def remove_tree(folder: str | os.PathLike[str]) -> bool:
     """Remove `folder` and its content, which another program created. Returns whether the folder is gone; raises no OSError.
 
     Python 3.12's shutil.rmtree recurses, and a program can nest more folders than Python has stack frames or a path has bytes. So every
@@ -105,7 +105,7 @@ def _unlink_files(folder: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def _opened(name: str | os.PathLike, within: int | None = None) -> Iterator[int]:
+def _opened(name: str | os.PathLike[str], within: int | None = None) -> Iterator[int]:
     """Yield a descriptor of a folder whose owner can now read, write and enter it. Raises OSError when `name` is not a folder or belongs to
     another user."""
     handle = os.open(name, os.O_PATH | _NO_LINK, dir_fd=within)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-orms: dict[str, Callable] = {}  # name -> function or class; `orms["name"] = Class` and `@register("name")` are the same
+orms: dict[str, Callable[..., Any]] = {}  # name -> function or class; `orms["name"] = Class` and `@register("name")` are the same
 
 
-def register(name: str) -> Callable[[Callable], Callable]:
+def register[F: Callable[..., Any]](name: str) -> Callable[[F], F]:
     """Decorator that registers a reward function or class under the name that `rewards.functions` uses."""
 
-    def add(function: Callable) -> Callable:
+    def add(function: F) -> F:
         orms[name] = function
         return function
 

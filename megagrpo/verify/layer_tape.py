@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,20 +63,20 @@ def recording(chunks: Sequence[nn.Module], like: Tape | None = None) -> Iterator
         yield tape
 
 
-def _hooks(crossings: Crossings, like: Crossings | None) -> tuple[Callable, Callable, Callable]:
+def _hooks(crossings: Crossings, like: Crossings | None) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Return the hooks before a layer, after its attention or MLP, and after the layer."""
 
-    def before(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = kwargs["hidden_states"]
         if like is not None:
             hidden = _InPlaceOf.apply(hidden, like.before[len(crossings.before)].to(hidden))
         crossings.before.append(_on_host(hidden))
         return args, kwargs | {"hidden_states": hidden}
 
-    def added(half: nn.Module, args: tuple, output: tuple[Tensor, Tensor | None]) -> None:
+    def added(half: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
         crossings.added.append(_on_host(output[0]))
 
-    def after(layer: nn.Module, args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
+    def after(layer: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         index, hidden = len(crossings.after), output[0] if isinstance(output, tuple) else output
         crossings.after.append(_on_host(hidden))
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megagrpo import device
 from megagrpo.config import RunConfig
@@ -119,6 +120,6 @@ def as_json(path: Path, verdicts: Sequence[Verdict]) -> str:
     return json.dumps(dict(config=str(path), passed=all(v.passed for v in verdicts), layouts=layouts), indent=1)
 
 
-def _finite(distance: Distance) -> dict:
+def _finite(distance: Distance) -> dict[str, Any]:
     values = asdict(distance) | dict(passed=distance.passed)
     return {key: None if isinstance(value, float) and not abs(value) < float("inf") else value for key, value in values.items()}

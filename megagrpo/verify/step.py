@@ -48,7 +48,7 @@ class Outcome:
 
 
 def take_step(
-    config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample], weights: Callable[[str, tuple], Tensor] | None = None
+    config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample], weights: Callable[[str, tuple[int, ...]], Tensor] | None = None
 ) -> Outcome | None:
     """Take one GRPO step on `samples` in the layout of `config`; return the outcome on rank 0, None elsewhere.
 
@@ -81,7 +81,7 @@ def prepare(
     hf_config: HfConfig,
     layout: Layout,
     samples: Sequence[TrainSample],
-    weights: Callable[[str, tuple], Tensor] | None = None,
+    weights: Callable[[str, tuple[int, ...]], Tensor] | None = None,
 ) -> tuple[MegatronPolicy, TrainBatch, list[Tensor | None]]:
     """Return (policy, this rank's batch with all inputs of the loss, the policy's log-probs of each micro-batch) before a step."""
     policy = MegatronPolicy(config, layout, hf_config)
@@ -99,7 +99,7 @@ def prepare(
 
 @torch.no_grad()
 def fill_weights(
-    policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, weights: Callable[[str, tuple], Tensor] = random_tensor
+    policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, weights: Callable[[str, tuple[int, ...]], Tensor] = random_tensor
 ) -> None:
     """Fill this rank's parameters with the shards of `weights(name, shape)`; the vocabulary's padding is 0."""
     for _, parameter, of_parameter in (*blocks(policy.chunks, hf_config, layout), *adapter_blocks(policy.chunks, hf_config, layout)):

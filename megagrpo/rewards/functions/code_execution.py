@@ -58,7 +58,9 @@ class CodeExecution:
                 )
             log.warning(what)
 
-    def __call__(self, completions: list, tests: list[Any] | None = None, expected_output: list[Any] | None = None) -> list[float | None]:
+    def __call__(
+        self, completions: list[Any], tests: list[Any] | None = None, expected_output: list[Any] | None = None
+    ) -> list[float | None]:
         tests = tests or [None] * len(completions)
         expected_output = expected_output or [None] * len(completions)
         return [self._score(text_of(c), t, e) for c, t, e in zip(completions, tests, expected_output, strict=True)]

@@ -21,7 +21,7 @@ def xml_answer(text: str) -> str:
     return text.split("<answer>")[-1].split("</answer>")[0].strip()
 
 
-def xmlcount(completions: list, fixed: bool = False) -> list[float]:
+def xmlcount(completions: list[Any], fixed: bool = False) -> list[float]:
     r"""Return 0.125 for each of the four tags that occurs exactly once on a line of its own, minus 0.001 per character after </answer>.
 
     The notebook applies the penalty twice. With "\n<answer>\n" it counts the text after "\n</answer>\n", or the whole text without that
@@ -45,7 +45,7 @@ def _xmlcount(text: str, fixed: bool) -> float:
     return score
 
 
-def soft_format(completions: list, fixed: bool = False) -> list[float]:
+def soft_format(completions: list[Any], fixed: bool = False) -> list[float]:
     """Return 0.5 for a completion that begins with <reasoning>...</reasoning> <answer>...</answer>.
 
     The notebook's pattern allows no line break inside the tags, so it rejects the format of its own system prompt; `fixed` allows line
@@ -55,7 +55,7 @@ def soft_format(completions: list, fixed: bool = False) -> list[float]:
     return [0.5 if pattern.match(text_of(c)) else 0.0 for c in completions]
 
 
-def strict_format(completions: list, fixed: bool = False) -> list[float]:
+def strict_format(completions: list[Any], fixed: bool = False) -> list[float]:
     """Return 0.5 for exactly the four tags on lines of their own, around one line of reasoning and one of answer, with a final newline.
 
     `fixed` allows several lines inside, and a missing final newline.
@@ -64,7 +64,7 @@ def strict_format(completions: list, fixed: bool = False) -> list[float]:
     return [0.5 if pattern.match(text_of(c)) else 0.0 for c in completions]
 
 
-def whole_number(completions: list, fixed: bool = False) -> list[float]:
+def whole_number(completions: list[Any], fixed: bool = False) -> list[float]:
     """Return 0.5 when the answer is a whole number by `str.isdigit`, which accepts a superscript two and rejects "-5".
 
     `fixed` accepts ASCII digits, a sign and thousands separators.
@@ -73,7 +73,7 @@ def whole_number(completions: list, fixed: bool = False) -> list[float]:
     return [0.5 if (_WHOLE.fullmatch(a) if fixed else a.isdigit()) else 0.0 for a in answers]
 
 
-def correctness(completions: list, answer: list[Any], fixed: bool = False) -> list[float | None]:
+def correctness(completions: list[Any], answer: list[Any], fixed: bool = False) -> list[float | None]:
     """Return 2.0 when the answer equals the text of column `answer`, else 0.0.
 
     `fixed` compares numbers, so "1,000", "1000.0" and "$1000" equal 1000. It returns None for an `answer` without a number.

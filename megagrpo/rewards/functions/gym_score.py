@@ -15,7 +15,9 @@ with warnings.catch_warnings():
     from reasoning_gym.utils import extract_answer
 
 
-def reasoning_gym(completions: list, answer: list[Any], metadata: list[dict], question: list[str], extract: str = "tag") -> list[float]:
+def reasoning_gym(
+    completions: list[Any], answer: list[Any], metadata: list[dict[str, Any]], question: list[str], extract: str = "tag"
+) -> list[float]:
     """Return the task family's score, 0 to 1, of the answer in each completion.
 
     `extract`: "tag" takes the last <answer>...</answer>, or the whole completion without one; "number" takes the last number. Many families
@@ -41,7 +43,7 @@ def _plain(number: str) -> str:
     return number.rstrip("0").rstrip(".") if "." in number else number
 
 
-def _score(answer: str | None, entry: dict) -> float:
+def _score(answer: str | None, entry: dict[str, Any]) -> float:
     if answer is None:  # some families raise for None
         return 0.0
     return float(_scorer(entry["metadata"]["source_dataset"])(answer, entry=entry))

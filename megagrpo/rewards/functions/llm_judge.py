@@ -76,10 +76,10 @@ class LlmJudge:
         self._service = JsonService(url.rstrip("/") + "/chat/completions", timeout, retries, headers)
         self._cache = None if cache is None else _Cache(cache)
 
-    async def __call__(self, prompts: list, completions: list, **columns: Any) -> list[float]:
+    async def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
         return [await self._score(i, prompts, completions, columns) for i in range(len(completions))]
 
-    async def _score(self, i: int, prompts: list, completions: list, columns: dict[str, Any]) -> float:
+    async def _score(self, i: int, prompts: list[Any], completions: list[Any], columns: dict[str, Any]) -> float:
         values = {name: columns[name][i] for (name,) in self.needs_columns}
         values |= {
             "prompt": _as_text(prompts[i]),

@@ -16,7 +16,7 @@ _STRICT_LATEX = LatexExtractionConfig(
 _GOLD = (("solution", "answer"),)
 
 
-def accuracy(completions: list, solution: list[Any] | None = None, answer: list[Any] | None = None) -> list[float | None]:
+def accuracy(completions: list[Any], solution: list[Any] | None = None, answer: list[Any] | None = None) -> list[float | None]:
     r"""Return 1.0 when math-verify finds the completion equal to column `solution` (or else `answer`), else 0.0; None for an unparsable
     gold answer.
 
@@ -28,7 +28,7 @@ def accuracy(completions: list, solution: list[Any] | None = None, answer: list[
 
 
 def reasoning_accuracy(
-    completions: list, solution: list[Any] | None = None, answer: list[Any] | None = None, delimiters: tuple[str, ...] = ("</think>",)
+    completions: list[Any], solution: list[Any] | None = None, answer: list[Any] | None = None, delimiters: tuple[str, ...] = ("</think>",)
 ) -> list[float | None]:
     """Return the `accuracy` of the text after the last occurrence of the first delimiter that occurs; 0.0 without any: the reasoning did
     not end.
@@ -45,7 +45,7 @@ def reasoning_accuracy(
 
 
 def cosine(
-    completions: list,
+    completions: list[Any],
     completion_ids: list[list[int]],
     max_completion_length: int,
     solution: list[Any] | None = None,

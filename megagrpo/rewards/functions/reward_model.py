@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import batched
+from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -47,7 +48,7 @@ class RewardModel:
         self._batch_size, self._max_length, self._as_chat, self._device = batch_size, max_length, as_chat, device
 
     @torch.inference_mode()
-    def __call__(self, prompts: list, completions: list) -> list[float]:
+    def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
         texts = [self._text(p, c) for p, c in zip(prompts, completions, strict=True)]
         rewards = [0.0] * len(texts)
         by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # sorted, because a batch is padded to its longest text
@@ -65,7 +66,7 @@ class RewardModel:
                 rewards[i] = reward
         return rewards
 
-    def _text(self, prompt: str | list, completion: str | list) -> str:
+    def _text(self, prompt: str | list[Any], completion: str | list) -> str:
         if isinstance(prompt, str) and not self._as_chat:
             return encodable(prompt + text_of(completion))
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -49,13 +49,13 @@ class ServedReward:
         self._service = JsonService(url, timeout, retries, _revealed(url, headers or {}))
         self.needs_columns = tuple((name,) for name in self._columns)
 
-    async def __call__(self, prompts: list, completions: list, **columns: Any) -> list[float | None]:
+    async def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
         rows = list(zip(prompts, completions, *(columns[name] for name in self._columns), strict=True))
         ask = self._ask_vllm if self._is_vllm else self._ask
         parts = await asyncio.gather(*(ask(list(part)) for part in batched(rows, self._batch_size)))
         return [reward for part in parts for reward in part]
 
-    async def _ask(self, rows: list[tuple]) -> list[float | None]:
+    async def _ask(self, rows: list[tuple[Any, ...]]) -> list[float | None]:
         prompts, completions, *columns = (list(values) for values in zip(*rows, strict=True))
         body = {"prompts": prompts, "completions": [text_of(c) for c in completions], **self._model}
         answer = await self._service.post(body | {"columns": dict(zip(self._columns, columns, strict=True))})
@@ -64,7 +64,7 @@ class ServedReward:
             raise ServiceError(f'{self._service.url}: wanted {{"rewards": [{len(rows)} numbers or nulls]}}, got {str(answer)[:300]}')
         return rewards
 
-    async def _ask_vllm(self, rows: list[tuple]) -> list[float | None]:
+    async def _ask_vllm(self, rows: list[tuple[Any, ...]]) -> list[float | None]:
         """Request rewards from vLLM. One request may have many texts but only one chat; vLLM batches requests itself."""
         common = {**self._model, "use_activation": False, "add_special_tokens": False}
         if self._kind == "pooling":

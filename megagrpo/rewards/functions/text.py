@@ -39,7 +39,7 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(matches[-1].replace(",", "")) if matches else None
 
 
-def exact_number(completions: list, answer: list[Any]) -> list[float | None]:
+def exact_number(completions: list[Any], answer: list[Any]) -> list[float | None]:
     """Return 1.0 when the completion's last number equals the last number of column `answer` ("72", 72, "... #### 72"), else 0.0.
 
     Returns None when `answer` has no number.
@@ -48,7 +48,7 @@ def exact_number(completions: list, answer: list[Any]) -> list[float | None]:
     return [None if gold is None else float(last_number(text_of(c)) == gold) for c, gold in zip(completions, golds, strict=True)]
 
 
-def format(completions: list) -> list[float]:
+def format(completions: list[Any]) -> list[float]:
     """Return 1.0 for exactly `<think>...</think><answer>...</answer>`; white space is allowed between the two, but not before or after.
 
     This is the pattern of DeepSeek-R1's prompt as ms-swift scores it: further tags inside the outermost pair are accepted.
@@ -64,13 +64,13 @@ def _is_r1_format(text: str) -> bool:
     return middle is not None and middle.end() <= len(text) - len("</answer>")
 
 
-def think_format(completions: list) -> list[float]:
+def think_format(completions: list[Any]) -> list[float]:
     """Return 1.0 for a completion that begins with its only `<think>`, closed by `</think>`; any text may follow (TRL's
     `think_format_reward`)."""
     return [float(_THINK.match(text_of(c)) is not None) for c in completions]
 
 
-def react_format(completions: list) -> list[float]:
+def react_format(completions: list[Any]) -> list[float]:
     """Return 1.0 for `<think>...</think>` followed by `Action: ... Action Input: ...` (ms-swift's `react_format`)."""
     return [float(_REACT.match(text_of(c)) is not None) for c in completions]
 
@@ -119,7 +119,7 @@ def cosine_value(
     return last + (first - last) * (1 + math.cos(progress * math.pi)) / 2
 
 
-def repetition(completions: list, n_grams: int = 3, max_penalty: float = -1.0) -> list[float]:
+def repetition(completions: list[Any], n_grams: int = 3, max_penalty: float = -1.0) -> list[float]:
     """Return the share of repeated word n-grams times `max_penalty`: 0 without repetition (ms-swift's `repetition`).
 
     Words are separated by white space and lowercased. A text of fewer than `n_grams` words scores 0.

@@ -43,7 +43,7 @@ _OWN_FILES = (__file__, user_code.__file__)
 class Loaded:
     """A loaded function, or an instance of a class. `options` are passed with each call; a class got its options at construction."""
 
-    function: Callable
+    function: Callable[..., Any]
     options: dict[str, Any]
     wants_text: bool  # pass completions as strings, whatever the prompts are
     signature: Signature
@@ -68,7 +68,7 @@ def load(target: Target, options: dict[str, Any]) -> Loaded:
     return _loaded[key]
 
 
-def find(target: Target) -> Callable:
+def find(target: Target) -> Callable[..., Any]:
     """Import the function or class that `target` names; once per process."""
     for path in target.plugins:
         user_code.load_file(Path(path))
@@ -109,7 +109,7 @@ class _Parameters:
     open: bool
 
 
-def _named(function: Callable, skip_first: bool) -> _Parameters:
+def _named(function: Callable[..., Any], skip_first: bool) -> _Parameters:
     parameters = list(inspect.signature(function).parameters.values())[int(skip_first) :]
     if function is object.__init__:
         return _Parameters([], False)
