@@ -66,7 +66,7 @@ class RewardModel:
                 rewards[i] = reward
         return rewards
 
-    def _text(self, prompt: str | list[Any], completion: str | list) -> str:
+    def _text(self, prompt: str | list[Any], completion: str | list[Any]) -> str:
         if isinstance(prompt, str) and not self._as_chat:
             return encodable(prompt + text_of(completion))
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
