@@ -129,8 +129,8 @@ def _with_kl(step: Step, table: list[list[float | None]]) -> list[list[float | N
 
 def _listed(quantity: str, count: int, problems: list[tuple[str, str]], note: str = "") -> Check:
     """Return a yes/no check: its difference is the number of wrong items, and it shows the first one."""
-    first, place = problems[0] if problems else ("", "")
-    return Check(quantity, count, not problems, float(len(problems)), EXACT, place, first, "", note=note)
+    first, where = problems[0] if problems else ("", "")
+    return Check(quantity, count, not problems, float(len(problems)), EXACT, where, first, "", note=note)
 
 
 def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:

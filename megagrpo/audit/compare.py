@@ -63,7 +63,7 @@ def compare(
     dumped: Sequence[float] | Tensor,
     recomputed: Sequence[float] | Tensor,
     tolerance: float | Tensor,
-    place: Callable[[int], str],
+    locate: Callable[[int], str],
     size: float = 1.0,
     average: float | None = None,
     note: str = "",
@@ -86,7 +86,7 @@ def compare(
     worst = int((difference - allowed).argmax())
     mean = difference.mean().item()
     passed = bool((difference <= allowed).all()) and (average is None or mean <= average)
-    values = difference[worst].item(), allowed[worst].item(), place(worst), measured[worst].item(), expected[worst].item()
+    values = difference[worst].item(), allowed[worst].item(), locate(worst), measured[worst].item(), expected[worst].item()
     return Check(quantity, expected.numel(), passed, *values, mean, average, note)
 
 

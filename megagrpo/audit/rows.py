@@ -56,7 +56,7 @@ class Rows:
     def compare(
         self, quantity: str, name: str, rows: Sequence[Tensor | None], tolerance: float = ROUNDING, average: float | None = None
     ) -> Check:
-        """Compare one column of the rows."""
+        """Compare the dumped column `name` [n] with the values [L] or [Lr] of each sample."""
         quantity = named(quantity, self.step, self.update)
         return compare(quantity, self.column(name), self.recomputed(rows), tolerance, self._where, average=average)
 

@@ -35,7 +35,7 @@ def check_update(step: Step, update: Update, result: Recomputed) -> Iterator[Che
     names = [name for name in update.optimizer if name in result.sampled]
     sampled = {name: update.optimizer[name] for name in names}
 
-    def place(index: int) -> str:
+    def locate(index: int) -> str:
         for name, rows in sampled.items():
             if index < len(rows.places):
                 return f"{name} element {int(rows.places[index])}"
@@ -52,7 +52,7 @@ def check_update(step: Step, update: Update, result: Recomputed) -> Iterator[Che
     weights = joined([result.sampled[name].weight for name in names])
     left = sorted(set(update.optimizer) - set(names))
     note = f"{len(left)} tensors have no counterpart in transformers' model, the first is {left[0]}" if left else ""
-    yield compare(named("weights in the optimizer", step, update), column("weight").to(dtype), weights, EXACT, place, note=note)
+    yield compare(named("weights in the optimizer", step, update), column("weight").to(dtype), weights, EXACT, locate, note=note)
     moved = [torch.zeros_like(rows.weight) for rows in sampled.values()]
     added = moved
     if "grad_norm" in update.metrics:
@@ -63,8 +63,8 @@ def check_update(step: Step, update: Update, result: Recomputed) -> Iterator[Che
     expected = joined(moved)
     allowed = UPDATE * expected.abs() + ROUNDING * joined(added) + FLOAT32 * column("weight").abs()
     quantity = named("weights after the update", step, update)
-    yield compare(quantity, column("next_weight") - column("weight"), expected, allowed, place, note="as movements")
-    yield from _chained(step, update, sampled, place)
+    yield compare(quantity, column("next_weight") - column("weight"), expected, allowed, locate, note="as movements")
+    yield from _chained(step, update, sampled, locate)
 
 
 def _not_recomputed(step: Step, update: Update) -> str:
@@ -90,7 +90,7 @@ def _gradients(step: Step, update: Update, result: Recomputed, sampled: dict[str
     return compare(quantity, errors, [0.0] * len(errors), tolerance, names.__getitem__, note="relative, by tensor")
 
 
-def _chained(step: Step, update: Update, sampled: dict[str, Sampled], place: Callable[[int], str]) -> Iterator[Check]:
+def _chained(step: Step, update: Update, sampled: dict[str, Sampled], locate: Callable[[int], str]) -> Iterator[Check]:
     """Check that the next dumped optimizer step started from the weights and moments that this one left."""
     later = following(step, update)
     if later is None or later.optimizer.keys() != update.optimizer.keys() or later.steps_before is None or update.steps_before is None:
@@ -103,7 +103,7 @@ def _chained(step: Step, update: Update, sampled: dict[str, Sampled], place: Cal
         return torch.cat([then(later.optimizer[name]) for name in sampled]), torch.cat([now(rows) for rows in sampled.values()])
 
     dumped, expected = both(attrgetter("next_weight"), attrgetter("weight"))
-    yield compare(named("weights of the next update", step, update), dumped, expected, EXACT, place)
+    yield compare(named("weights of the next update", step, update), dumped, expected, EXACT, locate)
     if step.config.train.optimizer_state_dtype != "fp32":
         note = f"not compared: kept in {step.config.train.optimizer_state_dtype}, rounded at random"
         yield Check(named("moments of the next update", step, update), 0, True, 0.0, 0.0, note=note)
@@ -118,4 +118,4 @@ def _chained(step: Step, update: Update, sampled: dict[str, Sampled], place: Cal
             return after(naive_optimizer.sizes(rows))
 
         _, added = both(size_after, attrgetter(name))
-        yield compare(named(f"{name} moment of the next update", step, update), dumped, expected, ROUNDING * added + TINY, place)
+        yield compare(named(f"{name} moment of the next update", step, update), dumped, expected, ROUNDING * added + TINY, locate)

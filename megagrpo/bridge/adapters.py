@@ -130,8 +130,8 @@ def save_adapter(
     """Write adapters as a folder that PEFT, vLLM and `load_adapter` read. Collective.
 
     `parameters` comes from `adapter_blocks`, and `base` is the base model as the user named it. `dtype` is the dtype in the file. `look`
-    receives every whole tensor on rank 0, before the cast to the file. The folder appears complete or not at all. Raises OSError on every
-    rank when it cannot be written.
+    receives every whole A [rank, in] and B [out, rank] on rank 0, before the cast to the file. The folder appears complete or not at all.
+    Raises OSError on every rank when it cannot be written.
     """
 
     def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:

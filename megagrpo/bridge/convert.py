@@ -163,6 +163,7 @@ class StoredParameter:
 
     @property
     def data(self) -> Tensor:
+        """The values of this rank, in the shape of `part`."""
         return self.read(self.part)
 
 

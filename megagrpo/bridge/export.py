@@ -31,7 +31,8 @@ class Readable(Protocol):
     compute or read it again."""
 
     @property
-    def data(self) -> Tensor: ...
+    def data(self) -> Tensor:
+        """The values on this rank, in Megatron's shape."""
 
     @property
     def dtype(self) -> torch.dtype: ...

@@ -75,7 +75,7 @@ def fill(param: Parameter, parameter_blocks: list[Block], value_of: Callable[[Bl
 
 
 def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor, list[Block]]]:
-    """Like `blocks`, for the adapters only; tensors have the names of PEFT's files."""
+    """Like `blocks`, for the adapters only: A [rank, in] and B [out, rank] of this rank. Tensors have the names of PEFT's files."""
     table = FAMILIES[hf_config.family].table(hf_config)
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
@@ -97,7 +97,8 @@ def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout)
 
 
 def trained_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> list[tuple[str, Tensor | DenseWeight, list[Block]]]:
-    """Return the blocks of everything with a gradient: the adapters, if any, or else all weights that are parameters."""
+    """Return (name, parameter in Megatron's shape, its blocks) for everything with a gradient: the adapters, if any, or else all
+    weights that are parameters."""
     adapters: list[tuple[str, Tensor | DenseWeight, list[Block]]] = [*adapter_blocks(chunks, hf_config, layout)]
     return adapters or [
         (name, param, parameter_blocks)

@@ -124,7 +124,8 @@ def files_for(shapes: Mapping[str, tuple[int, ...]], folder: Path, hf_config: Hf
 
 
 def new_files(tensors: Tensors, limit: int = SHARD_BYTES) -> Files:
-    """Return the fewest files with at most `limit` tensor bytes each, with an index when there are several."""
+    """Return the fewest files for tensors of these dtypes and shapes with at most `limit` tensor bytes each, with an index when there are
+    several."""
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = total = 0
     for name, (dtype, shape) in tensors.items():

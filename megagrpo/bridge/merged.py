@@ -33,10 +33,12 @@ class Merged:
 
     @property
     def data(self) -> Tensor:
+        """The merged weight [out, in] of this rank, float32."""
         return self.detach()
 
     @torch.no_grad()
     def detach(self) -> Tensor:
+        """Return the merged weight [out, in] of this rank, float32."""
         merged = self.weight.detach().to(torch.float32, copy=True)
         for block, low_rank in self.parts:
             view = block.view(merged)

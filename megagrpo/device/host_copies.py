@@ -19,13 +19,13 @@ class HostCopies:
         self._stream = torch.cuda.Stream()
 
     def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """Start copies of uint8 tensors to host memory, after all work queued on the device so far; return them and the event of
+        """Start copies of uint8 tensors [n] to host memory, after all work queued on the device so far; return them and the event of
         completion."""
         hosts = [device.host_bytes(source.numel()) for source in sources]
         return hosts, self._copy(sources, hosts)
 
     def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """Start copies of uint8 host tensors to the device; return them and the event of completion."""
+        """Start copies of uint8 host tensors [n] to the device; return them and the event of completion."""
         targets = [torch.empty(host.shape, dtype=host.dtype, device=device.device()) for host in hosts]
         return targets, self._copy(hosts, targets)
 

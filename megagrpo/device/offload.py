@@ -48,12 +48,12 @@ class OffloadedStorages:
         return not self._storages
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage is offloaded."""
+        """Whether the storage of a tensor of any shape is offloaded."""
         return tensor.untyped_storage()._cdata in self._storages
 
     @torch.no_grad()
     def move(self, tensors: Iterable[Tensor], version: int | None = None) -> None:
-        """Offload the storages of these tensors that are on the device, each once.
+        """Offload the storages of these tensors, of any shapes, that are on the device, each once.
 
         A storage that the host already holds in the same `version` is not copied again. With `version` None all are copied.
         """
@@ -68,7 +68,7 @@ class OffloadedStorages:
 
     @torch.no_grad()
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Free the storages of these tensors that are on the device, without a copy."""
+        """Free the storages of these tensors, of any shapes, that are on the device, without a copy."""
         for key, storage in self._still_there(tensors):
             self._storages[key] = storage, storage.nbytes(), None
             _empty(storage)
@@ -107,7 +107,7 @@ class OffloadedStorages:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-    """Return the non-empty storages of these tensors that are on the device, each once, keyed by their address."""
+    """Return the non-empty storages of these tensors, of any shapes, that are on the device, each once, keyed by their address."""
     kind = device.device().type
     on_device: dict[int, UntypedStorage] = {}
     for tensor in tensors:

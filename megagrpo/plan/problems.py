@@ -254,9 +254,9 @@ def multi_turn_problems(config: RunConfig) -> list[Problem]:
         scheduler, tools, environment = targets(MultiTurnSection(**known, tools=config.multi_turn.tools))
     except ProblemError as error:
         return list(error.problems)
-    found = {"multi_turn.scheduler": scheduler, "multi_turn.environment": environment}
-    found |= {f"multi_turn.tools.{i}": tool for i, tool in enumerate(tools)}
-    return [problem for key, target in found.items() if target is not None for problem in undefined(target, key)]
+    by_key = {"multi_turn.scheduler": scheduler, "multi_turn.environment": environment}
+    by_key |= {f"multi_turn.tools.{i}": tool for i, tool in enumerate(tools)}
+    return [problem for key, target in by_key.items() if target is not None for problem in undefined(target, key)]
 
 
 def rollout_problems(config: RunConfig, model: HfConfig) -> list[Problem]:

@@ -143,7 +143,7 @@ def _short_factors(raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
 
 
 def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
-    """Return the weight called `name`, float32. It depends only on the arguments, so every layout starts from the same model.
+    """Return the weight called `name`, float32 in `shape`. It depends only on the arguments, so every layout starts from the same model.
 
     Matrices keep the scale of their input. Norms and biases differ from 1 and 0, where an error could hide.
     """

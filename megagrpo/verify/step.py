@@ -83,7 +83,7 @@ def prepare(
     samples: Sequence[TrainSample],
     weights: Callable[[str, tuple[int, ...]], Tensor] | None = None,
 ) -> tuple[MegatronPolicy, TrainBatch, list[Tensor | None]]:
-    """Return (policy, this rank's batch with all inputs of the loss, the policy's log-probs of each micro-batch) before a step."""
+    """Return (policy, this rank's batch with all inputs of the loss, the policy's log-probs [T] of each micro-batch) before a step."""
     policy = MegatronPolicy(config, layout, hf_config)
     fill_weights(policy, hf_config, layout, weights or partial(random_tensor, temperature=config.rollout.temperature))
     reference = Reference(policy) if config.algorithm.beta else None
@@ -153,7 +153,8 @@ def _rows_of_tokens(batch: TrainBatch, logprobs: list[Tensor | None], layout: La
 def whole_tensors(
     policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, part: Callable[[Parameter], Tensor]
 ) -> tuple[Tensors, float, float]:
-    """Return `part(parameter)` of every trained parameter as whole tensors, merged from all ranks' blocks; on rank 0, empty elsewhere.
+    """Return `part(parameter)` of every trained parameter as whole tensors in Hugging Face shapes, merged from all ranks' blocks; on
+    rank 0, empty elsewhere.
 
     The second result is the largest relative difference between ranks with the same block, the third the largest element outside all
     blocks.
