@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from megagrpo.config import Problem, ProblemError
 from megagrpo.families import FAMILIES
 from megagrpo.families.architecture import Experts, HfConfig
-from megagrpo.families.family import COMMON, Family, common_fields, layer_type_problems, rope, rotated_share
+from megagrpo.families.family import COMMON, Family, common_config, layer_type_problems, rope, rotated_share
 from megagrpo.families.keys import class_problems, key_problems
 
 ROTARY = ("rope_scaling", "rope_parameters")
@@ -92,7 +92,7 @@ def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
     if problems:
         raise ProblemError(*of_model(problems))
     family = FAMILIES[raw["model_type"]]
-    return HfConfig(**common_fields(family, raw) | family.read(raw))
+    return family.read(raw, common_config(family, raw))
 
 
 def of_model(lines: Sequence[str]) -> list[Problem]:

@@ -20,7 +20,7 @@ FAMILY = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     table=latent.table,
-    read=lambda raw: latent.read(raw, normalized=False),
+    read=lambda raw, common: latent.read(raw, common, normalized=False),
     problems=_problems,
     required=latent.LATENT_REQUIRED,
     keys=(*latent.LATENT_KEYS, "topk_method"),

@@ -28,7 +28,7 @@ FAMILY = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     table=latent.table,
-    read=lambda raw: latent.read(raw, normalized=True, sigmoid=True, bias=True),
+    read=lambda raw, common: latent.read(raw, common, normalized=True, sigmoid=True, bias=True),
     problems=_problems,
     required=(*latent.LATENT_REQUIRED, *_DEFAULTS),
     keys=(*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers"),

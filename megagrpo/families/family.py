@@ -16,7 +16,7 @@ Table = dict[str, Rule]
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of config.json's layer_types
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-# Keys of config.json that are read for every family: by `common_fields`, `rope`, Megatron's configuration and `families.keys`.
+# Keys of config.json that are read for every family: by `common_config`, `rope`, Megatron's configuration and `families.keys`.
 COMMON = (
     *("model_type", "architectures", "auto_map", *REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings", "dtype", "torch_dtype"),
@@ -69,7 +69,7 @@ class Family:
     """The description of one family; each file of this folder assigns one to `FAMILY`, and nothing else needs to know the family.
 
     - `table` maps names of HybridModel's parameters, without "decoder.layers.N.", to rules.
-    - `read` returns the fields of HfConfig that differ from `common_fields`.
+    - `read` returns the architecture: `common_config` with the fields that differ in this family.
     - `problems` returns why the model cannot be trained.
     - `keys` are the keys that `read` and `problems` use besides `COMMON`.
     - `ignored` keys change nothing in this family.
@@ -82,7 +82,7 @@ class Family:
     model_type: str
     architecture: str
     table: Callable[[HfConfig], Table]
-    read: Callable[[Raw], dict[str, Any]] = lambda raw: {}
+    read: Callable[[Raw, HfConfig], HfConfig] = lambda raw, common: common
     problems: Callable[[Raw], list[str]] = lambda raw: []
     required: tuple[str, ...] = REQUIRED
     keys: tuple[str, ...] = ()
@@ -98,10 +98,10 @@ class Family:
         return {key: rule for key, rule in FIXED.items() if key not in (*self.keys, *self.ignored)} | self.fixed
 
 
-def common_fields(family: Family, raw: Raw) -> dict[str, Any]:
-    """Return the fields of HfConfig from the keys that all families share."""
+def common_config(family: Family, raw: Raw) -> HfConfig:
+    """Return the architecture of a Llama from the keys that all families share."""
     rotary = rope(raw)
-    return dict(
+    return HfConfig(
         family=raw["model_type"],
         num_layers=raw["num_hidden_layers"],
         hidden_size=raw["hidden_size"],

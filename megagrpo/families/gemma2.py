@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
+from megagrpo.families.architecture import HfConfig
 from megagrpo.families.blocks import same
 from megagrpo.families.dense import DENSE, LAYER
 from megagrpo.families.family import Family, Raw, Table, windows
@@ -20,9 +21,10 @@ GEMMA_KEYS = ("query_pre_attn_scalar", "sliding_window", "layer_types", "attn_lo
 GEMMA_IGNORED = ("hidden_act", "sliding_window_size")
 
 
-def gemma_fields(raw: Raw) -> dict[str, Any]:
-    """Return the fields that the Gemma families share. config.json may leave out default values."""
-    return dict(
+def gemma_config(raw: Raw, common: HfConfig) -> HfConfig:
+    """Return what the Gemma families share. config.json may leave out default values."""
+    return replace(
+        common,
         head_dim=raw.get("head_dim") or 256,
         tied_embeddings=raw.get("tie_word_embeddings", True),
         softmax_scale=(raw.get("query_pre_attn_scalar") or 256) ** -0.5,
@@ -40,8 +42,9 @@ def cap_problems(raw: Raw) -> list[str]:
     return [f"model: {key} is {cap} in config.json; it must be above 0, or null" for key, cap in caps.items() if cap <= 0]
 
 
-def _read(raw: Raw) -> dict[str, Any]:
-    return gemma_fields(raw) | dict(
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
+    return replace(
+        gemma_config(raw, common),
         windows=windows(raw, raw.get("sliding_window", 4096), lambda block: block % 2 == 0),
         score_cap=raw.get("attn_logit_softcapping", 50.0),
         logit_cap=raw.get("final_logit_softcapping", 30.0),

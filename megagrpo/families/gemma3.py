@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from megagrpo.families.architecture import HfConfig
 from megagrpo.families.dense import QK_NORM
 from megagrpo.families.family import SLIDING, Family, Raw, rope, windows
-from megagrpo.families.gemma2 import GEMMA_FIXED, GEMMA_IGNORED, GEMMA_KEYS, SANDWICH, cap_problems, gemma_fields
+from megagrpo.families.gemma2 import GEMMA_FIXED, GEMMA_IGNORED, GEMMA_KEYS, SANDWICH, cap_problems, gemma_config
 from megagrpo.families.qwen3 import HAS_HEAD_NORMS
 
 _SCORE_CAP = "attn_logit_softcapping"
@@ -18,9 +20,10 @@ def _local_rope(raw: Raw) -> dict[str, Any]:
     return old | ((raw.get("rope_parameters") or {}).get(SLIDING) or {})
 
 
-def _read(raw: Raw) -> dict[str, Any]:
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
     every = raw.get("sliding_window_pattern", 6)
-    return gemma_fields(raw) | dict(
+    return replace(
+        gemma_config(raw, common),
         qk_norm=True,
         windows=windows(raw, raw.get("sliding_window", 4096), lambda block: (block + 1) % every != 0),
         rope_theta=rope({"rope_theta": 1e6} | raw)["rope_theta"],

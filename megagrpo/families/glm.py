@@ -12,5 +12,5 @@ FAMILY = dataclasses.replace(
     model_type="glm",
     architecture="GlmForCausalLM",
     table=lambda hf: DENSE | GATE_UP | (QKV_BIAS if hf.qkv_bias else {}),
-    read=lambda raw: glm4.FAMILY.read(raw) | dict(post_norms=False),
+    read=lambda raw, common: dataclasses.replace(glm4.FAMILY.read(raw, common), post_norms=False),
 )

@@ -3,8 +3,9 @@ norms on the outputs of attention and MLP."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
+from megagrpo.families.architecture import HfConfig
 from megagrpo.families.blocks import same
 from megagrpo.families.dense import DENSE, GATE_UP, LAYER, QKV_BIAS
 from megagrpo.families.family import REQUIRED, Family, Raw, Table
@@ -16,8 +17,8 @@ _TABLE |= {
 }
 
 
-def _read(raw: Raw) -> dict[str, Any]:
-    return dict(qkv_bias=raw.get("attention_bias", True), rotary_interleaved=True, post_norms=True)
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
+    return replace(common, qkv_bias=raw.get("attention_bias", True), rotary_interleaved=True, post_norms=True)
 
 
 FAMILY = Family(

@@ -3,9 +3,9 @@ Files hold all experts of a block in one tensor, transposed, with the columns of
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-from megagrpo.families.architecture import Experts
+from megagrpo.families.architecture import Experts, HfConfig
 from megagrpo.families.blocks import Block, Local, Rule, same
 from megagrpo.families.boxes import Box
 from megagrpo.families.dense import ATTENTION, DENSE, MLP, QKV_BIAS
@@ -67,7 +67,7 @@ _FIXED = {
 }
 
 
-def _read(raw: Raw) -> dict[str, Any]:
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
     mixture = Experts(
         count=num_experts(raw),
         per_token=raw["num_experts_per_tok"],
@@ -77,7 +77,7 @@ def _read(raw: Raw) -> dict[str, Any]:
         clamp=7.0,
     )
     turns = windows(raw, raw.get("sliding_window", 128), lambda block: block % 2 == 0)
-    return dict(qkv_bias=True, linear_bias=True, sinks=True, experts=mixture, windows=turns, norm_eps=1e-5)
+    return replace(common, qkv_bias=True, linear_bias=True, sinks=True, experts=mixture, windows=turns, norm_eps=1e-5)
 
 
 def _problems(raw: Raw) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from megagrpo.families.architecture import Experts, HfConfig, Mla
 from megagrpo.families.blocks import gated, same
@@ -45,8 +45,8 @@ def table(hf: HfConfig) -> Table:
     return _COMMON | queries | (_BIAS if hf.experts and hf.experts.bias else {})
 
 
-def read(raw: Raw, *, normalized: bool, sigmoid: bool = False, bias: bool = False) -> dict[str, Any]:
-    """Return the fields of HfConfig. The families differ in `normalized`, `sigmoid` and `bias` of `Experts`."""
+def read(raw: Raw, common: HfConfig, *, normalized: bool, sigmoid: bool = False, bias: bool = False) -> HfConfig:
+    """Return the architecture. The families differ in `normalized`, `sigmoid` and `bias` of `Experts`."""
     num_groups, groups_per_token = groups(raw)
     kv_rank, nope_dim, rope_dim, value_dim = (raw[key] for key in _LATENT)
     mixture = Experts(
@@ -62,7 +62,8 @@ def read(raw: Raw, *, normalized: bool, sigmoid: bool = False, bias: bool = Fals
         groups=num_groups,
         groups_per_token=groups_per_token,
     )
-    return dict(mla=Mla(raw.get("q_lora_rank"), kv_rank, nope_dim, rope_dim, value_dim), head_dim=nope_dim + rope_dim, experts=mixture)
+    mla = Mla(raw.get("q_lora_rank"), kv_rank, nope_dim, rope_dim, value_dim)
+    return replace(common, mla=mla, head_dim=nope_dim + rope_dim, experts=mixture)
 
 
 def groups(raw: Raw) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megagrpo.families.dense import DENSE
 from megagrpo.families.family import Family, windows
 
@@ -9,6 +11,6 @@ FAMILY = Family(
     "mistral",
     "MistralForCausalLM",
     table=lambda hf: DENSE,
-    read=lambda raw: dict(windows=windows(raw, raw.get("sliding_window", 4096))),
+    read=lambda raw, common: replace(common, windows=windows(raw, raw.get("sliding_window", 4096))),
     keys=("sliding_window",),
 )

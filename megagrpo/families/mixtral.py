@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-from megagrpo.families.architecture import Experts
+from megagrpo.families.architecture import Experts, HfConfig
 from megagrpo.families.dense import DENSE, experts
 from megagrpo.families.family import EXPERT_KEYS, Family, Raw, expert_problems, num_experts, rope, windows
 
 _TABLE = DENSE | experts("block_sparse_moe", "w1", "w3", "w2")
 
 
-def _read(raw: Raw) -> dict[str, Any]:
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
     mixture = Experts(
         count=num_experts(raw),
         per_token=raw["num_experts_per_tok"],
@@ -20,8 +20,8 @@ def _read(raw: Raw) -> dict[str, Any]:
         blocks=frozenset(range(raw["num_hidden_layers"])),
     )
     # transformers has other defaults for this family than for Llama.
-    defaults = dict(norm_eps=raw.get("rms_norm_eps", 1e-5), rope_theta=rope({"rope_theta": 1e6} | raw)["rope_theta"])
-    return defaults | dict(experts=mixture, windows=windows(raw, raw.get("sliding_window")))
+    norm_eps, theta = raw.get("rms_norm_eps", 1e-5), rope({"rope_theta": 1e6} | raw)["rope_theta"]
+    return replace(common, norm_eps=norm_eps, rope_theta=theta, experts=mixture, windows=windows(raw, raw.get("sliding_window")))
 
 
 FAMILY = Family(

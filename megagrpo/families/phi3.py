@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megagrpo.families.blocks import qkv
 from megagrpo.families.dense import ATTENTION, DENSE, GATE_UP
 from megagrpo.families.family import REQUIRED, Family, Raw, rope, rotated_share, windows
@@ -30,7 +32,7 @@ FAMILY = Family(
     "phi3",
     "Phi3ForCausalLM",
     table=lambda hf: _TABLE,
-    read=lambda raw: dict(windows=windows(raw, raw.get("sliding_window"))),
+    read=lambda raw, common: replace(common, windows=windows(raw, raw.get("sliding_window"))),
     problems=_problems,
     required=(*REQUIRED, "rms_norm_eps"),  # transformers has another default for it in this family
     keys=("sliding_window", "original_max_position_embeddings"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from megagrpo.families.dense import DENSE, QKV_BIAS
 from megagrpo.families.family import Family, Raw, windows
@@ -15,16 +15,16 @@ def window(raw: Raw) -> int | None:
     return raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
 
 
-def upper_windows(raw: Raw) -> dict[str, Any]:
+def upper_windows(raw: Raw) -> tuple[int | None, ...]:
     """Return the windows of a dense Qwen: block `max_window_layers` is the first with one, unless `layer_types` overrides it."""
-    return dict(windows=windows(raw, window(raw), lambda block: block >= raw.get("max_window_layers", 28)))
+    return windows(raw, window(raw), lambda block: block >= raw.get("max_window_layers", 28))
 
 
 FAMILY = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     table=lambda hf: DENSE | QKV_BIAS,
-    read=lambda raw: dict(qkv_bias=True) | upper_windows(raw),
+    read=lambda raw, common: replace(common, qkv_bias=True, windows=upper_windows(raw)),
     keys=UPPER_WINDOWS,
     ignored=("attention_bias",),  # the biases do not depend on it
     fixed={"qkv_bias": (True, "queries, keys and values of this family have biases")},

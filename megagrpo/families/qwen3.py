@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megagrpo.families.dense import DENSE, QK_NORM
 from megagrpo.families.family import Family
 from megagrpo.families.qwen2 import UPPER_WINDOWS, upper_windows
@@ -11,7 +13,7 @@ FAMILY = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     table=lambda hf: DENSE | QK_NORM,
-    read=lambda raw: dict(qk_norm=True) | upper_windows(raw),
+    read=lambda raw, common: replace(common, qk_norm=True, windows=upper_windows(raw)),
     keys=UPPER_WINDOWS,
     fixed=HAS_HEAD_NORMS,
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-from megagrpo.families.architecture import Experts
+from megagrpo.families.architecture import Experts, HfConfig
 from megagrpo.families.dense import DENSE, QK_NORM, experts
 from megagrpo.families.family import EXPERT_KEYS, Family, Raw, expert_problems, num_experts, windows
 from megagrpo.families.qwen2 import window
@@ -18,7 +18,7 @@ def _blocks(raw: Raw) -> frozenset[int]:
     return frozenset(b for b in range(raw["num_hidden_layers"]) if b not in dense and (b + 1) % every == 0)
 
 
-def _read(raw: Raw) -> dict[str, Any]:
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
     mixture = Experts(
         count=num_experts(raw),
         per_token=raw["num_experts_per_tok"],
@@ -26,7 +26,7 @@ def _read(raw: Raw) -> dict[str, Any]:
         normalized=raw.get("norm_topk_prob", False),
         blocks=_blocks(raw),
     )
-    return dict(qk_norm=True, experts=mixture, windows=windows(raw, window(raw)))
+    return replace(common, qk_norm=True, experts=mixture, windows=windows(raw, window(raw)))
 
 
 def _problems(raw: Raw) -> list[str]:
