@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from jinja2 import TemplateSyntaxError
 from sentencepiece import SentencePieceProcessor
@@ -152,8 +152,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.tokenizer.convert_ids_to_tokens(token_id) or ""
 
     def apply_template(self, messages: list[dict[str, Any]], template: str, ending: Ending, tools: Sequence[dict[str, Any]] = ()) -> str:
-        how = _how(ending, tools)
-        return self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **how)
+        options = _template_options(ending, tools)
+        return self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -191,13 +191,23 @@ class SentencePieceTokenizer(Tokenizer):
     def apply_template(self, messages: list[dict[str, Any]], template: str, ending: Ending, tools: Sequence[dict[str, Any]] = ()) -> str:
         names = {"bos_token": self.processor.bos_id(), "eos_token": self.processor.eos_id(), "unk_token": self.processor.unk_id()}
         tokens: dict[str, Any] = {name: self.processor.id_to_piece(i) for name, i in names.items() if i >= 0}
-        rendered: Any = render_jinja_template([messages], chat_template=template, **_how(ending, tools), **tokens)
+        rendered: Any = render_jinja_template([messages], chat_template=template, **_template_options(ending, tools), **tokens)
         return rendered[0][0]
 
 
-def _how(ending: Ending, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return transformers' arguments for an ending and tools. An empty list becomes None, because some templates test only for a list."""
-    return dict(add_generation_prompt=ending == "generate", continue_final_message=ending == "continue", tools=list(tools) or None)
+class TemplateOptions(TypedDict):
+    """Keyword arguments of transformers' functions that render a chat template."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: list[dict[str, Any]] | None
+
+
+def _template_options(ending: Ending, tools: Sequence[dict[str, Any]]) -> TemplateOptions:
+    """Return the options for one rendering. An empty list of tools becomes None, because some templates test only for a list."""
+    return TemplateOptions(
+        add_generation_prompt=ending == "generate", continue_final_message=ending == "continue", tools=list(tools) or None
+    )
 
 
 def as_messages(prompt: Messages, system_prompt: str | None) -> list[dict[str, Any]]:
