@@ -157,13 +157,13 @@ def test_ranks_of_two_nodes_meet_at_the_master_address_and_sign_with_the_token(t
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "token").write_text("a-token-of-both-nodes")
     root = Path(rendezvous.__file__).parents[1]
-    code = "import sys; from launch.local import run_ranks; sys.exit(run_ranks(2, {!r}, {!r}))"
+    code = "import sys; from launch.local import Nodes, run_ranks; sys.exit(run_ranks(2, {!r}, {!r}))"
     words = [str(tmp_path / "rank.py"), str(root / "megagrpo/parallel/rendezvous.py")]
     port, environment = free_port("127.0.0.2"), {**os.environ, "PYTHONPATH": str(root), "MEGAGRPO_TOKEN_FILE": str(tmp_path / "token")}
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     nodes = []
     for node in range(2):
-        program = code.format(dict(rank=node, num_nodes=2, address="127.0.0.2", port=port), words)
+        program = code.format(Nodes(rank=node, num_nodes=2, address="127.0.0.2", port=port), words)
         nodes.append(subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True))
     told = [json.loads(line) for node in nodes for line in node.communicate(timeout=200)[0].splitlines()]
     assert [node.returncode for node in nodes] == [0, 0] and len(told) == 4
