@@ -36,9 +36,9 @@ def machine_text(config: RunConfig, world_size: int, gpu: float | None) -> str:
 def layout_text(parallel: ParallelSection, world_size: int, dp: int) -> str:
     """Return the number of ranks as the product of the layout's axes."""
     context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
-    stages = [f"vpp {parallel.vpp}"] * (parallel.vpp > 1)
-    stages += [f"layers {' '.join(map(str, parallel.pipeline_layers))}"] if parallel.pipeline_layers else []
-    stages = f" ({', '.join(stages)})" if stages else ""
+    cuts = [f"vpp {parallel.vpp}"] * (parallel.vpp > 1)
+    cuts += [f"layers {' '.join(map(str, parallel.pipeline_layers))}"] if parallel.pipeline_layers else []
+    stages = f" ({', '.join(cuts)})" if cuts else ""
     return f"{world_size} rank(s) = tp {parallel.tp}{context} x pp {parallel.pp}{stages} x dp {dp}"
 
 

@@ -10,21 +10,22 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _PACKAGE = str(Path(__file__).parents[1])
 
 
-def load(location: str, name: str) -> Callable:
+def load(location: str, name: str) -> Callable[..., Any]:
     """Return the function or class `name` of `location`, the path of a `.py` file or a dotted module; imported once per process.
 
     Raises AttributeError, with the functions that are there, when it has none of that name, and whatever the import raises.
     """
     module = load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         own = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
         raise AttributeError(f"{location} has no function `{name}`; it has: {', '.join(own) or 'none'}")
-    return found
+    return function
 
 
 def absolute(location: str) -> str:
@@ -43,6 +44,7 @@ def load_file(path: Path) -> ModuleType:
     if name not in sys.modules:
         sys.path.insert(0, str(path.parent))
         spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, f"{path} ends in .py"
         sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])

@@ -13,7 +13,7 @@ import statistics
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,12 @@ from megagrpo.process.terminal import warn
 from megagrpo.records.console import ConsoleSink
 from megagrpo.types import Metric, ScoredRollout
 
-_OVER_UPDATES = {"mean": statistics.fmean, "max": max, "min": min, "last": lambda values: values[-1]}
+_OVER_UPDATES: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": statistics.fmean,
+    "max": max,
+    "min": min,
+    "last": lambda values: values[-1],
+}
 
 
 def values_of(metrics: dict[str, Metric]) -> dict[str, float]:
