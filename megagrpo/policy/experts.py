@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
-from torch import nn
+from torch import Tensor, nn
 
 from megagrpo.families.config import HfConfig
 from megagrpo.policy.balance import BalancedRouter
@@ -41,7 +41,7 @@ def _add_biases_once(experts: Any) -> None:
     gradient.
     """
 
-    def nothing(module: nn.Module, inputs: Any, outputs: tuple) -> tuple:
+    def zero_bias(module: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         output, bias = outputs
         return output, [b - b.detach() for b in bias] if isinstance(bias, (list, tuple)) else bias - bias.detach()
 
@@ -50,4 +50,4 @@ def _add_biases_once(experts: Any) -> None:
             # Also set for one rank: the all-reduce over one rank returns its input, and Megatron cannot add the bias to it in place.
             module.explicit_expert_comm = True
             if experts.tp_group.rank() > 0:
-                module.register_forward_hook(nothing)
+                module.register_forward_hook(zero_bias)

@@ -97,7 +97,9 @@ class Adapted:
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]  # the linear's
         return output + self.adapter(input_), bias
 
-    def sharded_state_dict(self: Any, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Return the linear's sharded state and the adapters'."""
         own = self.adapter.state_dict(prefix=f"{ADAPTER}.", keep_vars=True)
         axes = {name: value.partition_dim for name, value in own.items() if value.tensor_model_parallel}
@@ -128,7 +130,15 @@ class LowRank(nn.Module):
 class _Adapter(nn.ModuleDict):
     """Base of the adapters of one linear. All projections of the linear share one dropout mask."""
 
-    def __init__(self, linear: Any, parts: dict[str, int], groups: int, wanted: Sequence[str], cut: tuple, lora: LoraSection):
+    def __init__(
+        self,
+        linear: Any,
+        parts: dict[str, int],
+        groups: int,
+        wanted: Sequence[str],
+        cut: tuple[int | None, int | None],
+        lora: LoraSection,
+    ):
         super().__init__({name: LowRank(linear, parts[name] * groups, cut, lora.rank) for name in wanted})
         self.parts, self.groups, self.scale, self.dropout = parts, groups, lora.scale, lora.dropout
         self.tp_group = linear.tp_group

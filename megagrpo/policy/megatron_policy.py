@@ -159,7 +159,7 @@ class MegatronPolicy:
         rank when the loss or a gradient is NaN or infinite on any rank.
         """
 
-        def loss(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict]:
+        def loss(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict[str, Metric]]:
             local = loss_fn if self.config.algorithm.gradient_is_local else None
             result = loss_fn(self._loss_inputs(output, micro_batch, chunk, local))
             sums = {"loss": Metric(result.numerator.detach(), torch.ones(()))} | result.metrics

@@ -117,9 +117,7 @@ def rotating(base: Any) -> Any:
 class LocalHybridStack(HybridStack):
     """A HybridStack with our final norm: megatron-core 0.19 hard-codes Transformer Engine's. Can go when the norm is in the spec."""
 
-    def __init__(
-        self, config: TransformerConfig, submodules: HybridStackSubmodules, post_layer_norm: bool = True, **kwargs: Any
-    ):
+    def __init__(self, config: TransformerConfig, submodules: HybridStackSubmodules, post_layer_norm: bool = True, **kwargs: Any):
         super().__init__(config, submodules, post_layer_norm=False, **kwargs)
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:

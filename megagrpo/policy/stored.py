@@ -103,15 +103,15 @@ def store_weights(chunks: Sequence[nn.Module], storage: str) -> None:
 class Stored:
     """A parallel linear whose weight is in `stored`. Its own `weight` is empty and is left out of checkpoints."""
 
-    def _forward_impl(
-        self: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, **options: Any
-    ) -> Tensor:
+    def _forward_impl(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, **options: Any) -> Tensor:
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
         output = _Product.apply(input, self.stored, self.tp_group if options["allreduce_dgrad"] else None)
         return output if bias is None else output + bias
 
-    def sharded_state_dict(self: Any, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Return Megatron's sharded state without the empty weight."""
         whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # the linear's
         del whole[f"{prefix}weight"]

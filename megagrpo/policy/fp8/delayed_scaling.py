@@ -140,9 +140,7 @@ class Slot:
         return self.scaling.operands(self.index, x, weight)
 
 
-def delay(
-    chunks: Sequence[nn.Module], linears: Sequence[Any], history: History, gradients: torch.dtype, group: dist.ProcessGroup
-) -> None:
+def delay(chunks: Sequence[nn.Module], linears: Sequence[Any], history: History, gradients: torch.dtype, group: dist.ProcessGroup) -> None:
     """Give the linears of the bare chunks delayed scales, in one `DelayedScaling` for all."""
     scaling = DelayedScaling(len(linears), history, gradients, group)
     for index, linear in enumerate(linears):

@@ -81,7 +81,7 @@ class Fp8Tensor(torch.Tensor):
         self.numbers.view(-1)[part].copy_(numbers.reshape(-1)[part])
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The same numbers and scales, without gradient."""
         return self.detach()
 
