@@ -136,7 +136,7 @@ def measured(raw: dict, config: RunConfig, folder: Path, steps: int = 2) -> dict
         peaks["saving"] -= before
         saver.finish(wait=True)
         offload = Offload(policy)
-        offload.keep_nothing()
+        offload.offload_all()
         peaks["offload"] = offload.host_bytes / MIB
     layout.close()
     return peaks

@@ -1,4 +1,4 @@
-"""`megagrpo train|plan|verify|eval CONFIG [key=value ...]` and the rest: parse, dispatch, nothing else."""
+"""`megagrpo COMMAND ...`: parses the command line and calls the command, `commands/COMMAND.py`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ megagrpo audit RUN --step N [--json] [--model FOLDER]    recompute a step that a
 CONFIG is a YAML file; key=value replaces one of its values, as in train.learning_rate=1e-5 or rewards.functions.0.weight=2.
 megagrpo COMMAND --help prints every key. Exit code 2: the config or the command line is wrong."""
 
-PLAN_SIZES = {"world_size": int, "gpu_memory_gb": float, "link_gb_per_s": float, "prompt_tokens": float, "response_tokens": float}
 _FLAG = dict(action="store_true")
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "train": {"resume": _FLAG},
@@ -48,12 +47,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         **{"precision": _FLAG, "threshold": dict(type=float), "tokens": dict(type=int), "fix": dict(type=Path)},
     },
 }
-OF_LAYOUTS, OF_PRECISION = {"layout", "ranks", "full"}, {"threshold", "tokens", "fix"}  # options of the two kinds of `verify`
+OF_LAYOUTS, OF_PRECISION = {"layout", "ranks", "full"}, {"threshold", "tokens", "fix"}  # options of `verify` without and with --precision
 
 
 @dataclass(frozen=True)
 class Command:
-    """What the command line asks for. `sizes` are the arguments of `plan` that are no keys of the config, `options` those of the others."""
+    """A parsed command line. `sizes` are the key=value arguments of `plan` that are no keys of the config; `options` begin with --."""
 
     name: str
     config_path: Path
@@ -69,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: list[str]) -> Command:
-    """The command with its loaded config. ConfigError for a wrong command line or config; SystemExit(0) after `--help`."""
+    """Return the command with its loaded config. Raises ConfigError for a wrong command line or config, SystemExit(0) after `--help`."""
     parser = _Parser(prog="megagrpo", add_help=False)
     parser.add_argument("command", nargs="?", choices=list(OPTIONS))
     parser.add_argument("config", nargs="?")
@@ -77,55 +76,40 @@ def parse(arguments: list[str]) -> Command:
     for option, settings in {name: settings for options in OPTIONS.values() for name, settings in options.items()}.items():
         parser.add_argument(f"--{option.replace('_', '-')}", default=argparse.SUPPRESS, **settings)
     parser.add_argument("-h", "--help", action="store_true")
-    given, dashed = parser.parse_known_intermixed_args(arguments)
-    if given.help:
-        print(USAGE if given.command is None else f"{USAGE}\n\n{render_help()}")
+    parsed, unparsed = parser.parse_known_intermixed_args(arguments)
+    if parsed.help:
+        print(USAGE if parsed.command is None else f"{USAGE}\n\n{render_help()}")
         raise SystemExit(0)
-    if given.config is None:
+    if parsed.config is None:
         parser.error("needs a command and a config file")
-    options = {name: value for name, value in vars(given).items() if name not in ("command", "config", "overrides", "help")}
-    for foreign in options.keys() - OPTIONS[given.command].keys():
-        parser.error(f"--{foreign.replace('_', '-')}: {given.command} has no such option")
-    if given.command == "verify":
+    options = {name: value for name, value in vars(parsed).items() if name not in ("command", "config", "overrides", "help")}
+    for foreign in options.keys() - OPTIONS[parsed.command].keys():
+        parser.error(f"--{foreign.replace('_', '-')}: {parsed.command} has no such option")
+    if parsed.command == "verify":
         precision = "precision" in options
         for foreign in options.keys() & (OF_LAYOUTS if precision else OF_PRECISION):
             parser.error(f"--{foreign}: verify {'with' if precision else 'without'} --precision has no such option")
-    overrides = [*given.overrides, *dashed]
+    overrides = [*parsed.overrides, *unparsed]
     sizes = {}
-    if given.command == "plan":
-        overrides, sizes = _take_sizes(overrides)
-        if "link_gb_per_s" in sizes and not options.get("weight_sync"):
-            raise ConfigError("link_gb_per_s: only a plan of a weight sync reads it; add --weight-sync")
+    if parsed.command == "plan":
+        from megagrpo.commands.plan import split_sizes
+
+        overrides, sizes = split_sizes(overrides)
     if options.pop("resume", False):
         overrides.append("run.resume=true")
     for name in ("ranks", "threshold", "tokens"):
         if not options.get(name, 1) > 0:
             raise ConfigError(f"--{name}: must be a positive number (got {options[name]})")
-    config = load_config(given.config, overrides)
-    return Command(given.command, Path(given.config), overrides, config, sizes, options)
-
-
-def _take_sizes(overrides: list[str]) -> tuple[list[str], dict[str, float]]:
-    """The overrides without those that describe the machine, and these as positive numbers."""
-    kept, sizes = [], {}
-    for override in overrides:
-        name, _, text = override.partition("=")
-        if name not in PLAN_SIZES:
-            kept.append(override)
-            continue
-        try:
-            sizes[name] = PLAN_SIZES[name](text)
-        except ValueError:
-            sizes[name] = 0
-        if not sizes[name] > 0:
-            raise ConfigError(f"{name}: must be a positive number (got {text!r})")
-    return kept, sizes
+    config = load_config(parsed.config, overrides)
+    return Command(parsed.command, Path(parsed.config), overrides, config, sizes, options)
 
 
 @contextlib.contextmanager
 def _imports() -> Iterator[None]:
-    """Without the garbage collector, now and later: it would look through all that torch and its like make as they are imported, again and
-    again and once more at the end, which is a quarter of the time of a command that does little else."""
+    """Context manager: imports inside it run without the garbage collector, which later ignores the imported objects.
+
+    Collecting while torch and its dependencies are imported takes a quarter of the time of a short command.
+    """
     gc.disable()
     try:
         yield
@@ -136,7 +120,7 @@ def _imports() -> Iterator[None]:
 
 @temporary_files()
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; its exit code. Its temporary files are gone then."""
+    """Run one command and return its exit code. Its temporary files are removed."""
     arguments = sys.argv[1:] if arguments is None else arguments
     log_to_stderr()
     try:
@@ -150,14 +134,14 @@ def main(arguments: list[str] | None = None) -> int:
             return generate.main(arguments[1:])
         command = parse(arguments)
         if command.name == "plan":
-            from megagrpo import plan
+            from megagrpo.commands import plan
 
             return plan.main(command.config, **command.sizes, **command.options)
         if command.name == "verify":
             with _imports():
                 from megagrpo.commands import verify, verify_precision
-            main_of = verify_precision.main if command.options.pop("precision", False) else verify.main
-            return main_of(command.config_path, command.overrides, **command.options)
+            module = verify_precision if command.options.pop("precision", False) else verify
+            return module.main(command.config_path, command.overrides, **command.options)
         if command.name == "serve":
             with _imports():
                 from megagrpo.commands import serve
@@ -167,8 +151,8 @@ def main(arguments: list[str] | None = None) -> int:
                 from megagrpo.commands import eval as evaluation
             return evaluation.main(command.config, command.config_path, **command.options)
         with _imports():
-            from megagrpo.trainer import wiring
-        return wiring.main(command.config, command.config_path)
+            from megagrpo.commands import train
+        return train.main(command.config, command.config_path)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             warn(error)

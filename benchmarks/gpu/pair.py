@@ -19,8 +19,9 @@ from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.servers.serving import make_launcher, name_of, servers_sleep
-from megagrpo.trainer.offload import Offload
-from megagrpo.weight_sync.sync import NoOffload, SyncReport, WeightSync, make_transport
+from megagrpo.trainer.gpu_turns import SyncHandover
+from megagrpo.trainer.offload import NoOffload, Offload
+from megagrpo.weight_sync.sync import SyncReport, WeightSync, make_transport
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Pair:
     def push(self) -> SyncReport:
         """Give the server the weights as they are, in their next version."""
         self.version += 1
-        return self.weight_sync.push(blocks(self.chunks, self.hf_config, self.layout), self.version)
+        return self.weight_sync.push(blocks(self.chunks, self.hf_config, self.layout), self.version, SyncHandover(self.offload))
 
     def held_gib(self) -> tuple[float | None, float | None]:
         """(what this process's allocator holds of the GPU, all that is in use beside that: the server's); None without a GPU."""
@@ -82,7 +83,7 @@ def pair(config: RunConfig, scratch: Path, trains: bool, offloads: bool = False)
         offload = Offload(policy) if policy and offloads else NoOffload()
         limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
         way = make_transport(transport, layout, engine_dtype, device.device(), **limits)
-        weight_sync = resources.enter_context(WeightSync(engine, layout, engine_dtype, way, offload=offload))
+        weight_sync = resources.enter_context(WeightSync(engine, layout, engine_dtype, way))
         yield Pair(config, hf_config, layout, policy, chunks, engine, weight_sync, offload, transport, base_gib, started_gib)
 
 

@@ -81,7 +81,7 @@ def measure(case: Case, scratch: Path, rounds: int) -> tuple[list[Round], list[C
                 for name, action in (
                     (MOMENTS[0], lambda: both.engine.generate(PROMPTS, 1, SAMPLING, number)),  # noqa: B023
                     (MOMENTS[1], both.sleep),
-                    (MOMENTS[2], both.offload.keep_everything),
+                    (MOMENTS[2], both.offload.load_all),
                     (MOMENTS[3], lambda: policy.train_step(batch, loss_fn, divisor)),
                     (MOMENTS[4], both.push),
                 ):

@@ -1,15 +1,87 @@
-"""Alarms on a step's metrics: train/rollout mismatch above normal, and reward functions that always raise."""
+"""Alarms of a run: train/rollout mismatch above normal, skipped optimizer steps, and reward functions that always raise."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from megagrpo.config import RolloutSection, RunConfig
+from megagrpo.parallel.layout import Layout
+from megagrpo.policy.finite import NonFiniteError
+from megagrpo.rollout.collector import Collector
+from megagrpo.trainer.saves import Saves
+from megagrpo.types import TrainState
+from megagrpo.weight_sync.transport import Weights
 
 FIRST_STEPS = 5  # the mismatch of the first steps is the run's baseline
 JUMP = 3.0  # alarm when the mismatch is this many times as far from 1 as the baseline
 NORMAL = {"float32": 1.01, "bfloat16": 1.1}  # upper limit of `token_mult_prob_error` in healthy runs; in bf16 it grows with the entropy
+
+
+class BrokenTraining(RuntimeError):
+    """More steps cannot learn anything: gradients are never finite, or a reward function always raises."""
+
+
+@dataclass
+class Alarms:
+    """Warns of and counts what is wrong with a step, and stops a run that cannot learn anything. Counts are in `state`.
+
+    `dtype` is the least precise compute dtype of trainer and engine. `say` prints a line for the user.
+    """
+
+    config: RunConfig
+    state: TrainState
+    dtype: str
+    say: Callable[[str], None]
+
+    def check_mismatch(self, metrics: dict[str, float]) -> None:
+        """Count and report a step whose train/rollout mismatch is above normal."""
+        error, first = metrics.get("token_mult_prob_error"), self.state.first_mismatches
+        if error is None:
+            return
+        limit = mismatch_limit(self.config, self.dtype, first)
+        if limit is not None and error > limit:
+            self.state.mismatch_alarms += 1
+            self.say(mismatch_warning(self.config.rollout, self.dtype, self.state.step, error, limit, first))
+        if len(first) < FIRST_STEPS and math.isfinite(error):
+            self.state.first_mismatches = [*first, error]
+
+    def count_skip(self, error: NonFiniteError, weights: Weights, layout: Layout) -> None:
+        """Count and report a skipped optimizer step, with the Hugging Face name of the tensor that was not finite. Collective."""
+        self.state.skipped_steps += 1
+        self.state.skipped_in_a_row += 1
+        tensor, where = error.tensor, "in the loss, not in a gradient"
+        if tensor is not None:
+            blocks = next((blocks for name, _, blocks in weights if name == tensor.name), [])
+            names = sorted({block.name for block in layout.all_gather_objects(blocks)[tensor.rank]}) or [tensor.name]
+            where = f"in the {tensor.kind} of {', '.join(names)} on rank {tensor.rank}"
+        self.say(
+            f"warning: step {self.state.step + 1}: optimizer step skipped, weights unchanged: NaN or infinity {where}; "
+            f"loss {error.metrics['loss'].value:g}; skipped in a row {self.state.skipped_in_a_row} of "
+            f"{self.config.train.max_skipped_steps} allowed"
+        )
+
+    def stop_if_rewards_raise(self, metrics: dict[str, float], collector: Collector, saves: Saves) -> None:
+        """Save and raise BrokenTraining on every rank when a reward function raised for every response of a step. Collective."""
+        failing = always_raising(metrics, self.config)
+        if not failing:
+            return
+        tracebacks = collector.reward_tracebacks(failing)
+        saves.save(must_succeed=False)
+        raise BrokenTraining(
+            f"rewards.functions: {', '.join(failing)} raised for every response of step {self.state.step}; correct the function and "
+            f"continue with --resume. Its first traceback:\n{tracebacks}"
+        )
+
+    def stop_if_skipping(self) -> None:
+        """Raise BrokenTraining on every rank when too many optimizer steps in a row were skipped."""
+        if self.state.skipped_in_a_row >= self.config.train.max_skipped_steps:
+            raise BrokenTraining(
+                f"train.max_skipped_steps: {self.state.skipped_in_a_row} optimizer steps in a row had NaN or infinity; the warnings name "
+                "the tensors. Resume from a checkpoint with a lower train.learning_rate, or look into a step with debug.dump_steps"
+            )
 
 
 def mismatch_limit(config: RunConfig, dtype: str, first: Sequence[float]) -> float | None:

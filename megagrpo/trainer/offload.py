@@ -1,5 +1,4 @@
-"""Offload of a trainer that shares its GPU with a server: which state stays on the GPU for a training step, a weight sync, or
-generation."""
+"""Moves the trainer's state between the GPU and host memory. `gpu_turns` decides when."""
 
 from __future__ import annotations
 
@@ -16,6 +15,18 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import parts_of
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.stored import StoredWeight
+
+
+class NoOffload:
+    """Keeps all trainer state on its device (the default)."""
+
+    away = False  # whether any state is off the device
+
+    def load_all(self) -> None: ...
+
+    def load_weights_only(self) -> None: ...
+
+    def offload_all(self) -> None: ...
 
 
 class Offload:
@@ -42,15 +53,15 @@ class Offload:
         """Bytes of this rank's state in host memory, including the copies of frozen weights that are kept there."""
         return sum(part.used for part in self._parts)
 
-    def keep_everything(self) -> None:
+    def load_all(self) -> None:
         """Move all state back to the GPU; gradients are zero."""
         own_part(self._policy.layout, self._bring_back)
 
-    def keep_weights(self) -> None:
+    def load_weights_only(self) -> None:
         """Move everything but the policy's weights to host memory, and the weights back to the GPU."""
         own_part(self._policy.layout, self._move_state)
 
-    def keep_nothing(self) -> None:
+    def offload_all(self) -> None:
         """Move all state to host memory."""
         own_part(self._policy.layout, self._move_all)
 

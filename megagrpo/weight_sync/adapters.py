@@ -24,7 +24,7 @@ from megagrpo.transfer.checksums import checksum
 from megagrpo.transfer.manifest import DTYPES, WeightSyncError
 from megagrpo.weight_sync.shared_memory import SharedMemory
 from megagrpo.weight_sync.sync import SyncReport, Weights, WeightSync
-from megagrpo.weight_sync.transport import TrainerOffload
+from megagrpo.weight_sync.transport import NO_HANDOVER, Handover
 
 Sums = dict[str, list[str]]  # projection (layers.0.self_attn.q_proj) -> [checksum of A, checksum of B * scale]
 
@@ -33,16 +33,14 @@ class AdapterSync(WeightSync):
     """A `WeightSync` whose `push` takes blocks from `megagrpo.bridge.families.adapter_blocks`. `base` is the model as the config names
     it."""
 
-    def __init__(
-        self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str, offload: TrainerOffload | None = None
-    ):
+    def __init__(self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str):
         shared = SharedMemory(layout, dtype)
-        super().__init__(engine, layout, dtype, shared, offload=offload)
+        super().__init__(engine, layout, dtype, shared)
         self.layout, self.lora, self.base, self.folder = layout, lora, base, shared.folder
         self._delivered_adapter: tuple[Path, Sums, int] | None = None
 
     @torch.no_grad()
-    def push(self, parameters: Weights, weight_version: int) -> SyncReport:
+    def push(self, parameters: Weights, weight_version: int, handover: Handover = NO_HANDOVER) -> SyncReport:
         """Send the current adapters to the engine as `weight_version`. Collective.
 
         Raises WeightSyncError on every rank when any part fails; the engine keeps its previous adapter.
@@ -53,13 +51,13 @@ class AdapterSync(WeightSync):
         self._checksum_seconds = 0.0
         if first:
             shutil.rmtree(folder, ignore_errors=True)  # left by a failed push
-        self.offload.keep_weights()
+        handover.before_sending()
         try:
             blocks, dtype = cast(Parameters, list(parameters)), DTYPES[self.dtype]
             save_adapter(blocks, self.layout, folder, self.lora, self.base, dtype, lambda *item: self._note(sums, *item))
         except (OSError, ValueError) as error:  # a disk error, or NaN or infinity in a weight
             raise WeightSyncError(f"weight version {weight_version} was not written: {error}") from error
-        self.offload.keep_nothing()
+        handover.before_serving()
         published = time.perf_counter()
         outcome = self.ranks.all_gather_objects(self._deliver_adapter(folder, sums, weight_version) if first else None)[0]
         if isinstance(outcome, str):

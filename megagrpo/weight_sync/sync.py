@@ -4,8 +4,7 @@ Every trainer rank offers the blocks it holds, and every worker of the engine ta
 gathered. A transport moves the slices: `shared_memory.py`, `point_to_point.py` or `cuda_ipc.py`. This file holds the common part.
 
 An update counts only after its reports are verified. Each element of each tensor arrived, the checksums of received and sent slices are
-equal, and the version is the one sent. Until then the engine stays paused. A trainer that shares its GPU offloads its state before the
-engine resumes.
+equal, and the version is the one sent. Until then the engine stays paused. A trainer that shares its GPU moves its state in a `Handover`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from megagrpo.transfer.manifest import DTYPES, WeightSyncError, addends, in_adde
 from megagrpo.weight_sync.cuda_ipc import CudaIpc
 from megagrpo.weight_sync.point_to_point import PointToPoint
 from megagrpo.weight_sync.shared_memory import SharedMemory
-from megagrpo.weight_sync.transport import NoOffload as NoOffload
-from megagrpo.weight_sync.transport import Parameter, Ranks, SendReport, TrainerOffload, Transport, TransportUpdate, Weight
+from megagrpo.weight_sync.transport import NO_HANDOVER, Handover, Parameter, Ranks, SendReport, Transport, TransportUpdate, Weight
 from megagrpo.weight_sync.transport import Weights as Weights
 
 
@@ -71,8 +69,7 @@ class WeightSync:
     """Pushes weights from all ranks to the engine. Every rank constructs one and calls `push`; only rank 0 uses `engine`.
 
     `dtype` is the engine's, "float32" or "bfloat16": weights are cast on their way; another dtype is a ValueError. `say` receives a warning
-    when a push restarts. `offload` moves trainer state off the GPU when the push or the engine needs the memory. A context manager; `close`
-    frees the transport.
+    when a push restarts. A context manager; `close` frees the transport.
     """
 
     def __init__(
@@ -82,14 +79,12 @@ class WeightSync:
         dtype: str,
         transport: Transport | None = None,
         say: Callable[[str], None] = lambda text: None,
-        offload: TrainerOffload | None = None,
     ):
         if dtype not in DTYPES:
             raise ValueError(f"weight sync: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         assert engine is not None or ranks.world_rank > 0, "rank 0 drives the engine"
         self.engine, self.ranks, self.dtype, self.say = engine, ranks, dtype, say
         self.transport: Transport = transport or SharedMemory(ranks, dtype)
-        self.offload: TrainerOffload = offload or NoOffload()
         self._delivered: TransportUpdate | None = None
         self._driving = threading.Lock()  # `push` and `load_last` call the engine from two threads
 
@@ -104,7 +99,7 @@ class WeightSync:
         self.transport.close()
 
     @torch.no_grad()
-    def push(self, parameters: Weights, weight_version: int) -> SyncReport:
+    def push(self, parameters: Weights, weight_version: int, handover: Handover = NO_HANDOVER) -> SyncReport:
         """Send the current parameters to the engine as `weight_version`. Collective.
 
         `parameters` comes from `megagrpo.bridge.families.blocks`: (parameter name, parameter [...], its blocks), with the same parameters
@@ -112,7 +107,7 @@ class WeightSync:
         When a required server dies, the push restarts with the remaining servers, or with the same server once it is back.
         """
         started = time.perf_counter()
-        self.offload.keep_weights()
+        handover.before_sending()
         weights = [self._as_sent(*weight) for weight in parameters]
         while True:
             began = time.perf_counter()
@@ -122,7 +117,7 @@ class WeightSync:
                 outcome = self.ranks.all_gather_objects(self._deliver(update))[0]
                 update.done()
                 if not isinstance(outcome, WeightSyncError):
-                    self.offload.keep_nothing()
+                    handover.before_serving()
                     outcome = self.ranks.all_gather_objects(self._resume(update))[0] or outcome
             if not isinstance(outcome, WeightSyncError):
                 ended = time.perf_counter()
@@ -130,7 +125,7 @@ class WeightSync:
             if not isinstance(outcome, ServerDied):
                 raise outcome
             self.say(f"warning: a vLLM server died during a weight sync; restarting the sync: {outcome}")
-            self.offload.keep_weights()  # the weights are already offloaded if the server died during resume
+            handover.before_sending()  # the weights are already offloaded if the server died during resume
 
     def _as_sent(self, name: str, param: Parameter, blocks: Sequence[Block]) -> Weight:
         """Return the parameter and blocks in the form that is sent. For a bfloat16 engine, a tensor that vLLM keeps in float32 is split

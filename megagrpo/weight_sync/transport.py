@@ -36,36 +36,17 @@ class Ranks(Protocol):
         """Gather `obj` from every rank, in rank order. Raises TimeoutError when a rank does not join within `within` seconds."""
 
 
-class TrainerOffload(Protocol):
-    """Moves trainer state off the GPU when a push or the engine needs the memory. `megagrpo.trainer.offload.Offload` implements it."""
+class Handover:
+    """What a weight sync calls when the GPU's memory changes hands. Collective; this default moves nothing."""
 
-    @property
-    def away(self) -> bool:
-        """Whether any state is off the device."""
+    def before_sending(self) -> None:
+        """Load the policy's weights to the GPU: they are read next."""
 
-    def keep_everything(self) -> None:
-        """Prepare for log-probs, training and checkpoints: everything on the device."""
-
-    def keep_weights(self) -> None:
-        """Prepare for a weight sync: only the policy's weights on the device."""
-
-    def keep_nothing(self) -> None:
-        """Prepare for generation by the servers: nothing on the device."""
+    def before_serving(self) -> None:
+        """Free the trainer's GPU memory: the engine has the new weights, verified, and allocates its KV cache next."""
 
 
-class NoOffload:
-    """Keeps all trainer state on the device (the default)."""
-
-    away = False
-
-    def keep_everything(self) -> None:
-        """Does nothing."""
-
-    def keep_weights(self) -> None:
-        """Does nothing."""
-
-    def keep_nothing(self) -> None:
-        """Does nothing."""
+NO_HANDOVER = Handover()
 
 
 @dataclass(frozen=True)

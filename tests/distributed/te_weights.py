@@ -93,9 +93,9 @@ def recorded(case: tuple, folder: Path) -> tuple[list[list[int]], list[str]]:
     with reference.in_place():
         assert sums(policy) == found[0]
     offload = Offload(policy, reference)
-    offload.keep_nothing()
+    offload.offload_all()
     assert not any(part.untyped_storage().nbytes() for p in policy.chunks[0].parameters() for part in parts(p))
-    offload.keep_everything()
+    offload.load_all()
     (folder / "config.json").write_text("{}")
     saver = Checkpointer(folder / "saved", policy.layout, policy, 1, folder)
     saver.save(TrainState(step=2))

@@ -18,11 +18,10 @@ from megagrpo.policy.fp8.tensor import parts
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.trainer.offload import Offload
+from megagrpo.trainer.offload import NoOffload, Offload
 from megagrpo.types import TrainState
 from megagrpo.verify.shrink import random_samples, shrink_model
 from megagrpo.verify.step import fill_weights
-from megagrpo.weight_sync.sync import NoOffload
 
 SHARDED, WHOLE = dict(distributed_optimizer=True), dict(distributed_optimizer=False)
 # Name -> ranks, model, layout, further sections of the config.
@@ -107,10 +106,10 @@ def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[l
         """Move everything away, the weights last; of reference and frozen weights so many bytes are copied."""
         weights = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
         with BytesTo(offload) as copies:
-            offload.keep_weights()
+            offload.load_weights_only()
             held = [p.detach() for chunk in policy.chunks for p in chunk.parameters()]
             assert all(torch.equal(one, other) for one, other in zip(held, weights, strict=True))
-            offload.keep_nothing()
+            offload.offload_all()
         assert offload.away == offloads
         if offloads:
             assert copies.total == offload.host_bytes - once + written
@@ -122,7 +121,7 @@ def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[l
         leave(written=[once, 0, 0 if lora else once][step])
         if offloads:
             left.append(alive(pieces_of(offload)) / whole)
-        offload.keep_everything()
+        offload.load_all()
         if step == 1:
             for weight in frozen(policy):
                 weight.data.copy_(weight.data.roll(1, 0))
@@ -133,7 +132,7 @@ def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[l
             if not lora:
                 reference.mix_in(0.5)
             leave(written=sum(w.nbytes for w in frozen(policy)) if lora else once)
-            offload.keep_everything()
+            offload.load_all()
             saver.load(saver.latest())
     return everything(policy, reference) + logprobs, left
 

@@ -23,7 +23,8 @@ from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import MetricsWriter
-from megagrpo.trainer.trainer import BrokenTraining, Trainer
+from megagrpo.trainer.alarms import BrokenTraining
+from megagrpo.trainer.trainer import Trainer
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import fill_weights
 
@@ -40,7 +41,7 @@ CASES = [
 DOWN = "model.layers.{}.mlp.down_proj.weight"
 # What a trainer has besides, and an optimizer step on a batch that is there does not touch.
 NOT_NEEDED = dict.fromkeys(["reference", "prompts", "held_out", "sampling", "weight_sync", "checkpointer"])
-NOT_NEEDED["collector"] = SimpleNamespace(stop=None)
+NOT_NEEDED["collector"] = SimpleNamespace(stop=None, pool=None)
 
 
 class Messages:
@@ -70,7 +71,9 @@ class Training:
         self.trainer = Trainer(settings, layout, self.policy, loss_fn=self.loss, weights=weights, writer=writer, dumps=dumps, **NOT_NEEDED)
 
     def step(self):
-        return self.trainer.train(self.batch)
+        with self.trainer.update(self.batch) as update:
+            update.metrics = self.policy.backward(update.batch, update.loss_fn, update.denominator) | self.policy.update()
+        return update.metrics
 
     def parameter(self, hf_name):
         """The parameter of this rank that holds the tensor."""
@@ -208,10 +211,10 @@ def _bad_step_after_step(case):
     _nan_token_in_the_loss(training, 1)
     for _ in range(4):
         training.step()
-        training.trainer.stop_if_broken()
+        training.trainer.alarms.stop_if_skipping()
     training.step()
     with pytest.raises(BrokenTraining, match=r"train\.max_skipped_steps: 5 optimizer steps in a row had NaN"):
-        training.trainer.stop_if_broken()
+        training.trainer.alarms.stop_if_skipping()
 
 
 def test_training_stops_on_every_rank_after_too_many_in_a_row():

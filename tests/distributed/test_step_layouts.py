@@ -38,7 +38,7 @@ LAYOUTS = [Case("tp2 dp2", 4, dict(tp=2, sequence_parallel=True)), Case("cp2 pp2
 class Given:
     """Prompts and a collector that always give the same, and never stop."""
 
-    stop = None
+    stop = pool = None
 
     def next(self, count: int) -> list:
         return []

@@ -3,10 +3,10 @@ its own. From then on one of the two has it, and the other has left."""
 
 import pytest
 
-import megagrpo.trainer.wiring as wiring
 from megagrpo.engine.http import Servers
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.servers.launcher import Launcher
+from megagrpo.trainer import engine_side, wiring
 from megagrpo.trainer.offload import Offload
 from tests.e2e import world
 from tests.e2e.test_options import largest_difference, succeeded, texts
@@ -22,7 +22,7 @@ def raising(error: Exception):
 @pytest.mark.parametrize(("shared", "first"), [(True, "the server is waited for"), (False, "the policy is built")])
 def test_a_policy_is_built_after_servers_on_its_gpus_have_started_and_beside_others(shared, first, tmp_path):
     def prepare():
-        wiring.servers_sleep = lambda config: shared
+        engine_side.servers_sleep = lambda config: shared
         Launcher.start = lambda self: None
         Launcher.wait = raising(EngineStartError("the server is waited for"))
         wiring.MegatronPolicy = raising(ValueError("the policy is built"))
@@ -32,9 +32,9 @@ def test_a_policy_is_built_after_servers_on_its_gpus_have_started_and_beside_oth
 
 
 VERBS = ("/sleep", "/wake_up", "/update_weights", "/resume")
-SYNC = ["keep_weights", "/wake_up?tags=weights", "/update_weights", "keep_nothing", "/wake_up?tags=kv_cache", "/resume"]
-TRAIN = ["/sleep?level=2", "keep_everything"]
-SAVE = ["/sleep?level=1", "keep_everything"]
+SYNC = ["load_weights_only", "/wake_up?tags=weights", "/update_weights", "offload_all", "/wake_up?tags=kv_cache", "/resume"]
+TRAIN = ["/sleep?level=2", "load_all"]
+SAVE = ["/sleep?level=1", "load_all"]
 
 
 @pytest.mark.full
@@ -55,11 +55,11 @@ def test_trainer_and_servers_have_the_memory_in_turns(tmp_path):
             note(path)
         return await stock["post"](servers, client, url, path, *args, **options)
 
-    verbs = ("keep_everything", "keep_weights", "keep_nothing")
+    verbs = ("load_all", "load_weights_only", "offload_all")
     stock = {verb: getattr(Offload, verb) for verb in verbs} | {"post": Servers._post}
 
     def prepare():
-        wiring.servers_sleep = lambda config: True
+        engine_side.servers_sleep = lambda config: True
         Servers._post = post
         for verb in verbs:
             setattr(Offload, verb, lambda offload, verb=verb: noting(verb, offload))
@@ -67,7 +67,7 @@ def test_trainer_and_servers_have_the_memory_in_turns(tmp_path):
     run = succeeded(world.train(tmp_path / "turns", "run.save_steps=1", "train.offload=true", prepare=prepare, launched=True))
     noted = told.read_text().split()
     noted = [name for name, before in zip(noted, [None, *noted], strict=False) if name != before]
-    again = ["keep_nothing", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"]
+    again = ["offload_all", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"]
     assert noted == ["/sleep?level=2", *SYNC, *TRAIN, *SYNC, *SAVE, *again, *TRAIN, *SYNC, *SAVE]
     plain = succeeded(world.train(tmp_path / "plain", "run.save_steps=1"))
     assert texts(run) == texts(plain) and largest_difference(run, plain) == 0

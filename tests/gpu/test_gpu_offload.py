@@ -55,9 +55,9 @@ def leave_and_come_back(folder: Path, place: str, in_fp8: bool) -> tuple[float, 
 
     stayed, before = numbers(), own_gib()
     for _ in range(2):  # into memory that is new, and into that again
-        offload.keep_nothing()
+        offload.offload_all()
         left = own_gib()
-        offload.keep_everything()
+        offload.load_all()
     same = all(torch.equal(one, other) for one, other in zip(numbers(), stayed, strict=True))
     return before, left, same, policy.train_step(*arguments)["grad_norm"].value
 

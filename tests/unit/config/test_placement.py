@@ -9,7 +9,7 @@ import pytest
 from megagrpo.config import ConfigError, load_config, weight_path
 from megagrpo.plan import plan
 from megagrpo.servers import serving
-from megagrpo.trainer import wiring
+from megagrpo.trainer import engine_side
 from megagrpo.weight_sync.point_to_point import PointToPoint
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -122,12 +122,12 @@ class TwoRanks:
 def test_ranks_on_several_hosts_need_servers_that_all_of_them_reach():
     ranks = TwoRanks("elsewhere")
     with pytest.raises(ValueError, match=r"rollout\.urls: ranks are on elsewhere, .* the first rank's host only; name an interface"):
-        wiring._transport(config(), ranks, ["http://127.0.0.1:8000"])
+        engine_side.choose_transport(config(), ranks, ["http://127.0.0.1:8000"])
     for servers in (URLS, "rollout.interface=eth0"):
-        assert wiring._transport(config(servers), ranks, ["http://10.0.0.7:8000"]) == ("p2p", "several hosts")
-    sync = wiring._weight_sync(config(URLS), None, ranks, "float32", "p2p", print)
+        assert engine_side.choose_transport(config(servers), ranks, ["http://10.0.0.7:8000"]) == ("p2p", "several hosts")
+    sync = engine_side.make_weight_sync(config(URLS), None, ranks, "float32", "p2p", print)
     assert isinstance(sync.transport, PointToPoint)
 
 
 def test_a_server_on_another_host_is_sent_to():
-    assert wiring._transport(config(URLS), TwoRanks(socket.gethostname()), ["http://192.0.2.1:80"]) == ("p2p", "several hosts")
+    assert engine_side.choose_transport(config(URLS), TwoRanks(socket.gethostname()), ["http://192.0.2.1:80"]) == ("p2p", "several hosts")

@@ -125,8 +125,8 @@ def test_a_trainer_that_resumes_rests_the_prompts_that_rested_when_it_was_saved(
     prompts.learn(RATES)
     saving = trainer_of(prompts, checkpointer)
     saving.state.step, saving.state.cursor = 1, prompts.cursor
-    saving.save(must_succeed=False)
+    saving.saves.save(must_succeed=False)
     resumed = make(**ON)
-    trainer_of(resumed, checkpointer).restore(Path("step_000001"))
+    trainer_of(resumed, checkpointer).saves.restore(Path("step_000001"))
     assert resumed.curriculum.history == prompts.curriculum.history != []
     assert [p.prompt_id for p in resumed.next(4)] == [p.prompt_id for p in prompts.next(4)] == [1, 3, 1, 3]

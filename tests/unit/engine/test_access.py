@@ -15,7 +15,7 @@ from megagrpo.engine.access import TokenGuard, address_of, headers, read_token
 from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from megagrpo.servers import serving
 from megagrpo.servers.launcher import Launcher, ServerOptions
-from megagrpo.trainer import wiring
+from megagrpo.trainer import engine_side
 from megagrpo.transfer.exchange import Board, Deadline
 from megagrpo.transfer.manifest import WeightSyncError
 
@@ -126,7 +126,7 @@ def test_settings_that_give_secrets_away_or_do_nothing_are_refused(overrides, pr
 
 def test_what_the_config_says_about_servers_reaches_them(tmp_path):
     rollout = load_config(QUICKSTART, ["rollout.urls=[http://a:1]", "rollout.urls_file=u", "rollout.reconnect_timeout=7"]).rollout
-    limits = wiring._limits(rollout)
+    limits = engine_side.engine_limits(rollout)
     assert limits["patience"] == 7 and limits["urls_file"] == Path("u")
     launchers = [serving.make_launcher(load_config(QUICKSTART, []), tmp_path, tmp_path, "float32") for _ in range(2)]
     assert {launcher.host for launcher in launchers} == {"127.0.0.1"} and launchers[0].token != launchers[1].token

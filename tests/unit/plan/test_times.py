@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
+from megagrpo.commands.plan import main
 from megagrpo.config import ConfigError, load_config
 from megagrpo.families.config import parse_hf_config
-from megagrpo.plan import main, plan, with_times
+from megagrpo.plan import plan, with_times
 from megagrpo.plan.cuts import EngineLayout
 from megagrpo.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.plan.gpus import GPUS

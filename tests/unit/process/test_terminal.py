@@ -81,7 +81,7 @@ def test_a_sink_that_fails_is_named_harmlessly(capsys):
 
 
 PRINTS = {  # that write no text of others
-    ("__main__.py", "USAGE if given.command is None else f'{USAGE}\\n\\n{render_help()}'"),
+    ("__main__.py", "USAGE if parsed.command is None else f'{USAGE}\\n\\n{render_help()}'"),
     ("audit.py", "USAGE"),
     ("audit.py", "json.dumps(as_json(step, checks), indent=1)"),
     ("generate.py", "USAGE"),

@@ -10,7 +10,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.rollout.collector import sampling_params
 from megagrpo.servers import serving
 from megagrpo.servers.launcher import Launcher
-from megagrpo.trainer import wiring
+from megagrpo.trainer import engine_side, gpu_turns
 from megagrpo.types import Prompt, SamplingParams, Truncation
 from tests.unit.engine.stand_ins import StandIn, noting
 
@@ -81,7 +81,7 @@ def test_a_step_samples_as_its_keys_say():
 def test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server(seconds, asked, monkeypatch):
     """Each of two servers gets one of two prompts; the slow one answers after 2 seconds."""
     monkeypatch.setattr("megagrpo.engine.client.LOOK_SECONDS", 0.02)
-    limits = wiring._limits(config("rollout.urls=[http://127.0.0.1:1]", f"rollout.request_timeout={seconds}").rollout)
+    limits = engine_side.engine_limits(config("rollout.urls=[http://127.0.0.1:1]", f"rollout.request_timeout={seconds}").rollout)
     with contextlib.closing(StandIn()) as quick, contextlib.closing(StandIn(delay=2.0)) as slow:
         engine = VllmEngine([slow.url, quick.url], str, **limits)
         groups = engine.generate([Prompt(i, (1, 2, i + 3), "") for i in range(2)], 1, SamplingParams(1.0, 4), 5)
@@ -94,7 +94,7 @@ def test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on(adap
     settings = config(*adapters)
     with noting() as (url, paths):
         monkeypatch.setattr(Launcher, "wait", lambda self, say: [url])
-        wiring._start_asleep(settings, Launcher(None, "."), print)
+        gpu_turns.start_asleep(settings, Launcher(None, "."), print)
         engine = VllmEngine([url], str, sleeps=True, lora=settings.lora.syncs_adapters)
         engine.sleep()
         engine.fleet.end_sleep()

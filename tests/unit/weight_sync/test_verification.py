@@ -17,7 +17,8 @@ from megagrpo.transfer.manifest import Manifest, SharedBlock, SharedTensor, Weig
 from megagrpo.transfer.shm_names import remove_stale
 from megagrpo.weight_sync import adapters
 from megagrpo.weight_sync.shared_memory import SharedMemory, _allocate
-from megagrpo.weight_sync.sync import NoOffload, WeightSync
+from megagrpo.weight_sync.sync import WeightSync
+from megagrpo.weight_sync.transport import Handover
 from megagrpo.weight_sync.verification import verify
 
 BLOCKS = tuple(SharedBlock(rank, f"f{rank}", 0, cut((8, 6), 0, 4 * rank, 4 * rank + 4), number=0) for rank in range(2))
@@ -123,49 +124,49 @@ def test_a_push_writes_what_the_parameters_hold_now_and_close_removes_it(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-class Leaves(NoOffload):
-    """A trainer that makes room: notes what it keeps, among what its engine does."""
+class NotingHandover(Handover):
+    """Notes what a sync asks of the trainer, among the calls of its engine."""
 
     def __init__(self):
         self.noted = []
 
-    def keep_weights(self):
-        self.noted.append("weights stay")
+    def before_sending(self):
+        self.noted.append("trainer loads weights")
 
-    def keep_nothing(self):
-        self.noted.append("nothing stays")
+    def before_serving(self):
+        self.noted.append("trainer leaves")
 
 
 def test_a_trainer_leaves_its_memory_when_all_is_verified_and_before_the_engine_serves(tmp_path):
     class DiesOnce(ReadingEngine):
         def load_weights(self, update, only=None):
-            leaves.noted.append("engine loads")
+            handover.noted.append("engine loads")
             return super().load_weights(update, only)
 
         def resume(self, update, only=None):
-            leaves.noted.append("engine serves")
-            if len(leaves.noted) < 5:
+            handover.noted.append("engine serves")
+            if len(handover.noted) < 5:
                 raise ServerDied("http://s is gone")
 
-    leaves, param = Leaves(), torch.ones(5)
-    with WeightSync(DiesOnce(), OneRank(), "float32", SharedMemory(OneRank(), "float32", tmp_path), offload=leaves) as sync:
-        sync.push([("p", param, [whole_block("hf.w", (5,))])], 1)
-        once = ["weights stay", "engine loads", "nothing stays", "engine serves"]
-        assert leaves.noted == [*once, *once]
-        leaves.noted.clear()
+    handover, param = NotingHandover(), torch.ones(5)
+    with WeightSync(DiesOnce(), OneRank(), "float32", SharedMemory(OneRank(), "float32", tmp_path)) as sync:
+        sync.push([("p", param, [whole_block("hf.w", (5,))])], 1, handover)
+        once = ["trainer loads weights", "engine loads", "trainer leaves", "engine serves"]
+        assert handover.noted == [*once, *once]
+        handover.noted.clear()
         param[0] = torch.nan
         with pytest.raises(WeightSyncError, match="NaN"):
-            sync.push([("p", param, [whole_block("hf.w", (5,))])], 2)
-        assert leaves.noted == ["weights stay"]
+            sync.push([("p", param, [whole_block("hf.w", (5,))])], 2, handover)
+        assert handover.noted == ["trainer loads weights"]
 
 
 def test_an_adapter_is_written_before_the_trainer_leaves_and_then_loaded(monkeypatch):
-    leaves = Leaves()
-    monkeypatch.setattr(adapters, "save_adapter", lambda *args: leaves.noted.append("the adapter is written"))
-    monkeypatch.setattr(adapters.AdapterSync, "_deliver_adapter", lambda *args: leaves.noted.append("engine loads") or (1, 1))
-    with adapters.AdapterSync(ReadingEngine(), OneRank(), "float32", LoraSection(rank=2), "base", leaves) as sync:
-        sync.push([], 1)
-    assert leaves.noted == ["weights stay", "the adapter is written", "nothing stays", "engine loads"]
+    handover = NotingHandover()
+    monkeypatch.setattr(adapters, "save_adapter", lambda *args: handover.noted.append("the adapter is written"))
+    monkeypatch.setattr(adapters.AdapterSync, "_deliver_adapter", lambda *args: handover.noted.append("engine loads") or (1, 1))
+    with adapters.AdapterSync(ReadingEngine(), OneRank(), "float32", LoraSection(rank=2), "base") as sync:
+        sync.push([], 1, handover)
+    assert handover.noted == ["trainer loads weights", "the adapter is written", "trainer leaves", "engine loads"]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -1,0 +1,162 @@
+"""The engine's side of a run: the vLLM servers that it starts or uses, their client, and the weight sync to them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megagrpo import device
+from megagrpo.config import LOOPBACK, ConfigError, RolloutSection, RunConfig, weight_path
+from megagrpo.engine.access import read_token
+from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.http import MovedServers, check_urls, named_urls
+from megagrpo.engine.probe import check_plugin
+from megagrpo.engine.protocol import EngineStartError
+from megagrpo.parallel.agree import RankError, own_part, together
+from megagrpo.parallel.layout import Layout
+from megagrpo.servers.launcher import Launcher
+from megagrpo.servers.restarts import Reconnector, Restarter
+from megagrpo.servers.serving import engine_dtype, make_launcher, servers_sleep
+from megagrpo.trainer.gpu_turns import start_asleep
+from megagrpo.transfer.exchange import is_here
+from megagrpo.weight_sync.adapters import AdapterSync
+from megagrpo.weight_sync.sync import WeightSync, make_transport
+
+
+@contextmanager
+def as_config_errors() -> Iterator[None]:
+    """Convert errors raised inside to ConfigError, because the user can fix their cause. A RankError repeats another rank's error."""
+    try:
+        yield
+    except (ValueError, RankError, EngineStartError) as error:
+        raise ConfigError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The servers of a run: named by `rollout.urls` (`urls`), or started here (`launcher`, on rank 0)."""
+
+    urls: list[str]
+    token: str | None
+    moved: MovedServers | None
+    launcher: Launcher | None
+    sleep: bool  # they release their GPU memory while the policy trains
+
+
+def check_servers(config: RunConfig) -> tuple[str | None, list[str]]:
+    """Check the servers of `rollout.urls`, or of the file that replaces it, and return their token and URLs. Raises ValueError when a
+    server does not respond or cannot take weights."""
+    token = read_token(config.rollout.token_file)
+    urls = named_urls(config.rollout.urls, config.rollout.urls_file)
+    check_urls(urls)
+    if not config.lora.syncs_adapters:
+        check_plugin(urls, token, config.rollout.quantization)
+    return token, urls
+
+
+def start_servers(
+    config: RunConfig,
+    model_folder: Path,
+    run_folder: Path,
+    layout: Layout,
+    token: str | None,
+    urls: list[str],
+    say: Callable[[str], None],
+    resources: ExitStack,
+) -> Servers:
+    """Start the run's servers, if they are not named. Servers that share the trainer's GPUs are awaited here and put to sleep, the others
+    load while the policy is built. Collective. Raises ConfigError when they cannot start."""
+    launcher, first = None, layout.world_rank == 0
+    moved = None if config.rollout.urls else MovedServers(run_folder / "moved_servers.json")
+    sleep = servers_sleep(config)
+    if first and not config.rollout.urls:
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        with as_config_errors():
+            dtype = engine_dtype(config)
+            launcher = make_launcher(config, model_folder, run_folder, dtype, num_ranks=num_ranks, token=token, moved=moved)
+        resources.callback(launcher.stop)
+    with as_config_errors():
+        own_part(layout, launcher.start if launcher else lambda: None, here=first)
+        if sleep:  # vLLM measures free GPU memory as it starts, and would count the trainer's allocations as its own
+            own_part(layout, lambda: start_asleep(config, launcher, say), here=first)
+    return Servers(urls, token, moved, launcher, sleep)
+
+
+def connect(
+    servers: Servers, config: RunConfig, layout: Layout, decode: Callable[..., str], say: Callable[[str], None], resources: ExitStack
+) -> tuple[VllmEngine | None, WeightSync]:
+    """Wait for the servers and return this rank's client (None except on the leader of each replica) and the weight sync. Collective.
+
+    Servers that end are restarted or brought back until `resources` closes. Raises ConfigError when the servers cannot be reached.
+    """
+    launcher, first = servers.launcher, layout.world_rank == 0
+    wait = partial(launcher.wait, say) if launcher else lambda: servers.urls
+    urls, token = together(layout, lambda: (wait(), launcher.token if launcher else servers.token), here=first)[0]
+    with as_config_errors():
+        transport, reason = choose_transport(config, layout, urls)
+    quantization = config.rollout.quantization
+    quantized = f"; vLLM quantizes to {quantization}" if quantization != "none" else ""
+    say(f"weight sync: {transport} ({reason}){quantized}")
+    engine = None
+    if layout.is_dp_leader:
+        engine = VllmEngine(
+            urls,
+            decode,
+            logs=launcher.logs if launcher else [],
+            token=token,
+            moved=servers.moved,
+            lora=config.lora.syncs_adapters,
+            sleeps=servers.sleep,
+            refills=transport == "shared_memory",
+            in_flight=config.rollout.in_flight if config.rollout.max_staleness else None,
+            **engine_limits(config.rollout),
+        )
+        if engine.sleeps:
+            engine.fleet.begin_sleep()
+    with as_config_errors():
+        weight_sync = make_weight_sync(config, engine if first else None, layout, engine_dtype(config), transport, say)
+    resources.enter_context(weight_sync)
+    if launcher is not None and launcher.max_restarts:
+        resources.enter_context(Restarter(launcher, engine, weight_sync.load_last, say))
+    elif first and config.rollout.urls:
+        resources.enter_context(Reconnector(engine, weight_sync.load_last, say))
+    return engine, weight_sync
+
+
+def engine_limits(rollout: RolloutSection) -> dict[str, Any]:
+    """Return the engine's limits: concurrent sequences and timeouts. A restarting server gets as much time as a starting one."""
+    patience = rollout.startup_timeout if rollout.max_restarts else 0.0
+    if rollout.urls:
+        patience = rollout.reconnect_timeout
+    timeouts = dict(request_timeout=rollout.request_timeout, sync_timeout=rollout.weight_sync_timeout)
+    urls_file = rollout.urls_file and Path(rollout.urls_file)
+    return dict(max_num_seqs=rollout.max_num_seqs, patience=patience, urls_file=urls_file, **timeouts)
+
+
+def choose_transport(config: RunConfig, layout: Layout, urls: Sequence[str]) -> tuple[str, str]:
+    """Choose how weights get to all `urls`. Returns the transport and the reason for the choice. Raises ValueError when ranks on other
+    hosts cannot reach the run's servers. Collective."""
+    hosts = layout.all_gather_objects((socket.gethostname(), all(map(is_here, urls))))
+    names = sorted({name for name, _ in hosts})
+    if len(names) > 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
+        raise ValueError(
+            f"rollout.urls: ranks are on {', '.join(names)}, and servers started by this run answer on the first rank's host only; name an "
+            "interface that all hosts reach (rollout.interface), or servers that run already"
+        )
+    return weight_path(config, device.has_gpu(), one_host=len(names) == 1 and all(here for _, here in hosts))
+
+
+def make_weight_sync(
+    config: RunConfig, engine: VllmEngine | None, layout: Layout, dtype: str, transport: str, say: Callable[[str], None]
+) -> WeightSync:
+    """Build the run's weight sync over `transport`, for an engine that computes in `dtype`. Collective."""
+    if config.lora.syncs_adapters:
+        return AdapterSync(engine, layout, dtype, config.lora, config.model.path)
+    limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
+    return WeightSync(engine, layout, dtype, make_transport(transport, layout, dtype, device.device(), **limits), say)

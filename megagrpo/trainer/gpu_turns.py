@@ -1,0 +1,176 @@
+"""Who has the GPU now, when the trainer and vLLM servers share one (`rollout.placement: colocated`).
+
+| turn       | policy weights | gradients, masters, moments, reference | vLLM's weights | vLLM's KV cache |
+|------------|----------------|----------------------------------------|----------------|-----------------|
+| starting   | no             | no                                     | dropped        | no              |
+| training   | yes            | yes                                    | dropped        | no              |
+| syncing    | yes            | no                                     | yes            | no              |
+| generating | no             | no                                     | yes            | yes             |
+| checkpoint | yes            | yes                                    | host           | no              |
+
+`GPU_TABLE` is this table as data, and `GpuTurns` is the only code that acts on it. The side that leaves moves before the side that comes.
+Other rooms offer verbs: `Offload` moves the trainer's state, the engine's `sleep` and `wake` move vLLM. During a sync the engine itself
+wakes its weights (`load_weights`), then its KV cache (`resume`); the sync calls a `Handover` before each.
+
+A trainer on its own GPU has the same turns and moves nothing. docs/gpu.md has the sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from megagrpo.config import RunConfig
+from megagrpo.engine.protocol import EngineError
+from megagrpo.engine.updates import Updates
+from megagrpo.parallel.agree import RankError, own_part
+from megagrpo.parallel.layout import Layout
+from megagrpo.records.metrics import PhaseTimer
+from megagrpo.servers.launcher import Launcher
+from megagrpo.trainer.offload import NoOffload, Offload
+from megagrpo.transfer.manifest import WeightSyncError
+from megagrpo.weight_sync.transport import Handover
+
+
+class Turn(Enum):
+    """A phase of a run, by what is in the GPU's memory."""
+
+    STARTING = "starting"  # servers run, the policy is not built
+    TRAINING = "training"  # log-probs and optimizer steps
+    SYNCING = "syncing"  # a weight sync, until its weights are verified
+    GENERATING = "generating"  # responses and evaluations
+    CHECKPOINT = "checkpoint"  # a checkpoint between two steps, or after the last step
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """Memory on the GPU in one turn. `engine_weights` is "gpu", "host" (asleep, weights in host memory) or "dropped" (asleep)."""
+
+    policy_weights: bool
+    trainer_state: bool  # gradients, masters, moments, reference
+    engine_weights: str
+    kv_cache: bool
+
+
+GPU_TABLE = {
+    Turn.STARTING: OnGpu(policy_weights=False, trainer_state=False, engine_weights="dropped", kv_cache=False),
+    Turn.TRAINING: OnGpu(policy_weights=True, trainer_state=True, engine_weights="dropped", kv_cache=False),
+    Turn.SYNCING: OnGpu(policy_weights=True, trainer_state=False, engine_weights="gpu", kv_cache=False),
+    Turn.GENERATING: OnGpu(policy_weights=False, trainer_state=False, engine_weights="gpu", kv_cache=True),
+    Turn.CHECKPOINT: OnGpu(policy_weights=True, trainer_state=True, engine_weights="host", kv_cache=False),
+}
+
+
+class SleepingEngine(Protocol):
+    """The verbs of an engine that can leave the GPU; `Updates` implements it."""
+
+    def sleep(self, keeps_weights: bool = False, last: bool = False) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+@dataclass
+class GpuTurns:
+    """Hands the GPU from one turn to the next; each turn is a context manager. All methods are collective.
+
+    `engine` is None on all ranks but rank 0. With `engine_sleeps` it leaves the GPU in turns of the trainer. `stop_if_requested` raises on
+    every rank when the run is to stop; it is called before the engine leaves. An exception inside a turn leaves a state from which
+    `checkpoint` works.
+    """
+
+    layout: Layout | None = None
+    engine: SleepingEngine | None = None
+    engine_sleeps: bool = False
+    offload: Offload | NoOffload = field(default_factory=NoOffload)
+    stop_if_requested: Callable[[], None] = lambda: None
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    turn: Turn = Turn.STARTING
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Turn of the servers. They already have it after a sync; after a checkpoint they wake with the weights they kept."""
+        if self.turn is Turn.CHECKPOINT:
+            self._move_trainer(Turn.GENERATING)
+            self._drive_engine(lambda engine: engine.wake())
+            self.turn = Turn.GENERATING
+        yield
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Turn of the trainer: servers sleep until the next sync."""
+        self._take_gpu()
+        yield
+
+    @contextmanager
+    def syncing(self) -> Iterator[Handover]:
+        """Turn of a weight sync. Yields the handover for `WeightSync.push`; the servers have the GPU afterwards."""
+        if self.turn is Turn.GENERATING:  # servers that were restarted get the current weights again
+            self._take_gpu()
+        self.turn = Turn.SYNCING
+        yield SyncHandover(self.offload)
+        self.turn = Turn.GENERATING
+
+    @contextmanager
+    def checkpoint(self, last: bool) -> Iterator[None]:
+        """Turn of the trainer between two steps, or after the `last` one. A server that does not respond must not block a checkpoint."""
+        if self.offload.away:
+            with suppress(RankError, EngineError, WeightSyncError):
+                self._drive_engine(lambda engine: engine.sleep(_keeps_weights(Turn.CHECKPOINT), last))
+            self._move_trainer(Turn.CHECKPOINT)
+            self.turn = Turn.CHECKPOINT
+        yield
+
+    def _take_gpu(self) -> None:
+        """Let the trainer train: servers sleep once no rank generates any longer, then all trainer state is loaded."""
+        if self.engine_sleeps:
+            self.stop_if_requested()  # this also waits for all ranks
+        self._drive_engine(lambda engine: engine.sleep(_keeps_weights(Turn.TRAINING)))
+        with self.timer("sync"):
+            self._move_trainer(Turn.TRAINING)
+        self.turn = Turn.TRAINING
+
+    def _move_trainer(self, turn: Turn) -> None:
+        move_trainer(self.offload, turn)
+
+    def _drive_engine(self, action: Callable[[SleepingEngine], None]) -> None:
+        """Run `action` on rank 0 with the engine, if servers sleep; it fails on every rank or on none."""
+        if self.engine_sleeps:
+            own_part(self.layout, lambda: action(self.engine), here=self.layout.world_rank == 0)
+
+
+class SyncHandover(Handover):
+    """The handover of a sync whose trainer state `offload` moves."""
+
+    def __init__(self, offload: Offload | NoOffload):
+        self._offload = offload
+
+    def before_sending(self) -> None:
+        move_trainer(self._offload, Turn.SYNCING)
+
+    def before_serving(self) -> None:
+        move_trainer(self._offload, Turn.GENERATING)
+
+
+def move_trainer(offload: Offload | NoOffload, turn: Turn) -> None:
+    """Move the trainer's state to where `GPU_TABLE` has it in `turn`."""
+    row = GPU_TABLE[turn]
+    if row.trainer_state:
+        offload.load_all()
+    elif row.policy_weights:
+        offload.load_weights_only()
+    else:
+        offload.offload_all()
+
+
+def start_asleep(config: RunConfig, launcher: Launcher, say: Callable[[str], None]) -> None:
+    """Wait for the servers, then put them to sleep until the first sync: a trainer that loads needs the GPU memory. Call it on rank 0."""
+    options = dict(logs=launcher.logs, token=launcher.token, sleeps=True, lora=config.lora.syncs_adapters)
+    servers = Updates(launcher.wait(say), **options, sync_timeout=config.rollout.weight_sync_timeout)
+    servers.sleep(_keeps_weights(Turn.STARTING))
+
+
+def _keeps_weights(turn: Turn) -> bool:
+    return GPU_TABLE[turn].engine_weights == "host"

@@ -1,0 +1,103 @@
+"""The checkpoints of a run: when one is written, in the foreground or the background, and what a failed one means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from megagrpo.config import ConfigError
+from megagrpo.data.prompts import PromptSource
+from megagrpo.records.checkpoint import Checkpointer, CheckpointError
+from megagrpo.records.metrics import MetricsWriter
+from megagrpo.rollout.collector import Collector
+from megagrpo.trainer.gpu_turns import GpuTurns
+from megagrpo.trainer.time_limit import TimeLimit
+from megagrpo.types import TrainState
+
+
+@dataclass
+class Saves:
+    """Writes and restores the run's checkpoints. All methods are collective.
+
+    `state` is the trainer's own object: `restore` changes it in place. With `background` checkpoints are written while training continues,
+    except the last one.
+    """
+
+    checkpointer: Checkpointer
+    state: TrainState
+    prompts: PromptSource
+    collector: Collector
+    turns: GpuTurns
+    time_limit: TimeLimit
+    writer: MetricsWriter
+    background: bool
+    report: Callable[[Path], None] = lambda path: None  # gets each complete checkpoint
+    resumed_from: Path | None = None  # the checkpoint that the run continues from
+    saved: TrainState = field(default_factory=TrainState)  # state in the newest checkpoint; a run at step 0 needs no checkpoint
+    saving: TrainState | None = None  # state in the checkpoint that is being written
+    failures: int = 0
+
+    def save(self, must_succeed: bool) -> None:
+        """Write a checkpoint, unless this step has one. During a run a failure is reported and counted. The last checkpoint must succeed,
+        and is waited for."""
+        self.finish(wait=True)
+        if self.state.step == self.saved.step:
+            return
+        with self.turns.checkpoint(last=must_succeed):
+            background = self.background and not must_succeed
+            self.saving = replace(self.state, pass_rates=self.prompts.curriculum.history, ahead=self.collector.finished_ahead())
+            with self._counting_failures(must_succeed):
+                self.checkpointer.start(self.saving, background)
+            self.finish(wait=not background, must_succeed=must_succeed)
+
+    def finish(self, wait: bool, must_succeed: bool = False) -> None:
+        """Record that the checkpoint in progress is complete or has failed, if so. With `wait`, wait for it."""
+        with self._counting_failures(must_succeed):
+            path = self.checkpointer.finish(wait)
+            if path is not None:
+                self.saved, self.saving = self.saving, None
+                # In the background, a stop may have to wait for a checkpoint that has just begun, and then for the last one.
+                self.time_limit.saved(self.checkpointer.seconds * (2 if self.background else 1))
+                self.writer.message(f"checkpoint {path}")
+                self.report(path)
+
+    def save_if_best(self, metric: str, evaluation: dict[str, float]) -> None:
+        """Save a checkpoint that is never deleted, when `metric` is higher than in all earlier evaluations of a trained model.
+
+        Raises ConfigError before the first step when the evaluation has no such metric. A later evaluation without it is not the best.
+        """
+        self.finish(wait=True)  # the checkpoint in progress may hold the best weights
+        state = self.state
+        if state.step == 0 and metric not in evaluation:
+            raise ConfigError(f"evaluation.keep_best: no metric `{metric}`; evaluations have {', '.join(sorted(evaluation))}")
+        if state.step == 0 or metric not in evaluation or (state.best_value is not None and evaluation[metric] <= state.best_value):
+            return
+        state.best_step, state.best_value = state.step, evaluation[metric]
+        self.save(must_succeed=False)
+
+    def restore(self, path: Path) -> None:
+        """Continue from the checkpoint at `path`."""
+        state, loaded = self.state, self.checkpointer.load(path)
+        for name in (f.name for f in fields(TrainState)):
+            setattr(state, name, getattr(loaded, name))
+        self.saved, self.prompts.cursor = replace(state), state.cursor
+        self.prompts.curriculum.history = state.pass_rates
+        if self.collector.pool is not None:
+            self.collector.pool.load_state_dict(state.ahead)
+        state.ahead, self.resumed_from = [], path
+        self.collector.step = state.step
+        self.writer.message(f"resumed from {path} after step {state.step}")
+
+    @contextmanager
+    def _counting_failures(self, must_succeed: bool) -> Iterator[None]:
+        """Report and count a failed checkpoint, and forget that it was the best. Raises CheckpointError with `must_succeed`."""
+        try:
+            yield
+        except CheckpointError as error:
+            if must_succeed:
+                raise
+            self.failures += 1
+            self.state.best_step, self.state.best_value = self.saved.best_step, self.saved.best_value
+            self.writer.message(f"warning: {error}")
