@@ -45,16 +45,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
-    given = parser.parse_args(arguments)
-    if given.help:
+    parsed = parser.parse_args(arguments)
+    if parsed.help:
         print(USAGE)
         return 0
-    if given.run is None or given.step is None:
+    if parsed.run is None or parsed.step is None:
         parser.error("audit needs the folder of a run and --step")
     disable_progress_bar()
-    step = load_step(given.run, given.step, given.model)
+    step = load_step(parsed.run, parsed.step, parsed.model)
     checks = list(check_step(step))
-    if given.json:
+    if parsed.json:
         print(json.dumps(as_json(step, checks), indent=1))
     else:
         show(as_text(step, checks))

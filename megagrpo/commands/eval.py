@@ -89,13 +89,13 @@ def table(metrics: dict[str, float], names: Sequence[str]) -> str:
     """Return one line per set: reward, length, share of truncated responses, every pass@k and maj@k."""
     by_set = {name: {key.removeprefix(f"{name}/" if name else ""): value for key, value in metrics.items()} for name in names}
     estimates = sorted(
-        {key for found in by_set.values() for key in found if key.startswith(("pass@", "maj@")) and "/" not in key}, key=_order
+        {key for of_set in by_set.values() for key in of_set if key.startswith(("pass@", "maj@")) and "/" not in key}, key=_order
     )
     width = max(len("set"), *(len(name or "data.eval") for name in names))
     heads = ["reward", "length", "cut", *estimates]
     lines = [f"{'set':{width}}" + "".join(f"  {head:>8}" for head in heads)]
-    for name, found in by_set.items():
-        cells = [f"{found[key]:8.3f}" if key in found else f"{'-':>8}" for key in (*COLUMNS, *estimates)]
+    for name, of_set in by_set.items():
+        cells = [f"{of_set[key]:8.3f}" if key in of_set else f"{'-':>8}" for key in (*COLUMNS, *estimates)]
         lines.append(f"{name or 'data.eval':{width}}" + "".join(f"  {cell}" for cell in cells))
     return "\n".join(lines)
 

@@ -73,22 +73,22 @@ def main(arguments: list[str]) -> int:
 
     Raises ConfigError for a wrong command line or config.
     """
-    given = parse(arguments)
-    if given is None:
+    parsed = parse(arguments)
+    if parsed is None:
         print(USAGE)
         return 0
-    return exit_code(lambda: answer(given), "generation")
+    return exit_code(lambda: answer(parsed), "generation")
 
 
-def answer(given: argparse.Namespace) -> None:
+def answer(parsed: argparse.Namespace) -> None:
     """Start the servers and run the prompt or the conversation. Raises ConfigError for mistakes in the command line or config."""
     try:
-        with Serving(given.config, warn) as serving:
-            chat = connect(serving, given)
-            if given.prompt is None:
+        with Serving(parsed.config, warn) as serving:
+            chat = connect(serving, parsed)
+            if parsed.prompt is None:
                 converse(chat)
             else:
-                _give(chat.say(sys.stdin.read().strip() if given.prompt == "-" else given.prompt))
+                _print(chat.say(sys.stdin.read().strip() if parsed.prompt == "-" else parsed.prompt))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -107,13 +107,13 @@ def parse(arguments: list[str]) -> argparse.Namespace | None:
         parser.add_argument(f"--{count}", type=int)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("-h", "--help", action="store_true")
-    given = parser.parse_intermixed_args(arguments)
-    if given.help:
+    parsed = parser.parse_intermixed_args(arguments)
+    if parsed.help:
         return None
-    if given.model is None:
+    if parsed.model is None:
         parser.error("needs the YAML of a run, or a model")
-    if given.interactive and given.prompt is not None:
-        parser.error(f"--interactive: cannot be combined with the prompt {given.prompt!r}; leave one out")
+    if parsed.interactive and parsed.prompt is not None:
+        parser.error(f"--interactive: cannot be combined with the prompt {parsed.prompt!r}; leave one out")
     for name, fits, rule in (
         ("temperature", lambda value: value >= 0, "0 (greedy) or more"),
         ("top_p", lambda value: 0 < value <= 1, "above 0, 1 at most"),
@@ -122,45 +122,45 @@ def parse(arguments: list[str]) -> argparse.Namespace | None:
         ("max_tokens", lambda value: value > 0, "above 0"),
         ("seed", lambda value: value >= 0, "0 or more"),
     ):
-        if (value := getattr(given, name)) is not None and not fits(value):
+        if (value := getattr(parsed, name)) is not None and not fits(value):
             raise ConfigError(f"--{name.replace('_', '-')}: must be {rule} (got {value})")
-    given.is_config = given.model.endswith((".yaml", ".yml"))
-    given.config = load_config(given.model, given.set) if given.is_config else _config_of(given)
-    return given
+    parsed.is_config = parsed.model.endswith((".yaml", ".yml"))
+    parsed.config = load_config(parsed.model, parsed.set) if parsed.is_config else _config_of(parsed)
+    return parsed
 
 
-def _config_of(given: argparse.Namespace) -> RunConfig:
+def _config_of(parsed: argparse.Namespace) -> RunConfig:
     """Return a config with the model's name and defaults otherwise."""
-    if given.set:
+    if parsed.set:
         raise ConfigError("--set: replaces values of a config; CONFIG_OR_MODEL is a model")
-    if given.checkpoint:
+    if parsed.checkpoint:
         raise ConfigError("--checkpoint: needs the config of its run; or name the checkpoint's Hugging Face folder as the model")
-    values: dict[str, Any] = {"model": {"path": given.model}, "data": {"train": {"source": "none"}}}
+    values: dict[str, Any] = {"model": {"path": parsed.model}, "data": {"train": {"source": "none"}}}
     return RunConfig.model_validate(values | {"rewards": {"functions": [{"function": "format"}]}})
 
 
-def connect(serving: Serving, given: argparse.Namespace) -> Chat:
+def connect(serving: Serving, parsed: argparse.Namespace) -> Chat:
     """Start the servers and return a conversation with them. The config's training settings fill in what the command line does not set."""
-    config: RunConfig = given.config
-    rollout, seed = config.rollout, config.run.seed if given.seed is None else given.seed
-    folder = serving.find(given.checkpoint, given.adapter)
+    config: RunConfig = parsed.config
+    rollout, seed = config.rollout, config.run.seed if parsed.seed is None else parsed.seed
+    folder = serving.find(parsed.checkpoint, parsed.adapter)
     tokenizer = load_tokenizer(config.model.tokenizer or folder, folder)
     template = read_chat_template(config.data.chat_template)
-    max_tokens = given.max_tokens or rollout.max_completion_length
+    max_tokens = parsed.max_tokens or rollout.max_completion_length
     limit = config.longest_sequence
     if not rollout.urls:
-        wanted = max(limit, (rollout.max_prompt_length if given.is_config else PROMPT_ROOM) + max_tokens)
+        wanted = max(limit, (rollout.max_prompt_length if parsed.is_config else PROMPT_ROOM) + max_tokens)
         limit = min(wanted, load_hf_config(folder).max_positions)
     serving.start(limit)
     trained = sampling_params(rollout, tokenizer.eos_token_ids)
-    chosen = {name: getattr(given, name) for name in ("top_p", "top_k", "min_p") if getattr(given, name) is not None}
-    temperature = trained.temperature if given.temperature is None else given.temperature
+    chosen = {name: getattr(parsed, name) for name in ("top_p", "top_k", "min_p") if getattr(parsed, name) is not None}
+    temperature = trained.temperature if parsed.temperature is None else parsed.temperature
     sampling = replace(trained, temperature=temperature, max_tokens=max_tokens, truncation=replace(trained.truncation, **chosen))
-    system = config.data.system_prompt if given.system is None else given.system
+    system = config.data.system_prompt if parsed.system is None else parsed.system
     return Chat(serving.engine(tokenizer), tokenizer, sampling, system, template, limit, seed)
 
 
-def _give(response: str) -> None:
+def _print(response: str) -> None:
     """Print a response: unchanged to a file or a program, made printable on a terminal."""
     if sys.stdout.isatty():
         show(response)
@@ -180,6 +180,6 @@ def converse(chat: Chat) -> None:
             chat.reset()
         elif text:
             try:
-                _give(chat.say(text))
+                _print(chat.say(text))
             except ValueError as error:
                 warn(error)

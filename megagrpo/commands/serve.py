@@ -43,10 +43,10 @@ def main(config: RunConfig, urls: Path | None = None, logs: Path | None = None, 
     try:
         with _launcher(config, (logs or Path()) / node, reach, first_gpu) as launcher:
             launcher.start()
-            found = launcher.wait(partial(_progress, node, stop))
-            show(f"{node}: {', '.join(found)}")
+            addresses = launcher.wait(partial(_progress, node, stop))
+            show(f"{node}: {', '.join(addresses)}")
             if urls is not None:
-                write(urls, f"{node}.url", "".join(f"{url}\n" for url in found))
+                write(urls, f"{node}.url", "".join(f"{url}\n" for url in addresses))
             return 0 if _watch(launcher, stop, config.rollout.weight_sync_timeout) else 1
     except (ValueError, OSError, EngineStartError) as error:
         if urls is not None:
@@ -89,11 +89,11 @@ def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> 
     hang_detector = HangDetector(launcher, engine_seconds)
     while not stop.wait(SERVE_LOOP_SECONDS):
         hang_detector.end_hung(_warn)
-        for place, server in enumerate(launcher.servers):
+        for index, server in enumerate(launcher.servers):
             if server.alive or server.url in gone:
                 continue
             if launcher.may_restart(server):
-                _warn(launcher.restart(place))
+                _warn(launcher.restart(index))
             else:
                 gone.add(server.url)
                 limit = f"restart limit {launcher.restarts[server.url]} reached (rollout.max_restarts)"

@@ -107,10 +107,10 @@ def parse_layout(text: str) -> tuple[str, int | None]:
 def layout_text(parallel: ParallelSection, dp: int) -> str:
     """Return the layout in the form that `--layout` takes."""
     plain = ParallelSection().model_dump()
-    said = {key: value for key, value in parallel.model_dump().items() if value != plain[key] and key != "timeout_minutes"}
-    if dp > 1 or not said:
-        said["dp"] = dp
-    return ",".join(key if value is True else f"{key}={value}".replace(" ", "") for key, value in said.items())
+    options = {key: value for key, value in parallel.model_dump().items() if value != plain[key] and key != "timeout_minutes"}
+    if dp > 1 or not options:
+        options["dp"] = dp
+    return ",".join(key if value is True else f"{key}={value}".replace(" ", "") for key, value in options.items())
 
 
 def _check_machine(cases: Sequence[Case]) -> None:
@@ -151,9 +151,9 @@ def _report(path: Path, cases: Sequence[Case], step: Callable, one_process: OneP
     for case in cases:
         try:
             expected, rounded = one_process.step(case)
-            found, seconds = step(case)
-            distances = compare(found, expected, rounded, coarse=_rounds(case.config))
-            verdict = Verdict(case.text, case.ranks, found, expected, distances, seconds)
+            outcome, seconds = step(case)
+            distances = compare(outcome, expected, rounded, coarse=_rounds(case.config))
+            verdict = Verdict(case.text, case.ranks, outcome, expected, distances, seconds)
         except (RankFailed, ValueError) as error:
             verdict = Verdict(case.text, case.ranks, failure=str(error))
         verdicts.append(verdict)

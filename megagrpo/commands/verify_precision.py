@@ -70,29 +70,29 @@ def main(
     folder = resolve_model(config.model.path)
     hf_config = load_hf_config(folder)
     samples = batch_of(_texts(config, folder, tokens))
-    speaks = os.environ.get("RANK", "0") == "0"
+    is_first = os.environ.get("RANK", "0") == "0"
 
     def judge(config: RunConfig) -> Verdict:
         errors = _measure(config, hf_config, folder, samples, world)
         return Verdict(config, errors, threshold, config.rollout.mismatch_threshold or ALLOWED_MISMATCH)
 
     def tell(text: str) -> None:
-        if speaks and not json:
+        if is_first and not json:
             show(text)
 
     tell(header(config, hf_config, samples))
     verdict = judge(config)
     tell(as_text(verdict))
     if verdict.bad_layers and fix is not None:
-        kept = sorted({*(layer % hf_config.num_layers for layer in config.model.bf16_layers), *verdict.bad_layers})
-        fixed = config.model_copy(update=dict(model=config.model.model_copy(update=dict(bf16_layers=kept))))
-        if speaks:
+        in_bf16 = sorted({*(layer % hf_config.num_layers for layer in config.model.bf16_layers), *verdict.bad_layers})
+        fixed = config.model_copy(update=dict(model=config.model.model_copy(update=dict(bf16_layers=in_bf16))))
+        if is_first:
             comment = f"Written by megagrpo verify --precision: layers that are more than {threshold:g} off in FP8 stay in bf16."
             io.save_changes(fixed, load_config(path), path, fix, comment)
-        tell(f"\n{fix}: {path} with {len(kept)} of {hf_config.num_layers} layers in bf16; measured again:")
+        tell(f"\n{fix}: {path} with {len(in_bf16)} of {hf_config.num_layers} layers in bf16; measured again:")
         verdict = judge(load_config(fix))
         tell(as_text(verdict))
-    if speaks and json:
+    if is_first and json:
         show(as_json(path, verdict))
     return 0 if verdict.passed else 1
 
@@ -126,9 +126,9 @@ def _measure(config: RunConfig, hf_config: HfConfig, folder: Path, samples: Sequ
 def header(config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample]) -> str:
     """Return two lines: the model and the batch that are measured."""
     model, dtype = config.model, str(device.resolve_precision(config.model.precision)).removeprefix("torch.")
-    kept = f", {len(model.bf16_layers)} kept in {dtype}" if model.bf16_layers else ""
+    unrounded = f", {len(model.bf16_layers)} kept in {dtype}" if model.bf16_layers else ""
     return (
-        f"model   {model.path}: {hf_config.family}, {hf_config.num_layers} layers{kept}; "
+        f"model   {model.path}: {hf_config.family}, {hf_config.num_layers} layers{unrounded}; "
         f"FP8 {model.fp8_recipe}, {'hybrid' if model.hybrid_fp8 else 'e4m3'}, beside {dtype}\n"
         f"batch   {len(samples)} prompts of data.train, {sum(s.token_ids.numel() for s in samples)} tokens"
     )

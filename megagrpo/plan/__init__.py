@@ -84,8 +84,8 @@ class Plan:
             lines += ["", *times_table(self.times)]
         if self.found:
             lines += ["", *search_table(self.found)]
-        for what, said in (("note(s)", self.notes), ("problem(s)", self.problems)):
-            lines += ["", f"{len(said)} {what}", *(f"  {text}" for text in said)] if said else []
+        for name, texts in (("note(s)", self.notes), ("problem(s)", self.problems)):
+            lines += ["", f"{len(texts)} {name}", *(f"  {text}" for text in texts)] if texts else []
         return "\n".join(lines)
 
     def as_json(self) -> str:
@@ -116,12 +116,12 @@ def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths
     )
     unfit = gpu_problems(config, gpu)
     times = step_times(config, made.model, world_size, gpu, lengths) if made.memory and not unfit else None
-    found = search(config, made.model, world_size, gpu, lengths) if searching and not unfit else []
+    layouts = search(config, made.model, world_size, gpu, lengths) if searching and not unfit else []
     notes = list(made.notes)
-    if searching and not found and not unfit:
-        said = f"no layout of {world_size} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, another rollout.tp or "
-        notes.append(Problem(("--search", "rollout.tp", "rollout.gpu_memory_utilization"), f"{said}rollout.gpu_memory_utilization"))
-    return replace(made, problems=made.problems + unfit, rows=rows, times=times, found=found, notes=notes)
+    if searching and not layouts and not unfit:
+        text = f"no layout of {world_size} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, another rollout.tp or "
+        notes.append(Problem(("--search", "rollout.tp", "rollout.gpu_memory_utilization"), f"{text}rollout.gpu_memory_utilization"))
+    return replace(made, problems=made.problems + unfit, rows=rows, times=times, found=layouts, notes=notes)
 
 
 def plan(

@@ -91,8 +91,8 @@ class AsyncPool:
 
         `sampling`, `seed` and `step` apply to prompts that were not requested before. An error of a background thread is raised here.
         """
-        asked = self.asked
-        self.ask([prompt for prompt in prompts if prompt.place not in asked], n, sampling, seed, step, at_once=True)
+        requested = self.asked
+        self.ask([prompt for prompt in prompts if prompt.place not in requested], n, sampling, seed, step, at_once=True)
         missing = {prompt.place: prompt for prompt in prompts}
         while missing:
             if not (ready := self._await_any(missing)):
@@ -140,11 +140,11 @@ class AsyncPool:
 
     def _restore(self, prompt: Prompt, n: int, step: int) -> bool:
         """Whether a checkpoint kept `n` rollouts of the prompt. If so, the group counts as finished."""
-        kept = self._restored.pop(prompt.place, None)
-        if kept is None or (kept["prompt_id"], len(kept["rollouts"])) != (prompt.prompt_id, n):
+        saved = self._restored.pop(prompt.place, None)
+        if saved is None or (saved["prompt_id"], len(saved["rollouts"])) != (prompt.prompt_id, n):
             return False
         with self._changed:
-            self._finish(prompt.place, unpacked(kept, prompt), step)
+            self._finish(prompt.place, unpacked(saved, prompt), step)
         return True
 
     def _await_any(self, places: Container[int]) -> dict[int, Finished]:
@@ -214,7 +214,7 @@ class AsyncPool:
         self._finished[place] = Finished(group, scoring)
 
     def _count_idle(self) -> None:
-        """Add up the time without in-flight groups. Called with the lock held, before the set of in-flight groups changes."""
+        """Add up the time without in-flight groups. The caller holds the lock, before the set of in-flight groups changes."""
         now = time.monotonic()
         if not self._under_way:
             self._idle += now - self._since
@@ -233,7 +233,7 @@ def packed(place: int, group: Sequence[Rollout]) -> dict[str, Any]:
     return {"place": place, "prompt_id": group[0].prompt.prompt_id, "rollouts": rollouts}
 
 
-def unpacked(kept: dict[str, Any], prompt: Prompt) -> list[Rollout]:
+def unpacked(saved: dict[str, Any], prompt: Prompt) -> list[Rollout]:
     """Restore a group from its JSON values. Weight versions grow by one, because a resumed run syncs the checkpoint's weights as the next
     version."""
     return [
@@ -246,7 +246,7 @@ def unpacked(kept: dict[str, Any], prompt: Prompt) -> list[Rollout]:
             rollout["text"],
             later_versions=tuple((start, version + 1) for start, version in rollout["later_versions"]),
         )
-        for rollout in kept["rollouts"]
+        for rollout in saved["rollouts"]
     ]
 
 

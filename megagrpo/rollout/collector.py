@@ -59,9 +59,9 @@ class Collector:
 
         def part() -> tuple[list[tuple[int, list[ScoredRollout]]], dict[str, float]] | str | EngineError | None:
             mine = self._own_places(prompts) if ahead else self._own_slice(prompts)
-            given = [prompts[i] for i in mine], num_generations, sampling, seed, self.timer, self.step
+            arguments = [prompts[i] for i in mine], num_generations, sampling, seed, self.timer, self.step
             try:
-                scored, counted = take_scored(self.pool, *given) if ahead else generate_and_score(self.engine, self.rewards, *given)
+                scored, counted = take_scored(self.pool, *arguments) if ahead else generate_and_score(self.engine, self.rewards, *arguments)
             except EngineInterrupted:
                 return None
             except EngineStarved:
@@ -87,8 +87,8 @@ class Collector:
 
     def ask(self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int, step: int) -> None:
         """Request this replica's share of the prompts of the step after `step` steps, without those that were requested before."""
-        mine, asked = [numbered(prompts)[i] for i in self._own_places(prompts)], self.pool.asked
-        self.pool.ask([prompt for prompt in mine if prompt.place not in asked], num_generations, sampling, seed, step)
+        mine, requested = [numbered(prompts)[i] for i in self._own_places(prompts)], self.pool.asked
+        self.pool.ask([prompt for prompt in mine if prompt.place not in requested], num_generations, sampling, seed, step)
 
     def finished_ahead(self) -> list[dict[str, Any]]:
         """Return the groups of all replicas that are generated and not collected, for `AsyncPool.load_state_dict`. Collective."""
@@ -135,11 +135,11 @@ def sampling_params(rollout: RolloutSection, stop_token_ids: tuple[int, ...]) ->
 def numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return copies of the prompts with `occurrence` set: how often the same prompt came before in this list."""
     seen: Counter[int] = Counter()
-    found = []
+    copies = []
     for prompt in prompts:
-        found.append(replace(prompt, occurrence=seen[prompt.prompt_id]))
+        copies.append(replace(prompt, occurrence=seen[prompt.prompt_id]))
         seen[prompt.prompt_id] += 1
-    return found
+    return copies
 
 
 def generate_and_score(

@@ -19,11 +19,11 @@ def stop_on_signals(stop: Callable[[int], None]) -> None:
     A process that has not ended `FORCE_SECONDS` after the second SIGINT exits with code 130. A separate thread enforces this: Python runs
     signal handlers only in the main thread, and not while that thread waits inside a library. Call this from the main thread.
     """
-    asked: list[int] = []
+    signals: list[int] = []
 
     def ask(number: int, frame: object) -> None:
-        asked.append(number)
-        if number != signal.SIGINT or len(asked) == 1:
+        signals.append(number)
+        if number != signal.SIGINT or len(signals) == 1:
             stop(number)
             return
         try:

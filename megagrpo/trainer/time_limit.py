@@ -75,8 +75,8 @@ def check_time_limit(time_limit: str | None) -> None:
     """Check `run.time_limit`. Raises ConfigError when it leaves no time for a step."""
     reserved = 1.5 * FIRST_SAVE_SECONDS + SPARE_SECONDS
     if time_limit is not None and (seconds := seconds_of(time_limit)) <= reserved:
-        said = f"{time_limit} is {seconds} s, of which {reserved:.0f} s are for a checkpoint, so no step can begin"
-        raise ConfigError(f"run.time_limit: {said}; raise it above {reserved:.0f} s, or leave it empty")
+        reason = f"{time_limit} is {seconds} s, of which {reserved:.0f} s are for a checkpoint, so no step can begin"
+        raise ConfigError(f"run.time_limit: {reason}; raise it above {reserved:.0f} s, or leave it empty")
 
 
 def end_of_run(time_limit: str | None, started: float) -> float | None:
