@@ -41,5 +41,11 @@ def test_help_says_what_a_command_is_for_and_ends_well(name, tmp_path):
     assert Path(name.split()[-1]).stem in done.stdout and len(done.stdout.split()) > 20 and not list(tmp_path.iterdir())
 
 
+def test_each_command_is_a_file():
+    """`verify --precision` is the only command with a second file."""
+    files = {path.stem for path in (ROOT / "megagrpo" / "commands").glob("*.py")}
+    assert files - {"__init__", "verify_precision"} == set(COMMANDS)
+
+
 def test_all_commands_are_known():
     assert len(COMMANDS) >= 6 and len(PROGRAMS) >= 12 and set(FAST) < {"megagrpo", *(f"megagrpo {verb}" for verb in COMMANDS), *PROGRAMS}

@@ -1,0 +1,105 @@
+"""How many calls lie between the command line and the formula of the loss, in a training step on one rank without an engine."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import yaml
+from dumped_steps import rollouts
+from ranks import run_ranks
+from tiny_policy import tiny_model, tiny_run
+
+from megagrpo.__main__ import main
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.policy_losses import clipped
+from megagrpo.bridge.families import blocks
+from megagrpo.commands import train as command
+from megagrpo.families.config import load_hf_config
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.dump import StepDumps
+from megagrpo.records.metrics import MetricsWriter
+from megagrpo.rollout.collector import sampling_params
+from megagrpo.trainer.trainer import Trainer
+from megagrpo.verify.step import fill_weights
+
+BUDGET = 11  # calls, with both ends; three of them are Megatron's
+
+
+class Given:
+    """Prompts and a collector that always give the same rollouts, and never stop."""
+
+    stop = pool = engine = None
+    cursor = 0
+    curriculum = SimpleNamespace(history=[])
+
+    def next(self, count: int) -> list:
+        return []
+
+    def learn(self, rates: dict) -> dict:
+        return {}
+
+    def collect(self, *args) -> tuple[list, dict]:
+        return rollouts(), {}
+
+    def finished_ahead(self) -> list:
+        return []
+
+
+class Alone(Trainer):
+    """A trainer without an engine."""
+
+    def sync(self) -> None:
+        self.state.weight_version += 1
+
+
+def build(config, folder, layout, resources) -> Trainer:
+    """A trainer of the model in `folder`, in place of the one that has servers."""
+    hf_config = load_hf_config(folder)
+    policy = MegatronPolicy(config, layout, hf_config)
+    fill_weights(policy, hf_config, layout)
+    policy.weights_changed()
+    given, writer = Given(), MetricsWriter.silent()
+    dumps = StepDumps(config, policy, folder / "dumps", folder, writer.message)
+    saver = Checkpointer(folder / "checkpoints", layout, policy, 1, folder)
+    weights = partial(blocks, policy.chunks, hf_config, layout)
+    sampling = sampling_params(config.rollout, ())
+    return Alone(config, layout, policy, None, make_loss(config), given, [], given, sampling, weights, None, saver, writer, dumps)
+
+
+def train(folder: Path) -> list[list[str]]:
+    """Run `megagrpo train` for one step; return the calls from the command line to the clip, for each time that the clip is computed."""
+    found: list[list[str]] = []
+
+    def note(*_: object) -> None:
+        frame, calls = sys._getframe(1), []
+        while frame.f_code is not main.__wrapped__.__code__:
+            calls.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
+            frame = frame.f_back
+        found.append(["__main__.main", *reversed(calls)])
+
+    command.build = build
+    tool, event = sys.monitoring.PROFILER_ID, sys.monitoring.events.PY_START
+    sys.monitoring.use_tool_id(tool, "call depth")
+    sys.monitoring.register_callback(tool, event, note)
+    sys.monitoring.set_local_events(tool, clipped.__code__, event)
+    assert main(["train", str(folder / "config.yaml")]) == 0
+    return found
+
+
+def test_the_clip_is_few_calls_below_the_command_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_model("llama_tied").raw))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "What is 1 + 2?", "answer": "3"}\n')
+    config = tiny_run(
+        algorithm=dict(loss_type="grpo", beta=0.0),
+        model=dict(path=str(tmp_path), precision="fp32"),
+        data=dict(train=dict(source=str(tmp_path / "train.jsonl"))),
+        run=dict(max_steps=1),
+    )
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    (found,) = run_ranks(train, 1, tmp_path)
+    shortest = min(found, key=len)
+    assert len(shortest) <= BUDGET, "\n".join(shortest)
+    assert {"trainer.step", "schedules.forward_step"} < set(shortest)
