@@ -11,6 +11,7 @@ import pytest
 
 from megagrpo.engine import client, generation
 from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.fleet import State
 from megagrpo.engine.protocol import EngineError
 from megagrpo.types import Prompt, SamplingParams
 from tests.unit.engine.stand_ins import noting
@@ -164,3 +165,13 @@ def test_a_sync_empties_the_prefix_cache_before_a_server_serves_again(in_flight,
         engine.fleet.loaded(url, 8)
         engine.resume(SimpleNamespace(manifest=SimpleNamespace(version=8), servers=None))
     assert paths == ["/update_weight_version", f"/reset_prefix_cache{query}", "/resume"] and engine.weight_version == 8
+
+
+def test_a_server_that_did_not_load_the_weights_is_not_resumed_with_their_version():
+    """A server can return to use between the load and the end of a sync."""
+    with noting() as (loaded, paths), noting() as (missed, other_paths):
+        engine = VllmEngine([loaded, missed], str)
+        engine.fleet.loaded(loaded, 8)
+        engine.resume(SimpleNamespace(manifest=SimpleNamespace(version=8), servers=None))
+    assert paths[-1] == "/resume" and other_paths == []
+    assert engine.fleet.states() == {loaded: State.SERVING, missed: State.SILENT}

@@ -4,6 +4,7 @@ import random
 import sys
 import threading
 import time
+from collections import Counter
 
 import pytest
 
@@ -201,17 +202,20 @@ def test_a_change_of_the_servers_that_is_not_allowed_changes_nothing():
 
 
 class Recording(Fleet):
-    """A fleet that records each event with the states before and after it, and what it was when its lock was released."""
+    """A fleet that records each event with the states before and after it, what it was at each release of its lock, and how often each
+    thread released the lock."""
 
     def __init__(self, urls):
         super().__init__(urls)
-        self.events, self.releases, self._inner, self._lock = [], [(0, list(urls))], self._lock, self
+        self.events, self.releases, self.released = [], [(0, list(urls))], Counter()
+        self._inner, self._lock = self._lock, self
 
     def __enter__(self):
         self._inner.acquire()
 
     def __exit__(self, *exc):
         self.releases.append((len(self.events), list(self._urls)))
+        self.released[threading.get_ident()] += 1
         self._inner.release()
 
     def _apply(self, url, event):
@@ -227,7 +231,9 @@ NAMES = ("a", "b", "c", "d")
 
 
 def report_anything(fleet, rng, queries):
-    """Report one random event and then take one random query: (what, result, releases before it, releases after it)."""
+    """Report one random event and then take one random query: (what, result, releases before it, releases after it, how often this thread
+    has released the lock)."""
+    released = fleet.released[threading.get_ident()]
     url, version = rng.choice(NAMES), rng.randrange(3)
     verbs = [fleet.silent, fleet.excluded, fleet.died, fleet.may_start, fleet.gone, fleet.needs_weights, fleet.loading]
     calls = [lambda verb=verb: verb(url) for verb in verbs]
@@ -240,7 +246,7 @@ def report_anything(fleet, rng, queries):
     first = len(fleet.releases)
     what = rng.choice(["states", "serving", "updatable"])
     result = getattr(fleet, what)()
-    queries.append((what, result, first, len(fleet.releases)))
+    queries.append((what, result, first, len(fleet.releases), fleet.released[threading.get_ident()] - released))
 
 
 def answer(what, states, urls):
@@ -279,7 +285,8 @@ def test_what_two_threads_report_gives_the_states_of_a_sequential_model():
     for count, urls in fleet.releases:
         assert all(models[count][url] is not State.DRAINING for url in urls)
         assert all(models[count][url] in (State.DRAINING, State.GONE) for url in set(NAMES) - set(urls))
-    for what, result, first, last in [query for each in queries for query in each]:
+    for what, result, first, last, released in [query for each in queries for query in each]:
+        assert released == 2, "an event and a query take the lock once each"
         moments = fleet.releases[max(first - 1, 0) : last]
         assert any(result == answer(what, models[count], urls) for count, urls in moments), "a query saw part of a change"
     assert len(fleet.events) >= 10_000 and {event for _, event, _, _ in fleet.events} == set(Event)

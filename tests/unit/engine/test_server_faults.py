@@ -162,6 +162,25 @@ def test_servers_of_others_are_given_the_current_weights_before_they_are_asked_a
     assert said[2].endswith("is back, with weight version 3")
 
 
+def test_a_server_that_missed_a_sync_while_it_was_filled_is_filled_again(servers):
+    back, said, versions = servers(), [], []
+    engine = engine_of(servers(), back)
+    engine.fleet.silent(back.url)
+
+    def refill(url):
+        versions.append(engine.weight_version)
+        if len(versions) == 1:
+            engine.weight_version = 1  # a sync of the other servers ends before the report of this refill
+        return versions[-1]
+
+    with Reconnector(engine, refill, said.append):
+        deadline = time.monotonic() + 5
+        while engine.fleet.serving() != engine.urls and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert versions == [0, 1] and said[-1] == f"vLLM server {back.url} is back, with weight version 1"
+    assert not [line for line in said if line.endswith("version 0")]
+
+
 @pytest.mark.parametrize("way", ["reset", "half", "no http", "html", "gateway"])
 def test_a_server_that_cannot_be_told_anything_is_left_out_of_that(way, servers):
     good, bad = servers(), servers()
