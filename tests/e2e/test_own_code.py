@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-import world
+
+from tests.e2e import world
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 CALLBACKS = '''
