@@ -46,7 +46,7 @@ def _fault(term: PolicyTerm, algorithm: AlgorithmSection) -> str | None:
     except ValueError:
         pass  # a builtin without a signature
     try:
-        result = term(tokens, algorithm)
+        result: object = term(tokens, algorithm)  # of the user's function, whatever its types say
     except Exception as error:
         return f"raised {user_code.described(error)}; {TAKES}"
     shape = tokens.logprobs.shape

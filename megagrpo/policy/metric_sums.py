@@ -11,9 +11,8 @@ from megagrpo.types import Metric
 
 def on_host(metrics: dict[str, Metric]) -> dict[str, Metric]:
     """Copy all metrics of a micro-batch to the host in one transfer, as Python floats of float32 numbers."""
-    device = next(iter(metrics.values())).sum.device
-    numbers = [number for metric in metrics.values() for number in (metric.sum, metric.count)]
-    values = torch.stack([number.detach().float().to(device) for number in numbers]).tolist()
+    numbers = [torch.as_tensor(number) for metric in metrics.values() for number in (metric.sum, metric.count)]
+    values = torch.stack([number.detach().float().to(numbers[0].device) for number in numbers]).tolist()
     return {name: Metric(values[2 * i], values[2 * i + 1], metric.reduce) for i, (name, metric) in enumerate(metrics.items())}
 
 

@@ -35,13 +35,13 @@ def export(buffer: Tensor) -> dict[str, Any]:
     return pack(buffer.numel(), reduce_tensor(buffer)[1][-len(FIELDS) :])
 
 
-def pack(count: int, values: tuple) -> dict[str, Any]:
+def pack(count: int, values: tuple[Any, ...]) -> dict[str, Any]:
     """Return the fields of a handle of `count` bytes as JSON values."""
     texts = [base64.b64encode(value).decode() if kind is bytes else value for value, kind in zip(values, FIELDS.values(), strict=True)]
     return {"count": count} | dict(zip(FIELDS, texts, strict=True))
 
 
-def unpack(handle: dict[str, Any]) -> tuple[int, tuple]:
+def unpack(handle: dict[str, Any]) -> tuple[int, tuple[Any, ...]]:
     """Return the arguments that `pack` received: (count, values). Raises WeightSyncError when `handle` is malformed."""
     if handle.keys() != {"count", *FIELDS}:
         raise WeightSyncError(f"a CUDA IPC handle has the fields {', '.join(sorted(handle))}; expected {', '.join(FIELDS)}, count")

@@ -34,7 +34,7 @@ def owned(prefix: str) -> str:
 
 def name_segments_by_owner() -> None:
     """Make `multiprocessing.shared_memory` name every segment after the process that creates it, in this process and its children."""
-    shared_memory._make_filename = lambda: f"/{owned(SEGMENTS)}"
+    vars(shared_memory).update(_make_filename=lambda: f"/{owned(SEGMENTS)}")
 
 
 def remove_stale(folder: Path = SHARED_MEMORY) -> None:

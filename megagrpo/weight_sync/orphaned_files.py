@@ -19,7 +19,7 @@ PERIOD = 0.2  # seconds between two looks at the parent
 ATTEMPTS = range(10, 50)  # fewest and most removals, one each period: servers and other ranks end a little later than the parent
 
 
-def remove_when_orphaned(folder: Path) -> subprocess.Popen:
+def remove_when_orphaned(folder: Path) -> subprocess.Popen[bytes]:
     """Start the process for `folder`. The caller kills it after it has removed the folder itself."""
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder)]
     return subprocess.Popen(
