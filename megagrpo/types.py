@@ -233,7 +233,7 @@ class LossInputs:
     full_kl: Tensor | None = None  # [T] float32, with gradient: KL to the reference over the whole vocabulary; None without `ref_head`
 
 
-_MERGES: dict[str, Callable] = {"mean": operator.add, "max": max, "min": min, "last": lambda _, later: later}
+_MERGES: dict[str, Callable[[Any, Any], Any]] = {"mean": operator.add, "max": max, "min": min, "last": lambda _, later: later}
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,9 @@ class Metric:
 
     @property
     def value(self) -> float:
-        """The metric as a number."""
-        return self.sum / self.count if self.reduce == "mean" else self.sum
+        """The metric as a number. Only for metrics on the host, whose `sum` and `count` are floats."""
+        number: Any = self.sum / self.count if self.reduce == "mean" else self.sum
+        return number
 
     def merge(self, other: Metric) -> Metric:
         """Return the metric of this part and of `other` together."""
