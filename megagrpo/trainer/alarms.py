@@ -26,7 +26,7 @@ class BrokenTraining(RuntimeError):
 
 @dataclass
 class Alarms:
-    """Warns of and counts what is wrong with a step, and stops a run that cannot learn anything. Counts are in `state`.
+    """Counts and reports faults of a step, and stops a run that can no longer learn. The counts are in `state`.
 
     `dtype` is the least precise compute dtype of trainer and engine. `say` prints a line for the user.
     """

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when one is written, in the foreground or the background, and what a failed one means."""
+"""Saves and restores a run: checkpoints in the foreground or the background, the best one, and failed ones."""
 
 from __future__ import annotations
 

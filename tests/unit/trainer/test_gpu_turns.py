@@ -149,7 +149,7 @@ def test_servers_that_lost_their_weights_sleep_before_they_get_them_again():
     assert run.taken() == [*TAKE, *SYNC] and run.turns.turn is Turn.GENERATING
 
 
-def test_a_trainer_with_a_gpu_of_its_own_moves_nothing_and_asks_nobody():
+def test_a_trainer_with_a_gpu_of_its_own_moves_nothing_and_calls_no_engine():
     run = Run(sleeps=False)
     for turn in (run.turns.generating, run.turns.training, run.turns.syncing, lambda: run.turns.checkpoint(last=True)):
         with turn():
@@ -223,7 +223,7 @@ def test_the_docstring_shows_the_table():
 
 
 def test_only_the_turns_move_trainer_and_engine():
-    """Other rooms offer these verbs, and the trainer's other files do not call them."""
+    """Other rooms and the trainer's other files offer these verbs and do not call them."""
     verbs = re.compile(r"\.(load_all|load_weights_only|offload_all|wake)\(")
     package = Path(gpu_turns.__file__).parents[1]
     callers = {str(path.relative_to(package)) for path in package.rglob("*.py") if verbs.search(path.read_text())}
