@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megagrpo.config import ConfigError, RunConfig, load_config, render_help
 from megagrpo.process.scratch import temporary_files
@@ -58,12 +58,12 @@ class Command:
     config_path: Path
     overrides: list[str]
     config: RunConfig
-    sizes: dict[str, float]
+    sizes: dict[str, Any]
     options: dict[str, Any]
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}\n\n{USAGE}")
 
 
@@ -90,7 +90,7 @@ def parse(arguments: list[str]) -> Command:
         for foreign in options.keys() & (OF_LAYOUTS if precision else OF_PRECISION):
             parser.error(f"--{foreign}: verify {'with' if precision else 'without'} --precision has no such option")
     overrides = [*parsed.overrides, *unparsed]
-    sizes = {}
+    sizes: dict[str, Any] = {}
     if parsed.command == "plan":
         from megagrpo.commands.plan import split_sizes
 

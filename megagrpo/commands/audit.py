@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NoReturn
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -33,7 +34,7 @@ may be off by 1e-6 and 1e-5.
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}\n\n{USAGE}")
 
 
@@ -61,7 +62,7 @@ def main(arguments: list[str]) -> int:
     return 0 if all(check.passed for check in checks) else 1
 
 
-def as_json(step: Step, checks: Iterable[Check]) -> dict:
+def as_json(step: Step, checks: Iterable[Check]) -> dict[str, Any]:
     """Return verdict, first difference and every check; infinity and NaN as text."""
     rows = [{k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(check).items()} for check in checks]
     first = next((row for row in rows if not row["passed"]), None)

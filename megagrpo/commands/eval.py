@@ -10,6 +10,7 @@ from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.engine.protocol import Generator
 from megagrpo.evaluation.sets import HeldOut, check_columns, evaluate, load_sets
 from megagrpo.multi_turn.dialogues import make_dialogues
 from megagrpo.process.terminal import show, warn
@@ -56,9 +57,10 @@ def run(
         check_columns(sets, rewards)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    engine, timer = serving.engine(tokenizer), PhaseTimer()
+    engine: Generator = serving.engine(tokenizer)
+    timer = PhaseTimer()
     if dialogues is not None:
-        engine = dialogues.wrap(engine)
+        engine = dialogues.wrap(serving.engine(tokenizer))
 
     def collect(prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> tuple[list[ScoredRollout], dict[str, float]]:
         return generate_and_score(engine, rewards, prompts, n, sampling, seed, timer)

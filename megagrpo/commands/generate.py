@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, read_chat_template
@@ -29,7 +29,7 @@ PROMPT_ROOM = 2048  # prompt tokens of a conversation when there is no config
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}\n\n{USAGE}")
 
 

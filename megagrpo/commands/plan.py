@@ -60,15 +60,17 @@ def main(
         raise ConfigError(f"{argument}: predicted seconds need a kind of GPU; add --gpu, one of {', '.join(GPUS)}")
     if link_gb_per_s is not None and not weight_sync:
         raise ConfigError("link_gb_per_s: only a plan of a weight sync reads it; add --weight-sync")
-    world_size, kind = world_size or config.parallel.smallest_world, GPUS.get(gpu)
-    made = plan(config, world_size, gpu_memory_gb or (kind and kind.memory_gib))
-    if kind:
+    world_size, kind = world_size or config.parallel.smallest_world, None if gpu is None else GPUS[gpu]
+    made = plan(config, world_size, gpu_memory_gb or (None if kind is None else kind.memory_gib))
+    if kind is not None:
         made = with_times(made, config, world_size, kind, expected_lengths(config, prompt_tokens, response_tokens), search)
     if weight_sync and not made.problems:
         from megagrpo.plan.weight_sync import rows_of
 
         try:
-            links = kind and (kind.nvlink_gb_per_s if config.rollout.placed == "colocated" else kind.network_gb_per_s)
+            links = None
+            if kind is not None:
+                links = kind.nvlink_gb_per_s if config.rollout.placed == "colocated" else kind.network_gb_per_s
             made.rows.extend([("", ""), *rows_of(config, world_size, link_gb_per_s or links)])
         except ValueError as error:
             made.problems.extend(error.problems if isinstance(error, ProblemError) else [Problem(("--weight-sync",), str(error))])

@@ -38,7 +38,7 @@ def main(config: RunConfig, config_path: Path) -> int:
     check_time_limit(config.run.time_limit)
     ends = end_of_run(config.run.time_limit, time.time())
     quiet()
-    layout = None
+    layout: Layout | None = None
     try:
         if config.run.deterministic:
             device.make_deterministic()
@@ -58,7 +58,7 @@ def main(config: RunConfig, config_path: Path) -> int:
     except ConfigError:
         raise
     except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining, CallbackError, RunFolderLost) as error:
-        warn(f"rank {layout.world_rank} stops: {error}")
+        warn(f"rank {layout.world_rank if layout else '?'} stops: {error}")
     except KeyboardInterrupt:
         warn("interrupted; the newest checkpoint is the last thing that was saved")
         return 128 + signal.SIGINT

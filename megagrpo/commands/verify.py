@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from megagrpo.verify.step import Outcome, take_step
 
 MAX_RANKS = 8  # limit of ranks on one machine without GPUs
 TIMEOUT = 600.0  # limit in seconds for one layout
+
+
+Timed = tuple[Outcome, float]  # and its seconds
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ def main(
     world = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
     if world is not None and ranks not in (None, world):
         raise ConfigError(f"--ranks: {ranks} asked for, and WORLD_SIZE says {world}; leave it out under a launcher")
-    cases = [_case(path, overrides, text, world or ranks) for text in layout or [None]]
+    texts: Sequence[str | None] = layout or [None]
+    cases = [_case(path, overrides, text, world or ranks) for text in texts]
     if world is not None:
         return _in_world(path, cases, json, full)
     _check_machine(cases)
@@ -134,16 +138,22 @@ def _in_world(path: Path, cases: Sequence[Case], json: bool, full: bool) -> int:
     outcomes = {case.text: _timed(take_step, case.small, case.model, random_samples()) for case in cases}
     first = dist.get_rank() == 0
     dist.destroy_process_group()
-    return _report(path, cases, lambda case: outcomes[case.text], OneProcess(start="spawn"), json, full) if first else 0
+
+    def known(case: Case) -> Timed:
+        outcome, seconds = outcomes[case.text]
+        assert outcome is not None, "rank 0 has every outcome"
+        return outcome, seconds
+
+    return _report(path, cases, known, OneProcess(start="spawn"), json, full) if first else 0
 
 
-def _timed(action: Callable, *args) -> tuple[Any, float]:
+def _timed[T](action: Callable[..., T], *args: Any) -> tuple[T, float]:
     started = time.monotonic()
     result = action(*args)
     return result, time.monotonic() - started
 
 
-def _report(path: Path, cases: Sequence[Case], step: Callable, one_process: OneProcess, json: bool, full: bool) -> int:
+def _report(path: Path, cases: Sequence[Case], step: Callable[[Case], Timed], one_process: OneProcess, json: bool, full: bool) -> int:
     """Compare and print one case after the other; `step(case)` returns its outcome and its seconds."""
     verdicts = []
     if not json:
@@ -171,8 +181,9 @@ def _rounds(config: RunConfig) -> bool:
 class OneProcess:
     """The step computed by a single process without optimizations, cached for layouts with the same shrunken model."""
 
-    def __init__(self, start: str | None = None):
-        self._start, self._known = start, {}
+    def __init__(self, start: Literal["fork", "spawn"] | None = None):
+        self._start = start
+        self._known: dict[str, Outcome] = {}
 
     def step(self, case: Case) -> tuple[Outcome, Outcome | None]:
         """Return the outcome in float32 on the CPU, and the outcome in the run's precision and on its device, None where these are the

@@ -64,10 +64,25 @@ class WeightUpdate(Protocol):
         """Worker -> the operation it is in, for workers that have not reported yet, as far as known."""
 
 
-class Engine(Protocol):
-    """Generates responses and loads new weights."""
+class Generator(Protocol):
+    """Generates responses: a vLLM engine, or one whose rollouts have several turns."""
 
     weight_version: int
+
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
+        """Generate `n` rollouts of each prompt, in the order of `prompts`. The same arguments and weights give the same tokens.
+
+        `on_group` is called with each prompt's index and rollouts as soon as they are finished. It must not block.
+        """
+
+    def interrupt(self) -> None:
+        """Make the running and every later `generate` raise EngineInterrupted. May be called from a signal handler."""
+
+
+class Engine(Generator, Protocol):
+    """Generates responses and loads new weights."""
 
     def generate(
         self,
@@ -78,20 +93,14 @@ class Engine(Protocol):
         on_group: OnGroup | None = None,
         on_begun: Callable[[], None] = lambda: None,
     ) -> list[list[Rollout]]:
-        """Generate `n` rollouts of each prompt, in the order of `prompts`. The same arguments and weights give the same tokens.
-
-        `on_group` is called with each prompt's index and rollouts as soon as they are finished. `on_begun` is called, possibly more than
-        once, when servers work on all prompts and have room for more. Neither callback may block.
-        """
+        """Generate as `Generator` does. `on_begun` is called, possibly more than once, when servers work on all prompts and have room for
+        more. It must not block."""
 
     def extend(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Rollout]:
         """Generate one rollout of each prompt, in order, each with its own limits and seed."""
 
     def read_tool_calls(self, turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, str]]]]:
         """Return, for each turn's token ids, the text outside of the tool calls, and the calls: name, and arguments as JSON text."""
-
-    def interrupt(self) -> None:
-        """Make the running and every later `generate` raise EngineInterrupted. May be called from a signal handler."""
 
     def cut(self, places: Collection[int]) -> None:
         """Truncate the in-flight responses to prompts at these places: they end with the tokens generated so far."""

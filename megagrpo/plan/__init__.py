@@ -170,10 +170,11 @@ def plan(
 def with_memory(made: Plan, config: RunConfig, world_size: int, gpu_memory_gb: float | None, host_memory_gb: float | None) -> Plan:
     """Return the plan with the memory of each phase on the GPU and on the host, and the problems of memory that is too small."""
     parallel, model, has_gpu = config.parallel, made.model, gpu_memory_gb is not None
+    assert model is not None, "memory is planned for a model that could be read"
     problems, rows = list(made.problems), list(made.rows)
     memory = trainer_memory(config, model, max(1, world_size // parallel.model_parallel_size), gpu=has_gpu)
     smallest = smallest_gpu(config, model, memory)
-    if has_gpu and not config.rollout.urls:
+    if gpu_memory_gb is not None and not config.rollout.urls:
         rows.insert([name for name, _ in rows].index("rollout") + 1, ("vLLM", cache_text(config, model, gpu_memory_gb)))
     rows.append(("GPU", gpu_text(config, smallest)))
     host = {}
@@ -181,7 +182,7 @@ def with_memory(made: Plan, config: RunConfig, world_size: int, gpu_memory_gb: f
         host = host_memory(config, model, world_size, gpu=has_gpu)
         rows.append(("host", host_text(host)))
         problems += [] if host_memory_gb is None else too_little_ram(host, host_memory_gb)
-    if has_gpu and smallest > gpu_memory_gb:
+    if gpu_memory_gb is not None and smallest > gpu_memory_gb:
         problems.append(too_big(config, model, memory, smallest, gpu_memory_gb))
     engine = engine_memory(config, model, gpu_memory_gb)
     if config.rollout.placed == "colocated" and not has_gpu:  # on CPUs vLLM does not sleep, and offloading frees no RAM

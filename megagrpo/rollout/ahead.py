@@ -40,7 +40,7 @@ class AsyncPool:
 
     def __init__(self, engine: Engine, rewards: RewardScorer, max_staleness: int, straggler_seconds: float | None = None):
         self.engine, self.rewards, self.max_staleness, self.straggler_seconds = engine, rewards, max_staleness, straggler_seconds
-        self._counted = Counter()
+        self._counted: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._under_way: set[int] = set()
         self._finished: dict[int, Finished] = {}
@@ -55,7 +55,7 @@ class AsyncPool:
     def __enter__(self) -> AsyncPool:
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.engine.interrupt()
         for thread in self._threads:
             thread.join()
@@ -80,7 +80,7 @@ class AsyncPool:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         with self._changed:
             self._count_idle()
-            self._under_way |= {prompt.place for prompt in prompts}
+            self._under_way |= {place_of(prompt) for prompt in prompts}
         thread = threading.Thread(target=self._work, args=(prompts, n, sampling, seed, step, before, begun), name="pool", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -93,7 +93,7 @@ class AsyncPool:
         """
         requested = self.asked
         self.ask([prompt for prompt in prompts if prompt.place not in requested], n, sampling, seed, step, at_once=True)
-        missing = {prompt.place: prompt for prompt in prompts}
+        missing = {place_of(prompt): prompt for prompt in prompts}
         while missing:
             if not (ready := self._await_any(missing)):
                 self._counted["cut"] += len(missing)
@@ -101,9 +101,9 @@ class AsyncPool:
             old = [missing[place] for place, group in ready.items() if self._is_too_old(group.rollouts)]
             for place in ready:
                 del missing[place]
-            self._drop([prompt.place for prompt in old])
+            self._drop([place_of(prompt) for prompt in old])
             self.ask(old, n, sampling, seed, step, at_once=True)
-            missing |= {prompt.place: prompt for prompt in old}
+            missing |= {place_of(prompt): prompt for prompt in old}
         scorings, left = self._hand_out(prompts)
         self._drop([place for place in left if place <= self._passed])
         return scorings
@@ -140,11 +140,11 @@ class AsyncPool:
 
     def _restore(self, prompt: Prompt, n: int, step: int) -> bool:
         """Whether a checkpoint kept `n` rollouts of the prompt. If so, the group counts as finished."""
-        saved = self._restored.pop(prompt.place, None)
+        saved = self._restored.pop(place_of(prompt), None)
         if saved is None or (saved["prompt_id"], len(saved["rollouts"])) != (prompt.prompt_id, n):
             return False
         with self._changed:
-            self._finish(prompt.place, unpacked(saved, prompt), step)
+            self._finish(place_of(prompt), unpacked(saved, prompt), step)
         return True
 
     def _await_any(self, places: Container[int]) -> dict[int, Finished]:
@@ -164,8 +164,8 @@ class AsyncPool:
     def _hand_out(self, prompts: Sequence[Prompt]) -> tuple[list[Scoring], list[int]]:
         """Remove and return the scorings of `prompts`, together with the places of the remaining finished groups."""
         with self._changed:
-            self._passed = max([self._passed, *(prompt.place for prompt in prompts)])
-            return [self._finished.pop(prompt.place).scoring for prompt in prompts], list(self._finished)
+            self._passed = max([self._passed, *map(place_of, prompts)])
+            return [self._finished.pop(place_of(prompt)).scoring for prompt in prompts], list(self._finished)
 
     def _drop(self, places: Sequence[int]) -> None:
         """Drop groups that are too old, or whose prompts the curriculum has skipped so that they are never drawn."""
@@ -187,11 +187,11 @@ class AsyncPool:
         if before is not None:
             before.wait()
         try:
-            self.engine.generate(prompts, n, sampling, seed, lambda i, group: self._keep(prompts[i].place, group, step), begun.set)
+            self.engine.generate(prompts, n, sampling, seed, lambda i, group: self._keep(place_of(prompts[i]), group, step), begun.set)
         except BaseException as error:
             with self._changed:
                 self._count_idle()
-                self._under_way -= {prompt.place for prompt in prompts}
+                self._under_way -= {place_of(prompt) for prompt in prompts}
                 self._failure = self._failure or error
                 self._changed.notify_all()
         finally:
@@ -252,3 +252,9 @@ def unpacked(saved: dict[str, Any], prompt: Prompt) -> list[Rollout]:
 
 def _encoded(values: Sequence[float], kind: type) -> str:
     return base64.b64encode(np.array(values, kind).tobytes()).decode()
+
+
+def place_of(prompt: Prompt) -> int:
+    """Return the prompt's index in the run's stream. Every prompt that is requested ahead has one."""
+    assert prompt.place is not None, f"prompt {prompt.prompt_id} is not from the run's stream"
+    return prompt.place

@@ -10,12 +10,12 @@ from itertools import batched
 from typing import Any
 
 from megagrpo.config import RolloutSection
-from megagrpo.engine.protocol import Engine, EngineError, EngineInterrupted, EngineStarved
+from megagrpo.engine.protocol import EngineError, EngineInterrupted, EngineStarved, Generator
 from megagrpo.parallel.agree import together
 from megagrpo.parallel.layout import Layout
 from megagrpo.records.metrics import PhaseTimer
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rollout.ahead import AsyncPool
+from megagrpo.rollout.ahead import AsyncPool, place_of
 from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout, Truncation
 
 STARVED = "starved"  # marks a rank whose engine needs weights before it can generate
@@ -39,7 +39,7 @@ class Collector:
     ranks. So does `pool`, with asynchronous generation only."""
 
     layout: Layout
-    engine: Engine | None
+    engine: Generator | None
     rewards: RewardScorer | None
     timer: PhaseTimer
     pool: AsyncPool | None = None
@@ -61,7 +61,11 @@ class Collector:
             mine = self._own_places(prompts) if ahead else self._own_slice(prompts)
             arguments = [prompts[i] for i in mine], num_generations, sampling, seed, self.timer, self.step
             try:
-                scored, counted = take_scored(self.pool, *arguments) if ahead else generate_and_score(self.engine, self.rewards, *arguments)
+                if self.pool is not None and ahead:
+                    scored, counted = take_scored(self.pool, *arguments)
+                else:
+                    assert self.engine is not None and self.rewards is not None, "the leader rank of a replica generates and scores"
+                    scored, counted = generate_and_score(self.engine, self.rewards, *arguments)
             except EngineInterrupted:
                 return None
             except EngineStarved:
@@ -87,6 +91,7 @@ class Collector:
 
     def ask(self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int, step: int) -> None:
         """Request this replica's share of the prompts of the step after `step` steps, without those that were requested before."""
+        assert self.pool is not None, "a run with rollout.max_staleness has a pool"
         mine, requested = [numbered(prompts)[i] for i in self._own_places(prompts)], self.pool.asked
         self.pool.ask([prompt for prompt in mine if prompt.place not in requested], num_generations, sampling, seed, step)
 
@@ -102,7 +107,7 @@ class Collector:
     def _own_places(self, prompts: Sequence[Prompt]) -> list[int]:
         """The indices of `prompts` that this replica generates when prompts are requested ahead. A prompt's replica depends on its place
         alone."""
-        return [i for i, prompt in enumerate(prompts) if prompt.place % self.layout.dp_size == self.layout.dp_rank]
+        return [i for i, prompt in enumerate(prompts) if place_of(prompt) % self.layout.dp_size == self.layout.dp_rank]
 
     def reward_tracebacks(self, names: Sequence[str]) -> str:
         """Return the first traceback of each of these reward functions, from the lowest rank that has one. Collective."""
@@ -143,7 +148,7 @@ def numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def generate_and_score(
-    engine: Engine,
+    engine: Generator,
     rewards: RewardScorer,
     prompts: Sequence[Prompt],
     num_generations: int,
@@ -200,7 +205,7 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
     if ended:
         metrics["completions/mean_terminated_length"] = statistics.fmean(ended)
     for name in scored[0].rewards:
-        values = [s.rewards[name] for s in scored if s.rewards[name] is not None]
+        values = [reward for s in scored if (reward := s.rewards[name]) is not None]
         if values:
             metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
             metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0

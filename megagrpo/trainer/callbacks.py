@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megagrpo.config import Problem, ProblemError, RunConfig
-from megagrpo.parallel.agree import together
+from megagrpo.parallel.agree import on_first_rank
 from megagrpo.parallel.layout import Layout
 from megagrpo.process import user_code
 from megagrpo.process.terminal import warn
@@ -107,8 +107,8 @@ class Callbacks:
     def _call(self, event: str, metrics: Mapping[str, float] | None = None) -> None:
         """Run `event` on rank 0 and take its requests on every rank. Raises CallbackError there, RankError elsewhere."""
         if self._config.run.callbacks:
-            first, extra = self._layout.world_rank == 0, {EXTRA[event]: dict(metrics)} if event in EXTRA else {}
-            self._control = together(self._layout, lambda: self._run(event, extra), here=first)[0]
+            extra = {EXTRA[event]: dict(metrics or {})} if event in EXTRA else {}
+            self._control = on_first_rank(self._layout, lambda: self._run(event, extra))
 
     def _run(self, event: str, extra: dict[str, Any]) -> CallbackControl:
         for name, instance in zip(self._config.run.callbacks, self._instances, strict=True):
@@ -118,7 +118,8 @@ class Callbacks:
             try:
                 method(self._config, self._state, self._control, **_accepted(method, extra))
             except Exception as error:
-                warn("".join(traceback.format_exception(error.with_traceback(error.__traceback__.tb_next))).rstrip())
+                own_frames = error.__traceback__ and error.__traceback__.tb_next
+                warn("".join(traceback.format_exception(error.with_traceback(own_frames))).rstrip())
                 said = f"`{name}`: {event} raised {user_code.described(error)} after {self._state.step} finished steps"
                 raise CallbackError(f"{KEY}: {said}; correct the callback and continue with --resume") from error
         return self._control
@@ -165,7 +166,7 @@ def _is_own(cls: type, name: str) -> bool:
     return not next((base.__module__ for base in cls.__mro__ if name in vars(base)), "").startswith("transformers.")
 
 
-def _accepted(method: Callable, extra: dict[str, Any]) -> dict[str, Any]:
+def _accepted(method: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments that the method takes."""
     parameters = inspect.signature(method).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

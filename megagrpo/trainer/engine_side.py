@@ -18,7 +18,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http import MovedServers, check_urls, named_urls
 from megagrpo.engine.probe import check_plugin
 from megagrpo.engine.protocol import EngineStartError
-from megagrpo.parallel.agree import RankError, own_part, together
+from megagrpo.parallel.agree import RankError, on_first_rank, own_part
 from megagrpo.parallel.layout import Layout
 from megagrpo.servers.launcher import Launcher
 from megagrpo.servers.restarts import Reconnector, Restarter
@@ -82,9 +82,9 @@ def start_servers(
             launcher = make_launcher(config, model_folder, run_folder, dtype, num_ranks=num_ranks, token=token, moved=moved)
         resources.callback(launcher.stop)
     with as_config_errors():
-        own_part(layout, launcher.start if launcher else lambda: None, here=first)
+        own_part(layout, launcher.start if launcher else lambda: None)
         if sleep:  # vLLM measures free GPU memory as it starts, and would count the trainer's allocations as its own
-            own_part(layout, lambda: start_asleep(config, launcher, say), here=first)
+            own_part(layout, lambda: start_asleep(config, launcher, say) if launcher else None)
     return Servers(urls, token, moved, launcher, sleep)
 
 
@@ -97,7 +97,7 @@ def connect(
     """
     launcher, first = servers.launcher, layout.world_rank == 0
     wait = partial(launcher.wait, say) if launcher else lambda: servers.urls
-    urls, token = together(layout, lambda: (wait(), launcher.token if launcher else servers.token), here=first)[0]
+    urls, token = on_first_rank(layout, lambda: (wait(), launcher.token if launcher else servers.token))
     with as_config_errors():
         transport, reason = choose_transport(config, layout, urls)
     quantization = config.rollout.quantization
@@ -122,9 +122,9 @@ def connect(
     with as_config_errors():
         weight_sync = make_weight_sync(config, engine if first else None, layout, engine_dtype(config), transport, say)
     resources.enter_context(weight_sync)
-    if launcher is not None and launcher.max_restarts:
+    if launcher is not None and launcher.max_restarts and engine is not None:
         resources.enter_context(Restarter(launcher, engine, weight_sync.load_last, say))
-    elif first and config.rollout.urls:
+    elif first and config.rollout.urls and engine is not None:
         resources.enter_context(Reconnector(engine, weight_sync.load_last, say))
     return engine, weight_sync
 

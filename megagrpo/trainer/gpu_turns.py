@@ -137,8 +137,10 @@ class GpuTurns:
 
     def _drive_engine(self, action: Callable[[SleepingEngine], None]) -> None:
         """Run `action` on rank 0 with the engine, if servers sleep; it fails on every rank or on none."""
-        if self.engine_sleeps:
-            own_part(self.layout, lambda: action(self.engine), here=self.layout.world_rank == 0)
+        if not self.engine_sleeps:
+            return
+        assert self.layout is not None, "servers that sleep need the ranks that they share GPUs with"
+        own_part(self.layout, lambda: None if self.engine is None else action(self.engine))
 
 
 class SyncHandover(Handover):
@@ -167,8 +169,14 @@ def move_trainer(offload: Offload | NoOffload, turn: Turn) -> None:
 
 def start_asleep(config: RunConfig, launcher: Launcher, say: Callable[[str], None]) -> None:
     """Wait for the servers, then put them to sleep until the first sync: a trainer that loads needs the GPU memory. Call it on rank 0."""
-    options = dict(logs=launcher.logs, token=launcher.token, sleeps=True, lora=config.lora.syncs_adapters)
-    servers = Updates(launcher.wait(say), **options, sync_timeout=config.rollout.weight_sync_timeout)
+    servers = Updates(
+        launcher.wait(say),
+        logs=launcher.logs,
+        token=launcher.token,
+        sleeps=True,
+        lora=config.lora.syncs_adapters,
+        sync_timeout=config.rollout.weight_sync_timeout,
+    )
     servers.sleep(_keeps_weights(Turn.STARTING))
 
 

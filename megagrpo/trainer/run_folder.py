@@ -23,9 +23,9 @@ def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None)
     begun_by = folder / "job"
     ours = job is not None and begun_by.exists() and begun_by.read_text() == job
     resume = checkpoint is not None if ours else config.run.resume
-    if resume and checkpoint is None:
-        raise ValueError(f"run.resume: {folder} holds no complete checkpoint; start it without --resume")
     if resume:
+        if checkpoint is None:
+            raise ValueError(f"run.resume: {folder} holds no complete checkpoint; start it without --resume")
         try:
             checked(checkpoint)
         except CheckpointError as error:

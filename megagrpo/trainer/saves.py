@@ -56,7 +56,7 @@ class Saves:
         """Record that the checkpoint in progress is complete or has failed, if so. With `wait`, wait for it."""
         with self._counting_failures(must_succeed):
             path = self.checkpointer.finish(wait)
-            if path is not None:
+            if path is not None and self.saving is not None:
                 self.saved, self.saving = self.saving, None
                 # In the background, a stop may have to wait for a checkpoint that has just begun, and then for the last one.
                 self.time_limit.saved(self.checkpointer.seconds * (2 if self.background else 1))

@@ -89,6 +89,8 @@ def end_of_run(time_limit: str | None, started: float) -> float | None:
 
 
 def seconds_of(time_limit: str) -> int:
-    """Convert `[days-]hours:minutes:seconds` to seconds."""
-    days, hours, minutes, seconds = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", time_limit).groups(default="0")
+    """Convert `[days-]hours:minutes:seconds`, the form that the config accepts, to seconds."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", time_limit)
+    assert match is not None, time_limit
+    days, hours, minutes, seconds = match.groups(default="0")
     return ((int(days) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(seconds)

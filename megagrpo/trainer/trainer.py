@@ -69,22 +69,21 @@ class Trainer:
     checkpointer: Checkpointer
     writer: MetricsWriter
     dumps: StepDumps
+    callbacks: Callbacks
     state: TrainState = field(default_factory=TrainState)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     turns: GpuTurns = field(default_factory=GpuTurns)
     dtype: str = "bfloat16"  # the least precise compute dtype of trainer and engine
     synced: dict[str, float] = field(default_factory=dict)  # metrics of the last weight sync
     run_folder_check: Callable[[], None] = lambda: None  # raises when the run's folder no longer exists
-    callbacks: Callbacks = None  # the user's code between steps
     time_limit: TimeLimit = field(init=False)
     saves: Saves = field(init=False)
     alarms: Alarms = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.collector.refill = self.refill
         self.time_limit = TimeLimit(None, self.collector.stop)
         parts = self.checkpointer, self.state, self.prompts, self.collector, self.turns, self.time_limit, self.writer
-        self.callbacks = self.callbacks or Callbacks(self.config, self.layout)
         self.saves = Saves(*parts, background=self.config.run.async_save, report=self.callbacks.saved)
         self.alarms = Alarms(self.config, self.state, self.dtype, self.writer.message)
 
@@ -219,6 +218,7 @@ class Trainer:
         """Update the reference towards the policy at the end of every `ref_model_sync_steps` steps."""
         algorithm = self.config.algorithm
         if algorithm.sync_ref_model and (self.state.step + 1) % algorithm.ref_model_sync_steps == 0:
+            assert self.reference is not None, "algorithm.sync_ref_model needs a reference"
             self.reference.mix_in(algorithm.ref_model_mixup_alpha)
 
     def sync(self) -> None:

@@ -23,7 +23,7 @@ from megagrpo.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.families.config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.families.sources import resolve_model
 from megagrpo.multi_turn.dialogues import Dialogues, make_dialogues
-from megagrpo.parallel.agree import own_part, together
+from megagrpo.parallel.agree import on_first_rank, own_part, together
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy, check_device
 from megagrpo.policy.reference import Reference
@@ -80,10 +80,11 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     policy, reference = _load_policy(config, layout, inputs)
     engine, weight_sync = connect(servers, config, layout, inputs.tokenizer.decode, writer.message, resources)
     pool = None
-    if engine is not None and config.rollout.max_staleness:
+    if engine is not None and inputs.rewards is not None and config.rollout.max_staleness:
         pool = resources.enter_context(AsyncPool(engine, inputs.rewards, config.rollout.max_staleness, config.rollout.straggler_seconds))
     timer, say, dumps = PhaseTimer(), writer.message, run_folder / "dumps"
-    collector = Collector(layout, inputs.dialogues.wrap(engine) if inputs.dialogues else engine, inputs.rewards, timer, pool)
+    generator = inputs.dialogues.wrap(engine) if inputs.dialogues and engine else engine
+    collector = Collector(layout, generator, inputs.rewards, timer, pool)
     offload = Offload(policy, reference) if offloads(config) else NoOffload()
     blocks = adapter_blocks if config.lora.syncs_adapters else merged_blocks
     saves_to = run_folder / "checkpoints"
@@ -116,7 +117,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
 def _read_inputs(config: RunConfig, base_folder: Path, run_folder: Path, layout: Layout, resources: ExitStack) -> Inputs:
     """Read and check all inputs, and lock the run's folder. Collective. Raises ValueError, with the key, for an input that is wrong."""
     first = layout.world_rank == 0
-    token, urls = together(layout, lambda: check_servers(config), here=first)[0]
+    token, urls = on_first_rank(layout, lambda: check_servers(config))
     os.environ.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
     loss_fn = own_part(layout, lambda: make_loss(config))
     callbacks = Callbacks(config, layout, own_part(layout, lambda: load_callbacks(config), here=first))
@@ -126,11 +127,11 @@ def _read_inputs(config: RunConfig, base_folder: Path, run_folder: Path, layout:
     together(layout, lambda: Checkpoint(model_folder).check_all(hf_config), here=first)
     lock = RunLock(run_folder)
     resources.callback(lock.release)
-    resume_from = together(layout, lambda: prepare_run_folder(config, lock, os.environ.get("MEGAGRPO_JOB")), here=first)[0]
+    resume_from = on_first_rank(layout, lambda: prepare_run_folder(config, lock, os.environ.get("MEGAGRPO_JOB")))
     tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
     reference_folder = _reference_folder(config, hf_config, tokenizer)
     dialogues = own_part(layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader)
-    tools, columns = together(layout, lambda: (dialogues.tools, dialogues.columns) if dialogues else ([], []), here=first)[0]
+    tools, columns = on_first_rank(layout, lambda: (dialogues.tools, dialogues.columns) if dialogues else ([], []))
     prompts = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, tools=tools)
     held_out = load_sets(config, tokenizer, tools, columns)
     rewards = own_part(layout, lambda: _rewards(config, base_folder, prompts.columns, held_out, resources), here=layout.is_dp_leader)

@@ -149,7 +149,7 @@ class ShardReader:
         self.wanted: set[tuple[str, Box]] = set()
         self.fetched: Counter[tuple[str, Box]] = Counter()
         self.reads: dict[tuple[str, int, Box], int] = {}  # (tensor, block index, part) -> checksum
-        self.arrivals: dict[int, dict[tuple, int]] = {}  # storage -> (offset, size, stride) -> elements
+        self.arrivals: dict[int, dict[tuple[Any, ...], int]] = {}  # storage -> (offset, size, stride) -> elements
         self.copies: dict[int, LazyTensor] = {}  # storage -> the last lazy tensor that was copied to it
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

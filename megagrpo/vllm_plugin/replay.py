@@ -54,7 +54,7 @@ class Recorder(TorchDispatchMode):
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 self.homes[tensor.untyped_storage()._cdata] = module, name, tensor
         self.layers: dict[nn.Module, list[Cut]] = {}  # in the order in which their loads began
-        self.known: set[tuple] = set()
+        self.known: set[tuple[Any, ...]] = set()
         self.reason = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,7 +65,7 @@ class Recorder(TorchDispatchMode):
                 self._note(func, home, target, args[1:])
         return func(*args, **(kwargs or {}))
 
-    def _note(self, func: Any, home: tuple[nn.Module, str, Tensor], target: Tensor, rest: tuple) -> None:
+    def _note(self, func: Any, home: tuple[nn.Module, str, Tensor], target: Tensor, rest: tuple[Any, ...]) -> None:
         module, name, whole = home
         region = _region_of(target)
         value: Any = rest[0] if rest else None
@@ -130,7 +130,7 @@ def _processing() -> Iterator[Callable[[nn.Module], None]]:
     if not current_platform.is_cpu():
         yield _process
         return
-    inference, waiting = torch.is_inference_mode_enabled(), list[Future]()
+    inference, waiting = torch.is_inference_mode_enabled(), list[Future[None]]()
 
     def process(layer: nn.Module) -> None:
         with torch.inference_mode(inference), torch.no_grad():

@@ -42,6 +42,7 @@ DOWN = "model.layers.{}.mlp.down_proj.weight"
 # What a trainer has besides, and an optimizer step on a batch that is there does not touch.
 NOT_NEEDED = dict.fromkeys(["reference", "prompts", "held_out", "sampling", "weight_sync", "checkpointer"])
 NOT_NEEDED["collector"] = SimpleNamespace(stop=None, pool=None)
+NOT_NEEDED["callbacks"] = SimpleNamespace(saved=None)
 
 
 class Messages:

@@ -111,11 +111,13 @@ class KeptState:
 
 def trainer_of(prompts, checkpointer):
     """A trainer without policy and engine, at its first step."""
-    collector = SimpleNamespace(stop=None, pool=None, finished_ahead=list)
+    collector, callbacks = SimpleNamespace(stop=None, pool=None, finished_ahead=list), SimpleNamespace(saved=print)
     parts = dict.fromkeys(f.name for f in fields(Trainer) if f.default is MISSING and f.default_factory is MISSING and f.init)
     config = SimpleNamespace(run=SimpleNamespace(async_save=False))
     return Trainer(
-        **parts | dict(config=config, prompts=prompts, collector=collector, checkpointer=checkpointer, writer=MetricsWriter.silent())
+        **parts
+        | dict(config=config, prompts=prompts, collector=collector, callbacks=callbacks, checkpointer=checkpointer)
+        | dict(writer=MetricsWriter.silent())
     )
 
 
