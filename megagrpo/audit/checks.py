@@ -14,7 +14,7 @@ from megagrpo.audit.compare import EXACT, ROUNDING, SUMMING, TOLERANCES, Check, 
 from megagrpo.audit.custom_term import check_custom_loss, note
 from megagrpo.audit.recompute import Recomputed, recompute
 from megagrpo.audit.rows import Rows, means
-from megagrpo.audit.saved import Sample, Step, Update
+from megagrpo.audit.saved import DumpedUpdate, Sample, Step
 from megagrpo.audit.update_checks import check_update
 from megagrpo.config import RewardsSection
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
@@ -97,7 +97,7 @@ def _slices(step: Step) -> Check:
     return _listed("samples", len(everyone) * (len(step.updates) // width), problems)
 
 
-def _masks(step: Step, update: Update) -> Check:
+def _masks(step: Step, update: DumpedUpdate) -> Check:
     """Check that the loss tokens are the policy's tokens, each once. Samples without effect have none where they are left out."""
     left_out = step.config.algorithm.leaves_out_zero_advantage
     expected = {
@@ -195,5 +195,5 @@ def _numbers(step: Step, rows: Rows, result: Recomputed) -> Iterator[Check]:
     yield single("grad_norm", update.metric("grad_norm"), result.grad_norm, tolerances.grad_norm, 0.0)
 
 
-def _denominator(step: Step, update: Update) -> int:
+def _denominator(step: Step, update: DumpedUpdate) -> int:
     return naive_loss.denominator(step.loss_lengths(update), step.config.algorithm.loss.average, step.config.rollout.max_completion_length)

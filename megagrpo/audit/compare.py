@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megagrpo.audit.saved import Step, Update
+from megagrpo.audit.saved import DumpedUpdate, Step
 
 EXACT = 0.0
 ROUNDING = 1e-6  # tolerance of one number stored in float32
@@ -90,6 +90,6 @@ def compare(
     return Check(quantity, expected.numel(), passed, *values, mean, average, note)
 
 
-def named(quantity: str, step: Step, update: Update) -> str:
+def named(quantity: str, step: Step, update: DumpedUpdate) -> str:
     """Return the quantity's name, with the number of the optimizer step if the dumped step has several."""
     return quantity if len(step.updates) == 1 else f"{quantity}, optimizer step {update.number}"

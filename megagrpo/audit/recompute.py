@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megagrpo.audit import naive, naive_loss
 from megagrpo.audit.naive_loss import Response, WholeStep
-from megagrpo.audit.saved import Sample, Step, Update
+from megagrpo.audit.saved import DumpedUpdate, Sample, Step
 from megagrpo.config import AlgorithmSection
 
 
@@ -68,7 +68,7 @@ def _picked(policy: Tensor, sample: Sample) -> Tensor:
 
 
 def _recompute_update(
-    step: Step, update: Update, advantages: list[float], model: nn.Module, reference: nn.Module | None, old: list[Tensor] | None
+    step: Step, update: DumpedUpdate, advantages: list[float], model: nn.Module, reference: nn.Module | None, old: list[Tensor] | None
 ) -> Recomputed:
     algorithm, rollout = step.config.algorithm, step.config.rollout
     divisor = naive_loss.denominator(step.loss_lengths(update), algorithm.loss.average, rollout.max_completion_length)
@@ -107,7 +107,7 @@ def _recompute_update(
 
 
 @torch.no_grad()
-def _elements(model: nn.Module, update: Update) -> dict[str, Elements]:
+def _elements(model: nn.Module, update: DumpedUpdate) -> dict[str, Elements]:
     """Return the sampled elements of every tensor that transformers' model has, with its checkpoints' names and shapes."""
     if not update.optimizer:
         return {}
@@ -147,7 +147,7 @@ def _policy_terms(response: Response, whole: WholeStep, index: int, algorithm: A
 
 
 @torch.no_grad()
-def _whole_step(step: Step, update: Update, advantages: list[float], model: nn.Module, old: list[Tensor] | None) -> WholeStep:
+def _whole_step(step: Step, update: DumpedUpdate, advantages: list[float], model: nn.Module, old: list[Tensor] | None) -> WholeStep:
     """Compute the values that responses' losses take from each other, by running the model on all of them first."""
     algorithm, whole = step.config.algorithm, WholeStep()
     coefficient = update.metric("entropy_coef") if algorithm.entropy_bonus else 0.0
@@ -173,7 +173,7 @@ def _whole_step(step: Step, update: Update, advantages: list[float], model: nn.M
 
 
 @torch.no_grad()
-def _balancing_slope(step: Step, update: Update, model: nn.Module) -> Tensor:
+def _balancing_slope(step: Step, update: DumpedUpdate, model: nn.Module) -> Tensor:
     """Return [E]: the contribution of the balancing loss to the gradient of each router probability."""
     samples = [step.samples[i] for i in update.samples if not step.is_masked(step.samples[i])]
     rows = [naive.router_probabilities(model, sample.token_ids, sample.places) for sample in samples]

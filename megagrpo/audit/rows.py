@@ -11,7 +11,7 @@ from torch import Tensor
 from megagrpo.audit import naive, naive_loss
 from megagrpo.audit.compare import ROUNDING, Check, compare, named
 from megagrpo.audit.naive_loss import Response
-from megagrpo.audit.saved import Step, Update
+from megagrpo.audit.saved import DumpedUpdate, Step
 
 BORDER = 1e-5  # relative: a ratio this close to a bound may be on its other side in float32
 
@@ -19,7 +19,7 @@ BORDER = 1e-5  # relative: a ratio this close to a bound may be on its other sid
 class Rows:
     """The rows of one optimizer step that belong to a token of some sample. The check of the masks covers the others."""
 
-    def __init__(self, step: Step, update: Update):
+    def __init__(self, step: Step, update: DumpedUpdate):
         self.step, self.update = step, update
         sample, token = update.rows["sample"].long(), update.rows["token"].long()
         lengths = torch.tensor([s.length for s in step.samples])

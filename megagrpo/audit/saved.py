@@ -43,7 +43,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Update:
+class DumpedUpdate:
     """One optimizer step on the samples with indices `samples`. `rows` holds the loss's inputs, one row per loss token; `weights` is the
     folder of the weights before it."""
 
@@ -73,13 +73,13 @@ class Step:
     reference: Path
     layout: dict[str, int]
     samples: list[Sample]
-    updates: list[Update]
+    updates: list[DumpedUpdate]
 
     def is_masked(self, sample: Sample) -> bool:
         """Whether all tokens of the sample are masked out of the loss."""
         return self.config.algorithm.mask_truncated_completions and sample.text["finish_reason"] == "length"
 
-    def loss_lengths(self, update: Update) -> list[int]:
+    def loss_lengths(self, update: DumpedUpdate) -> list[int]:
         """Return the number of loss tokens of each sample of an optimizer step."""
         return [0 if self.is_masked(s) else s.places.numel() for s in map(self.samples.__getitem__, update.samples)]
 
@@ -124,11 +124,11 @@ def _samples(rows: dict[str, Tensor], texts: list[dict[str, Any]]) -> list[Sampl
     ]
 
 
-def _update(folder: Path, model: Path, number: int, saved: dict[str, Any]) -> Update:
+def _update(folder: Path, model: Path, number: int, saved: dict[str, Any]) -> DumpedUpdate:
     weights = folder / saved["weights"] if saved["weights"] else model
     rows, optimizer = load_file(folder / saved["rows"]), _optimizer(folder, saved)
     taken = saved.get("optimizer_steps")
-    return Update(number, saved["samples"], weights, saved["denominator"], saved["metrics"], rows, optimizer, taken)
+    return DumpedUpdate(number, saved["samples"], weights, saved["denominator"], saved["metrics"], rows, optimizer, taken)
 
 
 def _optimizer(folder: Path, saved: dict[str, Any]) -> dict[str, Sampled]:
@@ -137,7 +137,7 @@ def _optimizer(folder: Path, saved: dict[str, Any]) -> dict[str, Sampled]:
     return {name: Sampled(tables[f"places.{name}"], *tables[f"values.{name}"].double().unbind(1)) for name in sorted(names)}
 
 
-def following(step: Step, update: Update) -> Update | None:
+def following(step: Step, update: DumpedUpdate) -> DumpedUpdate | None:
     """Return the optimizer step after `update`: in the same dump, or the first one of the next step, if that was dumped."""
     if update.number < len(step.updates):
         return step.updates[update.number]

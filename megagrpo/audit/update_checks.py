@@ -12,7 +12,7 @@ from torch import Tensor
 from megagrpo.audit import naive_optimizer
 from megagrpo.audit.compare import EXACT, ROUNDING, TOLERANCES, Check, compare, named
 from megagrpo.audit.recompute import Recomputed
-from megagrpo.audit.saved import Sampled, Step, Update, following
+from megagrpo.audit.saved import DumpedUpdate, Sampled, Step, following
 
 UPDATE = 1e-4  # tolerance relative to a weight's movement, which Adam computes in float32
 FLOAT32 = 2.0**-23  # tolerance relative to the weight that the movement is added to
@@ -20,7 +20,7 @@ TINY = 1e-30  # second moments below are denormal in float32
 BACKGROUND = 1e-3  # a tensor with a gradient below this share of all tensors' is compared relative to theirs
 
 
-def check_update(step: Step, update: Update, result: Recomputed) -> Iterator[Check]:
+def check_update(step: Step, update: DumpedUpdate, result: Recomputed) -> Iterator[Check]:
     """Yield the checks of one optimizer step, or one check that says why the update cannot be recomputed."""
     train, number = step.config.train, update.steps_before
     total = step.config.run.max_steps * step.config.algorithm.updates_per_step
@@ -67,7 +67,7 @@ def check_update(step: Step, update: Update, result: Recomputed) -> Iterator[Che
     yield from _chained(step, update, sampled, locate)
 
 
-def _not_recomputed(step: Step, update: Update) -> str:
+def _not_recomputed(step: Step, update: DumpedUpdate) -> str:
     if step.config.train.optimizer != "adam":
         return f"train.optimizer is {step.config.train.optimizer}"
     if step.config.model.fp8_param:
@@ -75,7 +75,7 @@ def _not_recomputed(step: Step, update: Update) -> str:
     return "" if update.optimizer else "the dump holds no sample of the optimizer"
 
 
-def _gradients(step: Step, update: Update, result: Recomputed, sampled: dict[str, Sampled]) -> Check:
+def _gradients(step: Step, update: DumpedUpdate, result: Recomputed, sampled: dict[str, Sampled]) -> Check:
     """Compare each tensor's sampled gradient: norm of the difference over norm of the recomputed gradient."""
     factor = naive_optimizer.clip_factor(result.grad_norm, step.config.train)
     expected = {name: factor * result.sampled[name].gradient for name in sampled}
@@ -90,7 +90,7 @@ def _gradients(step: Step, update: Update, result: Recomputed, sampled: dict[str
     return compare(quantity, errors, [0.0] * len(errors), tolerance, names.__getitem__, note="relative, by tensor")
 
 
-def _chained(step: Step, update: Update, sampled: dict[str, Sampled], locate: Callable[[int], str]) -> Iterator[Check]:
+def _chained(step: Step, update: DumpedUpdate, sampled: dict[str, Sampled], locate: Callable[[int], str]) -> Iterator[Check]:
     """Check that the next dumped optimizer step started from the weights and moments that this one left."""
     later = following(step, update)
     if later is None or later.optimizer.keys() != update.optimizer.keys() or later.steps_before is None or update.steps_before is None:
@@ -114,6 +114,7 @@ def _chained(step: Step, update: Update, sampled: dict[str, Sampled], locate: Ca
             return naive_optimizer.moments(rows, step.config.train)[index] if taken else getattr(rows, name)
 
         dumped, expected = both(after, attrgetter(name))
+
         def size_after(rows: Sampled, after: Callable[[Sampled], Tensor] = after) -> Tensor:
             return after(naive_optimizer.sizes(rows))
 

@@ -32,7 +32,7 @@ from megagrpo.bridge.unfinished import Unfinished
 from megagrpo.config import ParallelSection
 from megagrpo.families.config import load_hf_config
 from megagrpo.families.sources import resolve_model
-from megagrpo.parallel.agree import RankError, on_first_rank, own_part, together
+from megagrpo.parallel.agree import RankError, on_first_rank, run_and_agree, run_own_and_agree
 from megagrpo.parallel.layout import Layout, init_layout
 
 _COMMIT = 2**28  # bytes between two commits: a kill loses at most this much work
@@ -45,17 +45,17 @@ def import_hf(model: str, out: Path, layout: Layout) -> None:
     damaged, does not fit its config.json or holds a NaN. Raises ValueError when `out` is not empty. Raises OSError when the disk is too
     small or cannot be written. Ranks without an error of their own raise RankError.
     """
-    source = own_part(layout, lambda: resolve_model(model, "MODEL"))
+    source = run_own_and_agree(layout, lambda: resolve_model(model, "MODEL"))
     hf_config = load_hf_config(source)
-    checkpoint = own_part(layout, lambda: Checkpoint(source))
-    own = own_part(layout, lambda: structure(hf_config, layout))
-    own_part(layout, lambda: checkpoint.check([block for part in own.parts for block in part.blocks], hf_config))
+    checkpoint = run_own_and_agree(layout, lambda: Checkpoint(source))
+    own = run_own_and_agree(layout, lambda: structure(hf_config, layout))
+    run_own_and_agree(layout, lambda: checkpoint.check([block for part in own.parts for block in part.blocks], hf_config))
     if layout.world_rank == 0:
         checkpoint.say_left_out(hf_config)
     with _unfinished(out, layout, source) as folder:
         pieces = _import_tensors(own, checkpoint, folder, layout)
         everyone, frame = layout.all_gather_objects(pieces), folder.path / "frame"
-        together(layout, lambda: _empty(frame), here=layout.world_rank == 0)
+        run_and_agree(layout, lambda: _empty(frame), here=layout.world_rank == 0)
         save_frame(frame)
 
         def finish() -> None:
@@ -66,7 +66,7 @@ def import_hf(model: str, out: Path, layout: Layout) -> None:
                 file.rename(folder.path / file.name)
             frame.rmdir()
 
-        together(layout, finish, here=layout.world_rank == 0)
+        run_and_agree(layout, finish, here=layout.world_rank == 0)
 
 
 def _empty(folder: Path) -> None:
@@ -78,7 +78,7 @@ def _empty(folder: Path) -> None:
 def _import_tensors(own: Structure, checkpoint: Checkpoint, folder: Unfinished, layout: Layout) -> list[Piece]:
     mine = {part: _dtype_of(part, checkpoint, own) for part in own.parts if part.is_first_copy}
     sizes = {part.name: math.prod(part.shape) * dtype.itemsize for part, dtype in mine.items()}
-    writer = own_part(layout, lambda: PieceWriter(folder.path, layout.world_rank, folder.journal))
+    writer = run_own_and_agree(layout, lambda: PieceWriter(folder.path, layout.world_rank, folder.journal))
     left = {part: dtype for part, dtype in mine.items() if part.name not in writer.done}
     folder.check_space(sum(sizes[part.name] + 2 * ARCHIVE_BYTES for part in left))
     done = sum(sizes[name] for name in writer.done)
@@ -92,7 +92,7 @@ def _import_tensors(own: Structure, checkpoint: Checkpoint, folder: Unfinished, 
                 progress.add(sizes[part.name])
             writer.close()
 
-    own_part(layout, write)
+    run_own_and_agree(layout, write)
     return writer.pieces
 
 
@@ -115,12 +115,12 @@ def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout) ->
         raise ValueError(f"{checkpoint} has no {HF_FILES} folder with config.json; name the original model with --model")
     check_is_checkpoint(checkpoint)
     if (checkpoint / CHECKSUMS).is_file():
-        together(layout, lambda: verify_others(checkpoint), here=layout.world_rank == 0)
-    source = own_part(layout, lambda: resolve_model(model, "--model")) if model else checkpoint / HF_FILES
+        run_and_agree(layout, lambda: verify_others(checkpoint), here=layout.world_rank == 0)
+    source = run_own_and_agree(layout, lambda: resolve_model(model, "--model")) if model else checkpoint / HF_FILES
     hf_config = load_hf_config(source)
-    stored = own_part(layout, lambda: StoredTensors(checkpoint))
-    own = own_part(layout, lambda: structure(hf_config, layout))
-    own_part(layout, lambda: _check_stored(own, stored))
+    stored = run_own_and_agree(layout, lambda: StoredTensors(checkpoint))
+    own = run_own_and_agree(layout, lambda: structure(hf_config, layout))
+    run_own_and_agree(layout, lambda: _check_stored(own, stored))
     read = lru_cache(maxsize=1)(lambda part: _read_stored(part, stored))  # one entry: gate and up of a parameter are adjacent
     parameters: Parameters = [(part.name, StoredParameter(part, _stored_dtype(part, stored), read), part.blocks) for part in own.parts]
     sources = find_sources(parameters, layout)

@@ -20,7 +20,7 @@ from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import Box, extent, size, whole
 from megagrpo.families.config import HfConfig
 from megagrpo.families.sources import new_folder
-from megagrpo.parallel.agree import together
+from megagrpo.parallel.agree import run_and_agree
 from megagrpo.parallel.layout import Layout
 
 Stream = Iterator[tuple[str, Tensor]]  # (name, whole tensor)
@@ -123,7 +123,7 @@ def stream(
         if layout.world_rank == writer and not failed:
             assert full is not None, f"{name} has at least one block"
             yield name, full
-    together(layout, lambda: _raise(failure))
+    run_and_agree(layout, lambda: _raise(failure))
 
 
 def _raise(failure: Exception | None) -> None:
@@ -230,9 +230,9 @@ def exhaust(action: Callable[[], None], tensors: Stream, layout: Layout) -> None
             attempt()
         except Exception as error:
             failures.append(error)
-    together(layout, lambda: _raise(failures[0] if failures else None))
+    run_and_agree(layout, lambda: _raise(failures[0] if failures else None))
 
 
 def refuse_non_empty(folder: Path, layout: Layout) -> None:
     """Raises ValueError on every rank when `folder` is not empty on the machine of rank 0. Collective."""
-    together(layout, lambda: refuse_taken(folder), here=layout.world_rank == 0)
+    run_and_agree(layout, lambda: refuse_taken(folder), here=layout.world_rank == 0)

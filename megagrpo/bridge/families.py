@@ -19,7 +19,7 @@ from megagrpo.parallel.layout import Layout
 from megagrpo.policy.fp8.export import DenseWeight
 from megagrpo.policy.fp8.tensor import is_fp8
 from megagrpo.policy.lora import is_adapter
-from megagrpo.policy.specs import BLOCK
+from megagrpo.policy.specs import LAYERS_PER_BLOCK
 from megagrpo.policy.stored import StoredWeight
 
 # The prefix of PEFT's names for adapters; the name in the base model follows.
@@ -115,7 +115,7 @@ def _weights_without_gradient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _block_number(model: nn.Module, index: int) -> int:
     """Return the index of the decoder block, from 0 over all pipeline stages, that contains the hybrid layer at `index`."""
     number: int = attrgetter("layer_number")(model.get_submodule(f"decoder.layers.{index}"))
-    return (number - 1) // BLOCK
+    return (number - 1) // LAYERS_PER_BLOCK
 
 
 def tensor_names(hf_config: HfConfig) -> set[str]:

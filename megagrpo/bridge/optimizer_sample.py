@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megagrpo.bridge.families import trained_blocks
 from megagrpo.families.blocks import Block
 from megagrpo.families.config import HfConfig
-from megagrpo.parallel.agree import together
+from megagrpo.parallel.agree import run_and_agree
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.optimizer import MegatronOptimizer, held_by
 
@@ -53,7 +53,7 @@ def sample(
         return samples
 
     whole: dict[str, tuple[Tensor, Tensor]] = {}
-    for parts in together(layout, mine):
+    for parts in run_and_agree(layout, mine):
         for name, every, places, values in parts:
             _, table = whole.setdefault(name, (every, torch.full((every.numel(), values.shape[1]), math.nan)))
             table[torch.searchsorted(every, places)] = values

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megagrpo.parallel.agree import own_part, together
+from megagrpo.parallel.agree import run_and_agree, run_own_and_agree
 from megagrpo.parallel.layout import Layout
 
 _PURPOSE = "purpose.json"
@@ -25,8 +25,8 @@ class Unfinished:
     def __init__(self, folder: Path, layout: Layout, purpose: dict[str, Any]):
         self.folder, self.path = folder, folder.with_name(f".{folder.name}.partial")
         self._layout, self._lock = layout, -1
-        together(layout, lambda: self._claim(purpose), here=layout.world_rank == 0)
-        self.journal = own_part(layout, lambda: Journal(self.path / f"journal_{layout.world_rank}.jsonl"))
+        run_and_agree(layout, lambda: self._claim(purpose), here=layout.world_rank == 0)
+        self.journal = run_own_and_agree(layout, lambda: Journal(self.path / f"journal_{layout.world_rank}.jsonl"))
 
     def _claim(self, purpose: dict[str, Any]) -> None:
         refuse_taken(self.folder)
@@ -49,12 +49,12 @@ class Unfinished:
         """Raises OSError on every rank when the disk has less than the sum of all ranks' `needed` bytes. `needed` excludes bytes already
         written. Collective."""
         needed = sum(self._layout.all_gather_objects(needed))
-        together(self._layout, lambda: check_space(self.path, needed), here=self._layout.world_rank == 0)
+        run_and_agree(self._layout, lambda: check_space(self.path, needed), here=self._layout.world_rank == 0)
 
     def publish(self) -> None:
         """Rename the folder to its final name. Collective: no rank may write any longer."""
         self.journal.close()
-        together(self._layout, self._publish, here=self._layout.world_rank == 0)
+        run_and_agree(self._layout, self._publish, here=self._layout.world_rank == 0)
 
     def _publish(self) -> None:
         for own in [self.path / _PURPOSE, *self.path.glob("journal_*.jsonl")]:

@@ -33,7 +33,7 @@ TIMEOUT = 3600.0  # seconds
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PrecisionVerdict:
     """The result for a config in FP8. `mismatch` is the limit of `token_mult_prob_error`."""
 
     config: RunConfig
@@ -72,9 +72,9 @@ def main(
     samples = batch_of(_texts(config, folder, tokens))
     is_first = os.environ.get("RANK", "0") == "0"
 
-    def judge(config: RunConfig) -> Verdict:
+    def judge(config: RunConfig) -> PrecisionVerdict:
         errors = _measure(config, hf_config, folder, samples, world)
-        return Verdict(config, errors, threshold, config.rollout.mismatch_threshold or ALLOWED_MISMATCH)
+        return PrecisionVerdict(config, errors, threshold, config.rollout.mismatch_threshold or ALLOWED_MISMATCH)
 
     def tell(text: str) -> None:
         if is_first and not json:
@@ -134,7 +134,7 @@ def header(config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample
     )
 
 
-def as_text(verdict: Verdict) -> str:
+def as_text(verdict: PrecisionVerdict) -> str:
     """Return one line per decoder layer, and the overall errors."""
     errors, limit = verdict.errors, verdict.threshold
     lines = ["", f"{'':9}{'attention':^24}{'mlp':^24}", f"  {'layer':>5}" + f"{'activation':>13}{'gradient':>11}" * 2 + f"{'drift':>11}"]
@@ -159,7 +159,7 @@ def as_text(verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def as_json(path: Path, verdict: Verdict) -> str:
+def as_json(path: Path, verdict: PrecisionVerdict) -> str:
     """Return one JSON object: all measurements, and the config's layers in bf16."""
     values = dict(config=str(path), passed=verdict.passed, bad_layers=verdict.bad_layers, bf16_layers=verdict.config.model.bf16_layers)
     return json_text.dumps(values | asdict(verdict.errors), indent=1)

@@ -31,6 +31,7 @@ Loc = tuple[str | int, ...]  # pydantic's location of an error: keys and list in
 
 # ---------------------------------------------------------------------------------------------------------------------- reading
 
+
 def shipped_configs() -> Path:
     """Return the folder of the configs shipped with megagrpo: inside the package, or beside it in a checkout."""
     package = Path(__file__).parents[1]

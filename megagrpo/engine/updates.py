@@ -251,7 +251,7 @@ class Updates(Servers):
 
         A server that fails its health check afterwards is SILENT, and an unreachable one is EXCLUDED; neither gives a result. Raises the
         server's error when it is one of `only`, or when no server is left and none may return. Raises ServerDied when it is one of
-        `together`. `only` and `together` take the place of `urls`.
+        `run_and_agree`. `only` and `run_and_agree` take the place of `urls`.
         """
         failures: list[WeightSyncError] = []
 

@@ -44,9 +44,7 @@ class HeldOut:
         return f"evaluation.sets.{self.name}" if self.name else "data.eval"
 
 
-def load_sets(
-    config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = (), columns: Sequence[str] = ()
-) -> list[HeldOut]:
+def load_sets(config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = (), columns: Sequence[str] = ()) -> list[HeldOut]:
     """Load the held-out sets of the config. `tools` are shown in their prompts; `columns` are additional reward columns.
 
     Raises ValueError for a set that cannot be used, and for a pass_function that is not a reward.

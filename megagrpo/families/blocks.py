@@ -78,7 +78,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Rule:
+class BlockRule:
     """Names of the tensors that a parameter is a part of ({L} stands for the decoder block, {E} for the expert), and the function to its
     blocks."""
 
@@ -86,7 +86,7 @@ class Rule:
     blocks: Callable[[Local], list[Block]]
 
 
-def same(name: str) -> Rule:
+def same(name: str) -> BlockRule:
     """One tensor, sharded along Megatron's partition dimension or replicated on every tensor-parallel rank."""
 
     def blocks(local: Local) -> list[Block]:
@@ -99,10 +99,10 @@ def same(name: str) -> Rule:
         start = n * local.tp_rank if split else 0
         return [Block(name, full, cut(full, dim, start, start + n), grid=shape, axis=dim, at=0, count=n)]
 
-    return Rule((name,), blocks)
+    return BlockRule((name,), blocks)
 
 
-def vocab(name: str) -> Rule:
+def vocab(name: str) -> BlockRule:
     """A tensor with one row per token. Megatron pads the vocabulary; padding rows belong to no block."""
 
     def blocks(local: Local) -> list[Block]:
@@ -114,10 +114,10 @@ def vocab(name: str) -> Rule:
         full = (local.hf.vocab_size, width)
         return [Block(name, full, cut(full, 0, start, stop), grid=(rows, width), axis=0, at=0, count=stop - start)]
 
-    return Rule((name,), blocks)
+    return BlockRule((name,), blocks)
 
 
-def qkv(pattern: str) -> Rule:
+def qkv(pattern: str) -> BlockRule:
     """Queries, keys and values of attention in one Megatron parameter.
 
     Megatron interleaves by group, [group][its queries, key, value][head_dim], and shards between groups. Hugging Face keeps three
@@ -139,10 +139,10 @@ def qkv(pattern: str) -> Rule:
             above += 0 if len(names) == 3 else rows * hf.num_kv_heads
         return parts
 
-    return Rule(names, blocks)
+    return BlockRule(names, blocks)
 
 
-def gated(gate: str, up: str) -> Rule:
+def gated(gate: str, up: str) -> BlockRule:
     """Gate and up projection in one Megatron parameter: this rank's rows of the gate above its rows of the up projection.
 
     With one name for both, the Hugging Face tensor likewise has all gate rows above all up rows.
@@ -159,7 +159,7 @@ def gated(gate: str, up: str) -> Rule:
             parts.append(Block(name, full, cut(full, 0, start, start + rows), grid=(2, rows, *rest), axis=0, at=at, count=1))
         return parts
 
-    return Rule(names, blocks)
+    return BlockRule(names, blocks)
 
 
 def with_last_dim(block: Block, size: int) -> Block:

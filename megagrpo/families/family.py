@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megagrpo.families.architecture import HfConfig
-from megagrpo.families.blocks import Rule
+from megagrpo.families.blocks import BlockRule
 
 Raw = dict[str, Any]  # config.json as read
-Table = dict[str, Rule]
+Table = dict[str, BlockRule]
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of config.json's layer_types

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megagrpo.families.architecture import Experts, HfConfig
-from megagrpo.families.blocks import Block, Local, Rule, same
+from megagrpo.families.blocks import Block, BlockRule, Local, same
 from megagrpo.families.boxes import Box
 from megagrpo.families.dense import ATTENTION, DENSE, MLP, QKV_BIAS
 from megagrpo.families.family import EXPERT_KEYS, FULL, SLIDING, Family, Raw, expert_problems, num_experts, windows
@@ -19,7 +19,7 @@ def _of_expert(local: Local, *dims: tuple[int, int, int]) -> tuple[tuple[int, ..
     return (local.hf.mixture.count, *lengths), ((local.expert, *starts), (local.expert + 1, *stops))
 
 
-def _gate_up(name: str) -> Rule:
+def _gate_up(name: str) -> BlockRule:
     """Gate and up projection of each expert [H, 2 I], or their bias [2 I]: even columns are the gate's, odd ones the up projection's.
     Megatron keeps this rank's rows of the gate above its rows of the up projection."""
 
@@ -29,10 +29,10 @@ def _gate_up(name: str) -> Rule:
         shape, box = _of_expert(local, *((n, 0, n) for n in rest), columns)
         return [Block(name, shape, box, grid=(2, rows, *rest), axis=0, at=0, count=2, order=(2, 1, 0) if rest else (1, 0))]
 
-    return Rule((name,), blocks)
+    return BlockRule((name,), blocks)
 
 
-def _down(name: str) -> Rule:
+def _down(name: str) -> BlockRule:
     """Down projection of each expert [I, H], or its bias [H]. Megatron shards columns of the transpose; every rank holds the whole bias."""
 
     def blocks(local: Local) -> list[Block]:
@@ -41,7 +41,7 @@ def _down(name: str) -> Rule:
         shape, box = _of_expert(local, *own, (width, 0, width))
         return [Block(name, shape, box, grid=(width, *rows), axis=0, at=0, count=width, order=(1, 0) if rows else None)]
 
-    return Rule((name,), blocks)
+    return BlockRule((name,), blocks)
 
 
 _TABLE = {key: rule for key, rule in (DENSE | QKV_BIAS).items() if not key.startswith("mlp.")}

@@ -13,10 +13,10 @@ class RankError(RuntimeError):
 
 
 @overload
-def together[T](layout: Layout, action: Callable[[], T], here: Literal[True] = True) -> list[T]: ...
+def run_and_agree[T](layout: Layout, action: Callable[[], T], here: Literal[True] = True) -> list[T]: ...
 @overload
-def together[T](layout: Layout, action: Callable[[], T], here: bool) -> list[T | None]: ...
-def together[T](layout: Layout, action: Callable[[], T], here: bool = True) -> Sequence[T | None]:
+def run_and_agree[T](layout: Layout, action: Callable[[], T], here: bool) -> list[T | None]: ...
+def run_and_agree[T](layout: Layout, action: Callable[[], T], here: bool = True) -> Sequence[T | None]:
     """Run `action` where `here` is true; return every rank's result in rank order on every rank, None where it did not run. Collective.
 
     If it raises on any rank, every rank raises: the failing rank its own error, the others a RankError that names the failing rank.
@@ -27,18 +27,18 @@ def together[T](layout: Layout, action: Callable[[], T], here: bool = True) -> S
 
 
 def on_first_rank[T](layout: Layout, action: Callable[[], T]) -> T:
-    """Like `together`, but run `action` on rank 0 alone, and return its result on every rank."""
+    """Like `run_and_agree`, but run `action` on rank 0 alone, and return its result on every rank."""
     result, failure = _attempt(action, layout.world_rank == 0)
     first: T = _agree(layout, result, failure)[0][0]
     return first
 
 
 @overload
-def own_part[T](layout: Layout, action: Callable[[], T], here: Literal[True] = True) -> T: ...
+def run_own_and_agree[T](layout: Layout, action: Callable[[], T], here: Literal[True] = True) -> T: ...
 @overload
-def own_part[T](layout: Layout, action: Callable[[], T], here: bool) -> T | None: ...
-def own_part[T](layout: Layout, action: Callable[[], T], here: bool = True) -> T | None:
-    """Like `together`, but return only this rank's own result, which need not be picklable."""
+def run_own_and_agree[T](layout: Layout, action: Callable[[], T], here: bool) -> T | None: ...
+def run_own_and_agree[T](layout: Layout, action: Callable[[], T], here: bool = True) -> T | None:
+    """Like `run_and_agree`, but return only this rank's own result, which need not be picklable."""
     result, failure = _attempt(action, here)
     _agree(layout, None, failure)
     return result

@@ -32,7 +32,7 @@ from megagrpo.plan.problems import (
     too_little_ram,
     vocabulary_notes,
 )
-from megagrpo.plan.rules import Verdict, rules_text, verdicts
+from megagrpo.plan.rules import RuleVerdict, rules_text, verdicts
 from megagrpo.plan.search import Candidate, search
 from megagrpo.plan.shapes import model_shape
 from megagrpo.plan.text import (
@@ -71,7 +71,7 @@ class Plan:
     smallest_gpu: float = 0.0  # GiB that a GPU needs for its trainer rank, its vLLM server or both; 0 without a model
     notes: list[Problem] = field(default_factory=list)
     model: HfConfig | None = None
-    rules: list[Verdict] = field(default_factory=list)
+    rules: list[RuleVerdict] = field(default_factory=list)
     times: StepTimes | None = None
     found: list[Candidate] = field(default_factory=list)
 

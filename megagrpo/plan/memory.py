@@ -45,9 +45,7 @@ def stage_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) 
     in_fp8 = stage_fp8(model, p, config.model.bf16_layers) if config.model.fp8_recipe != "none" else [0] * p.pp
     layers, outside, experts = layers_of_ranks(model, p), stage_parameters(model, p), stage_experts(model, p)
     adapters, linears, chunks = stage_adapters(model, p, config.lora), stage_linears(model, p), largest_chunks(model, p)
-    stages = [
-        _Stage(i, layers[i], outside[i], experts[i], adapters[i], linears[i], chunks[i], in_fp8[i]) for i in range(p.pp)
-    ]
+    stages = [_Stage(i, layers[i], outside[i], experts[i], adapters[i], linears[i], chunks[i], in_fp8[i]) for i in range(p.pp)]
     return [_stage_memory(config, model, dp, stage, gpu) for stage in stages]
 
 

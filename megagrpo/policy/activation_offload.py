@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megagrpo import device
 from megagrpo.device.host_copies import HostCopies
 from megagrpo.policy.chunks import decoder_of, mix_in
-from megagrpo.policy.specs import BLOCK
+from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 MIN_BYTES = 2**20  # a smaller tensor stays on the device: copying it costs more than keeping it
 MAX_LOADED = 3  # layers on the device at a time in the backward pass: the previous one (its memory may still be read), this one, the next
@@ -180,9 +180,13 @@ def offload_activations(chunks: Sequence[nn.Module], share: float) -> None:
     """
     for chunk in chunks:
         decoder = decoder_of(chunk)
-        offloaded = [layer for i, layer in enumerate(decoder.layers) if floor((i // BLOCK + 1) * share) > floor(i // BLOCK * share)]
+        offloaded = [
+            layer
+            for i, layer in enumerate(decoder.layers)
+            if floor((i // LAYERS_PER_BLOCK + 1) * share) > floor(i // LAYERS_PER_BLOCK * share)
+        ]
         if decoder.post_process:
-            offloaded = [layer for layer in offloaded if layer not in decoder.layers[-BLOCK:]]
+            offloaded = [layer for layer in offloaded if layer not in decoder.layers[-LAYERS_PER_BLOCK:]]
         decoder.offloader = ActivationOffloader({*map(id, offloaded)})
         mix_in(decoder, OffloadingStack)
         for layer in decoder.layers:

@@ -31,7 +31,7 @@ from megagrpo.policy.experts import prepare_experts
 from megagrpo.policy.fp8.megatron_patches import leave_fp8
 from megagrpo.policy.fp8.products import quantise_linears
 from megagrpo.policy.fp8.settings import Fp8
-from megagrpo.policy.specs import BLOCK, layer_pattern, local_spec, transformer_engine_spec
+from megagrpo.policy.specs import LAYERS_PER_BLOCK, layer_pattern, local_spec, transformer_engine_spec
 from megagrpo.policy.transformer_config import transformer_config
 
 
@@ -72,9 +72,9 @@ def build_model(
     for chunk in chunks:
         _set_rotary(chunk, hf_config, longest_sequence)
     if fp8 is not None and not device.has_transformer_engine():
-        quantise_linears(chunks, fp8, BLOCK, layout.process_groups.tp_dp_cp)
+        quantise_linears(chunks, fp8, LAYERS_PER_BLOCK, layout.process_groups.tp_dp_cp)
     elif fp8 is not None and fp8.history is not None:
-        leave_fp8(chunks, fp8.bf16_layers, BLOCK)
+        leave_fp8(chunks, fp8.bf16_layers, LAYERS_PER_BLOCK)
     return chunks
 
 
@@ -162,7 +162,7 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
         core = getattr(attention, "core_attention", None)
         turning: Any = attention if hf_config.mla else core
         if hasattr(turning, "rotary"):
-            turning.rotary = local if hf_config.window((layer.layer_number - 1) // BLOCK) else rotary
+            turning.rotary = local if hf_config.window((layer.layer_number - 1) // LAYERS_PER_BLOCK) else rotary
         if isinstance(core, TorchAttention):
             core.softcap = hf_config.score_cap
     for module in model.modules():

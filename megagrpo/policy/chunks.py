@@ -20,7 +20,7 @@ def config_of(chunk: nn.Module) -> Any:
 
 
 def layers_of(chunks: Iterable[nn.Module]) -> list[Any]:
-    """Return the decoder layers of the bare chunks of this rank: two for each decoder block (`specs.BLOCK`)."""
+    """Return the decoder layers of the bare chunks of this rank: two for each decoder block (`specs.LAYERS_PER_BLOCK`)."""
     return [layer for chunk in chunks for layer in decoder_of(chunk).layers]
 
 

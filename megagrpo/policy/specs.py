@@ -35,7 +35,7 @@ from megagrpo.policy.attention.latent import LatentAttention
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
 
-BLOCK = 2  # hybrid layers in one decoder block
+LAYERS_PER_BLOCK = 2  # hybrid layers in one decoder block
 # Transformer Engine fuses the norm into the linear. Mapping to its keys keeps CPU and GPU checkpoints interchangeable.
 ATTENTION_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 MLP_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}

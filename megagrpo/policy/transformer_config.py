@@ -16,13 +16,13 @@ from megagrpo.families.family import rope
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16, pad_routing
 from megagrpo.policy.fp8.settings import Fp8
-from megagrpo.policy.specs import BLOCK
+from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
     # A decoder block is two hybrid layers. Each block stores one activation checkpoint, at its entry.
-    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=BLOCK),
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=LAYERS_PER_BLOCK),
 }
 
 
@@ -64,7 +64,7 @@ def transformer_config(
         **(fp8.megatron_config() if fp8 else {}),
     )
     if fp8 is not None:
-        keep_in_bf16(config, (BLOCK * layer + half for layer in fp8.bf16_layers for half in range(BLOCK)))
+        keep_in_bf16(config, (LAYERS_PER_BLOCK * layer + half for layer in fp8.bf16_layers for half in range(LAYERS_PER_BLOCK)))
         if fp8.pads_routing and not fused:
             pad_routing(config, fp8.recipe)
     # Set after construction: megatron-core 0.19 rejects biases with tensor-parallel experts. `prepare_experts` handles those biases.
@@ -75,7 +75,7 @@ def transformer_config(
 def _shape_config(hf_config: HfConfig) -> dict[str, Any]:
     """The fields of Megatron's configuration for the sizes and layers that every family has."""
     return dict(
-        num_layers=hf_config.num_layers * BLOCK,
+        num_layers=hf_config.num_layers * LAYERS_PER_BLOCK,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_heads,
         num_query_groups=hf_config.num_kv_heads,
@@ -154,7 +154,7 @@ def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
     if not sizes:
         return {}
     (size,) = sizes
-    inside = [int(window is not None) for window in hf_config.windows for _ in range(BLOCK)]
+    inside = [int(window is not None) for window in hf_config.windows for _ in range(LAYERS_PER_BLOCK)]
     return dict(window_size=(size - 1, 0), window_attn_skip_freq=inside)
 
 

@@ -36,7 +36,7 @@ from megagrpo.bridge.sharded_write import ShardedWrite
 from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.config import TrainSection
 from megagrpo.families.config import HfConfig, architecture_differences, load_hf_config
-from megagrpo.parallel.agree import RankError, on_first_rank, own_part, together
+from megagrpo.parallel.agree import RankError, on_first_rank, run_and_agree, run_own_and_agree
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.fp8.scale_state import load_scales, sharded_scales
 from megagrpo.policy.lora import is_adapter
@@ -120,9 +120,9 @@ class Checkpointer:
         reference_moved = self.reference is not None and self.reference.moved
         saving = self._saving = _Saving(final, self.folder / f".{final.name}.partial", state, reference_moved)
         with self._all_or_nothing(saving):
-            together(self.layout, lambda: self._prepare(saving.partial), here=self.layout.world_rank == 0)
+            run_and_agree(self.layout, lambda: self._prepare(saving.partial), here=self.layout.world_rank == 0)
             self._write_adapter(saving.partial)
-            own_part(self.layout, lambda: self._write(saving, background))
+            run_own_and_agree(self.layout, lambda: self._write(saving, background))
 
     def finish(self, wait: bool) -> Path | None:
         """Return the path of the checkpoint in progress once it is complete. Collective; raises the errors of `save`.
@@ -137,10 +137,10 @@ class Checkpointer:
     def _complete(self, saving: _Saving) -> Path:
         write = saving.started_write
         with self._all_or_nothing(saving):
-            parts = together(self.layout, write.result)
+            parts = run_and_agree(self.layout, write.result)
             waited = time.monotonic()
-            together(self.layout, write.finish)
-            together(self.layout, lambda: self._publish(saving, parts), here=self.layout.world_rank == 0)
+            run_and_agree(self.layout, write.finish)
+            run_and_agree(self.layout, lambda: self._publish(saving, parts), here=self.layout.world_rank == 0)
         self._saving = None
         self.seconds = write.ended - saving.began + time.monotonic() - waited
         return saving.final
@@ -168,7 +168,7 @@ class Checkpointer:
         rank, world_size = self.layout.world_rank, self.layout.world_size
         try:
             layout, reference_moved, reached = on_first_rank(self.layout, lambda: checked(path))
-            together(self.layout, lambda: _verify(path, rank, world_size))
+            run_and_agree(self.layout, lambda: _verify(path, rank, world_size))
         except RankError as e:
             raise CheckpointError(str(e)) from e
         same_layout = layout == self._layout_of_rng()

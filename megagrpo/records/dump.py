@@ -36,7 +36,7 @@ from torch import Tensor
 from megagrpo.bridge.export import save_hf
 from megagrpo.bridge.optimizer_sample import Read, sample
 from megagrpo.config import RunConfig
-from megagrpo.parallel.agree import together
+from megagrpo.parallel.agree import run_and_agree
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import moments_of
 from megagrpo.policy.reference import Reference
@@ -78,7 +78,7 @@ class StepDumps:
         """Start a dump if `step` (counted from 1) is to be dumped."""
         self._step, self._updates = (step if step in self._config.debug.dump_steps else 0), []
         if self._step:
-            cleared = self._attempt(lambda: together(self._layout, self._clear, here=self._layout.world_rank == 0))
+            cleared = self._attempt(lambda: run_and_agree(self._layout, self._clear, here=self._layout.world_rank == 0))
             if cleared and self._reference is not None and self._reference.moved:
                 with self._reference.in_place():
                     self._attempt(lambda: self._save("reference"))
@@ -108,7 +108,7 @@ class StepDumps:
         """Write the rollouts and publish the dump under its final name."""
         if self._step:
             here = self._layout.world_rank == 0
-            if self._attempt(lambda: together(self._layout, lambda: self._publish(scored, advantages), here)):
+            if self._attempt(lambda: run_and_agree(self._layout, lambda: self._publish(scored, advantages), here)):
                 self._say(f"dump {self._final}")
         self._step = 0
 
@@ -153,7 +153,7 @@ class StepDumps:
         everyone = [rows for of_rank in self._layout.all_gather_objects(mine) for rows in of_rank]
         name = f"update_{len(self._updates)}.safetensors"
         self._updates[-1]["rows"] = name
-        together(self._layout, lambda: save_file(merge(everyone), self._partial / name), here=self._layout.world_rank == 0)
+        run_and_agree(self._layout, lambda: save_file(merge(everyone), self._partial / name), here=self._layout.world_rank == 0)
 
     def _look_at_optimizer(self) -> None:
         config = self._config
@@ -171,7 +171,7 @@ class StepDumps:
         tables |= {f"values.{name}": torch.cat([self._before[name][1], values], dim=1) for name, (_, values) in after.items()}
         name = f"optimizer_{len(self._updates)}.safetensors"
         self._updates[-1]["optimizer"] = name
-        together(self._layout, lambda: save_file(tables, self._partial / name), here=self._layout.world_rank == 0)
+        run_and_agree(self._layout, lambda: save_file(tables, self._partial / name), here=self._layout.world_rank == 0)
 
     def _sample(self, read: Read) -> Sampled:
         policy = self._policy

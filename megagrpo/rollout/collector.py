@@ -11,7 +11,7 @@ from typing import Any
 
 from megagrpo.config import RolloutSection
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, EngineStarved, Generator
-from megagrpo.parallel.agree import together
+from megagrpo.parallel.agree import run_and_agree
 from megagrpo.parallel.layout import Layout
 from megagrpo.records.metrics import PhaseTimer
 from megagrpo.rewards.scorer import RewardScorer
@@ -82,7 +82,7 @@ class Collector:
 
     def _of_all(self, part: Callable[[], Any]) -> list[Any]:
         """Run `part` on the leader rank of each replica and return the results of all ranks (None for the others). Collective."""
-        parts = together(self.layout, part, here=self.layout.is_dp_leader)
+        parts = run_and_agree(self.layout, part, here=self.layout.is_dp_leader)
         self.stop_if_requested()
         for rank, failure in enumerate(parts):
             if isinstance(failure, EngineError):

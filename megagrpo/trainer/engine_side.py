@@ -18,7 +18,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http import MovedServers, check_urls, named_urls
 from megagrpo.engine.probe import check_plugin
 from megagrpo.engine.protocol import EngineStartError
-from megagrpo.parallel.agree import RankError, on_first_rank, own_part
+from megagrpo.parallel.agree import RankError, on_first_rank, run_own_and_agree
 from megagrpo.parallel.layout import Layout
 from megagrpo.servers.launcher import Launcher
 from megagrpo.servers.restarts import Reconnector, Restarter
@@ -82,9 +82,9 @@ def start_servers(
             launcher = make_launcher(config, model_folder, run_folder, dtype, num_ranks=num_ranks, token=token, moved=moved)
         resources.callback(launcher.stop)
     with as_config_errors():
-        own_part(layout, launcher.start if launcher else lambda: None)
+        run_own_and_agree(layout, launcher.start if launcher else lambda: None)
         if sleep:  # vLLM measures free GPU memory as it starts, and would count the trainer's allocations as its own
-            own_part(layout, lambda: start_asleep(config, launcher, say) if launcher else None)
+            run_own_and_agree(layout, lambda: start_asleep(config, launcher, say) if launcher else None)
     return Servers(urls, token, moved, launcher, sleep)
 
 

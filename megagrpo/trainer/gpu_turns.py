@@ -26,7 +26,7 @@ from typing import Protocol
 from megagrpo.config import RunConfig
 from megagrpo.engine.protocol import EngineError
 from megagrpo.engine.updates import Updates
-from megagrpo.parallel.agree import RankError, own_part
+from megagrpo.parallel.agree import RankError, run_own_and_agree
 from megagrpo.parallel.layout import Layout
 from megagrpo.records.metrics import PhaseTimer
 from megagrpo.servers.launcher import Launcher
@@ -140,7 +140,7 @@ class GpuTurns:
         if not self.engine_sleeps:
             return
         assert self.layout is not None, "servers that sleep need the ranks that they share GPUs with"
-        own_part(self.layout, lambda: None if self.engine is None else action(self.engine))
+        run_own_and_agree(self.layout, lambda: None if self.engine is None else action(self.engine))
 
 
 class SyncHandover(Handover):

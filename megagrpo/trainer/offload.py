@@ -9,7 +9,7 @@ from torch import Tensor
 
 import megagrpo.device as device
 from megagrpo.device.offload import OffloadedStorages, storages
-from megagrpo.parallel.agree import own_part
+from megagrpo.parallel.agree import run_own_and_agree
 from megagrpo.policy.fp8.tensor import parts
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import parts_of
@@ -55,15 +55,15 @@ class Offload:
 
     def load_all(self) -> None:
         """Move all state back to the GPU; gradients are zero."""
-        own_part(self._policy.layout, self._bring_back)
+        run_own_and_agree(self._policy.layout, self._bring_back)
 
     def load_weights_only(self) -> None:
         """Move everything but the policy's weights to host memory, and the weights back to the GPU."""
-        own_part(self._policy.layout, self._move_state)
+        run_own_and_agree(self._policy.layout, self._move_state)
 
     def offload_all(self) -> None:
         """Move all state to host memory."""
-        own_part(self._policy.layout, self._move_all)
+        run_own_and_agree(self._policy.layout, self._move_all)
 
     def _bring_back(self) -> None:
         for part in self._parts:

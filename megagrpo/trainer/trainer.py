@@ -19,7 +19,7 @@ from megagrpo.data.slices import slices
 from megagrpo.device import memory_gb
 from megagrpo.engine.protocol import EngineError, derive_seed
 from megagrpo.evaluation.sets import HeldOut, evaluate
-from megagrpo.parallel.agree import RankError, own_part
+from megagrpo.parallel.agree import RankError, run_own_and_agree
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -129,7 +129,7 @@ class Trainer:
                 self.state.step, self.state.cursor = self.state.step + 1, self.prompts.cursor
                 self.collector.step = self.state.step
                 self.alarms.check_mismatch(metrics)
-                own_part(self.layout, self.run_folder_check)
+                run_own_and_agree(self.layout, self.run_folder_check)
                 self.saves.finish(wait=False)
                 metrics = self.with_speed(metrics)
                 self.writer.step(self.state.step, metrics)

@@ -23,7 +23,7 @@ from megagrpo.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.families.config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.families.sources import resolve_model
 from megagrpo.multi_turn.dialogues import Dialogues, make_dialogues
-from megagrpo.parallel.agree import on_first_rank, own_part, together
+from megagrpo.parallel.agree import on_first_rank, run_and_agree, run_own_and_agree
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy, check_device
 from megagrpo.policy.reference import Reference
@@ -119,22 +119,24 @@ def _read_inputs(config: RunConfig, base_folder: Path, run_folder: Path, layout:
     first = layout.world_rank == 0
     token, urls = on_first_rank(layout, lambda: check_servers(config))
     os.environ.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
-    loss_fn = own_part(layout, lambda: make_loss(config))
-    callbacks = Callbacks(config, layout, own_part(layout, lambda: load_callbacks(config), here=first))
+    loss_fn = run_own_and_agree(layout, lambda: make_loss(config))
+    callbacks = Callbacks(config, layout, run_own_and_agree(layout, lambda: load_callbacks(config), here=first))
     model_folder = resolve_model(config.model.path)
     hf_config = load_hf_config(model_folder)
-    own_part(layout, lambda: check_device(config, hf_config))  # before weights are loaded or servers started
-    together(layout, lambda: Checkpoint(model_folder).check_all(hf_config), here=first)
+    run_own_and_agree(layout, lambda: check_device(config, hf_config))  # before weights are loaded or servers started
+    run_and_agree(layout, lambda: Checkpoint(model_folder).check_all(hf_config), here=first)
     lock = RunLock(run_folder)
     resources.callback(lock.release)
     resume_from = on_first_rank(layout, lambda: prepare_run_folder(config, lock, os.environ.get("MEGAGRPO_JOB")))
     tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
     reference_folder = _reference_folder(config, hf_config, tokenizer)
-    dialogues = own_part(layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader)
+    dialogues = run_own_and_agree(layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader)
     tools, columns = on_first_rank(layout, lambda: (dialogues.tools, dialogues.columns) if dialogues else ([], []))
     prompts = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, tools=tools)
     held_out = load_sets(config, tokenizer, tools, columns)
-    rewards = own_part(layout, lambda: _rewards(config, base_folder, prompts.columns, held_out, resources), here=layout.is_dp_leader)
+    rewards = run_own_and_agree(
+        layout, lambda: _rewards(config, base_folder, prompts.columns, held_out, resources), here=layout.is_dp_leader
+    )
     return Inputs(
         token=token,
         urls=urls,
@@ -199,9 +201,9 @@ def _load_policy(config: RunConfig, layout: Layout, inputs: Inputs) -> tuple[Meg
         hf_config, folder, reference = inputs.hf_config, inputs.reference_folder, None
         policy = MegatronPolicy(config, layout, hf_config)
         if folder is not None:
-            own_part(layout, lambda: load_hf(policy.chunks, hf_config, folder, layout))
+            run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, folder, layout))
             reference = Reference(policy)
-        own_part(layout, lambda: load_hf(policy.chunks, hf_config, inputs.model_folder, layout))
+        run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, inputs.model_folder, layout))
         fill_adapters(policy.chunks, hf_config, layout, config.lora, config.run.seed)
     policy.weights_changed()
     if reference is None and config.algorithm.beta:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from megagrpo.policy.specs import BLOCK
+from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 Key = tuple[int, str]  # decoder layer of the whole model, and its half (see PARTS)
 PARTS = ("attention", "mlp")
@@ -41,7 +41,7 @@ def layers_of(chunks: Sequence[nn.Module]) -> dict[Key, nn.Module]:
     experts."""
     layers: list[nn.Module] = [layer for chunk in chunks for layer in attrgetter("decoder.layers")(chunk)]
     numbered: list[tuple[int, nn.Module]] = [(attrgetter("layer_number")(layer) - 1, layer) for layer in layers]
-    return {(number // BLOCK, PARTS[number % BLOCK]): layer for number, layer in numbered}
+    return {(number // LAYERS_PER_BLOCK, PARTS[number % LAYERS_PER_BLOCK]): layer for number, layer in numbered}
 
 
 @contextlib.contextmanager

@@ -22,9 +22,7 @@ ATTEMPTS = range(10, 50)  # fewest and most removals, one each period: servers a
 def remove_when_orphaned(folder: Path) -> subprocess.Popen[bytes]:
     """Start the process for `folder`. The caller kills it after it has removed the folder itself."""
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder)]
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 def main(parent: int, folder: Path) -> None:

@@ -15,7 +15,7 @@ from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.fp8 import delayed_scaling
 from megagrpo.policy.fp8.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling
 from megagrpo.policy.fp8.rounding import E4M3, E5M2
-from megagrpo.policy.specs import BLOCK
+from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 MANIFEST = json.loads(FILE.read_text())
 
@@ -35,7 +35,7 @@ def differences() -> list[str]:
         for variant, recorded in zip(variants(hf_config, alone), MANIFEST["models"][name], strict=True):
             chunk, layout = chunk_of(hf_config, *variant), variant[0]
             ours = parts(chunk, hf_config, layout)
-            theirs = parts(recorded_chunk(recorded, BLOCK * hf_config.num_layers), hf_config, layout)
+            theirs = parts(recorded_chunk(recorded, LAYERS_PER_BLOCK * hf_config.num_layers), hf_config, layout)
             odd += [f"{name}, {layout.tp_size}: {what}" for what in sorted(ours.items() ^ theirs.items(), key=str)]
         missing = tensor_names(hf_config) - {tensor for tensor, _, _ in ours} - {"lm_head.weight"}
         odd += [f"{name}: no parameter has {tensor}" for tensor in missing]

@@ -434,8 +434,9 @@ def test_ram_that_is_too_small_for_what_leaves_the_gpus_is_refused():
         return told(plan(config, 8, gpu, host_memory_gb=ram))
 
     (problem,) = problems(100)
-    assert problem == ("train.offload: the ranks of a node keep 113.5 GiB in RAM (train.offload 113.5), but the node has 100.0; "
-        "set it to false")
+    assert problem == (
+        "train.offload: the ranks of a node keep 113.5 GiB in RAM (train.offload 113.5), but the node has 100.0; set it to false"
+    )
     assert problems(114) == problems(100, None) == problems(100, 80, "train.offload=false") == []
     (problem,) = problems(20, 80, "train.offload=false", "train.optimizer_offload=true")
     assert problem.startswith("train.optimizer_offload: the ranks of a node keep 56.7 GiB")
