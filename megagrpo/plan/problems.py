@@ -334,7 +334,7 @@ def too_little_ram(host: dict[str, float], ram: float) -> list[Problem]:
         return []
     largest, parts = max(in_ram, key=in_ram.__getitem__), ", ".join(f"{key} {size:.1f}" for key, size in in_ram.items())
     less = "lower it" if largest == "model.offload_activations" else "set it to false"
-    said = f"the ranks of a node keep {sum(in_ram.values()):.1f} GiB in RAM ({parts}), and the node has {ram:.1f}; {less}"
+    said = f"the ranks of a node keep {sum(in_ram.values()):.1f} GiB in RAM ({parts}), but the node has {ram:.1f}; {less}"
     return [Problem((largest, *(key for key in in_ram if key != largest)), said)]
 
 

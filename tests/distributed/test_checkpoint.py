@@ -282,7 +282,7 @@ DAMAGES = {
     "no key": (lambda path: (path / "megagrpo.json").write_text("{}"), "megagrpo.json is corrupt: KeyError"),
     "no file": (lambda path: (path / "__0_0.distcp").unlink(), "lacks __0_0.distcp, which .metadata names; copy the checkpoint again"),
     "truncated": (truncate, r"__1_0.distcp is truncated: \S+ ends at byte \d+ of \d+; copy the checkpoint again"),
-    "overwritten": (overwrite, r"__0_0.distcp is corrupt at byte 0, where \S+ lies; copy the checkpoint again"),
+    "overwritten": (overwrite, r"__0_0.distcp is corrupt at byte 0, in \S+; copy the checkpoint again"),
     "metadata.json": (lambda path: (path / "metadata.json").write_text("{"), "metadata.json is corrupt: .*; copy the checkpoint again"),
     ".metadata": (lambda path: [(path / ".metadata").write_bytes(b"{"), believe(path)], "or its .metadata is corrupt"),
     "a bit of the first": (

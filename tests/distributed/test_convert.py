@@ -379,10 +379,10 @@ def change_header(folder: Path) -> None:
         (truncate, r"__0_1.distcp is truncated: \S+ ends at byte \d+ of \d+"),
         (
             flip_a_bit,
-            r"__0_1.distcp is corrupt at byte \d+, where \S+ lies \(data/0 has a wrong CRC-32\); copy the",
+            r"__0_1.distcp is corrupt at byte \d+, in \S+ \(data/0 has a wrong CRC-32\); copy the",
         ),
         (flip_a_bit_of_the_config, r"hf/config.json is corrupt: its CRC-32 is \w{8}; \w{8} was written"),
-        (overwrite, r"__0_1.distcp is corrupt at byte \d+, where \S+ lies"),
+        (overwrite, r"__0_1.distcp is corrupt at byte \d+, in \S+"),
         (lambda folder: (folder / ".metadata").write_bytes(b"no pickle"), ".metadata is corrupt"),
         (lambda folder: (folder / "metadata.json").unlink(), "is not a Megatron checkpoint"),
         (change_config(hidden_size=192), r"has shape \(\d+, 96\); config.json implies \(\d+, 192\)"),

@@ -240,7 +240,7 @@ def _refused(root, folder) -> None:
         (broken / "adapter_config.json").write_text(json.dumps(saved))
         with pytest.raises(ValueError, match=message):
             load_adapter(policy.chunks, hf_config, layout, broken, LoraSection(**LORA | lora))
-    with pytest.raises(ValueError, match=r"holds no adapter_config\.json; name a folder that PEFT"):
+    with pytest.raises(ValueError, match=r"has no adapter_config\.json; name an adapter folder of PEFT"):
         load_adapter(policy.chunks, hf_config, layout, root / "model", LoraSection(**LORA))
 
 
