@@ -115,7 +115,7 @@ def test_the_merge_tool_names_its_own_arguments_in_errors(root, tmp_path, capfd)
         return capfd.readouterr().err
 
     model = ("--model", root / "model")
-    assert f"error: ADAPTER: {root / 'model'} holds no adapter_config.json" in refused(root / "model", *model)
+    assert f"error: ADAPTER: {root / 'model'} has no adapter_config.json" in refused(root / "model", *model)
     saved = json.loads((root / "adapter/adapter_config.json").read_text())
     tensors = load_file(root / "adapter/adapter_model.safetensors")
     cut = {name: tensor[:, :-1].contiguous() if name == min(tensors) else tensor for name, tensor in tensors.items()}
