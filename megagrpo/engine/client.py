@@ -22,7 +22,7 @@ from megagrpo.engine.updates import LOOK_SECONDS, UpdateOptions, Updates, adapte
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
-ATTEMPTS = 3  # attempts per request while the servers pass their health check
+ATTEMPTS = 3  # failed attempts at a prompt before the error; per server if servers may return (`Fleet.patience`)
 
 
 class VllmEngine(Updates):
@@ -52,8 +52,8 @@ class VllmEngine(Updates):
         self._interrupted = False
         # (event loop, task) of each `generate`, for `interrupt`
         self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = set()
-        self._asking: dict[str, int | None] = {}  # request id of each request in flight -> `place` of its prompt
-        self._cut: set[int] = set()
+        self._in_flight_places: dict[str, int | None] = {}  # request id of each request in flight -> `Prompt.place`
+        self._cut: set[int] = set()  # `Prompt.place` of the prompts whose responses are truncated
 
     # -- generation
 
@@ -140,16 +140,16 @@ class VllmEngine(Updates):
             take_in(job.index, [self._rollout(url, job, choice) for choice in choices])
             self._cut.discard(job.prompt.place)
 
-        handlers = Handlers(self._finished, deliver, self._deadlines.end, on_begun)
+        handlers = Handlers(self._complete_choices, deliver, self._deadlines.end, on_begun)
         async with self._client() as client:
             try:
                 await Generation(self, client, jobs, max(1, math.ceil(self.max_num_seqs / n)), handlers).run()
             finally:
                 self._deadlines.forget()
 
-    async def _finished(self, client: httpx.AsyncClient, url: str, job: Job) -> Choices | None:
-        """Return the complete choices for one prompt, or None when it must be retried, on this server or another. Choices that a weight
-        update aborted are continued from their tokens."""
+    async def _complete_choices(self, client: httpx.AsyncClient, url: str, job: Job) -> Choices | None:
+        """Return the complete choices for one prompt, or None when it must be retried, on this server or another. A choice that a weight
+        update aborted is continued from its tokens. A choice that `cut` aborted ends with its tokens."""
         choices = await self._ask(client, url, job)
         while choices and any(map(is_broken_off, choices)) and (self.in_flight == "resume" or job.prompt.place in self._cut):
             rests = [rest for rest in await gather([self._rest(client, url, job, choice) for choice in choices]) if rest is not None]
@@ -170,15 +170,16 @@ class VllmEngine(Updates):
         return choice | {"finish_reason": "length", "cut": cut}
 
     def cut(self, places: Collection[int]) -> None:
-        """Truncate the in-flight responses to prompts at these places: they end with the tokens generated so far."""
+        """Truncate the in-flight responses to the prompts with these `Prompt.place`s: they end with the tokens generated so far."""
         self._cut |= set(places)
-        asked = [f"generate-tokens-{name}" for name, place in dict(self._asking).items() if place in places]  # the request ids inside vLLM
+        in_flight = dict(self._in_flight_places)
+        internal_ids = [f"generate-tokens-{request_id}" for request_id in in_flight if in_flight[request_id] in places]  # ids inside vLLM
 
         async def verbs(client: httpx.AsyncClient, url: str) -> None:
             with contextlib.suppress(WeightSyncError):  # a failing server's error surfaces where its responses are awaited
-                await self._post(client, url, "/inference/v1/abort_requests", {"request_ids": asked}, HEALTH_SECONDS)
+                await self._post(client, url, "/inference/v1/abort_requests", {"request_ids": internal_ids}, HEALTH_SECONDS)
 
-        if asked:
+        if internal_ids:
             asyncio.run(self._each(verbs, self.fleet.serving()))
 
     async def _ask(self, client: httpx.AsyncClient, url: str, job: Job) -> Choices | None:
@@ -210,16 +211,16 @@ class VllmEngine(Updates):
 
     async def _post_prompt(self, client: httpx.AsyncClient, url: str, job: Job) -> httpx.Response:
         """Send the request for one prompt under the deadline, with a request id by which `cut` aborts it."""
-        name = uuid.uuid4().hex
-        self._asking[name] = job.prompt.place
+        request_id = uuid.uuid4().hex
+        self._in_flight_places[request_id] = job.prompt.place
         try:
             async with self._deadlines.of(url):
-                return await client.post(f"{url}/inference/v1/generate", json=job.body | {"request_id": name})
+                return await client.post(f"{url}/inference/v1/generate", json=job.body | {"request_id": request_id})
         finally:
-            del self._asking[name]
+            del self._in_flight_places[request_id]
 
     def _read(self, answer: httpx.Response, job: Job) -> Choices:
-        """Return the choices of a response. Raises InvalidResponse, also for weights that are not current while servers may return."""
+        """Return the choices of a response. Raises InvalidResponse for a malformed one and, if servers may return, for stale weights."""
         params = job.body["sampling_params"]
         choices = read_choices(answer, params["n"], params["max_tokens"])
         others = {version for choice in choices for version in self._other_versions(choice)}

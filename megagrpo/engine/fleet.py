@@ -79,8 +79,8 @@ TRANSITIONS: dict[Event, dict[State, State | None]] = {
 class Fleet:
     """The servers of a run, their states and the weight version that they serve. Thread-safe: one lock covers everything.
 
-    `urls` are the servers of the run; all of them serve at first. `patience` is the number of seconds that a server which does not serve
-    may take to return; 0 means that none returns. Raises ValueError without any URL.
+    `urls` are the servers of the run; all of them serve at first. While no server serves, the run waits up to `patience` seconds for one to
+    return. With 0 a server that stops serving never returns. Raises ValueError without any URL.
 
     The table shows the state after an event. "-": the event is ignored. "!": the event raises AssertionError, with state and event.
 
@@ -251,7 +251,7 @@ class Fleet:
 
     @property
     def patience(self) -> float:
-        """Seconds that a server may take to return; 0 when no server can return, also because all are GONE."""
+        """Seconds to wait for a server while none serves; 0 when no server can return, also because all are GONE."""
         with self._lock:
             return 0.0 if all(self._states[url] is State.GONE for url in self._urls) else self._patience
 
@@ -273,23 +273,23 @@ class Fleet:
     def serving(self) -> list[str]:
         """Servers that get requests."""
         with self._lock:
-            return self._those({State.SERVING})
+            return self._in_states({State.SERVING})
 
     def updatable(self) -> list[str]:
         """Servers that get weight updates: they serve, or wait for weights."""
         with self._lock:
-            return self._those({State.SERVING, State.NEEDS_WEIGHTS})
+            return self._in_states({State.SERVING, State.NEEDS_WEIGHTS})
 
     def holding(self, version: int) -> list[str]:
         """Servers of `updatable` that have loaded `version`."""
         with self._lock:
-            return [url for url in self._those({State.SERVING, State.NEEDS_WEIGHTS}) if self._loaded.get(url) == version]
+            return [url for url in self._in_states({State.SERVING, State.NEEDS_WEIGHTS}) if self._loaded.get(url) == version]
 
     def unsettled(self) -> list[str]:
         """Servers that may hold GPU memory and cannot be put to sleep until the restart thread has filled or killed them. Without patience
         no server returns, and none is waited for."""
         with self._lock:
-            return self._those({State.STARTING, State.SILENT, State.EXCLUDED}) if self._patience else []
+            return self._in_states({State.STARTING, State.SILENT, State.EXCLUDED}) if self._patience else []
 
     def usable(self, urls: Iterable[str]) -> list[str]:
         """Those of `urls` that a call of `generate` which uses them may send requests to: they serve, or drain."""
@@ -313,7 +313,7 @@ class Fleet:
 
     # -- call these with the lock held
 
-    def _those(self, states: Collection[State]) -> list[str]:
+    def _in_states(self, states: Collection[State]) -> list[str]:
         return [url for url in self._urls if self._states[url] in states]
 
     def _next(self, url: str, event: Event) -> State | None:

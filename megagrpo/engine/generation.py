@@ -47,7 +47,7 @@ class Handlers:
 
 
 class Generation:
-    """One call of `generate`. Each server has `slots` slots; a free slot takes the next job.
+    """One call of `generate`. Each server works on up to `slots` jobs at once; a free slot takes the next job.
 
     When a server stops serving, its jobs go to other servers. With the fleet's `patience`, servers that return are used again. The servers
     are those of the fleet at construction, although `follow` may be called meanwhile.
@@ -57,7 +57,9 @@ class Generation:
         self._engine, self._fleet, self._client = engine, engine.fleet, client
         self._jobs, self._slots, self._handlers = jobs, slots, handlers
         self._urls = self._fleet.urls if self._fleet.patience else engine.serving()
-        self._left, self._busy, self._more = len(jobs), 0, asyncio.Event()
+        self._undelivered = len(jobs)  # jobs whose choices were not delivered yet
+        self._busy = 0  # slots that work on a job
+        self._jobs_waiting = asyncio.Event()  # pulsed by `_wake`; free slots wait for it
 
     async def run(self) -> None:
         """Work off all jobs. Raises EngineDeadError when no server is left, EngineStarved when all remaining servers need weights."""
@@ -65,7 +67,7 @@ class Generation:
         work = [self._serve(url) for _ in range(slots) for url in self._urls]  # prompts are distributed over the servers in turn
         recovery = [self._await_servers(), self._watch()] if self._fleet.patience else []
         await gather([*work, self._wake(), *recovery])
-        if self._left:
+        if self._undelivered:
             raise self._engine.dead_error()
 
     def _usable(self) -> list[str]:
@@ -77,9 +79,9 @@ class Generation:
 
     async def _serve(self, url: str) -> None:
         """Work off jobs on one slot of the server."""
-        while self._left and (self._fleet.patience or self._fleet.usable([url])):
+        while self._undelivered and (self._fleet.patience or self._fleet.usable([url])):
             if not self._jobs or not self._fleet.usable([url]):  # another server may still return its prompts, and this server may recover
-                await self._more.wait()
+                await self._jobs_waiting.wait()
                 continue
             job = self._jobs.popleft()
             self._busy += 1
@@ -91,21 +93,21 @@ class Generation:
                 continue
             self._report_if_begun()
             self._handlers.deliver(url, job, choices)
-            self._left -= 1
+            self._undelivered -= 1
 
     async def _wake(self) -> None:
         """Wake free slots when there are jobs for them."""
-        while self._left and (self._fleet.patience or self._usable()):
+        while self._undelivered and (self._fleet.patience or self._usable()):
             if self._jobs and self._usable():
-                self._more.set()  # wakes every waiting `_serve` once
-                self._more.clear()
+                self._jobs_waiting.set()  # wakes every waiting `_serve` once
+                self._jobs_waiting.clear()
             await asyncio.sleep(WAKE_SECONDS)
-        self._more.set()
+        self._jobs_waiting.set()
 
     async def _await_servers(self) -> None:
         """Report servers that return. Raises the errors of `run` when no server serves for too long."""
         silent_since = time.monotonic()
-        while self._left:
+        while self._undelivered:
             for url in self._fleet.returning(self._urls):
                 await self._engine.report_if_ready(self._client, url)
             if self._usable():
@@ -115,12 +117,12 @@ class Generation:
                 raise EngineStarved(f"{names}: none has weight version {self._engine.weight_version}")
             elif time.monotonic() - silent_since >= self._fleet.patience:
                 raise self._engine.dead_error()
-            await pause(LOOK_SECONDS, lambda: not self._left)
+            await pause(LOOK_SECONDS, lambda: not self._undelivered)
 
     async def _watch(self) -> None:
         """Report servers that do not respond, and end their requests."""
         heard: dict[str, float] = {}  # server -> when it passed a health check last, or was not expected to
-        while self._left:
+        while self._undelivered:
             urls, began = self._usable(), time.monotonic()
             healthy = await gather([answers(self._client, url) for url in urls])
             starved = time.monotonic() - began > HEALTH_SECONDS + 1  # this process was starved of CPU, so silence proves nothing
@@ -132,7 +134,7 @@ class Generation:
                 elif now - heard.setdefault(url, now) > REASSIGN_SECONDS:
                     self._fleet.silent(url)
                     self._handlers.end_requests(url)
-            await pause(WATCH_SECONDS, lambda: not self._left)
+            await pause(WATCH_SECONDS, lambda: not self._undelivered)
 
 
 async def pause(seconds: float, over: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ from megagrpo.transfer.manifest import WeightSyncError
 
 # shared: each client would otherwise load the certificates again, which takes longer than a request
 CERTIFICATES = httpx.create_ssl_context(trust_env=False)
-CONNECT_SECONDS = 30.0  # longer than thousands of simultaneous requests can keep this process from checking for connections
+CONNECT_SECONDS = 30.0  # with thousands of requests, seconds may pass before this process sees that a connection is open
 POOLS = 64  # connection pools per client
 OF_PROXIES = (502, 503, 504)  # status codes by which a proxy reports that the server behind it did not respond
 HEALTH_SECONDS = 5.0  # timeout of a health check

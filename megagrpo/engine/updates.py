@@ -1,7 +1,7 @@
 """Updates of weights and adapters on vLLM servers: pause, load, verify, resume, each with a timeout.
 
-A server that dies or becomes unreachable during an update is excluded, so it cannot serve stale weights. A live server that fails the
-update is an error that names server, phase, worker and tensor; that server stays paused.
+A server that dies or stops responding during an update gets no requests until it has the new weights, so no response comes from stale
+weights. A live server that fails the update is an error that names server, phase, worker and tensor; that server stays paused.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Updates(Servers):
             await self._post(client, url, f"/wake_up?tags={what}", seconds=self.sync_timeout)
             return []
 
-        if self.fleet.asleep and only is None:  # a server that was just started is awake
+        if self.fleet.asleep and only is None:  # servers in `only` were just started, so they are awake
             self._update(verbs)
 
     def load_weights(self, update: WeightUpdate, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -249,9 +249,12 @@ class Updates(Servers):
     ) -> list[Any]:
         """Run `verbs` on each server that gets updates, or on those in `urls`, and return all results in one list.
 
-        A server that fails its health check afterwards is SILENT, and an unreachable one is EXCLUDED; neither gives a result. Raises the
-        server's error when it is one of `only`, or when no server is left and none may return. Raises ServerDied when it is one of
-        `run_and_agree`. `only` and `run_and_agree` take the place of `urls`.
+        After a failed request, a server that fails its health check is SILENT. If servers may return, a server that passes it but did not
+        respond to the request is EXCLUDED. Neither gives a result. Every other failure is raised, and also these two when no server is
+        left and none may return.
+
+        `only` and `together` replace `urls`. Every failure of a server in `only` is raised. The servers in `together` need each other for
+        the update (`WeightUpdate.servers`): ServerDied is raised when one of them is SILENT or EXCLUDED.
         """
         failures: list[WeightSyncError] = []
 
