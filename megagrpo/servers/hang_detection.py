@@ -38,7 +38,7 @@ class Silence:
 
 
 class HangDetector:
-    """Checks a launcher's servers at most every CHECK_SECONDS and kills those that hang. All servers have responded once before.
+    """Checks a launcher's servers at most every CHECK_SECONDS and kills those that hang. Construct it after all servers have responded.
 
     A server hangs when it has passed no health check for HANG_SECONDS. A restarted server that has not responded yet gets the launcher's
     `startup_timeout` instead.
@@ -51,7 +51,7 @@ class HangDetector:
     def __init__(self, launcher: Launcher, engine_seconds: float):
         self._launcher, self._engine_seconds = launcher, max(engine_seconds, HANG_SECONDS)
         self._servers, self._engines = Silence(), Silence()
-        self._have_responded = {server.supervisor.pid for server in launcher.servers}
+        self._have_responded = {server.supervisor.pid for server in launcher.servers}  # process ids of the supervisors
         self._checked = 0.0  # monotonic clock
 
     def end_hung(self, say: Callable[[str], None]) -> None:
@@ -80,16 +80,16 @@ class HangDetector:
             return await asyncio.gather(*both)
 
     def _judge(self, server: Server, healthy: bool, engine_healthy: bool) -> str:
-        """Return why the server counts as hung; empty when it does not."""
-        this = server.supervisor.pid  # process id of the supervisor: a restarted server has another one
+        """Record the result of one check. Return why the server counts as hung; empty when it does not."""
+        pid = server.supervisor.pid  # a restarted server has a new supervisor
         if not healthy:
-            limit = HANG_SECONDS if this in self._have_responded else self._launcher.startup_timeout
-            return f"has not passed a health check for {limit:g} s" if self._servers.goes_on(this) > limit else ""
-        self._have_responded.add(this)
-        self._servers.heard(this)
+            limit = HANG_SECONDS if pid in self._have_responded else self._launcher.startup_timeout
+            return f"has not passed a health check for {limit:g} s" if self._servers.goes_on(pid) > limit else ""
+        self._have_responded.add(pid)
+        self._servers.heard(pid)
         if engine_healthy:
-            self._engines.heard(this)
-        elif self._engines.goes_on(this) > self._engine_seconds:
+            self._engines.heard(pid)
+        elif self._engines.goes_on(pid) > self._engine_seconds:
             return f"is up, but its engine has not responded for {self._engine_seconds:g} s (rollout.weight_sync_timeout)"
         return ""
 

@@ -1,5 +1,5 @@
-"""Recovery of servers: servers that died or joined get the current weights before they get requests. Servers of the run are restarted when
-they end, and killed when they hang."""
+"""Recovery of servers: servers that died or joined get the current weights before they get requests. Servers that the run itself started
+are also restarted when they end, and killed when they hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megagrpo.servers.launcher import Launcher, Server, healthy
 
 RESTART_LOOP_SECONDS = 0.3  # between two looks at the servers
 KILL_SILENT_SECONDS = 30.0  # without a passed health check, after which the live process of a server that does not serve is killed
-OUT = (State.JOINING, State.SILENT, State.EXCLUDED)  # what the reconnect thread fills
+OUT = (State.JOINING, State.SILENT, State.EXCLUDED)  # the states in which a `Reconnector` fills a server with weights
 
 # Loads the current weights into the server at an address; returns their version, or None when the server must wait for the next sync.
 Refill = Callable[[str], int | None]
@@ -89,8 +89,8 @@ class Restarter(Reconnector):
     """A Reconnector for a launcher's servers. It restarts servers that ended, on the same URL, up to the launcher's `max_restarts` times
     each.
 
-    It kills servers that hang: by a `HangDetector`, or when a server that does not serve stays silent. While servers sleep, the trainer
-    uses their GPUs, and also the GPU of a server that ended: such a server is restarted only after the others wake up.
+    It kills a server that hangs (`HangDetector`), that does not serve and stays silent, or that does not load the current weights. While
+    servers sleep, the trainer uses their GPUs, and also the GPU of a server that ended: it is restarted only after the others wake up.
     """
 
     def __init__(self, launcher: Launcher, engine: Updates, refill: Refill, say: Callable[[str], None] = print):

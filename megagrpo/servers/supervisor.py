@@ -2,6 +2,8 @@
 
     python supervisor.py PARENT_PID GRACE_SECONDS COMMAND...
 
+It also ends a server whose engine process has ended, when the API server stays for ENGINE_SECONDS.
+
 When the trainer ends, even by SIGKILL, the kernel gives this process a new parent; it checks its parent ten times a second. Orphaned
 descendants become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. It removes the files that the server leaves in shared
 memory and in the temporary directory, and the temporary files of a killed trainer. From this project it imports only `process.scratch`, so
@@ -29,39 +31,40 @@ ENGINE_SECONDS = 15.0  # without an engine process, after which a server that ha
 
 
 def main() -> int:
-    """Return the server's exit status: 128 + the signal's number when it was killed, 0 when this process was asked to stop it."""
+    """Return the server's exit status: 128 + the signal's number when it was killed, 0 when this process ended it on a signal or because
+    the trainer is gone."""
     sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file is run by its path, so the package is not importable
     from megagrpo.process.scratch import remove_tree
 
     parent, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    asked: list[int] = []
+    signals: list[int] = []  # received so far
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: asked.append(1))
-    own = os.getpid()
+        signal.signal(number, lambda received, _: signals.append(received))
+    supervisor = os.getpid()
 
     def tie() -> None:
         """Run in the server's process: have the kernel kill it when this process ends. parent_death.py ties the server's children to it."""
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != own:
+        if os.getppid() != supervisor:
             os._exit(1)
 
-    around = Path(tempfile.gettempdir())
-    folder = tempfile.mkdtemp(prefix="vllm-", dir=around if len(str(around)) <= LONGEST else "/tmp")
+    trainer_tmp = Path(tempfile.gettempdir())  # the trainer's temporary folder
+    folder = tempfile.mkdtemp(prefix="vllm-", dir=trainer_tmp if len(str(trainer_tmp)) <= LONGEST else "/tmp")
     environment = {**os.environ, "TMPDIR": folder}
     server = subprocess.Popen(command, env=environment, preexec_fn=tie)
     files: set[str] = set()
-    begun = seen = time.monotonic()
+    begun = scanned = time.monotonic()
     engine_seen, stuck = 0.0, False  # when an engine process was last seen; 0: never
-    while server.poll() is None and not asked and os.getppid() == parent and not stuck:
+    while server.poll() is None and not signals and os.getppid() == parent and not stuck:
         time.sleep(0.1)
         now = time.monotonic()
         # record mapped files regularly: once a server has died, its files are no longer mapped by any process
-        if now - seen > (1 if now - begun < 60 else 5):
+        if now - scanned > (1 if now - begun < 60 else 5):
             below = descendants()
             files |= shared_files(below)
-            seen = now
+            scanned = now
             engine_seen = now if has_engine(below) else engine_seen
             stuck = 0 < engine_seen < now - ENGINE_SECONDS
     status = server.poll()
@@ -74,8 +77,8 @@ def main() -> int:
         Path(file).unlink(missing_ok=True)
     remove_tree(folder)
     if os.getppid() != parent:
-        if around.name.startswith(SCRATCH):
-            remove_tree(around)
+        if trainer_tmp.name.startswith(SCRATCH):
+            remove_tree(trainer_tmp)
     return 0 if status is None else status if status >= 0 else 128 - status
 
 
