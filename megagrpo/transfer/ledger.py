@@ -116,7 +116,7 @@ class Ledgers:
         """Return (tensor, index of a block of the tensor) -> the checksum of the written block. Call it when all ranks have finished."""
         fence()
         return {
-            (name, index): int(self._of(block.rank)[1][HEADER + block.number])
+            (name, index): int(self._ledger_of(block.rank)[1][HEADER + block.number])
             for name, tensor in manifest.tensors.items()
             for index, block in enumerate(tensor.blocks)
         }
@@ -127,13 +127,13 @@ class Ledgers:
             self._open.popitem()[1][0].close()
 
     def _written(self, rank: int, name: str) -> int:
-        word = int(self._of(rank)[1][0])
+        word = int(self._ledger_of(rank)[1][0])
         if word >> VERSION_SHIFT != self.version:
             raise WeightSyncError(f"rank {rank} aborted weight version {self.version}, which contains {name}")
         return (word & (1 << VERSION_SHIFT) - 1) * ALIGNMENT
 
     def _lives(self, rank: int) -> bool:
-        file = self._of(rank)[0]
+        file = self._ledger_of(rank)[0]
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -141,7 +141,7 @@ class Ledgers:
         fcntl.flock(file, fcntl.LOCK_UN)
         return False
 
-    def _of(self, rank: int) -> tuple[BinaryIO, np.ndarray]:
+    def _ledger_of(self, rank: int) -> tuple[BinaryIO, np.ndarray]:
         if rank not in self._open:
             path = ledger_path(self.folder, rank, self.version)
             try:

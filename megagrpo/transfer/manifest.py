@@ -1,7 +1,8 @@
-"""The format of weights in shared memory: block files, one per trainer rank and slot, and a manifest that locates every block.
+"""The manifest of one weight version: every tensor, its shape and its blocks. All transports use it, and the error type of a weight sync.
 
-The trainer writes the manifest (`weight_sync/`) and the engine's workers read it (`vllm_plugin/`). `ledger.py` holds the trainer's
-progress. Both sides compute the same checksum (`checksums.py`).
+With `shared_memory` and `cuda_ipc` the trainer (`weight_sync/`) writes the manifest to a file that the engine's workers (`vllm_plugin/`)
+read. It then also locates each block: in a file per rank and slot, or in a rank's GPU buffer. `ledger.py` records the trainer's progress.
+With `p2p` both ends build the manifest from the roster. Both sides compute the same checksum (`checksums.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def wrong_checksum(rank: int, name: str, box: Box, read: int, written: int) -> s
 
 @dataclass(frozen=True)
 class SharedBlock:
-    """The part `box` of one tensor, contiguous from byte `offset` of `file`. `number` is its index among the blocks of `rank` there."""
+    """The part `box` of one tensor, contiguous from byte `offset` of `file`. `number` is its index among the blocks of `rank` there.
+
+    `file` is a path, or for `cuda_ipc` the name of a rank's memory. With `p2p` only `rank` and `box` have a meaning.
+    """
 
     rank: int
     file: str

@@ -1,4 +1,4 @@
-"""The notes that trainer ranks and workers leave on the board in one `p2p` update, and the request that starts it."""
+"""The notes that trainer ranks and workers leave on the board (`exchange.Board`) in one `p2p` update, and the request that starts it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class UpdateKeys:
-    """The keys of one update's notes. All of them begin with `update`."""
+    """The keys of the notes of one attempt of an update. All of them begin with `update`."""
 
     update: str
 

@@ -25,7 +25,8 @@ SMALL = 2**19  # elements; a smaller message costs more to start than to send, s
 class Transfers:
     """One row per slice sent: `boxes[box]` of `names[tensor]`, from rank `source` to worker `destination`.
 
-    A message holds all slices of one layer from one source to one destination. Tensors outside of all layers count as one more layer.
+    A message holds all slices of one layer from one source to one destination; `messages.rounds` cuts it where it exceeds the size limit.
+    Tensors outside of all layers count as one more layer.
     """
 
     names: tuple[str, ...]
@@ -59,6 +60,7 @@ class Transfers:
     def messages(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source, destination, elements) of each message, three arrays [messages] int64."""
         layers = np.array([layer_of(name) + 1 for name in self.names], dtype=np.int64)
+        # one integer per message: source, 20 bits of destination, 20 bits of layer
         keys, totals = _grouped(self.source << 40 | self.destination << 20 | layers[self.tensor], self.elements)
         return keys >> 40, keys >> 20 & 0xFFFFF, totals
 
@@ -73,11 +75,14 @@ def plan_transfers(holders: BoxMap, wanted: BoxMap) -> Transfers:
     pieces = _pieces(holders, wanted)
     chosen = _choose(pieces, [layer_of(name) for name in wanted])
     boxes: dict[Box, int] = {}
-    rows = ((t, boxes.setdefault(part, len(boxes)), n, len(to), by[0] if len(by) == 1 else -1) for t, part, n, by, to in pieces)
+    rows = (
+        (tensor, boxes.setdefault(part, len(boxes)), count, len(workers), ranks[0] if len(ranks) == 1 else -1)
+        for tensor, part, count, ranks, workers in pieces
+    )
     table = np.fromiter((value for row in rows for value in row), dtype=np.int64).reshape(-1, 5)
     tensor, box, elements, source = (np.repeat(table[:, column], table[:, 3]) for column in (0, 1, 2, 4))
     source[source < 0] = chosen
-    destination = np.fromiter((worker for *_, to in pieces for worker in to), dtype=np.int64, count=len(source))
+    destination = np.fromiter((worker for *_, workers in pieces for worker in workers), dtype=np.int64, count=len(source))
     return Transfers(tuple(wanted), tuple(boxes), tensor, box, source, destination, elements)
 
 

@@ -1,4 +1,7 @@
-"""Which rank holds and which worker wants which boxes: the facts that both ends of a `p2p` weight sync exchange, and their JSON form."""
+"""The inputs of a `p2p` plan: the boxes that each trainer rank holds and each worker wants, and their JSON form.
+
+Both ends exchange them as notes on the board (`exchange.Board`), and each computes the plan (`plan.py`) from them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def box_of_json(data: Any) -> Box:
 
 
 def boxes_of_json(data: Mapping[str, Iterable[Any]]) -> WorkerBoxes:
-    """Return the boxes that a worker wants, from its note on the board."""
+    """Return the boxes that a worker wants, from their JSON form: the note that `by_tensor` makes."""
     return {name: [box_of_json(box) for box in boxes] for name, boxes in data.items()}
 
 
