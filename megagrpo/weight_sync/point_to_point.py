@@ -66,7 +66,7 @@ class _Readiness(NamedTuple):
 class PointToPoint:
     """The transport for servers with their own GPUs or on other hosts.
 
-    `device` holds this rank's tensors. `seconds` is the limit for a whole sync. `megabytes` is the limit for one message, in MiB.
+    `device` holds this rank's tensors. `seconds` is the limit for one attempt of a sync, `megabytes` that of one message, in MiB.
     """
 
     def __init__(self, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float = 300.0, megabytes: float = 64.0):
@@ -77,7 +77,7 @@ class PointToPoint:
         self.exchange: Exchange | None = None
         self.roster: Roster | None = None
         self.roster_key = ""
-        self.attempts = 0
+        self.attempts = 0  # on rank 0
         self.num_noted = 0  # number of workers with notes of the last attempt
         self.servers: dict[str, int] = {}  # url -> number of workers, of the servers in the current group
         self.planned: SendPlan | None = None
@@ -197,7 +197,7 @@ class PointToPoint:
 
 @dataclass
 class DirectUpdate:
-    """One update in progress."""
+    """One attempt to send a weight version from this rank to all workers, and its verification."""
 
     manifest: Manifest
     transport: PointToPoint
@@ -232,7 +232,7 @@ class DirectUpdate:
             dtype=t.dtype,
             limit=t.limit,
             ranks=self.num_ranks,
-            first_worker=self._first(server),
+            first_worker=self._first_worker(server),
             seconds=self.deadline.left().total_seconds(),
         )
         return {"version": self.manifest.version, "direct": asdict(direct)}
@@ -243,7 +243,7 @@ class DirectUpdate:
 
     def replies(self, server: str) -> list[dict[str, Any]]:
         """Return the reports that the workers of `server` have left so far."""
-        first, board = self._first(server), self._board()
+        first, board = self._first_worker(server), self._board()
         reports = [board.find(self.keys.report(first + worker)) for worker in range(self.invitation.servers[server])]
         return [report for report in reports if report is not None]
 
@@ -277,7 +277,7 @@ class DirectUpdate:
         boxes = self.transport.planned.boxes if self.transport.planned is not None else []
         alike: dict[str, tuple[int, dict[str, int]]] = {}  # boxes -> the first worker that wants them, and its checksum per layer
         for report in reports:
-            worker = self._first(report["server"]) + report["worker"]
+            worker = self._first_worker(report["server"]) + report["worker"]
             first, sums = alike.setdefault(boxes[worker], (worker, report["layers"]))
             if differ := [int(layer) for layer, total in report["layers"].items() if sums[layer] != total]:
                 problem = self.transport.drifted(differ[0], first, worker, self.deadline)
@@ -361,7 +361,7 @@ class DirectUpdate:
         peer, what = self.num_ranks + message.destination, f"sending {describe(message)} to {self._name(message.destination)}"
         return Parcel(buffer, peer, message.tag, what)
 
-    def _first(self, server: str) -> int:
+    def _first_worker(self, server: str) -> int:
         """Return the index, over all servers, of this server's first worker."""
         counts = list(self.invitation.servers.values())
         return sum(counts[: list(self.invitation.servers).index(server)])

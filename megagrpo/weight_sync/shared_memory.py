@@ -1,8 +1,8 @@
 """The shared_memory transport, for trainer ranks and servers on one host.
 
-Every trainer rank writes the blocks it owns to a file, layer by layer. Every worker of the engine reads only the slices that its loaders
-copy, each as soon as it is written. The rank's ledger records its progress (`transfer/ledger.py`). Two slots alternate, so the next version
-never overwrites slices that a worker still reads.
+Every trainer rank writes the blocks it owns to a file, layer by layer: of the replicas of a block, one rank owns it. Every worker of the
+engine reads only the slices that its loaders copy, each as soon as it is written. The rank's ledger records its progress
+(`transfer/ledger.py`). Two slots alternate, so the next version never overwrites slices that a worker still reads.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class FileUpdate:
     seconds: float | None
     slots: Slots
     to_write: list[BlockToWrite]
-    servers: dict[str, int] | None = None  # url -> number of workers, where each worker needs a handle of its own
+    servers: dict[str, int] | None = None  # `cuda_ipc`: url -> number of workers, all of which must take part. None: any server, any time
 
     @property
     def path(self) -> Path:
@@ -226,7 +226,7 @@ class Slots:
             self.ledgers.popitem()[1].close()
 
     def checked(self, parameters: Sequence[Weight]) -> list[BlockToWrite]:
-        """Return the blocks of `parameters` that this rank publishes, in the order of its file.
+        """Check `parameters`, and return the blocks of them that this rank publishes, in the order of its file.
 
         Raises WeightSyncError when a value is NaN or infinity in the engine's dtype, or when a block is missing.
         """
@@ -261,7 +261,7 @@ class Slots:
         return self.buffer(weight_version % NUM_SLOTS)[0]
 
     def buffer(self, slot: int) -> tuple[str, Tensor]:
-        """Return this slot's name in blocks, and its bytes [size] uint8."""
+        """Return the path of this slot's file, which is `SharedBlock.file`, and its bytes [size] uint8."""
         path = self.folder / f"rank{self.rank}.slot{slot}"
         if str(path) not in self.buffers or not path.exists():
             self.buffers[str(path)] = _allocate(path, self.size)

@@ -32,6 +32,8 @@ from megagrpo.weight_sync.transport import Weights as Weights
 class SyncReport:
     """Duration and size of one sync. Bytes are summed over all ranks and all workers.
 
+    If a server died, the push was restarted: `total_seconds` covers all attempts, every other number only the last one.
+
     `send_seconds` and `read_seconds` overlap, and both lie within `load_seconds`. `send_seconds` is for the slowest rank. `read_seconds` is
     the copy time of the slowest worker, including the wait for slices that are not sent yet.
     """
@@ -85,7 +87,7 @@ class WeightSync:
         assert engine is not None or ranks.world_rank > 0, "rank 0 drives the engine"
         self.engine, self.ranks, self.dtype, self.say = engine, ranks, dtype, say
         self.transport: Transport = transport or SharedMemory(ranks, dtype)
-        self._delivered: TransportUpdate | None = None
+        self._delivered: TransportUpdate | None = None  # the last update that all ranks have sent; `load_last` loads it again
         self._driving = threading.Lock()  # `push` and `load_last` call the engine from two threads
 
     def __enter__(self) -> WeightSync:
@@ -138,8 +140,8 @@ class WeightSync:
     def load_last(self, url: str) -> int | None:
         """Load the weights of the last `push` into the restarted server at `url`. Call it on rank 0 only, from any thread.
 
-        Returns their version, or None when the transport needs all ranks, so the server must wait for the next `push`. Raises
-        WeightSyncError when the load fails; the server stays paused.
+        Returns their version, or None when the transport needs all ranks, so the server must wait for the next `push`. Before the first
+        push it loads nothing and returns the engine's version. Raises WeightSyncError when the load fails; the server stays paused.
         """
         assert self.engine is not None, "rank 0 drives the engine"
         with self._driving:

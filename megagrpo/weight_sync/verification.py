@@ -1,4 +1,7 @@
-"""Verifies that every server read the written weights: completely, unchanged, and of the right version."""
+"""Verifies that every server read the written weights: completely, unchanged, and of the right version.
+
+`verify` is for transports whose workers read memory that the ranks wrote. `p2p` has its own check, `DirectUpdate.verify`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def verify(manifest: Manifest, written: Mapping[tuple[str, int], int], reports: 
 
 
 def verify_versions(manifest: Manifest, reports: Sequence[dict[str, Any]]) -> None:
-    """Raises WeightSyncError, naming the worker, when a report is about another version."""
+    """Check that all reports are about the manifest's version, for any transport. Raises WeightSyncError, naming the worker, otherwise."""
     for report in reports:
         if report["version"] != manifest.version:
             who = f"{report['server']}, worker {report['worker']}"
