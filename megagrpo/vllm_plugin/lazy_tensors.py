@@ -34,8 +34,9 @@ class Source(Protocol):
 class LazyTensor(Tensor):
     """A Hugging Face tensor without data, of any shape and dtype.
 
-    View operations act on a meta tensor, `copy_` fetches only its view, and any other operation fetches the elements and computes. Raises
-    NotImplementedError for an operation that would change the tensor, because the change would be lost.
+    View operations, `clone`, `contiguous` and `zeros_like` return lazy tensors. Each `copy_` from one is announced to its source. If the
+    destination has data, only the elements of this view are fetched. Any other operation fetches the elements and computes. Raises
+    NotImplementedError for an operation that would change the lazy tensor, because the change would be lost.
     """
 
     view_: Tensor  # a meta tensor inside tensor `name_`
@@ -75,11 +76,11 @@ class LazyTensor(Tensor):
         if isinstance(first, LazyTensor) and func is aten.zeros_like.default:
             return LazyTensor(first.view_, first.name_, _Zeros(first.source))
         if isinstance(first, LazyTensor) and (func.is_view or func is aten.detach.default):
-            moved = func(first.view_, *args[1:], **kwargs)
+            views = func(first.view_, *args[1:], **kwargs)
             wrap: Callable[[Tensor], LazyTensor] = lambda view: LazyTensor(view, first.name_, first.source)  # noqa: E731
-            return [wrap(view) for view in moved] if isinstance(moved, (list, tuple)) else wrap(moved)
-        real: Callable[[Any], Any] = lambda x: x.fetch() if isinstance(x, LazyTensor) else x  # noqa: E731
-        return func(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
+            return [wrap(view) for view in views] if isinstance(views, (list, tuple)) else wrap(views)
+        fetch: Callable[[Any], Any] = lambda x: x.fetch() if isinstance(x, LazyTensor) else x  # noqa: E731
+        return func(*map(fetch, args), **{key: fetch(value) for key, value in kwargs.items()})
 
     def fetch(self) -> Tensor:
         """Return the elements, in the shape and dtype of this view."""

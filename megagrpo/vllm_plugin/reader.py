@@ -20,7 +20,10 @@ from megagrpo.vllm_plugin.lazy_tensors import LazyTensor, box_of, restride
 
 
 class BlockSource(Protocol):
-    """The provider of parts of the trainer's blocks. `bytes` is the number of bytes read or received so far."""
+    """The provider of parts of the trainer's blocks: `MappedBlocks`, `ReceivedBlocks`, or `BlankBlocks` in a dry run.
+
+    `bytes` is the number of bytes read or received so far.
+    """
 
     bytes: int
 
@@ -54,8 +57,8 @@ class Maps(Protocol):
 class MappedBlocks:
     """Blocks in memory that this worker maps; each block is readable once its rank has written it.
 
-    `reader` is the worker's index, so that readers start with different replicas. Raises WeightSyncError for a block that is missing or
-    exceeds its memory.
+    `reader` is the worker's index: if several blocks hold an element, workers read it from different ones. Raises WeightSyncError for a
+    block that is missing or exceeds its memory.
     """
 
     def __init__(self, manifest: Manifest, reader: int, maps: Maps, ledgers: Ledgers):
@@ -133,11 +136,11 @@ class BlankBlocks:
 
 
 class ShardReader:
-    """The source of lazy tensors for one weight update.
+    """The source of lazy tensors for one weight update. It records what the loaders do, for checks that every parameter was filled.
 
     - `wanted`: the boxes that loaders announced; `fetched`: how often each box was fetched.
     - `reads`: the slices that were read, with their checksums.
-    - `arrivals`: how many elements each destination received; `copies`: the last lazy tensor copied to each destination.
+    - `arrivals`: how many elements each destination is to receive; `copies`: the last lazy tensor copied to each destination.
     - `blank`: return zeros, because `source` has no data. `note` receives a description of each fetch before it starts.
     """
 
@@ -253,16 +256,16 @@ class ShardReader:
 
     def _read(self, name: str, index: int, part: Box) -> Tensor:
         values = self.source.values(name, index, part)
-        self._sum(name, index, part, values)
+        self._checksum_read(name, index, part, values)
         return values
 
-    def _sum(self, name: str, index: int, part: Box, values: Tensor) -> None:
+    def _checksum_read(self, name: str, index: int, part: Box, values: Tensor) -> None:
         started = time.perf_counter()
         total = checksum(values, part[0][-1] if part[0] else 0)
         self.checksum_seconds += time.perf_counter() - started
-        self._note(name, index, part, total)
+        self._check_and_record(name, index, part, total)
 
-    def _note(self, name: str, index: int, part: Box, total: int) -> None:
+    def _check_and_record(self, name: str, index: int, part: Box, total: int) -> None:
         self.source.check(name, index, part, total)
         self.reads[name, index, part] = total
 
@@ -271,9 +274,9 @@ class ShardReader:
         if target.is_contiguous() and values.device.type == "cpu":
             total, seconds = copy_checked(target, values, part)
             self.checksum_seconds += seconds
-            self._note(name, index, part, total)
+            self._check_and_record(name, index, part, total)
         else:
-            self._sum(name, index, part, values)
+            self._checksum_read(name, index, part, values)
             target.copy_(values)
 
 

@@ -1,4 +1,5 @@
-"""Blocks that arrive in messages of the trainer's ranks: executes a ready-made plan, a few rounds ahead of the loaders."""
+"""Blocks that arrive in messages of the trainer's ranks. Rounds of messages (`transfer.messages`) are received in the order of the plan, a
+few ahead of the loaders that read them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ BoxCounts = Counter[tuple[str, Box]]  # (tensor, box) -> how often the loaders f
 
 @dataclass(frozen=True)
 class ReceivePlan:
-    """Everything that one worker receives in an update, and how often its loaders copy each part.
+    """Everything that one worker receives in an update, in order, and how often its loaders copy each part.
 
     A part is a piece of a block with at most `limit` elements; a message carries whole parts.
     """
@@ -54,9 +55,9 @@ class _RoundInFlight:
 
 
 class ReceivedBlocks:
-    """The `BlockSource` of a `p2p` update. A part is dropped after its last copy.
+    """The `BlockSource` of a `p2p` update. Elements are of `dtype`. Construction starts to receive the first rounds.
 
-    Construction starts to receive the first rounds. The elements are of `dtype`.
+    A part stays in memory until its last copy. Loaders that do not read the layers in order therefore cost memory for all parts in between.
     """
 
     def __init__(self, plan: ReceivePlan, exchange: Exchange, dtype: torch.dtype, deadline: Deadline):
@@ -78,6 +79,7 @@ class ReceivedBlocks:
 
         Raises WeightSyncError when the sender is gone or late, or when the loaders request a part they did not announce.
         """
+        # Rounds are in layer order, so a part of this layer cannot arrive in a round of a later layer.
         while (name, part) not in self.arrived and self.in_flight and self.in_flight[0].layer <= layer_of(name):
             self._take_round()
         if (name, part) not in self.arrived:

@@ -24,7 +24,7 @@ from megagrpo.vllm_plugin.received_blocks import BoxCounts, ReceivedBlocks, Rece
 class Receiver:
     """A worker's part in updates. Its connection to the board, its process group, the boxes of its loaders and its plan are reused.
 
-    `number` is the index of this worker, counted over all servers. `device` holds the buffers of messages.
+    `device` holds the buffers of messages. In the methods, `number` is the index of this worker, counted over all servers.
     """
 
     def __init__(self, device: torch.device):
@@ -96,7 +96,10 @@ class Receiver:
         return self.planned[1]
 
     def receive(self, request: DirectRequest, number: int, members: Members, plan: ReceivePlan, deadline: Deadline) -> ReceivedBlocks:
-        """Step 4: join the process group, unless this worker is in it, and start to execute the plan."""
+        """Step 4: join the process group, unless this worker is in it, and start to receive the plan's first rounds.
+
+        The rest arrives as the loaders read from the result.
+        """
         assert self.board is not None, "`join` connects to the board"
         if self.exchange is None or self.exchange.name != members.group:
             self.close_group()

@@ -44,8 +44,8 @@ class Cut:
 
 
 class Recorder(TorchDispatchMode):
-    """Records how a model's loaders change its parameters during a reload. `reason` says why the record cannot be replayed; "" means it
-    can."""
+    """Records the copies that a model's loaders make during a reload: enter it around the load. `layers` has the copies of each module.
+    `reason` says why the record cannot be replayed; "" means it can."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -54,7 +54,7 @@ class Recorder(TorchDispatchMode):
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 self.homes[tensor.untyped_storage()._cdata] = module, name, tensor
         self.layers: dict[nn.Module, list[Cut]] = {}  # in the order in which their loads began
-        self.known: set[tuple[Any, ...]] = set()
+        self.known: set[tuple[Any, ...]] = set()  # copies that are recorded already
         self.reason = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,16 +78,16 @@ class Recorder(TorchDispatchMode):
         elif func is aten.fill_.Scalar:
             cut = Cut(name, region, "", None, value)
         else:
-            self._cannot(f"{type(module).__name__}.{name} is changed by {func}")
+            self._set_reason(f"{type(module).__name__}.{name} is changed by {func}")
             return
         if isinstance(module, (Attention, MLAAttention)) or not isinstance(whole, nn.Parameter):
-            self._cannot(f"{type(module).__name__}.{name} is loaded, but is not a parameter of a plain layer")
+            self._set_reason(f"{type(module).__name__}.{name} is loaded, but is not a parameter of a plain layer")
         key = module, cut.parameter, cut.region, cut.name, cut.constant, cut.view is not None and _region_of(cut.view)
         if key not in self.known:  # a tensor that was never on the meta device is copied twice
             self.known.add(key)
             self.layers.setdefault(module, []).append(cut)
 
-    def _cannot(self, reason: str) -> None:
+    def _set_reason(self, reason: str) -> None:
         self.reason = self.reason or reason
 
 
@@ -110,7 +110,7 @@ class Recipe:
             yield from ((cut.name, box_of(cut.name, cut.view)[0]) for cut in cuts if cut.view is not None and cut.view.numel())
 
     def run(self, reader: ShardReader) -> None:
-        """Fill every layer and let vLLM process it. Without a GPU the next layer is read while one is packed."""
+        """Fill every layer and let vLLM process it. On a CPU the next layer is read while vLLM processes the one before."""
         with _processing() as process:
             for layer, cuts in self.layers.items():
                 materialize_layer(layer, get_layerwise_info(layer))
