@@ -22,7 +22,7 @@ from megagrpo.engine.updates import LOOK_SECONDS, UpdateOptions, Updates, adapte
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
-ATTEMPTS = 3  # failed attempts at a prompt before the error; per server if servers may return (`Fleet.patience`)
+ATTEMPTS = 3  # failed attempts at a prompt before the error; `_failed` allows this many per server if servers may return
 
 
 class VllmEngine(Updates):
@@ -172,8 +172,8 @@ class VllmEngine(Updates):
     def cut(self, places: Collection[int]) -> None:
         """Truncate the in-flight responses to the prompts with these `Prompt.place`s: they end with the tokens generated so far."""
         self._cut |= set(places)
-        in_flight = dict(self._in_flight_places)
-        internal_ids = [f"generate-tokens-{request_id}" for request_id in in_flight if in_flight[request_id] in places]  # ids inside vLLM
+        place_of = dict(self._in_flight_places)
+        internal_ids = [f"generate-tokens-{request_id}" for request_id in place_of if place_of[request_id] in places]  # ids inside vLLM
 
         async def verbs(client: httpx.AsyncClient, url: str) -> None:
             with contextlib.suppress(WeightSyncError):  # a failing server's error surfaces where its responses are awaited
