@@ -43,7 +43,8 @@ def wrong_checksum(rank: int, name: str, box: Box, read: int, written: int) -> s
 class SharedBlock:
     """The part `box` of one tensor, contiguous from byte `offset` of `file`. `number` is its index among the blocks of `rank` there.
 
-    `file` is a path, or for `cuda_ipc` the name of a rank's memory. With `p2p` only `rank` and `box` have a meaning.
+    `file` is a path, or with `cuda_ipc` the name of a rank's buffer. With `p2p` `rank` is the first rank that holds the box; `file`,
+    `offset` and `number` are not used.
     """
 
     rank: int
