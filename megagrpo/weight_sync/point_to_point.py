@@ -66,7 +66,7 @@ class _Readiness(NamedTuple):
 class PointToPoint:
     """The transport for servers with their own GPUs or on other hosts.
 
-    `device` holds this rank's tensors. `seconds` is the limit for one attempt of a sync, `megabytes` that of one message, in MiB.
+    `device` holds this rank's tensors. `seconds` limits one attempt of a sync, `megabytes` the size of one message, in MiB.
     """
 
     def __init__(self, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float = 300.0, megabytes: float = 64.0):
