@@ -91,6 +91,7 @@ class Restarter(Reconnector):
 
     It kills a server that hangs (`HangDetector`), that does not serve and stays silent, or that does not load the current weights. While
     servers sleep, the trainer uses their GPUs, and also the GPU of a server that ended: it is restarted only after the others wake up.
+    With `Fleet.leaving` a server that does not serve and fails its health check is killed at once.
     """
 
     def __init__(self, launcher: Launcher, engine: Updates, refill: Refill, say: Callable[[str], None] = print):
