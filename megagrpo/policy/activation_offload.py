@@ -50,7 +50,8 @@ class SavedTensor:
 
 
 class OffloadedLayer:
-    """The saved tensors of one layer for one micro-batch. `before` is the offloaded layer whose backward pass runs next, if any."""
+    """The saved tensors of one layer for one micro-batch. `before` is the offloaded layer before it in the forward pass, if any: its
+    backward pass runs next, so it is prefetched."""
 
     def __init__(self, offloader: ActivationOffloader, before: OffloadedLayer | None):
         self._offloader, self._before = offloader, before
@@ -97,7 +98,8 @@ class OffloadedLayer:
         self._sources.clear()
 
     def prefetch(self) -> None:
-        """Fetch this layer and the next one of the backward pass. Called when the backward pass of this layer reads a saved tensor."""
+        """Start the copy of this layer and of the next one of the backward pass to the device. Called when the backward pass of this layer
+        reads a saved tensor."""
         self.fetch()
         if self._before is not None:
             self._before.fetch()
@@ -129,9 +131,9 @@ class ActivationOffloader:
 
     def __init__(self, offloaded: set[int]):
         self.offloaded, self.copies = offloaded, HostCopies()
-        self.layer: OffloadedLayer | None = None
         self.within: nn.Module | None = None  # the layer whose forward pass is running; None in backward passes, which may recompute layers
-        self.shared: frozenset[int] = frozenset()
+        self.layer: OffloadedLayer | None = None  # the saved tensors of that layer
+        self.shared: frozenset[int] = frozenset()  # addresses of storages that stay on the device: parameters, and inputs of all layers
         self._last: OffloadedLayer | None = None  # the last layer that was offloaded in this pass
         self._copying: OffloadedLayer | None = None  # the layer whose copy to the host is in flight
         self._loaded: deque[weakref.ref[OffloadedLayer]] = deque()

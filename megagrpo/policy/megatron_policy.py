@@ -83,7 +83,7 @@ class MegatronPolicy:
             config_of(chunk).grad_scale_func = self.optimizer.scale_loss
             config_of(chunk).finalize_model_grads_func = self._finalize_gradients
         self.times_filled = 0  # number of calls of weights_changed
-        self._denominator = 1
+        self._denominator = 1  # of the step in progress
         self._bad_tensor: BadTensor | None = None
 
     def weights_changed(self) -> None:
@@ -140,7 +140,7 @@ class MegatronPolicy:
 
     def _collect(self, batch: TrainBatch, collect: Callable[..., Any]) -> list[Any]:
         """Run the micro-batches forward and return `collect`'s results for the hidden states of the last stage; None on other stages."""
-        with without_dropout(self.chunks), self._arguments(batch.micro_batches, collect, forward_only=True) as arguments:
+        with without_dropout(self.chunks), self._schedule_arguments(batch.micro_batches, collect, forward_only=True) as arguments:
             rows = self._schedule(**arguments)
         return rows if self.layout.is_last_stage else [None] * len(batch.micro_batches)
 
@@ -170,8 +170,8 @@ class MegatronPolicy:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        balance = self._balance(batch, denominator)
-        with self._arguments(batch.micro_batches, loss, forward_only=False) as arguments:
+        balance = self._prepare_routers(batch, denominator)
+        with self._schedule_arguments(batch.micro_batches, loss, forward_only=False) as arguments:
             per_micro_batch = self._schedule(**arguments)
         metrics, bad = self._reduce_metrics(per_micro_batch)
         metrics["loss"] = Metric(metrics["loss"].sum, denominator)
@@ -179,27 +179,30 @@ class MegatronPolicy:
             raise NonFiniteError(bad, metrics)
         return metrics | balance
 
-    def _balance(self, batch: TrainBatch, denominator: int) -> dict[str, Metric]:
-        """Prepare the routers for the coming backward passes. The balancing loss needs a forward pass of its own over the step."""
+    def _prepare_routers(self, batch: TrainBatch, denominator: int) -> dict[str, Metric]:
+        """Prepare the routers for the coming backward passes, and return the balancing loss, if there is one.
+
+        It needs a forward pass of its own over the step.
+        """
         coefficient = self.config.algorithm.router_aux_loss_coef
         if not coefficient:
             return {}
-        forward = self._arguments(batch.micro_batches, lambda *args, **kwargs: None, forward_only=True)
+        forward = self._schedule_arguments(batch.micro_batches, lambda *args, **kwargs: None, forward_only=True)
         with torch.no_grad(), counting(self.chunks), forward as arguments:
             self._schedule(**arguments)
         # The sum of all gradients is divided by the denominator later. Multiplying by it here cancels that division.
         return {"aux_loss": Metric(set_slopes(self.chunks, coefficient * denominator, self.layout))}
 
     def update(self) -> dict[str, Metric]:
-        """Clip the gradient of `backward` and take one step of optimizer and learning-rate schedule. Return the gradient norm before the
-        clip and the rate."""
+        """Clip the gradient of `backward` and take one step of the learning-rate schedule, then of the optimizer. Return the gradient norm
+        before the clip and the rate of this step."""
         self.scheduler.step(increment=1)
         _, grad_norm, _ = self.optimizer.step()
         norm = {} if grad_norm is None else {"grad_norm": Metric(float(grad_norm))}
         return norm | {"learning_rate": Metric(learning_rate(self.optimizer), reduce="last")}
 
     @contextmanager
-    def _arguments(
+    def _schedule_arguments(
         self, micro_batches: Sequence[MicroBatch], last_stage: Callable[..., Any], forward_only: bool
     ) -> Iterator[dict[str, Any]]:
         """Yield the arguments of Megatron's pipeline schedule for one pass over the micro-batches, which must run inside this context.

@@ -48,19 +48,20 @@ def _with_high_entropy(batch: TrainBatch, policy: MegatronPolicy) -> TrainBatch:
 
 def _with_entropy_weights(batch: TrainBatch, policy: MegatronPolicy, total: float) -> TrainBatch:
     """Split `total` equally over the tokens, of all ranks, that count in the policy term."""
-    number = batch.num_tokens
+    num_tokens = batch.num_tokens
     counted: list[Tensor | None] = [m.loss_mask for m in batch.micro_batches]
     if policy.config.algorithm.top_entropy_quantile < 1:
         counted = [m.terms.high_entropy for m in batch.micro_batches]
-        number = int(_of_all_ranks(policy.layout, [mask.sum()[None] for mask in counted if mask is not None]).sum())
-    weights = [None if mask is None else torch.where(mask, total / max(number, 1), 0.0) for mask in counted]
+        num_tokens = int(_of_all_ranks(policy.layout, [mask.sum()[None] for mask in counted if mask is not None]).sum())
+    weights = [None if mask is None else torch.where(mask, total / max(num_tokens, 1), 0.0) for mask in counted]
     return batch.with_terms(entropy_weights=weights)
 
 
 def _with_real_terms(batch: TrainBatch, policy: MegatronPolicy, denominator: int) -> TrainBatch:
     layout, config = policy.layout, policy.config
-    moved = any(layout.all_gather_objects(any(m.terms.old_logprobs is not None for m in batch.micro_batches)))
-    logprobs = policy.logprobs(batch) if moved else [None] * len(batch.micro_batches)
+    # Without old log-probs the current ones are the old ones, so the forward pass is not needed.
+    has_old_logprobs = any(layout.all_gather_objects(any(m.terms.old_logprobs is not None for m in batch.micro_batches)))
+    logprobs = policy.logprobs(batch) if has_old_logprobs else [None] * len(batch.micro_batches)
     mine = [sample_sums(m, row) for m, row in zip(batch.micro_batches, logprobs, strict=True)]
     terms = RealTerms.of(_of_all_ranks(layout, mine), batch.samples, config.rollout.num_generations, config.algorithm.real_tau)
     slopes, values = zip(*(terms.rows(m, denominator) for m in batch.micro_batches), strict=True)

@@ -1,10 +1,10 @@
 """Delayed scaling: an FP8 scale follows the largest magnitudes (amaxes) of earlier micro-batches, so a step reads each tensor only once.
 
 A torch version with the bookkeeping of Transformer Engine 2.20 (`FP8GlobalStateManager`) under Megatron's HybridModel. Scales of inputs
-and weights change when a forward pass with a later backward pass leaves the decoder. Scales of gradients change when the backward pass
-has left it. Each change follows a max-reduction over the tensor-, data- and context-parallel ranks of the stage, whose n-th linears
-share their scales. A pass without gradients adds its amaxes to the next change. A weight is rounded once for all micro-batches of a
-pass.
+and weights change at the end of the decoder's forward pass, if gradients are enabled. Scales of gradients change at the end of its backward
+pass. Each change follows a max-reduction over the tensor-, data- and context-parallel ranks of the stage, whose n-th linears share their
+scales. A pass without gradients changes no scale, but its amaxes count in the next change. A weight keeps one scale for all micro-batches
+of a pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class DelayedScaling:
     """Scales [n, 3] float32 of the input, weight and output gradient of n linears, and the history `amaxes` [length, n, 3] that sets
     them.
 
-    Row 0 of `amaxes` collects for the coming change; until then it covers this rank only.
+    Row 0 of `amaxes` collects for the coming change; until then it covers this rank only. The other rows are of earlier changes, oldest
+    first.
     """
 
     def __init__(self, count: int, history: History, gradients: torch.dtype, group: dist.ProcessGroup):
@@ -97,7 +98,7 @@ class DelayedScaling:
         amax = amaxes.amax(0) if h.algo == "max" else newest
         scale = (self._largest[columns] / amax / 2**h.margin).clamp(max=torch.finfo(torch.float32).max)
         self.scale[:, columns] = torch.where((amax > 0) & amax.isfinite(), scale, self.scale[:, columns])
-        amaxes = amaxes.roll(-1, 0)
+        amaxes = amaxes.roll(-1, 0)  # the newest becomes the last row, the oldest row 0, which is cleared
         amaxes[0] = 0.0
         self.amaxes[:, :, columns] = amaxes
 

@@ -37,9 +37,9 @@ def _recipe(config: TransformerConfig) -> Any:
 
 
 def keep_in_bf16(config: TransformerConfig, hybrid_layers: Iterable[int]) -> None:
-    """Make Megatron skip the FP8 context for these hybrid layers, counted from 0 over all stages.
+    """Make Megatron skip the FP8 context that it enters per layer for these hybrid layers, counted from 0 over all stages.
 
-    Megatron itself only supports a number of first and of last layers.
+    Megatron itself only supports a number of first and of last layers. For recipe `delayed` see `leave_fp8`.
     """
     config.bf16_layers = frozenset(hybrid_layers)
     fp8_utils.is_first_last_bf16_layer = _in_bf16
@@ -50,8 +50,8 @@ def _in_bf16(config: TransformerConfig, layer_no: int) -> bool:
 
 
 def leave_fp8(chunks: Sequence[nn.Module], bf16_layers: frozenset[int], layers_per_block: int) -> None:
-    """Disable FP8 in the decoder layers `bf16_layers` of the bare chunks, counted from 0. Megatron enters one Transformer Engine FP8
-    context for all layers."""
+    """Disable FP8 in the decoder layers `bf16_layers` of the bare chunks, counted from 0, for recipe `delayed`. There Megatron enters one
+    Transformer Engine FP8 context for all layers, so `keep_in_bf16` has no effect on the forward pass."""
     for layer in layers_of(chunks):
         if (layer.layer_number - 1) // layers_per_block in bf16_layers:
             mix_in(layer, OutsideFp8)

@@ -24,7 +24,7 @@ from megagrpo.policy.fp8.megatron_patches import OutsideFp8
 
 @dataclass(frozen=True)
 class _Linear:
-    """Views of one linear's amaxes [length, 3], newest first, and scales [3].
+    """Views of one linear's amaxes [length, 3] and scales [3]. Row 0 of the amaxes collects for the coming change, as in `DelayedScaling`.
 
     The three columns are input, weight and output gradient. Transformer Engine keeps them in two places and has one more column, for
     outputs, which are not rounded.
