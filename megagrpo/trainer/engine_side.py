@@ -31,7 +31,8 @@ from megagrpo.weight_sync.sync import WeightSync, make_transport
 
 @contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Convert errors raised inside to ConfigError, because the user can fix their cause. A RankError repeats another rank's error."""
+    """Convert ValueError, RankError and EngineStartError raised inside to ConfigError: the user can fix the cause. A RankError repeats
+    another rank's error."""
     try:
         yield
     except (ValueError, RankError, EngineStartError) as error:
@@ -40,7 +41,7 @@ def as_config_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Servers:
-    """The servers of a run: named by `rollout.urls` (`urls`), or started here (`launcher`, on rank 0)."""
+    """The servers of a run: named by `rollout.urls` (`urls`; no launcher), or started here (`launcher`, on rank 0; no URLs)."""
 
     urls: list[str]
     token: str | None
@@ -70,8 +71,8 @@ def start_servers(
     say: Callable[[str], None],
     resources: ExitStack,
 ) -> Servers:
-    """Start the run's servers, if they are not named. Servers that share the trainer's GPUs are awaited here and put to sleep, the others
-    load while the policy is built. Collective. Raises ConfigError when they cannot start."""
+    """Start the run's servers, unless `rollout.urls` names them. Servers that share the trainer's GPUs are awaited here and put to sleep,
+    the others load while the policy is built. Collective. Raises ConfigError when they cannot start."""
     launcher, first = None, layout.world_rank == 0
     moved = None if config.rollout.urls else MovedServers(run_folder / "moved_servers.json")
     sleep = servers_sleep(config)

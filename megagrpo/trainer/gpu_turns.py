@@ -76,9 +76,9 @@ class SleepingEngine(Protocol):
 class GpuTurns:
     """Hands the GPU from one turn to the next; each turn is a context manager. All methods are collective.
 
-    `engine` is None on all ranks but rank 0. With `engine_sleeps` it leaves the GPU in turns of the trainer. `stop_if_requested` raises on
-    every rank when the run is to stop; it is called before the engine leaves. An exception inside a turn leaves a state from which
-    `checkpoint` works.
+    Memory moves when a turn begins, in `syncing` also inside it, and never when a turn ends. `engine` is None on all ranks but rank 0.
+    With `engine_sleeps` it leaves the GPU in turns of the trainer. `stop_if_requested` raises on every rank when the run is to stop; it is
+    called before the engine leaves. An exception inside a turn leaves a state from which `checkpoint` works.
     """
 
     layout: Layout | None = None
@@ -107,7 +107,7 @@ class GpuTurns:
     @contextmanager
     def syncing(self) -> Iterator[Handover]:
         """Turn of a weight sync. Yields the handover for `WeightSync.push`; the servers have the GPU afterwards."""
-        if self.turn is Turn.GENERATING:  # servers that were restarted get the current weights again
+        if self.turn is Turn.GENERATING:  # `Trainer.refill`: a push without a training turn before it
             self._take_gpu()
         self.turn = Turn.SYNCING
         yield SyncHandover(self.offload)
@@ -115,7 +115,8 @@ class GpuTurns:
 
     @contextmanager
     def checkpoint(self, last: bool) -> Iterator[None]:
-        """Turn of the trainer between two steps, or after the `last` one. A server that does not respond must not block a checkpoint."""
+        """Turn of the trainer between two steps, or after the `last` one. Changes nothing while the trainer has the GPU already. A server
+        that does not respond must not block a checkpoint."""
         if self.offload.away:
             with suppress(RankError, EngineError, WeightSyncError):
                 self._drive_engine(lambda engine: engine.sleep(_keeps_weights(Turn.CHECKPOINT), last))

@@ -40,8 +40,8 @@ class Saves:
     failures: int = 0
 
     def save(self, must_succeed: bool) -> None:
-        """Write a checkpoint, unless this step has one. During a run a failure is reported and counted. The last checkpoint must succeed,
-        and is waited for."""
+        """Write a checkpoint, unless this step has one. A failure is reported and counted, and the run goes on. With `must_succeed`, for
+        the last checkpoint of a run, it is written in the foreground and a failure is raised."""
         self.finish(wait=True)
         if self.state.step == self.saved.step:
             return
@@ -53,7 +53,7 @@ class Saves:
             self.finish(wait=not background, must_succeed=must_succeed)
 
     def finish(self, wait: bool, must_succeed: bool = False) -> None:
-        """Record that the checkpoint in progress is complete or has failed, if so. With `wait`, wait for it."""
+        """Record the result of the checkpoint in progress, if there is one and it has ended. With `wait`, wait for its end."""
         with self._counting_failures(must_succeed):
             path = self.checkpointer.finish(wait)
             if path is not None and self.saving is not None:
@@ -64,7 +64,7 @@ class Saves:
                 self.report(path)
 
     def save_if_best(self, metric: str, evaluation: dict[str, float]) -> None:
-        """Save a checkpoint that is never deleted, when `metric` is higher than in all earlier evaluations of a trained model.
+        """Save a checkpoint when `metric` is higher than in all earlier evaluations of a trained model. It is kept until a better one.
 
         Raises ConfigError before the first step when the evaluation has no such metric. A later evaluation without it is not the best.
         """
