@@ -81,10 +81,9 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
 
 
 def _problems(raw: Raw) -> list[str]:
-    problems = expert_problems(raw)
-    if (types := raw.get("layer_types")) and types != ([SLIDING, FULL] * len(types))[: len(types)]:
-        problems.append(f"model: layer_types must alternate {SLIDING} and {FULL}, as vLLM assumes")
-    return problems
+    types = raw.get("layer_types") or []
+    alternate = types == ([SLIDING, FULL] * len(types))[: len(types)]
+    return expert_problems(raw) + ([] if alternate else [f"model: layer_types must alternate {SLIDING} and {FULL}, as vLLM assumes"])
 
 
 FAMILY = Family(

@@ -22,6 +22,7 @@ from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import MetricsWriter
 from megagrpo.rollout.collector import sampling_params
+from megagrpo.trainer.callbacks import Callbacks
 from megagrpo.trainer.trainer import Trainer
 from megagrpo.verify.step import fill_weights
 
@@ -66,7 +67,23 @@ def build(config, folder, layout, resources) -> Trainer:
     saver = Checkpointer(folder / "checkpoints", layout, policy, 1, folder)
     weights = partial(blocks, policy.chunks, hf_config, layout)
     sampling = sampling_params(config.rollout, ())
-    return Alone(config, layout, policy, None, make_loss(config), given, [], given, sampling, weights, None, saver, writer, dumps)
+    return Alone(
+        config,
+        layout,
+        policy,
+        None,
+        make_loss(config),
+        given,
+        [],
+        given,
+        sampling,
+        weights,
+        None,
+        saver,
+        writer,
+        dumps,
+        Callbacks(config, layout),
+    )
 
 
 def train(folder: Path) -> list[list[str]]:

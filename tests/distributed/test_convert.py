@@ -448,7 +448,7 @@ def test_check_roundtrip_names_what_differs(models, tmp_path):
     manifest = json.loads((tmp_path / "m.json").read_text())
     assert not manifest["identical"]
     first, *_, last = manifest["differences"]
-    assert "model.norm.weight (model-" in first and "sha256 was" in first and last.endswith(": the files differ")
+    assert "model.norm.weight (model-" in first and "sha256 changed from" in first and last.endswith(": the files differ")
     assert [file.name for file in tmp_path.iterdir()] == ["m.json"]
 
 

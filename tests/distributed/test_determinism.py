@@ -15,6 +15,7 @@ from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
+from megagrpo.records.metrics import values_of
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import fill_weights
 
@@ -39,7 +40,7 @@ def _steps(case, deterministic=False):
     seen = []
     for _ in range(STEPS):
         batch = reference.annotate(pack(random_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size))
-        metrics = policy.train_step(batch, make_loss(settings), denominator(batch, "sequence_means", 16))
+        metrics = values_of(policy.train_step(batch, make_loss(settings), denominator(batch, "sequence_means", 16)))
         weights = b"".join(p.detach().numpy().tobytes() for chunk in policy.chunks for p in chunk.parameters())
         seen.append((metrics, hashlib.sha256(weights).hexdigest()))
     modes = torch.are_deterministic_algorithms_enabled(), {chunk.config.deterministic_mode for chunk in policy.chunks}

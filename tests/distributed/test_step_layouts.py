@@ -20,6 +20,7 @@ from megagrpo.policy.reference import Reference
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import MetricsWriter
 from megagrpo.rollout.collector import sampling_params
+from megagrpo.trainer.callbacks import Callbacks
 from megagrpo.trainer.trainer import Trainer
 
 SECTIONS = dict(
@@ -77,7 +78,7 @@ def two_steps(parallel: dict, model: Path, run: Path) -> list[dict]:
     trainer = Alone(
         config, layout, policy, reference, make_loss(config), given, [], given, sampling_params(config.rollout, ()),
         partial(blocks, policy.chunks, hf_config, layout), None, None, writer,
-        StepDumps(config, policy, run / "dumps", model, lambda text: None, reference),
+        StepDumps(config, policy, run / "dumps", model, lambda text: None, reference), Callbacks(config, layout),
     )  # fmt: skip
     metrics = []
     for step in (1, 2):

@@ -61,7 +61,7 @@ def test_bf16_is_held_to_what_rounding_does_and_a_fault_is_still_seen(run, capsy
     assert capsys.readouterr().out.count("model.layers.1.mlp.up_proj.weight") == 2  # its gradient and the weight itself
     norms_that_keep_their_part_of_the_gradient(monkeypatch)
     assert main(arguments) == 1
-    assert "gradient model.layers.0.input_layernorm.weight is" in capsys.readouterr().out
+    assert "gradient model.layers.0.input_layernorm.weight: difference" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_bf16_is_held_to_what_rounding_does_and_a_fault_is_still_seen(run, capsy
     [
         (["--layout", "tp=5"], ["num_attention_heads=12 is not divisible by tp=5", "valid tp: 1, 2, 3, 6"]),
         (["--layout", "tpp=2"], ["parallel.tpp: unknown key; did you mean parallel.tp?"]),
-        (["--layout", "sequence_parallel"], ["parallel.sequence_parallel: needs parallel.tp > 1"]),
+        (["--layout", "sequence_parallel"], ["parallel.sequence_parallel: true needs parallel.tp > 1"]),
         (["--layout", "dp=16"], ["--layout dp=16: needs 16 ranks", "8 are started at most", "launch/ranks.py"]),
         (["--layout", "tp=2,dp=2", "--ranks", "2"], ["needs 4 ranks, and there are 2"]),
         (["--ranks", "3"], ["world_size: 3 is not a multiple"]),

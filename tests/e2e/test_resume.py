@@ -95,7 +95,10 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it_and_nothing_is_tou
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     run = world.train(tmp_path, "run.max_steps=6", "--resume")
     assert run.code == 2 and "Traceback" not in run.err and len(run.err.splitlines()) == 1, run.err
-    assert f"run.resume: {broken}/__0_0.distcp is truncated: " in run.err and "continues from step_000002" in run.err
+    assert (
+        f"run.resume: {broken}/__0_0.distcp is truncated: " in run.err
+        and f"To continue from step_000002 instead, remove the folder {broken}" in run.err
+    )
     assert run.saved == parts.saved and (run.folder / "metrics.jsonl").read_text() == before
 
 

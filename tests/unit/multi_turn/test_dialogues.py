@@ -432,7 +432,7 @@ def test_calls_can_be_read_by_the_engine(tokenizer, responders):
     engine = dialogue_engine(tokenizer, table, ['calculator{"expression": "6 * 7"}', 'calculator{"expression', "It is 42."])
     ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 300), 0)
     assert [m["content"] for m in rollout.dialogue.messages[1::2]] == ["42", rollout.dialogue.messages[3]["content"]]
-    assert "the arguments of calculator are no JSON" in rollout.dialogue.messages[3]["content"]
+    assert "the arguments of calculator are not valid JSON" in rollout.dialogue.messages[3]["content"]
     assert (rollout.dialogue.tool_calls, rollout.dialogue.tool_failures, rollout.dialogue.ended) == (2, 1, "done")
 
 

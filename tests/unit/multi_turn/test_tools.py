@@ -131,13 +131,13 @@ def test_hermes_calls_are_read(text, content, calls):
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ("{'name': 'add'}", "no JSON"),
+        ("{'name': 'add'}", "not valid JSON"),
         ("[1]", "has no name"),
         ({"name": 3, "arguments": {}}, "has no name"),
         ({"name": "add", "arguments": [1]}, "arguments of add must be an object"),
-        ({"name": "add", "arguments": "{"}, "arguments of add are no JSON"),
-        ("[" * 100_000, "no JSON"),
-        ("", "no JSON"),
+        ({"name": "add", "arguments": "{"}, "arguments of add are not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("", "not valid JSON"),
     ],
     ids=["quotes", "list", "name", "arguments", "text", "nesting", "empty"],
 )

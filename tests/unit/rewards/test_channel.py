@@ -242,9 +242,9 @@ def test_a_column_that_cannot_be_passed_is_an_error_of_the_call_and_names_the_ty
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("3.5", "it returned a str, '3.5'; a reward must be a number"),
-        ({"a": 1}, "it returned a dict, {'a': 1}; a reward must be a number"),
-        ([1], "it returned a list, [1]; a reward must be a number"),
+        ("3.5", "it returned a str, '3.5'; a reward must be a number or None"),
+        ({"a": 1}, "it returned a dict, {'a': 1}; a reward must be a number or None"),
+        ([1], "it returned a list, [1]; a reward must be a number or None"),
         (1e308, "it returned 1e+308; a reward must lie within ±1e+15, or the statistics of a step overflow float32"),
         (-1e16, "it returned -1e+16; a reward must lie within"),
         (10**400, "it returned inf, which is not finite"),
@@ -261,7 +261,7 @@ def test_a_value_that_is_no_reward_is_an_error_of_its_sample(folder, caplog):
     with scorer(folder, f"{folder}/mine.py:odd") as s:
         assert rewards_named(s.score(rollouts("x", *odd, "y")), "odd") == [1.0, *[0.0] * len(odd), 1.0]
         assert s.metrics()["rewards/odd/exceptions"] == len(odd)
-    assert "it returned a str, '3.5'; a reward must be a number" in caplog.text
+    assert re.search("it returned .*(; a reward must|, which is not finite)", caplog.text)  # the first failure depends on the workers
 
 
 def test_rewards_that_are_no_list_are_an_error_and_their_type_is_named(folder, caplog):
@@ -327,7 +327,7 @@ def test_an_episode_that_forks_answers_once(responders):
 def test_an_environment_that_gives_text_for_a_reward_gets_0(responders, caplog):
     conversation, _ = play(responders, "text")
     responders.finish([conversation])
-    assert conversation.rewards == {"Episode": 0.0} and "it returned a str, 'high'; a reward must be a number" in caplog.text
+    assert conversation.rewards == {"Episode": 0.0} and "it returned a str, 'high'; a reward must be a number or None" in caplog.text
 
 
 def test_the_package_receives_no_pickles_from_other_processes():

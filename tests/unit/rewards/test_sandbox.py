@@ -148,10 +148,10 @@ def test_a_wall_that_is_missing_is_found_out(walls, missing):
 
 def test_a_guarantee_that_cannot_be_given_is_refused_unless_best_effort_is_asked_for(monkeypatch, caplog):
     monkeypatch.setattr(code_execution, "missing_guarantees", lambda: {"no network": "..."})
-    with pytest.raises(ValueError, match=r"missing: no network.*args: {sandbox: best_effort}"):
+    with pytest.raises(ValueError, match=r"lacks guarantees of the sandbox: no network.*args: {sandbox: best_effort}"):
         CodeExecution()
     assert CodeExecution(sandbox="best_effort")(["print(1)"], expected_output=["1"]) == [1.0]
-    assert "missing: no network" in caplog.text
+    assert "lacks guarantees of the sandbox: no network" in caplog.text
 
 
 def test_a_machine_that_runs_nothing_is_named(monkeypatch):

@@ -35,7 +35,7 @@ class Scoring:
     @contextlib.contextmanager
     def begin(self, step):
         groups = []
-        yield SimpleNamespace(add=lambda place, group: groups.extend(group), finish=lambda: groups, metrics=dict)
+        yield SimpleNamespace(add=lambda place, group: groups.extend(group), finish=lambda: groups, counters=dict)
 
 
 @pytest.fixture
