@@ -2,6 +2,7 @@
 
 import datetime
 import math
+import re
 import socket
 import struct
 import time
