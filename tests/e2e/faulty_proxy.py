@@ -1,4 +1,4 @@
-"""A proxy in front of a server that spoils single requests."""
+"""A proxy in front of a server that makes single requests fail."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ANSWER = b"HTTP/1.1 %s\r\ncontent-type: text/html\r\ncontent-length: 18\r\n\r\n<
 
 
 class FaultyProxy:
-    """Passes every connection, of one request each, on to this port of the machine. `faults` says by path what becomes of the next request:
-    `reset` breaks it off, `lost` breaks it off when its answer comes, `html` and `gateway` answer it here. A context manager."""
+    """Forwards connections of one request each to this port of the machine. `faults` maps a path to the fault of its next request: `reset`
+    drops the connection, `lost` drops it when the response arrives, `html` and `gateway` respond here. A context manager."""
 
     def __init__(self, port: int):
         self.faults: dict[str, str] = {}
@@ -55,13 +55,13 @@ class FaultyProxy:
                 threading.Thread(target=_pump, args=(client, server), daemon=True).start()
                 if fault == "lost":
                     server.recv(1)
-                    client.shutdown(socket.SHUT_RDWR)  # wakes the other thread, which would keep the connection open
+                    client.shutdown(socket.SHUT_RDWR)  # wakes the other thread, which keeps the connection open otherwise
                 else:
                     _pump(server, client)
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
-    """Pass bytes on until one side has closed."""
+    """Forward bytes until one side closes."""
     with contextlib.suppress(OSError):
         while data := source.recv(65536):
             sink.sendall(data)

@@ -1,5 +1,5 @@
-"""Mixed into the workers of a server under test (`--worker-extension-cls`): has one of them stop itself, by SIGSTOP, at a chosen moment of
-its next weight update. What resumes or kills it is the test."""
+"""A worker extension (`--worker-extension-cls`) for servers under test: one worker stops itself with SIGSTOP at a chosen point of its next
+weight update. The test resumes or kills it."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from megagrpo.vllm_plugin.engine import ShardEngine
 from megagrpo.vllm_plugin.reader import ShardReader
 from megagrpo.vllm_plugin.worker_verbs import WorkerVerbs
 
-due: dict[str, int] = {}  # moment -> how often it passes before the worker stops
+due: dict[str, int] = {}  # point of the update -> times to pass it before the worker stops
 
 
 def pass_or_stop(moment: str) -> None:
@@ -37,8 +37,8 @@ before(ShardReader, "fill", "update")
 
 class Halting(WorkerVerbs):
     def halt(self, worker: int, moment: str, passes: int = 0) -> int:
-        """Stop worker number `worker` when `moment` ("start", "update": a copy of weights, "finish") comes the next time but `passes`; its
-        process id."""
+        """Stop worker number `worker` at `moment` ("start", "update": a copy of weights, "finish") after passing it `passes` times. Returns
+        its process id."""
         if self.rank == worker:
             due[moment] = passes
         return os.getpid()

@@ -1,11 +1,11 @@
-"""Random kills of whole runs. Each killed run is resumed and must end with the bits of an undisturbed run, and leave nothing behind.
+"""Random kills of whole runs. Each killed run is resumed. It must end bit-identical to a run without kills, and leave nothing behind.
 
     python tests/e2e/random_kills.py --seed 7 --kills 100
 
 A kill is a signal (SIGKILL, SIGTERM or SIGSTOP) to a role of the run: launcher, a rank, supervisor, API server, EngineCore, a vLLM worker,
-a reward worker, or supervisor and ranks together. torchrun's agent runs inside the launcher, so the launcher stands for both. A process
-that got SIGSTOP gets SIGCONT after one to five seconds (hangs without an end: test_hung_servers.py). The seed decides roles, signals and
-delays; the phase that a kill meets depends on the machine. `--keep FOLDER` keeps undisturbed runs for the next call.
+a reward worker, or supervisor and ranks together. torchrun's agent runs inside the launcher, so the launcher stands for both. A stopped
+process gets SIGCONT after one to five seconds (test_hung_servers.py tests endless hangs). The seed decides roles, signals and delays; the
+phase of each kill depends on the machine. `--keep FOLDER` keeps runs without kills for the next call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-if __name__ == "__main__":  # what pytest's `pythonpath` does
+if __name__ == "__main__":  # pytest's `pythonpath` does this for tests
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "distributed")]
 
 import torch
@@ -47,19 +47,19 @@ SETTINGS = {
 
 @dataclass
 class Struck:
-    """A run from its start to its end, started again after each kill that ends it. `left` names what outlived one of its starts."""
+    """A run from start to end, restarted after each kill that ends it. `left` lists what outlived one of its starts."""
 
     setting: str
     home: Path
     rng: random.Random
-    processes: dict[int, str] = field(default_factory=dict)  # id -> when it was started
+    processes: dict[int, str] = field(default_factory=dict)  # id -> its start time
     files: set[Path] = field(default_factory=set)
     sockets: set[str] = field(default_factory=set)
     left: list[str] = field(default_factory=list)
     of_killed: set[Path] = field(default_factory=set)  # temporary folders that only the next start can remove
 
     def start(self, resume: bool) -> subprocess.Popen:
-        """The run as a user starts it, with servers of its own and its output in files."""
+        """Start the run as a user does, with servers of its own and its output in files."""
         (self.home / "tmp").mkdir(parents=True, exist_ok=True)
         ranks, options = SETTINGS[self.setting]
         words = world.arguments(self.home, *OPTIONS, *options, launched=True)
@@ -70,18 +70,18 @@ class Struck:
             return subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
 
     def look(self, root: int) -> None:
-        """Note the processes, files in shared memory and ports that the run has at the moment."""
+        """Record the run's current processes, files in shared memory and ports."""
         self.processes |= {pid: at for start in [root, *self.alive()] for pid in world.family(start) if (at := born(pid))}
         alive = self.alive()
         self.files |= world.shared_memory(alive)
         self.sockets |= listening(alive)
 
     def alive(self) -> list[int]:
-        """Processes of the run that have not ended."""
+        """Processes of the run that are still alive."""
         return [pid for pid, at in [*self.processes.items()] if born(pid) == at]
 
     def outlived(self) -> list[str]:
-        """What the run has left of all that it had."""
+        """List the recorded processes, files and ports that still exist."""
         found = [f"process {pid}: {words(pid)}" for pid in self.alive()]
         found += [f"file {file}" for file in sorted(self.files) if file.exists()]
         found += [f"temporary file {file}" for file in self.temporary() - self.of_killed]
@@ -93,7 +93,7 @@ class Struck:
 
 
 def folders_of_killed(struck: Struck) -> set[Path]:
-    """Temporary folders of launchers and ranks. One that is killed with its supervisors leaves its own, which the next start removes."""
+    """Temporary folders of launchers and ranks. A launcher killed with its supervisors leaves its folder; the next start removes it."""
     return {path for path in struck.temporary() if path.name.startswith("megagrpo_tmp_")}
 
 
@@ -106,7 +106,7 @@ def words(pid: int) -> str:
 
 
 def rank_of(pid: int) -> str:
-    """What torchrun calls the rank of a process and of its children; "" without torchrun."""
+    """torchrun's name for the rank of a process and its children; "" without torchrun."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -115,7 +115,7 @@ def rank_of(pid: int) -> str:
 
 
 def roles(root: int) -> dict[str, list[int]]:
-    """The processes of each role that the run has now."""
+    """The run's current processes by role."""
     found: dict[str, list[int]] = {}
     for pid in world.family(root):
         line = words(pid)
@@ -142,7 +142,7 @@ def roles(root: int) -> dict[str, list[int]]:
 
 
 def kills(setting: str, rng: random.Random) -> Iterator[tuple[str, signal.Signals]]:
-    """Every role with every signal, in an order of its own each time."""
+    """Yield every pair of role and signal, in a new random order each round."""
     ranks = SETTINGS[setting][0]
     names = ["supervisor", "API server", "EngineCore", "vLLM worker", "reward worker", "supervisor and ranks"]
     names += [f"rank {rank}" for rank in range(ranks)] + ["launcher"] * (ranks > 1)
@@ -152,7 +152,7 @@ def kills(setting: str, rng: random.Random) -> Iterator[tuple[str, signal.Signal
 
 
 def strike(struck: Struck, root: subprocess.Popen, role: str, number: signal.Signals) -> str:
-    """Send the signal to a process of that role, once there is one; the words for it, "" when the run ended before."""
+    """Wait for a process of that role and send it the signal. Returns a description, or "" if the run ended first."""
     sought = time.monotonic()
     while not (targets := roles(root.pid).get(role)):
         if root.poll() is not None or time.monotonic() - sought > PATIENCE:
@@ -173,12 +173,12 @@ def strike(struck: Struck, root: subprocess.Popen, role: str, number: signal.Sig
 
 
 def one_start(struck: Struck, root: subprocess.Popen, todo: Iterator[tuple[str, signal.Signals]], budget: list[int]) -> int:
-    """Strike the run until it ends; its exit code. `budget` holds how many kills are left."""
+    """Kill processes of the run until it ends; return its exit code. `budget` holds the number of kills left."""
     said = ""
     while root.poll() is None:
         if budget[0] > 0:
             before = world.steps_done(struck.home)
-            if struck.rng.random() < 0.5:  # at any moment of the start
+            if struck.rng.random() < 0.5:  # at any point of start-up
                 time.sleep(struck.rng.uniform(0, 25))
             else:
                 wait_for_a_step(struck, root)
@@ -191,7 +191,7 @@ def one_start(struck: Struck, root: subprocess.Popen, todo: Iterator[tuple[str, 
 
 
 def wait_for_a_step(struck: Struck, root: subprocess.Popen) -> None:
-    """Wait until the run takes a step or ends. AssertionError when it hangs."""
+    """Wait until the run completes a step or ends. AssertionError when it hangs."""
     fewest, began = world.steps_done(struck.home), time.monotonic()
     while root.poll() is None and (now := world.steps_done(struck.home)) <= fewest:
         fewest = min(fewest, now)
@@ -201,7 +201,7 @@ def wait_for_a_step(struck: Struck, root: subprocess.Popen) -> None:
 
 
 def to_the_end(struck: Struck, todo: Iterator[tuple[str, signal.Signals]], budget: list[int]) -> list[int]:
-    """The run through all kills to its end; the exit codes of its starts. AssertionError when something is left behind."""
+    """Take the run through all kills to its end; return the exit codes of its starts. AssertionError when something is left behind."""
     codes = []
     while not codes or codes[-1] != 0:
         root = struck.start(resume=any((struck.home / "run" / "checkpoints").glob("step_*")))
@@ -228,14 +228,14 @@ def to_the_end(struck: Struck, todo: Iterator[tuple[str, signal.Signals]], budge
 
 
 def result(home: Path) -> tuple[list, list, dict[str, torch.Tensor]]:
-    """What must be equal: every response with its reward, the loss of each step, and all tensors of the last checkpoint."""
+    """Everything that must be equal: each response with its reward, the loss of each step, and all tensors of the last checkpoint."""
     run = world.Run(0, "", "", home / "run")
     rows = [(row["step"], row["prompt_id"], row["completion"], row["reward"]) for row in run.completions]
     return rows, [(line["step"], line["loss"]) for line in run.metrics], world.plain_tensors(run.newest)
 
 
 def differences(struck: Path, calm: Path) -> list[str]:
-    """Where two finished runs differ; nothing when they are equal bit by bit."""
+    """Differences between two finished runs; empty when they are bit-identical."""
     (rows, losses, tensors), (their_rows, their_losses, their_tensors) = result(struck), result(calm)
     found = [f"response {i}: {a} is not {b}" for i, (a, b) in enumerate(zip(rows, their_rows, strict=False)) if a != b][:3]
     found += [f"{len(rows)} responses, not {len(their_rows)}"] * (len(rows) != len(their_rows))
@@ -245,7 +245,7 @@ def differences(struck: Path, calm: Path) -> list[str]:
 
 
 def undisturbed(setting: str, kept: Path) -> Path:
-    """The folder of a run of that setting without any kill, made where `kept` has none."""
+    """The folder of a run with that setting and without kills; makes it if `kept` does not have it."""
     home = kept / setting.replace(" ", "_").replace(",", "")
     if not (home / "done").exists():
         shutil.rmtree(home, ignore_errors=True)
@@ -257,7 +257,7 @@ def undisturbed(setting: str, kept: Path) -> Path:
 
 
 def many_kills(seed: int, count: int, work: Path, kept: Path, settings: list[str]) -> list[str]:
-    """`count` kills, run by run in the settings in turn; what went wrong."""
+    """Perform `count` kills, run by run, cycling through the settings; return the failures."""
     rng, budget, wrong = random.Random(seed), [count], []
     todo = {setting: kills(setting, rng) for setting in settings}
     number = 0

@@ -1,4 +1,4 @@
-"""An adaptive entropy bonus over a run that stops and goes on."""
+"""An adaptive entropy bonus in a run that stops and resumes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whole runs whose generation runs ahead of training, on real vLLM servers."""
+"""Whole runs with generation ahead of training, on real vLLM servers."""
 
 import json
 import os
@@ -10,9 +10,9 @@ from megagrpo.records.checkpoint import checkpoints
 from tests.e2e import world
 
 AHEAD = ("rollout.max_staleness=1", "algorithm.importance_correction=token_truncate")
-STILL = ("train.learning_rate=1e-30",)  # weights that stay as they are
-SLOW = ("rollout.max_completion_length=40", "rollout.max_num_seqs=4")  # a group after the other
-GROUPS, GROUP = 4, 4  # of a step, and responses of each
+STILL = ("train.learning_rate=1e-30",)  # weights stay constant
+SLOW = ("rollout.max_completion_length=40", "rollout.max_num_seqs=4")  # one group after another
+GROUPS, GROUP = 4, 4  # groups per step, responses per group
 
 
 def texts(run):
@@ -21,7 +21,7 @@ def texts(run):
 
 @pytest.fixture(scope="module")
 def synchronous(tmp_path_factory):
-    """Every response of twelve steps of a run that does not run ahead, and the norm of each step's gradient."""
+    """Every response of a synchronous run of twelve steps, and the gradient norm of each step."""
     run = world.train(tmp_path_factory.mktemp("synchronous"), "run.max_steps=12", *STILL)
     assert run.code == 0 and not any(name.startswith(("staleness/", "async/")) for line in run.metrics for name in line), run.err
     return texts(run), [line["grad_norm"] for line in run.metrics]
@@ -98,7 +98,7 @@ def test_responses_that_a_step_waits_for_too_long_are_cut(tmp_path):
     assert run.code == 0 and run.metrics[0]["async/cut"] > 0, run.err
     cut = [row for row in run.completions if row["finish_reason"] == "length" and row["num_tokens"] < 40]
     assert cut and all(row["num_tokens"] > 0 for row in run.completions)
-    for line in run.metrics:  # servers work while a step waits, and what was before the first step does not count
+    for line in run.metrics:  # servers work while a step waits; the time before the first step does not count
         assert line["idle/servers"] <= 1 - line["time/generate"] / line["time/step"] + 0.02
 
 

@@ -1,4 +1,4 @@
-"""A run dumps its steps without noticing; the audit agrees with what it has dumped, and finds every number that was changed since."""
+"""Dumping a run's steps does not change the run. The audit agrees with the dump, and finds every number changed afterwards."""
 
 import json
 import shutil
@@ -61,7 +61,7 @@ def test_the_audit_agrees_with_what_the_run_computed(dumped, step):
         for update in (1, 2):
             check = checks[f"{name}, optimizer step {update}"]
             assert check["count"] == tokens and check["difference"] < 1e-5
-    for quantity, metric in (("grad_norm", "grad_norm"), ("mean kl", "kl")):  # metrics of a step are means over its optimizer steps
+    for quantity, metric in (("grad_norm", "grad_norm"), ("mean kl", "kl")):  # a step's metrics are means over its optimizer steps
         mean = sum(checks[f"{quantity}, optimizer step {update}"]["recomputed"] for update in (1, 2)) / 2
         assert mean == pytest.approx(dumped.metrics[step - 1][metric], rel=1e-5)
     assert checks["rewards"]["note"] == "run again: format; weighted sum of what is dumped: low_bytes"
@@ -83,7 +83,7 @@ def test_the_audit_agrees_with_what_the_run_computed(dumped, step):
     ids=lambda options: options[0].removeprefix("algorithm."),
 )
 def test_every_kind_of_step_can_be_audited(options, tmp_path):
-    seldom = f"rewards.functions=[{{function: {world.folder()}/rewards.py:seldom}}]"  # some groups teach nothing and are left out
+    seldom = f"rewards.functions=[{{function: {world.folder()}/rewards.py:seldom}}]"  # some groups have no advantage and are left out
     done = world.train(tmp_path, seldom, *options, "debug.dump_steps=[2]", "train.max_tokens_per_micro_batch=120")
     assert done.code == 0, done.err
     code, said = world.audit(done.folder, "--step", 2)
@@ -91,7 +91,7 @@ def test_every_kind_of_step_can_be_audited(options, tmp_path):
 
 
 def in_text(change):
-    """A change of step.json."""
+    """Return a function that applies `change` to step.json."""
 
     def apply(folder):
         contents = json.loads((folder / "step.json").read_text())
@@ -102,7 +102,7 @@ def in_text(change):
 
 
 def in_rows(change):
-    """A change of the rows of the first optimizer step."""
+    """Return a function that applies `change` to the rows of the first optimizer step."""
 
     def apply(folder):
         rows = load_file(folder / "update_1.safetensors")
@@ -162,7 +162,7 @@ TAMPERED = {
 
 
 def _audit_tampered(dump, scratch):
-    """The exit code of the audit and the first difference, for every way to tamper with the dump of a second step."""
+    """The audit's exit code and first difference for each way to tamper with the dump of a second step."""
     from megagrpo.audit.checks import check_step
     from megagrpo.audit.saved import load_step
     from megagrpo.commands.audit import verdict

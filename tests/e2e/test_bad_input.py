@@ -1,4 +1,4 @@
-"""What a person gets for a mistake: exit code 2, one readable message that names the key, and nothing left running."""
+"""User mistakes: exit code 2, one readable message that names the key, and no process left running."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.e2e import world
 
 
 def refused(run, *words):
-    """The run ended with exit code 2 before it trained anything, and its message holds `words`."""
+    """Assert that the run ended with exit code 2 before training, and that its message contains `words`."""
     assert run.code == 2, run.out + run.err
     for word in words:
         assert word in run.err, run.err

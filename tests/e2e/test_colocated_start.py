@@ -1,5 +1,5 @@
-"""Servers that share the trainer's GPUs start before it takes memory there: vLLM measures what is free, twice, and counts the difference as
-its own. From then on one of the two has it, and the other has left."""
+"""Servers that share the trainer's GPUs start before the trainer allocates memory: vLLM measures free memory twice and counts the
+difference as its own. Afterwards either the server or the trainer uses the GPU memory, never both."""
 
 import pytest
 
@@ -39,7 +39,7 @@ SAVE = ["/sleep?level=1", "load_all"]
 
 @pytest.mark.full
 def test_trainer_and_servers_have_the_memory_in_turns(tmp_path):
-    """vLLM without a GPU is told the same, and sleeps through none of it."""
+    """vLLM without a GPU gets the same options, and never sleeps."""
     told = tmp_path / "told"
 
     def note(name):

@@ -1,4 +1,4 @@
-"""The boxes that planning takes vLLM's workers to want are those that vLLM's own loaders copy, for every way to cut a model."""
+"""The boxes that planning expects vLLM's workers to read are those that vLLM's loaders copy, for every way to cut a model."""
 
 import functools
 import importlib
@@ -21,7 +21,7 @@ from tests.e2e.tiny_servers import model_folder, weights
 
 @dataclass
 class Listener:
-    """A source of lazy tensors that writes down what loaders copy."""
+    """A source of lazy tensors that records what loaders copy."""
 
     shapes: dict[str, tuple[int, ...]]
     boxes: dict[str, list[Box]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Listener:
 
 
 def copied_by_loaders(folder, shapes, tp, pp, expert_parallel):
-    """What this rank's part of vLLM's own model copies when it loads tensors of these shapes."""
+    """Return what this rank's part of vLLM's model copies when it loads tensors of these shapes."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
@@ -84,7 +84,7 @@ def shapes_of(kind):
 def test_planned_boxes_are_those_that_vllms_loaders_copy(kind, layout):
     importlib.import_module("vllm.engine.arg_utils")  # once, before the ranks are forked
     folder, shapes = model_folder(kind), shapes_of(kind)
-    name = f"cuts{os.getpid()}_{secrets.token_hex(4)}"  # of the memory that vLLM's workers share, and leave behind
+    name = f"cuts{os.getpid()}_{secrets.token_hex(4)}"  # vLLM's workers share this memory and leave it behind
     arguments = (folder, shapes, layout.tp, layout.pp, layout.ep > 1)
     try:
         found = run_ranks(copied_by_loaders, layout.workers, *arguments, env={"VLLM_DIST_IDENT": name})

@@ -1,4 +1,4 @@
-"""Runs whose responses have several turns, on a real engine: what others wrote is in the tokens and nowhere else."""
+"""Runs with multi-turn responses on a real engine: tokens of users and tools are in the sequence, and never trained on."""
 
 import json
 import os
@@ -25,13 +25,13 @@ import time
 
 
 def again(messages, turn, answer, **columns):
-    """Two questions more, and points for digits."""
+    """Add two questions to the dialogue, and reward digits."""
     said = messages[-1]["content"]
     return [*messages, {"role": "user", "content": "?"}], turn == 3, float(any(c.isdigit() for c in said))
 
 
 class Board:
-    """Says something of its own at the beginning, fails now and then, and rewards patience."""
+    """Starts with a message of its own, fails now and then, and adds a reward of its own."""
 
     def __init__(self):
         self.turns = 0
@@ -59,7 +59,7 @@ LIMITS = ["rollout.max_prompt_length=36", "rollout.max_completion_length=27"]
 
 @pytest.fixture(scope="module")
 def talkative(tmp_path_factory):
-    """Options of runs on the world's model with a quarter of all tokens ending a turn, and a file of schedulers."""
+    """Options of runs on the world's model, where a quarter of all tokens end a turn, with a file of schedulers."""
     folder = tmp_path_factory.mktemp("talkative")
     shutil.copytree(world.folder() / "model", folder / "model")
     (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(10, 74), 257]}))
@@ -83,7 +83,7 @@ def test_a_run_of_several_turns_is_exact_to_the_token(talkative, tmp_path):
     for line in run.metrics:
         rows = [row for row in run.completions if row["step"] == line["step"]]
         dialogues = [row["dialogue"] for row in rows]
-        assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)  # behind others' tokens too
+        assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)  # after the tokens of users and tools too
         assert (
             line["multi_turn/mean_turns"] == pytest.approx(sum(d["num_turns"] for d in dialogues) / len(rows))
             and line["multi_turn/mean_turns"] > 1.3
@@ -112,7 +112,7 @@ def _mean(values):
 
 @pytest.mark.full
 def test_the_same_seed_says_the_same_whatever_the_layout(talkative, tmp_path):
-    """An episode for each response, some of which fail: the run goes on, and two data-parallel ranks get what one gets."""
+    """Each response is one episode, and some episodes fail: the run continues, and two data-parallel ranks get the same as one."""
     runs = []
     for ranks in (1, 2):
         words = options(talkative, "Board", "run.max_steps=1", "rewards.functions=[]", "train.distributed_optimizer=false")
@@ -176,7 +176,7 @@ def test_vllms_parser_reads_what_ours_reads(tmp_path):
 
 @pytest.mark.full
 def test_a_model_that_can_learns_to_use_the_calculator(tmp_path):
-    """The example, two steps of it: most responses call the tool by the second."""
+    """Two steps of the example: most responses call the tool by the second."""
     command = [world.REPOSITORY / "launch" / "local.sh", "configs/examples/calculator_tool.yaml", "run.max_steps=2"]
     ended = subprocess.run([*command, f"run.output_dir={tmp_path}"], cwd=world.REPOSITORY, capture_output=True, text=True, timeout=600)
     done = world.Run(ended.returncode, ended.stdout, ended.stderr, tmp_path / "calculator_tool")

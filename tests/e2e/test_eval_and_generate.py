@@ -1,4 +1,4 @@
-"""`megagrpo eval` and `megagrpo generate` on servers that run already and on their own, and nothing of them stays."""
+"""`megagrpo eval` and `megagrpo generate`, on running servers and with servers of their own, leave nothing behind."""
 
 import json
 import os
@@ -88,7 +88,7 @@ def test_a_prompt_is_answered_greedily_the_same_from_the_command_line_and_from_s
     hot = ["What is 1 + 2?", "--temperature", "2", "--max-tokens", "6", "--seed"]
     one, again, other = (generate(*hot, seed)[1] for seed in ("1", "1", "2"))
     assert one == again != other
-    assert "the conversation has" in generate("What is 1 + 2?", "--system", "x" * 60)[2]  # it is in front of the question
+    assert "the conversation has" in generate("What is 1 + 2?", "--system", "x" * 60)[2]  # the system message precedes the question
 
 
 def test_a_conversation_remembers_until_it_is_reset_and_says_when_it_is_too_long():
@@ -107,7 +107,7 @@ def test_a_signal_ends_a_conversation_and_its_server(tmp_path):
     process = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
     process.stdin.write("hello\n")
     process.stdin.flush()
-    assert process.stdout.readline()  # a model alone is enough, with a server of its own
+    assert process.stdout.readline()  # a model without a config is enough; the command starts its own server
     family = world.family(process.pid)
     assert len(family) > 2
     process.send_signal(signal.SIGTERM)

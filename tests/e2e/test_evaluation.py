@@ -1,4 +1,4 @@
-"""Evaluation while a run goes on: sets with their own sampling, and the best checkpoint."""
+"""Evaluation during a run: evaluation sets with their own sampling, and the best checkpoint."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_sets_are_evaluated_with_their_own_sampling_before_between_and_after(tmp
 @pytest.mark.full
 @pytest.mark.parametrize(
     "metric", [pytest.param("hard/reward", marks=pytest.mark.full), "easy/completions/max_length"]
-)  # one that rises, one that is the same every time
+)  # one that rises, one that is constant
 def test_the_best_checkpoint_stays_beside_the_newest_and_a_resumed_run_knows_it(metric, tmp_path):
     options = [sets(metric), "evaluation.steps=1", "run.save_total_limit=1", "train.learning_rate=3e-3"]
     values = {}
@@ -43,7 +43,7 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_a_resumed_run_knows_it(
         run = world.train(tmp_path, *options, f"run.max_steps={steps}", *resume)
         assert run.code == 0, run.err
         values |= {line["step"]: line[f"eval/{metric}"] for line in evaluations(run)}
-        best = max(range(1, steps + 1), key=lambda step: (values[step], -step))  # of equal ones the first
+        best = max(range(1, steps + 1), key=lambda step: (values[step], -step))  # the first of equal ones
         assert run.saved == sorted({"best", f"step_{best:06d}", f"step_{steps:06d}"})
         assert (run.folder / "checkpoints" / "best").resolve().name == f"step_{best:06d}"
         state = json.loads((run.newest / "megagrpo.json").read_text())["state"]

@@ -1,4 +1,4 @@
-"""Every family in a real vLLM: weights that lie in Megatron's shards reach it exactly, and both compute the same log-probs from them."""
+"""Every family in a real vLLM: weights from Megatron's shards arrive exactly, and both compute the same log-probs."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ GREEDY = SamplingParams(0.0, 24)
 LAYOUT = dict(tp=2, pp=2, sequence_parallel=True)
 LORA = LoraSection(rank=4, alpha=6.0)
 LONGEST = 128  # tokens, of tiny_servers
-# vLLM's attention on CPUs wants heads of 32 dimensions or more.
+# vLLM's attention on CPUs requires heads of 32 dimensions or more.
 WIDE = dict(hidden_size=192)
 CHANGES: dict[str, dict[str, Any]] = {"phi3 tied, part of the head, longrope": dict(partial_rotary_factor=0.1875)}
-# Its latent attention on CPUs has one size of latents.
+# vLLM's latent attention on CPUs supports one size of latents.
 LATENT = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
-# Its experts there are a multiple of 32 wide, or are padded, which its reload cannot do.
+# vLLM's experts on CPUs must be a multiple of 32 wide: vLLM pads others, and its reload cannot pad.
 CHANGES |= {name: dict(intermediate_size=96) for name in ("gpt_oss", "mixtral")}
 CHANGES |= {name: LATENT for name in MODELS if name.startswith("deepseek")}
-# Of what vLLM cannot run, what it says.
+# The errors of vLLM for models that it cannot run.
 REFUSED = {"qwen2 upper windows": r"exit code 1 .*: AssertionError: Sliding window for some but all layers is not supported.* Its log: "}
 
-# What vLLM for CPU answers otherwise with every batch, with the weights that it has read by itself too: nothing can be told from it.
+# vLLM for CPU gives another result with every batch here, with weights that it has read from files too: nothing can be compared.
 UNSTEADY = ("deepseek_v2 lite",)
 
 
 def folder_of(name: str, spoiled: bool = False) -> Path:
-    """The tiny model as a folder; a spoiled one has other weights."""
+    """The tiny model as a folder; with `spoiled`, the weights differ."""
     kind, extra = MODELS[name]
     heads = dict(head_dim=32) if "head_dim" in extra else {}
     folder = scratch() / f"{re.sub(r'[^a-z0-9]+', '_', name)}{'_spoiled' * spoiled}"
@@ -62,7 +62,7 @@ def folder_of(name: str, spoiled: bool = False) -> Path:
 
 
 def push(engine, folder: Path, version: int, sizes: dict) -> int:
-    """Load `folder` into Megatron's shards and push them; bytes that the server has read."""
+    """Load `folder` into Megatron's shards and push them; return the bytes that the server read."""
     layout, hf_config = init_layout(ParallelSection(**sizes)), load_hf_config(folder)
     chunks = build_model(
         hf_config, layout, dtype=torch.float32, init_weights=False, sequence_parallel=sizes.get("sequence_parallel", False)
@@ -103,19 +103,19 @@ def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
 
     def pushed(source: Path, ranks: int, sizes: dict) -> int:
         read = run_ranks(push, ranks, engine, source, engine.weight_version + 1, sizes)[0]
-        engine.weight_version += 1  # the ranks are forks: their client is not this one
+        engine.weight_version += 1  # the ranks are forks and have their own client
         return read
 
     try:
-        fresh = answers()  # of the weights that vLLM has read from the folder by itself
+        fresh = answers()  # with the weights that vLLM has read from the folder
         pushed(folder_of(name, spoiled=True), 1, {})
         assert answers() != fresh
         read = pushed(folder, 4, LAYOUT)
-        # vLLM's reload loads the bias of a linear when it comes, and again with the rest of its linear.
+        # vLLM's reload loads the bias of a linear when it arrives, and again with the rest of its linear.
         total = sum(tensor.nbytes * (2 if key.endswith(".bias") else 1) for key, tensor in weights(folder).items())
         assert read == total
         for (ids, logprobs), (expected_ids, expected) in zip(answers(), fresh, strict=True):
-            # Its latent attention on CPUs does not give the same last bits twice.
+            # vLLM's latent attention on CPUs is not deterministic in the last bits.
             assert ids == expected_ids and logprobs == pytest.approx(expected, rel=0, abs=1e-5 if "kv_lora_rank" in MODELS[name][1] else 0)
     finally:
         running.launcher.stop()
@@ -126,7 +126,7 @@ def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
 
 
 def push_adapter(engine, folder: Path, merged: Path) -> None:
-    """Give a fused model adapters over ranks, write what they make of it to `merged`, and push them alone."""
+    """Give a fused model adapters over ranks, write the merged model to `merged`, and push the adapters alone."""
     layout, hf_config = init_layout(ParallelSection(**LAYOUT)), load_hf_config(folder)
     chunks = build_model(hf_config, layout, dtype=torch.float32, sequence_parallel=True, own_linears=True)
     attach_adapters(chunks, hf_config, LORA, recompute="none")
@@ -147,7 +147,7 @@ def test_adapters_of_fused_projections_reach_vllm(tmp_path):
         launcher.wait()
         engine = VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, lora=True)
         run_ranks(push_adapter, 4, engine, folder, tmp_path / "merged")
-        engine.weight_version = 2  # the ranks are forks: their client is not this one
+        engine.weight_version = 2  # the ranks are forks and have their own client
         answers = [(group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)]
     finally:
         launcher.stop()

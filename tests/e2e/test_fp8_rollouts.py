@@ -1,4 +1,4 @@
-"""Rollouts in FP8: every sync quantizes anew, exactly as a server that loads the folder does, and the metrics show what it costs."""
+"""Rollouts in FP8: every sync quantizes again, exactly as a server that loads the folder does. The metrics show the quantization error."""
 
 import statistics
 
@@ -36,7 +36,7 @@ def two_servers(tp: int):
 
 
 def pushed(sync: WeightSync, running: Running, folder) -> list:
-    """What the server answers once it has the weights of `folder`."""
+    """The server's responses once it has the weights of `folder`."""
     sync.push(shards(folder), running.engine.weight_version + 1)
     return sampled(running.engine)
 
@@ -46,7 +46,7 @@ def test_every_sync_quantizes_as_a_server_does_that_loads_the_folder(pair):
     synced, fresh = pair
     old, new = sampled(synced.engine), sampled(fresh.engine)
     assert old != new
-    with WeightSync(synced.engine, OneRank(), "bfloat16") as sync:  # the loaders run once; later updates replay what they copied
+    with WeightSync(synced.engine, OneRank(), "bfloat16") as sync:  # the loaders run once; later updates replay their copies
         assert [pushed(sync, synced, folder) == now for folder, now in ((fresh.folder, new), (synced.folder, old)) * 2] == [True] * 4
 
 
@@ -85,13 +85,13 @@ def test_weights_that_ranks_send_to_its_workers_are_quantized_as_well(pair):
     synced, fresh = pair
     version = synced.engine.weight_version + 1
     run_ranks(push_straight, 2, synced.engine, [fresh.folder, synced.folder, fresh.folder], version)
-    synced.engine.weight_version = version + 2  # the ranks are forks: their client is not this one
+    synced.engine.weight_version = version + 2  # the ranks are forks and have their own client
     assert sampled(synced.engine) == sampled(fresh.engine)
 
 
 @pytest.fixture(scope="module")
 def pair_of_two_workers():
-    """As `pair`; the two workers of each server agree on the scales of what they share."""
+    """Like `pair`, with two workers per server, which agree on the scales of the parameters that they share."""
     yield from two_servers(tp=2)
 
 

@@ -1,4 +1,4 @@
-"""A run that keeps its weights in FP8: vLLM gets them, and a run that stops and goes on is the one that never stopped."""
+"""A run with weights in FP8: vLLM gets them, and a resumed run equals an uninterrupted one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be written, and how many are kept."""
+"""Checkpoints that cannot be written, and the number of checkpoints kept."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ LIMIT = 3_000_000
 
 
 def limit_files(pid=0, limit=LIMIT):
-    """From now on the process cannot write a larger file; the write fails half-way as it does on a full disk."""
+    """Limit the size of files that this process can write: larger writes fail half-way, as on a full disk."""
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -41,7 +41,7 @@ def test_a_full_disk_is_reported_and_counted_and_training_goes_on(background, tm
         os.kill(trainer.pid, signal.SIGTERM)
         run = trainer.wait()
     assert run.code == 143, run.err
-    assert len(kept) == 1 and kept[0] >= "step_000001"  # the newest before the disk was full stays until a newer one is complete
+    assert len(kept) == 1 and kept[0] >= "step_000001"  # the newest one from before the disk was full stays until a newer one is complete
     assert run.saved == [f"step_{len(run.metrics):06d}"]
     failures = [line["checkpoint/failures"] for line in run.metrics]
     assert failures[0] == 0 and failures[-1] == run.out.count("warning: writing checkpoint") >= 2
@@ -50,7 +50,7 @@ def test_a_full_disk_is_reported_and_counted_and_training_goes_on(background, tm
 
 
 def steps(trainer):
-    """Checkpoints that a run has told about."""
+    """Checkpoints that a run has reported."""
     return [line for line in trainer.out().splitlines() if line.startswith("checkpoint ")]
 
 

@@ -1,4 +1,4 @@
-"""Gemma's windows, caps and norms in vLLM: after a sync from Megatron's shards its log-probs are Megatron's."""
+"""Gemma's attention windows, logit caps and norms in vLLM: after a sync from Megatron's shards its log-probs are Megatron's."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_vllms_logprobs_after_a_sync_are_megatrons(kind, tmp_path):
     running = connect(launch(folder, kind), folder)
     engine = running.engine
     run_ranks(push_from_megatron, 2, dict(tp=2), engine, other, tmp_path / "out", engine.weight_version + 1)
-    engine.weight_version += 1  # the ranks are forks: their client is not this one
+    engine.weight_version += 1  # the ranks are forks and have their own client
     rollouts = [group[0] for group in engine.generate(PROMPTS, 1, SamplingParams(1.0, 24), seed=0)]
     sequences = [rollout.prompt.token_ids + tuple(rollout.response_ids) for rollout in rollouts]
     (expected,) = run_ranks(megatron_logprobs, 1, other, sequences)

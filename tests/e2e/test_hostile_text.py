@@ -1,4 +1,4 @@
-"""A whole run on prompts with escape sequences and a reward that raises, prints and logs them: none reaches the terminal."""
+"""A whole run on prompts with escape sequences, with a reward that raises, prints and logs them: none reaches the terminal."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""What `megagrpo serve`, and a run with servers of its own, do when a vLLM server hangs behind its own health check, and that work is not
-taken for hanging."""
+"""`megagrpo serve`, and a run with servers of its own, when a vLLM server hangs but passes its health check. A busy server is not treated
+as hung."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ def test_a_server_whose_engine_is_stopped_is_started_again_and_one_that_works_is
 
 
 def stop_the_engine_at_the_tenth_prompt():
-    """Called in the trainer: from then on the process behind its server that computes is stopped."""
+    """Called in the trainer: stops its server's compute process from then on."""
     look_often()
     ask, pid, asked = VllmEngine._ask, os.getpid(), []
 

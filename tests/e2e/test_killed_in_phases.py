@@ -1,5 +1,5 @@
-"""A run that is killed by SIGKILL in any phase of a step, and goes on, is the run that never stopped: the same weights, moments, reference,
-pass rates and rollouts, bit by bit."""
+"""A run that is killed by SIGKILL in any phase of a step and resumed equals an uninterrupted run bit for bit: weights, moments, reference,
+pass rates and rollouts."""
 
 import functools
 import hashlib
@@ -32,7 +32,7 @@ IN_BACKGROUND = "run.async_save=true"
 
 
 class Killer:
-    """Kills this process, a run, in a phase of its step `KILLED_IN`; writes down before which processes there are."""
+    """Kills this process, a run, in a phase of its step `KILLED_IN`; first records the current processes."""
 
     def __init__(self, family: Path):
         self.family, self.step = family, 0
@@ -46,10 +46,10 @@ class Killer:
         threading.Timer(0.02, self.kill).start()
 
     def wrap(self, owner, name, before=None, after=None, always=False):
-        """Have these called before and after `owner.name` in that step; what is to be killed in the middle then waits for it."""
+        """Have these called before and after `owner.name` in that step; a kill in the middle waits for the call."""
         original = getattr(owner, name)
 
-        @functools.wraps(original)  # Megatron looks at signatures
+        @functools.wraps(original)  # Megatron inspects signatures
         def wrapped(*args, **kwargs):
             if not always and self.step != KILLED_IN:
                 return original(*args, **kwargs)
@@ -92,7 +92,7 @@ def after_sync(killer):
 
 
 def in_save(killer):
-    """In the middle of the tensors of a file; `step` is that of the last to begin, for a checkpoint in the background as well."""
+    """Kill in the middle of a file's tensors; `step` is the step of the last save that began, including background saves."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     passed = iter(range(1000))
@@ -108,9 +108,9 @@ def in_save_after_its_name(killer):
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """A hash of all weights and of all state of the optimizer and of the reference, and of where the run is in its prompts."""
+    """A hash of all weights, of all state of the optimizer and of the reference, and of the position in the prompts."""
     state = json.loads((checkpoint / "megagrpo.json").read_text())
-    state["state"].pop("weight_version")  # each start gives the engine the weights once more
+    state["state"].pop("weight_version")  # each start pushes the weights once more
     return hashlib.sha256(run_ranks(_hash, 1, checkpoint)[0].encode() + json.dumps(state).encode()).hexdigest()
 
 
@@ -133,7 +133,7 @@ def asked(run):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """The run that nobody kills, and the fingerprint of its end."""
+    """The run without kills, and the fingerprint of its end."""
     run = world.train(tmp_path_factory.mktemp("unbroken"), *OPTIONS)
     assert run.code == 0, run.err
     return run, fingerprint(run.newest)

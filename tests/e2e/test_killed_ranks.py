@@ -1,5 +1,5 @@
-"""One of two ranks is killed by SIGKILL: the other ends within seconds, the launcher names it, and the run that goes on is the one
-that nobody killed, bit by bit."""
+"""One of two ranks is killed by SIGKILL: the other ends within seconds and the launcher names the killed rank. The resumed run is
+bit-identical to a run without kills."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ STEPS = 6
 
 
 def process_of_rank(launcher_pid, rank):
-    """The trainer process of this rank; what it has started has its environment as well, and comes after it."""
+    """The trainer process of this rank; its children have the same environment and a later process id."""
     found = [pid for pid in world.family(launcher_pid) if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()]
     return found[0]
 

@@ -1,4 +1,4 @@
-"""Two ranks take the same first step as one, with the real launcher, server and weight sync between them."""
+"""Two ranks take the same first step as one, with the real launcher, server and weight sync."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from ranks import run_ranks
 from megagrpo.__main__ import main
 from tests.e2e import world
 
-# what each run, or each layout, has its own of
+# keys that differ between runs or layouts
 OWN = ("time/", "idle/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time", "packing/")
 
 

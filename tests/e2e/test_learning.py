@@ -1,4 +1,4 @@
-"""A model learns the quickstart's task with every loss. Minutes each: `make test-full`, or benchmarks/learning.py for a table."""
+"""A model learns the quickstart's task with every loss. Takes minutes each: `make test-full`, or benchmarks/learning.py for a table."""
 
 import pytest
 

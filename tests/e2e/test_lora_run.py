@@ -1,4 +1,4 @@
-"""Runs that train adapters: rewards rise, a resumed run is the run that never stopped, and what they leave is what a run continues from."""
+"""Runs that train adapters: rewards rise, a resumed run equals an uninterrupted one, and a run can start from the saved adapters."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def test_a_resumed_run_ends_with_the_adapters_of_one_that_never_stopped(run, tmp
 
 @pytest.mark.full
 def test_a_run_that_saves_beside_training_and_is_killed_ends_with_the_same_adapters_and_moments(run, tmp_path):
-    words = (*LORA, "run.max_steps=8", "run.save_steps=1", "run.async_save=true", "train.offload=true")  # which changes nothing either
+    words = (*LORA, "run.max_steps=8", "run.save_steps=1", "run.async_save=true", "train.offload=true")  # no effect
     with world.running(tmp_path, *words) as trainer:
         world.wait_for(lambda: world.steps_done(tmp_path) >= 4, "fourth step")
         os.kill(trainer.pid, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""Adapters that lie in Megatron's shards reach a vLLM server exactly, and it samples with them: with the last ones, and with no others. The
-server is that of runs that send adapters alone."""
+"""Adapters from Megatron's shards reach a vLLM server exactly, and it samples only with the latest ones. The server is set up as in runs
+that send adapters alone."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 250 for k in range(4 + i)), "") for
 
 @pytest.fixture(scope="module")
 def engine() -> VllmEngine:
-    """On a server that takes adapters."""
+    """The server under test accepts adapters."""
     launcher = launch(world.folder() / "model", "lora", lora_rank=LORA.rank)
     launcher.wait()
     return VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, lora=True)
 
 
 def push(parallel: dict, engine, salt: str, out: Path, version: int, lora: LoraSection = LORA, spoil: float = 0.0) -> int:
-    """Make adapters that depend on `salt`, write the merged model to `out`, and push them; bytes that the workers read."""
+    """Make adapters that depend on `salt`, write the merged model to `out`, and push the adapters; return the bytes that the workers
+    read."""
     layout = init_layout(ParallelSection(**parallel))
     folder = world.folder() / "model"
     hf_config = load_hf_config(folder)
@@ -64,7 +65,7 @@ def sync(engine: VllmEngine, *arguments, ranks: int = 1, parallel: dict | None =
     version = engine.weight_version + 1
     salt, out = arguments
     read = run_ranks(push, ranks, parallel or {}, engine, salt, out, version)[0]
-    engine.weight_version = version  # the ranks are forks: their client is not this one
+    engine.weight_version = version  # the ranks are forks and have their own client
     return read
 
 

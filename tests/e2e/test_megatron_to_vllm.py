@@ -1,4 +1,4 @@
-"""Weights that lie in Megatron's shards reach a vLLM server exactly: it then equals a fresh one that loaded the exported folder."""
+"""Weights from Megatron's shards reach a vLLM server exactly: it then equals a fresh server that loaded the exported folder."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_a_server_synced_from_megatron_shards_equals_a_fresh_one_on_the_exported
     greedy = SamplingParams(0.0, 24)
     expected = [group[0] for group in fresh.engine.generate(PROMPTS, 1, greedy, seed=0)]
     run_ranks(push_from_megatron, 1, {}, synced.engine, synced.folder, tmp_path / "other", synced.engine.weight_version + 1)
-    synced.engine.weight_version += 1  # the ranks are forks: their client is not this one
+    synced.engine.weight_version += 1  # the ranks are forks and have their own client
     before = [group[0] for group in synced.engine.generate(PROMPTS, 1, greedy, seed=0)]
     assert [r.response_ids for r in before] != [r.response_ids for r in expected]
     version = synced.engine.weight_version + 1
@@ -44,7 +44,7 @@ def test_a_server_synced_from_megatron_shards_equals_a_fresh_one_on_the_exported
     params=["qwen3_moe", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("deepseek_v2", "deepseek_v3", "gpt_oss"))],
 )
 def with_experts(request):
-    """A server on a model with experts in the second of its two blocks, or in both."""
+    """A server on a model with experts in the second of its two blocks, or in both blocks."""
     folder = model_folder(request.param, 0)
     running = connect(launch(folder, request.param), folder)
     yield running
@@ -64,7 +64,7 @@ def test_experts_that_lie_on_expert_parallel_ranks_reach_the_server_exactly(with
     def push(ranks: int, parallel: dict, folder: Path, out: str) -> int:
         version = engine.weight_version + 1
         read = run_ranks(push_from_megatron, ranks, parallel, engine, folder, tmp_path / out, version)[0]
-        engine.weight_version = version  # the ranks are forks: their client is not this one
+        engine.weight_version = version  # the ranks are forks and have their own client
         return read
 
     fresh = answers()  # the server has just loaded its folder
@@ -72,7 +72,7 @@ def test_experts_that_lie_on_expert_parallel_ranks_reach_the_server_exactly(with
     push(1, {}, other, "other")
     assert [ids for ids, _ in answers()] != [ids for ids, _ in fresh]
     check(other)
-    # vLLM's reload loads the bias of a linear when it comes, and again with the rest of its linear.
+    # vLLM's reload loads the bias of a linear when it arrives, and again with the rest of its linear.
     total = sum(t.nbytes * (2 if name.endswith(".bias") else 1) for name, t in weights(with_experts.folder).items())
     for parallel in (dict(ep=2), dict(tp=2, ep=2, etp=1)):
         read = push(2, parallel, with_experts.folder, f"back{len(parallel)}")

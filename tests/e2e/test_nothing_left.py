@@ -1,4 +1,4 @@
-"""Runs by `launch/local.sh`, with servers of their own, leave nothing among temporary files, however they end."""
+"""Runs by `launch/local.sh` with servers of their own leave no temporary files, however they end."""
 
 import os
 import signal

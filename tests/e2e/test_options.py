@@ -1,4 +1,4 @@
-"""Every option of a run does what it says, seen in what the run leaves behind; the expected numbers are naive formulas."""
+"""Every option of a run has its documented effect on the run's files; the expected numbers are naive formulas."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ from tests.e2e import world
 
 @pytest.fixture(scope="module")
 def plain():
-    """Two steps with nothing changed."""
+    """Two steps with the default options."""
     return world.plain()
 
 
@@ -25,7 +25,7 @@ def texts(run):
 
 
 def largest_difference(one, other):
-    """Between the weights of the newest checkpoints of two runs, relative to the largest weight of each tensor."""
+    """The largest difference between the newest checkpoints of two runs, relative to the largest weight of each tensor."""
     first, second = world.plain_tensors(one.newest), world.plain_tensors(other.newest)
     weights = [name for name in first if not name.startswith("optimizer") and first[name].is_floating_point()]
     assert len(weights) > 10
@@ -112,7 +112,7 @@ def test_evaluation_comes_first_last_and_every_so_many_steps(tmp_path):
     run = succeeded(world.train(tmp_path, *held_out, "evaluation.temperature=1", "evaluation.num_generations=2"))
     evaluations = [line for line in run.lines if "eval/reward" in line]
     assert [line["step"] for line in evaluations] == [0, 2, 3]
-    assert {row["step"] for row in run.completions} == {1, 2, 3}  # those of training alone
+    assert {row["step"] for row in run.completions} == {1, 2, 3}  # rows of training only
 
 
 @pytest.mark.full
@@ -176,7 +176,7 @@ def test_loggers_and_samples_can_be_turned_off_and_on(plain, tmp_path):
 
 
 def test_a_mismatch_above_the_threshold_is_said_and_counted(plain, tmp_path):
-    """At a threshold of 1 the rounding of two systems is enough; the default allows it."""
+    """At a threshold of 1 the rounding of the two systems masks tokens; the default allows it."""
     run = succeeded(world.train(tmp_path, "rollout.mismatch_threshold=1"))
     warnings = [line for line in run.out.splitlines() if "above rollout.mismatch_threshold 1:" in line]
     errors = [line["token_mult_prob_error"] for line in run.metrics]

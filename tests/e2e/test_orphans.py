@@ -1,4 +1,4 @@
-"""vLLM's processes end with the supervisor above them, whatever kills it, and leave neither port nor shared memory."""
+"""vLLM's processes end with their supervisor, whatever kills it, and leave neither ports nor shared memory."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def is_free(port):
 
 
 def port_of(supervisor):
-    """The port of the server below, from the command line of its API server."""
+    """The port of the server below this process, from the command line of its API server."""
     words = Path(f"/proc/{below(supervisor)[0]}/cmdline").read_text().split("\0")
     return int(words[words.index("--port") + 1])
 
@@ -42,7 +42,7 @@ def test_a_supervisor_and_a_trainer_that_are_killed_together_leave_nothing(tmp_p
         weights = [file for file in world.shared_memory(family) if "/dev/shm/megagrpo-" in str(file)]
         files = [file for file in world.shared_memory(family) if not file.name.startswith("megagrpo-") and file.parent.name == "shm"]
         titles = [Path(f"/proc/{pid}/cmdline").read_text() for pid in below(supervisor)]
-        for role in ("EngineCore", "Worker"):  # what `ps | grep megagrpo` shows
+        for role in ("EngineCore", "Worker"):  # as `ps | grep megagrpo` shows them
             assert any(f"megagrpo-vllm::{role}" in title for title in titles), titles
         assert weights and {re.sub(r"[0-9].*", "", file.name) for file in files} == {"psm_megagrpo-", "vllm_dist_megagrpo-"}, files
         assert not is_free(port)
@@ -54,11 +54,11 @@ def test_a_supervisor_and_a_trainer_that_are_killed_together_leave_nothing(tmp_p
         world.wait_for(lambda: not any(file.exists() for file in files + weights), "end of all files in shared memory", seconds=5)
 
 
-taken = []  # sockets that listen where a server did
+taken = []  # sockets that listen at the server's port
 
 
 def kill_supervisor_and_take_its_port(trainer_pid):
-    """The supervisor's server ends with it, and another program listens at its port before it is restarted."""
+    """The supervisor's server ends with it, and another program takes its port before the restart."""
     supervisor = supervisor_of(trainer_pid)
     port = port_of(supervisor)
     os.kill(supervisor, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Code of the user inside a run: a loss of one's own, and callbacks that save and stop."""
+"""User code inside a run: a custom loss, and callbacks that save and stop."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.e2e import world
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 CALLBACKS = '''
-"""Notes every call, asks for a checkpoint of step 1 and for the end after step 2."""
+"""Records every call, requests a checkpoint at step 1, and stops the run after step 2."""
 
 import os
 

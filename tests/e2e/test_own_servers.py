@@ -1,5 +1,5 @@
-"""Runs on servers that somebody else keeps: they die and are back at their address, join and leave, or are all gone; the run takes the
-steps that it would have taken."""
+"""Runs on servers that the user manages. Servers die and return at their address, join and leave, or all disappear; the run takes the same
+steps as without faults."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ MANY = "run.max_steps=5000"
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory):
-    """Two servers that ask for a token."""
+    """Two servers that require a token."""
     options = ServerOptions(str(world.folder() / "model"), "float32", 64, max_num_seqs=64, kv_cache_gb=1, omp_threads=1)
     with Launcher(options, tmp_path_factory.mktemp("servers"), num_servers=2, token=TOKEN, max_restarts=100) as launcher:
         launcher.start()
@@ -31,7 +31,7 @@ def launcher(tmp_path_factory):
 
 @pytest.fixture
 def words(launcher, tmp_path):
-    """Options of a run on these servers, which are there whatever an earlier test has left."""
+    """Options of a run on these servers, whose state does not depend on earlier tests."""
     restart(launcher, *(place for place, server in enumerate(launcher.servers) if not server.alive))
     file = tmp_path / "token"
     file.touch(0o600)
@@ -63,8 +63,8 @@ def asked(run):
 
 
 def assert_undisturbed(run, output, words, bits=True):
-    """The run has taken the steps that it takes when nothing happens to its servers, to the same `bits` where no log-prob of vLLM, which
-    depends on what else it decodes, has a part in the loss."""
+    """Assert that the run has taken the same steps as without faults, and compare `bits` where the loss does not use vLLM's log-probs:
+    these depend on the batch that vLLM decodes."""
     plain = world.train(output, *words, f"run.max_steps={len(run.metrics)}", launched=True)
     assert plain.code == 0 and asked(run) == asked(plain), plain.err
     if not bits:
@@ -75,7 +75,7 @@ def assert_undisturbed(run, output, words, bits=True):
 
 
 def stopped(trainer):
-    """What has become of a run that is told to save and stop."""
+    """Return the run after it is told to save and stop."""
     os.kill(trainer.pid, signal.SIGTERM)
     run = trainer.wait()
     assert run.code == 128 + signal.SIGTERM, run.err
@@ -116,7 +116,7 @@ def test_servers_join_and_leave_while_a_run_trains(launcher, words, tmp_path):
         assert requests_served(first, TOKEN) == before
         run = stopped(trainer)
     assert f"vLLM server {second} has joined, with weight version" in run.out and "warning" not in run.out
-    nobody = ["rollout.urls=[http://127.0.0.1:1]", *alone[1:]]  # the file counts
+    nobody = ["rollout.urls=[http://127.0.0.1:1]", *alone[1:]]  # the file wins
     run = world.train(tmp_path, *nobody, f"run.max_steps={len(run.metrics) + 2}", "--resume", launched=True)
     assert run.code == 0, run.err
     assert_undisturbed(run, tmp_path / "plain", words)

@@ -1,5 +1,5 @@
-"""Servers that die or hang in the middle of a sync over p2p: the sync begins anew with the server that was started again, which nobody asks
-before; one that hangs is named with its phase."""
+"""Servers that die or hang in the middle of a sync over p2p: the sync restarts when the server has restarted, and sends it no requests
+before. A hung server is named with its phase."""
 
 import os
 import re
@@ -21,13 +21,13 @@ from tests.e2e.tiny_servers import below, connect, greedy, halt, is_halted, laun
 
 
 def over_p2p(engine, say=print, seconds=60.0):
-    """A sync of one rank. Its messages are small: a server dies between two of them."""
+    """A sync of one rank. Its messages are small, so a server can die between two of them."""
     transport = PointToPoint(OneRank(), "float32", torch.device("cpu"), seconds=seconds, megabytes=0.05)
     return WeightSync(engine, OneRank(), "float32", transport, say)
 
 
 class KeptOverP2p(Kept):
-    """As `Kept`; `synced` is what the sync said."""
+    """Like `Kept`; `synced` holds the messages of the sync."""
 
     def make_sync(self):
         self.synced = []
@@ -35,7 +35,7 @@ class KeptOverP2p(Kept):
 
 
 def push_and_kill(kept, folder, worker, read, victims):
-    """Push, and SIGKILL `victims` of the halted process when this worker has read so many slices of weights."""
+    """Push, and SIGKILL `victims` of the halted process when this worker has read this number of weight slices."""
     halted = halt(kept.server.engine.urls[0], worker, "update", read)
 
     def kill():
@@ -55,7 +55,7 @@ def test_a_worker_that_gets_something_else_than_was_sent_refuses_it_and_takes_th
 
     def damaging(self, parcels):
         for parcel in parcels:
-            if "layer 1 (model.layers.1.mlp.down_proj" in parcel.what:  # vLLM packs it, and is in the middle of that when it fails
+            if "layer 1 (model.layers.1.mlp.down_proj" in parcel.what:  # vLLM packs this tensor, and is in the middle of that when it fails
                 parcel.buffer[3] ^= 16
         return send(self, parcels)
 
@@ -110,7 +110,7 @@ def test_a_push_to_two_servers_one_of_which_dies_goes_on_with_the_other():
     with KeptOverP2p(two_servers, fresh) as kept:
         push_and_kill(kept, folder, 0, 5, lambda halted: below(two_servers.launcher.servers[0].supervisor.pid))
         assert len(kept.synced) == 1 and two_servers.engine.fleet.serving() == two_servers.engine.urls[1:]
-        kept.push(fresh.folder)  # to the other alone: its workers have other numbers now
+        kept.push(fresh.folder)  # to the other server alone: its workers have other numbers now
         assert greedy(two_servers.engine) == greedy(fresh.engine)
         wait_for(lambda: State.NEEDS_WEIGHTS in two_servers.engine.fleet.states().values(), 120)
         kept.push(folder)

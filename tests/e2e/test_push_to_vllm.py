@@ -1,4 +1,4 @@
-"""Weights pushed straight from Megatron ranks into a vLLM server, which then equals a fresh one; a worker that hangs is named."""
+"""Weights pushed straight from Megatron ranks into a vLLM server, which then equals a fresh one. A hung worker is named."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def sampled(engine):
 
 
 def push_from_megatron(parallel: dict, engine, folders: list, version: int, hang: list[int] = ()):
-    """Push each folder's weights in turn. With `hang`, processes that are stopped in the middle of the first push until it has failed."""
+    """Push the weights of each folder in turn. With `hang`, stop these processes in the middle of the first push until it has failed."""
     layout = init_layout(ParallelSection(**parallel))
     hf_config = load_hf_config(folders[0])
     chunks = build_model(hf_config, layout, dtype=torch.float32)
@@ -54,10 +54,10 @@ def push_from_megatron(parallel: dict, engine, folders: list, version: int, hang
 
 
 def hang_in_the_middle(sync, chunks, hf_config, layout, hang, version) -> tuple[str, float]:
-    """Push, and have rank 1 stop these processes before its second round; what every rank is told, and after how long."""
+    """Push, and have rank 1 stop these processes before its second round; return each rank's error and its delay."""
     send, sent = Exchange.send, []
     if sync.engine is not None:
-        sync.engine.timeout = sync.engine.sync_timeout = 6.0  # of every request
+        sync.engine.timeout = sync.engine.sync_timeout = 6.0  # for every request
 
     def disturbed(self, parcels):
         sent.append(1)

@@ -1,4 +1,4 @@
-"""A part of the random kills (random_kills.py): whatever is killed, the run ends with the same bits and leaves nothing behind."""
+"""A sample of the random kills (random_kills.py): whatever is killed, the run ends bit-identical and leaves nothing behind."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The KL in the reward, where the reference comes from and goes to, and several optimizer steps per step: what runs leave behind."""
+"""KL in the reward, where the reference is loaded from and updated to, and several optimizer steps per step: the files that runs leave."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ def succeeded(run):
 
 @functools.cache
 def other_model():
-    """A folder with the model of the world, its weights moved."""
+    """A folder with the model of the world and changed weights."""
     folder = world.folder() / "other_model"
     shutil.copytree(world.folder() / "model", folder)
     generator = torch.Generator().manual_seed(0)
@@ -32,7 +32,8 @@ def other_model():
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """Two dumped steps with two iterations of two optimizer steps; KL in the reward, to another checkpoint, which moves after step one."""
+    """Two dumped steps of two iterations of two optimizer steps. The KL is in the reward; its reference is another checkpoint and moves
+    after step one."""
     in_reward = ["algorithm.beta=0.1", "algorithm.kl_in_reward=true", "algorithm.kl_estimator=k1", f"model.reference_path={other_model()}"]
     slices = ["algorithm.steps_per_generation=2", "algorithm.num_iterations=2", "train.warmup_steps=8", "algorithm.epsilon=0.05"]
     moving = ["algorithm.sync_ref_model=true", "algorithm.ref_model_sync_steps=1"]
@@ -95,7 +96,7 @@ def test_the_kl_of_a_step_is_its_mean_over_responses_and_rewards_are_reported_wi
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Five steps in one go; the reference moves after the second and the fourth."""
+    """Five steps without interruption; the reference moves after the second and the fourth."""
     return succeeded(world.train(tmp_path_factory.mktemp("whole"), *MOVING, "run.max_steps=5"))
 
 

@@ -1,4 +1,4 @@
-"""Updates after the first copy what the loaders copied, without the loaders, through vLLM's own reload of a small model."""
+"""After the first update, updates replay the loaders' copies without the loaders, through vLLM's reload of a small model."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from megagrpo.vllm_plugin.reader import ShardReader
 
 
 class Memory:
-    """Tensors of this process as blocks of one rank."""
+    """Tensors of this process as the blocks of one rank."""
 
     def __init__(self, tensors):
         self.tensors, self.bytes = tensors, 0
@@ -31,8 +31,8 @@ class Memory:
 
 
 class Gated(nn.Module):
-    """Two projections in one parameter, as the merged linears of vLLM, columns of a third, and a bias, which no reload moves aside.
-    Loaders call what they fill `param`, by which vLLM finds it."""
+    """A model with two projections in one parameter like vLLM's merged linears, columns of a third, and a bias, which no reload moves
+    aside. Loaders call their destination `param`, by which vLLM finds it."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Gated(nn.Module):
 
 
 class Padded(nn.Module):
-    """An embedding with rows that no token has."""
+    """An embedding with rows without a token."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ def manifest(given, version):
 
 
 def update(loading, given, version):
-    """One update as a worker takes it in; what read it."""
+    """Apply one update as a worker does; return the tensors that were read."""
     reader = ShardReader(manifest(given, version), Memory(given))
     initialize_layerwise_reload(loading.model)
     loading.load(reader)
@@ -131,7 +131,7 @@ def test_later_updates_copy_what_the_loaders_copied_without_running_them():
     readers = [update(loading, tensors(version), version) for version in (1, 2, 3)]
     assert model.runs == 1
     torch.testing.assert_close(parameters(model), expected(tensors(3)), rtol=0, atol=0)
-    assert {name: p.data_ptr() for name, p in model.named_parameters()} == places  # graphs that were captured hold these addresses
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == places  # captured CUDA graphs hold these addresses
     assert {key[0] for key in readers[1].reads} == set(SHAPES) and readers[1].reads.keys() == readers[0].reads.keys()
 
 

@@ -1,5 +1,5 @@
-"""Servers and trainers that die, between syncs and in the middle of one: what a server answers afterwards is of one version, the current
-one, and equals an undisturbed server bit for bit."""
+"""Servers and trainers that die between syncs and in the middle of a sync. Afterwards a server serves only the current version, and equals
+an undisturbed server bit for bit."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ LONG = SamplingParams(1.0, 100)
 
 
 def requests_served(url, token=None):
-    """How many requests the server has finished since it was started."""
+    """The number of requests that the server has finished since its start."""
     text = httpx.get(f"{url}/metrics", headers=headers(token)).raise_for_status().text
     return sum(float(value) for value in re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", text, re.MULTILINE))
 
@@ -48,8 +48,8 @@ def fresh():
 
 
 class Kept:
-    """A shared server under a Restarter: weights of `fresh` in it, what the Restarter said, and how often the server was asked before it
-    was filled."""
+    """A shared server with the weights of `fresh`, under a Restarter. Holds the Restarter's messages and the number of requests that the
+    server got before each refill."""
 
     def __init__(self, server, fresh):
         self.server, self.fresh, self.said, self.asked_before = server, fresh, [], []
@@ -84,7 +84,7 @@ def test_a_server_that_is_killed_in_the_middle_gets_the_current_weights_before_i
     expected = [group[0].response_ids for group in fresh.engine.generate(PROMPTS, 1, LONG, seed=1)]
     with Kept(tied_llamas()[0], fresh) as kept:
         engine = kept.server.engine
-        killer = threading.Timer(0.1, lambda: kill_all(kept.server.launcher.servers[0]))  # in the middle of the next line
+        killer = threading.Timer(0.1, lambda: kill_all(kept.server.launcher.servers[0]))  # during the next line
         killer.start()
         assert [group[0].response_ids for group in engine.generate(PROMPTS, 1, LONG, seed=1)] == expected
         killer.join()
@@ -109,12 +109,12 @@ def test_a_sync_whose_server_dies_goes_through_and_the_server_gets_it_when_it_is
 
 
 def push_and_die(engine, folder, version):
-    """A trainer of its own process, which the test kills."""
+    """A trainer in its own process, which the test kills."""
     WeightSync(engine, OneRank(), "float32").push(shards(folder), version)
 
 
 class DiesAt:
-    """A rank's parameters; the process kills itself when the one with this number is read, `writing` or while it is checked."""
+    """A rank's parameters. The process kills itself when parameter `number` is read: to write it with `writing`, else to check it."""
 
     def __init__(self, found, number, writing):
         self.found, self.number, self.writing = found, number, writing
@@ -152,7 +152,7 @@ def left_by(pid):
     return list(Path("/dev/shm").glob(f"megagrpo-{pid}.*"))
 
 
-NUM_TENSORS = 20  # of the models of these tests
+NUM_TENSORS = 20  # in the models of these tests
 FULL = pytest.mark.full
 PLACES = [pytest.param(0, marks=FULL, id="first"), pytest.param(10, id="middle"), pytest.param(NUM_TENSORS - 1, marks=FULL, id="last")]
 
@@ -199,7 +199,7 @@ def test_a_trainer_that_dies_while_a_server_reads_leaves_it_paused_until_the_nex
     os.kill(halted, signal.SIGCONT)
     wait_for(lambda: is_paused(synced.engine))
     body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "temperature": 0.0}}
-    with pytest.raises(httpx.ReadTimeout):  # it waits
+    with pytest.raises(httpx.ReadTimeout):  # the request waits
         httpx.post(f"{synced.engine.urls[0]}/inference/v1/generate", json=body, timeout=0.5)
     with WeightSync(synced.engine, OneRank(), "float32") as sync:
         sync.push(shards(fresh.folder), synced.engine.weight_version + 2)
@@ -225,7 +225,7 @@ def test_a_server_that_dies_at_the_first_or_the_last_tensor_is_told_by_name_wher
 
 
 def resident(pids):
-    """Memory of processes in MiB."""
+    """Memory of these processes in MiB."""
     sizes = [int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024 for pid in pids]
     return sum(sizes)
 
@@ -241,7 +241,7 @@ def test_twenty_syncs_leave_no_memory_behind_on_either_side(fresh):
             files = sorted(path.name for folder in left_by(os.getpid()) for path in folder.rglob("*"))
             return resident([os.getpid()]), resident(servers), files
 
-        measure(4)  # both slots are mapped, and allocators have what they need
+        measure(4)  # maps both slots and warms up the allocators
         first, later = measure(2), measure(20)
-    model = 1.3  # MiB; a copy left behind at every sync would be 26. The servers' heap grows in pages of 2, until it has what it needs.
+    model = 1.3  # MiB; a copy leaked at every sync would be 26. The servers' heap grows in pages of 2 up to a limit.
     assert later[0] - first[0] < 4 * model and later[1] - first[1] < 10 * model and later[2] == first[2], (first, later)

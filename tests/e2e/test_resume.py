@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped; and what happens to folders of earlier runs."""
+"""A run that stops and resumes equals an uninterrupted run. Also: how folders of earlier runs are treated."""
 
 import json
 import os
@@ -9,8 +9,8 @@ import torch
 
 from tests.e2e import world
 
-MEASURED = ("time/", "idle/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time")  # these differ from one run to the next
-# vLLM's sums depend on which requests it happens to decode together.
+MEASURED = ("time/", "idle/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time")  # differ from run to run
+# vLLM's sums depend on the batch that it decodes.
 ENGINE = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "sampling/")
 
 
@@ -29,7 +29,7 @@ def _is_the_runs_own(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Four steps in one go."""
+    """Four steps without interruption."""
     run = world.train(tmp_path_factory.mktemp("whole"), "run.max_steps=4", *CURRICULUM)
     assert run.code == 0, run.err
     return run
@@ -62,7 +62,7 @@ def test_a_resumed_run_remembers_which_prompts_rest(whole, parts):
 def test_a_resumed_run_samples_the_same_and_tells_the_same(whole, parts):
     assert [row["completion"] for row in parts.completions] == [row["completion"] for row in whole.completions]
     for resumed, uninterrupted in zip(told(parts), told(whole), strict=True):
-        resumed["weight_version"] -= resumed["step"] > 2  # the engine of the resumed run was given the weights of step 2 once more
+        resumed["weight_version"] -= resumed["step"] > 2  # the engine of the resumed run got the weights of step 2 once more
         assert resumed == uninterrupted
 
 

@@ -1,4 +1,4 @@
-"""Three steps of a tiny model on two ranks through launch/local.sh, with a vLLM server of two workers: what a run leaves, and what not."""
+"""Three steps of a tiny model on two ranks through launch/local.sh, with a vLLM server of two workers: the files and processes left."""
 
 import math
 import socket
@@ -30,8 +30,8 @@ METRICS = {
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """The run, and the processes, the files in shared memory and the listening sockets that it had while it went on. Its environment
-    names an interface that other hosts reach, where this machine has one."""
+    """The run, and its processes, files in shared memory and listening sockets before its end. Its environment names an external network
+    interface if this machine has one."""
     output = tmp_path_factory.mktemp("run")
     options = [*OPTIONS, f"data.eval.source={world.folder()}/eval.jsonl"]
     interfaces = [name for _, name in socket.if_nameindex() if name != "lo" and has_address(name)]
@@ -110,7 +110,7 @@ def test_the_console_tells_steps_evaluations_and_a_sample(watched):
     assert sum("generate " in line and " + train " in line for line in lines) == 3
     assert max(map(len, lines)) <= 100
     assert [line.split("  ")[0] for line in lines if line.startswith("evaluation")] == [f"evaluation after step {n}" for n in (0, 3)]
-    assert sum(line.startswith("    prompt    What is") for line in lines) == 1  # log_completions_steps=2: of step 2 alone
+    assert sum(line.startswith("    prompt    What is") for line in lines) == 1  # log_completions_steps=2: only step 2
     assert any(line.startswith("checkpoint ") and line.endswith("step_000003") for line in lines)
     assert "Traceback" not in watched[0].err and "Error" not in watched[0].err
 

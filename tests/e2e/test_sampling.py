@@ -1,4 +1,4 @@
-"""Which prompts and which responses a run trains on, seen in what it leaves behind."""
+"""The prompts and responses that a run trains on, read from the files that it leaves."""
 
 import json
 import statistics
@@ -36,7 +36,7 @@ def dynamic(tmp_path_factory):
 
 
 def told(run):
-    """metrics.jsonl without what depends on the clock, on the layout, and on what vLLM decodes together."""
+    """metrics.jsonl without metrics that depend on the clock, the layout, or the batch that vLLM decodes."""
 
     def same(name):
         return not name.startswith(MEASURED + ENGINE) and not name.endswith("/seconds")
@@ -89,7 +89,7 @@ def test_a_step_that_cannot_be_filled_says_so_and_trains_on_what_there_is(tmp_pa
     kept = int(some.metrics[0]["dynamic_sample/groups_kept"])
     assert 0 < kept < 8 and len(some.completions) == 2 * kept and some.metrics[0]["frac_reward_zero_std"] == 0
     dump = json.loads((some.folder / "dumps" / "step_000001" / "step.json").read_text())
-    assert dump["updates"][0]["denominator"] == 2 * kept * 12  # what was trained, not what was asked for
+    assert dump["updates"][0]["denominator"] == 2 * kept * 12  # the groups trained on, not the groups requested
     code, said = world.audit(some.folder, "--step", 1)
     assert code == 0, said
 

@@ -9,7 +9,7 @@ from megagrpo.rewards.functions.served import ServedReward
 from megagrpo.servers.launcher import Launcher, ServerOptions
 from tests.unit.rewards.reward_services import logits, make_model
 
-pytestmark = pytest.mark.full  # a vLLM server of its own
+pytestmark = pytest.mark.full  # starts its own vLLM server
 
 PLAIN = ("--runner", "pooling", "--no-skip-tokenizer-init")
 CHAT = [{"role": "user", "content": "Q"}]
@@ -18,7 +18,7 @@ ANSWERS = ["yes", "no, and here is why", "x" * 30]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The end token pads, and no text ends in it: so transformers and vLLM read the same token."""
+    """The end token is the padding token, and no text ends in it: so transformers and vLLM read the same token."""
     folder = run_ranks(make_model, 1, tmp_path_factory.mktemp("served") / "tiny-rm")[0]
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '.' if loop.last else eos_token }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)

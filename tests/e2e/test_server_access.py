@@ -1,4 +1,4 @@
-"""A whole run keeps its servers to itself: real vLLM, every route of it, every port of the run, everything that the run writes."""
+"""No other user reaches a run's servers: tests every route of a real vLLM, every port of the run, and every file that the run writes."""
 
 import re
 import secrets

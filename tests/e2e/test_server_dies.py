@@ -1,4 +1,4 @@
-"""A run goes on when its only vLLM server is killed, and takes the steps that it would have taken."""
+"""A run continues when its only vLLM server is killed, and takes the same steps as without the kill."""
 
 import os
 import signal
@@ -14,19 +14,19 @@ from tests.e2e.tiny_servers import below
 
 
 def processes_of_server(trainer_pid):
-    """All of the run's vLLM server, the one that answers requests first, without the supervisor above them."""
+    """All processes of the run's vLLM server, the API server first, without the supervisor."""
     (supervisor,) = [pid for pid in world.family(trainer_pid) if "supervisor.py" in open(f"/proc/{pid}/cmdline").read()]
     return below(supervisor)
 
 
 def kill_server(trainer_pid, number=signal.SIGKILL):
-    """A signal to all processes of the run's vLLM server."""
+    """Send a signal to all processes of the run's vLLM server."""
     for pid in processes_of_server(trainer_pid):
         os.kill(pid, number)
 
 
 def in_the_third_update(strike, url=None):
-    """Called in the trainer: have `strike` called when a server, or the one at `url`, is about to be sent weights for the third time."""
+    """Called in the trainer: calls `strike` when a server, or the one at `url`, is about to get weights for the third time."""
     post, updates = VllmEngine._post, []
 
     def disturbed(self, client, asked, path, *args, **kwargs):
@@ -69,7 +69,7 @@ def assert_same_steps(run, plain):
 
 
 def hang_in_the_third_update():
-    """Called in the trainer: from then on its server is stopped, until the restart thread ends it."""
+    """Called in the trainer: stops its server with SIGSTOP until the restart thread kills it."""
     pid, restarts.KILL_SILENT_SECONDS = os.getpid(), 2.0
     in_the_third_update(lambda: kill_server(pid, signal.SIGSTOP))
 
@@ -85,7 +85,7 @@ def test_a_run_whose_server_hangs_in_a_sync_ends_it_and_takes_the_same_steps(tmp
 
 
 def die_in_the_fourth_sync():
-    """Called in the trainer: its server is killed between two messages of that sync."""
+    """Called in the trainer: kills its server between two messages of that sync."""
     prepare, send, pid, sent = PointToPoint.prepare, Exchange.send, os.getpid(), []
 
     def begin(self, found, version, engine):

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGKILL at any moment: what is saved, how the run ends, and that nothing is left running."""
+"""Ctrl-C, SIGTERM and SIGKILL at any moment: what is saved, how the run ends, and that no process is left running."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ LONG = ["run.max_steps=1000", "run.save_steps=2", "run.save_total_limit=1", "run
 
 
 def continues(output, step, *overrides):
-    """The run in `output` goes on after `step` and takes two more steps."""
+    """Assert that the run in `output` resumes after `step` and takes two more steps."""
     run = world.train(output, f"run.max_steps={step + 2}", "--resume", *overrides)
     assert run.code == 0, run.err
     assert [line["step"] for line in run.metrics] == list(range(1, step + 3))
@@ -48,7 +48,7 @@ def test_a_signal_saves_after_the_last_finished_step(number, to, tmp_path):
 
 
 def reported(folder):
-    """Whether a worker of the engine has told that it took in new weights."""
+    """Return whether a worker of the engine has logged a weight update."""
     return any(folder.glob("replies/*/worker*.json"))
 
 
@@ -74,13 +74,13 @@ def test_a_signal_does_not_wait_for_a_long_generation(tmp_path):
         seconds = time.monotonic() - asked
     assert run.code == 143 and "after step 0" in run.out and run.saved == [] and run.completions == []
     assert seconds < 3
-    assert world.train(tmp_path, "run.max_steps=1", "run.overwrite=true").code == 0  # the server is as good as before
+    assert world.train(tmp_path, "run.max_steps=1", "run.overwrite=true").code == 0  # the server still works
 
 
 @pytest.mark.full
 def test_an_evaluation_that_a_stop_broke_off_is_done_when_the_run_goes_on(tmp_path):
     evaluated = ["evaluation.steps=1", f"data.eval={{source: {world.folder()}/eval.jsonl}}", "evaluation.temperature=1"]
-    many = [*evaluated, "evaluation.num_generations=64"]  # takes longer than a signal
+    many = [*evaluated, "evaluation.num_generations=64"]  # takes longer than the signal
     with world.running(tmp_path, *many, "run.max_steps=1000") as trainer:
         world.wait_for(lambda: world.steps_done(tmp_path) >= 1, "first step")
         os.kill(trainer.pid, signal.SIGTERM)
@@ -131,7 +131,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     own = f"rewards.functions=[{{function: {world.folder()}/rewards.py:slow, args: {{seconds: 600, started: {tmp_path}/started}}}}]"
     with world.running(tmp_path, own, "rewards.timeout=700") as trainer:
         world.wait_for(lambda: (tmp_path / "started").exists(), "reward under way")
-        time.sleep(3)  # while others are generated the step is given up at the first
+        time.sleep(3)  # while others are still generating, the step stops at the first one
         family = world.family(trainer.pid)
         os.kill(trainer.pid, signal.SIGINT)
         time.sleep(0.5)
@@ -150,7 +150,7 @@ def test_nothing_outlives_a_killed_trainer_and_its_run_goes_on(tmp_path):
         files = world.shared_memory(family)
         os.kill(trainer.pid, signal.SIGKILL)
         trainer.wait()
-        assert len(family) >= 6 and len(files) >= 3  # trainer, reward worker, supervisor, and vLLM's
+        assert len(family) >= 6 and len(files) >= 3  # trainer, reward worker, supervisor, and vLLM's processes
         world.wait_for(lambda: not any(map(world.alive, family)), "end of all processes", seconds=15)
         world.wait_for(lambda: not any(file.exists() for file in files), "end of all files in shared memory", seconds=5)
     (saved,) = [path for path in (tmp_path / "run" / "checkpoints").glob("step_*")]

@@ -1,4 +1,4 @@
-"""A loss that becomes NaN in the middle of a run: the step is left out, said, logged and counted, and the run goes on or stops as asked."""
+"""The loss becomes NaN in the middle of a run: the step is skipped, logged and counted, and the run continues or stops as configured."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from tests.e2e import world
 
 
 def spoil(steps):
-    """In the fork of a run: the loss is NaN in these steps, counted from 1, of a run with one micro-batch a step."""
+    """In the fork of a run: makes the loss NaN in these steps, counted from 1, for a run with one micro-batch per step."""
     make_loss, seen = wiring.make_loss, []
 
     def spoilt(config):
@@ -42,7 +42,7 @@ def test_the_run_goes_on_behind_a_step_without_a_finite_loss(tmp_path):
     assert [line["train/skipped_steps"] for line in run.metrics] == [0, 1, 1]
     assert ["grad_norm" in line for line in run.metrics] == [True, False, True] and run.metrics[1]["loss"] is None
     assert [row["step"] for row in run.completions] == [1] * 16 + [2] * 16 + [3] * 16
-    assert {row["weight_version"] for row in run.completions if row["step"] == 3} == {3}  # pushed again, the same
+    assert {row["weight_version"] for row in run.completions if row["step"] == 3} == {3}  # the same weights, pushed again
     code, said = world.audit(run.folder, "--step", 2)
     assert code == 1 and said.splitlines()[-1].startswith("differs first in loss: the run has nan, float64 has ")
     assert json.loads((run.folder / "dumps" / "step_000002" / "step.json").read_text())["updates"][0]["metrics"]["loss"] == "nan"

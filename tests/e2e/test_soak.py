@@ -1,4 +1,4 @@
-"""Two hundred steps while something dies every few seconds: the run that comes out is the one that nobody disturbed.
+"""Two hundred steps with a fault every few seconds: the run ends bit-identical to a run without kills.
 
 python -m pytest -q -s -m full tests/e2e/test_soak.py
 """
@@ -36,11 +36,12 @@ def options(steps):
 
 @dataclass
 class Struck:
-    """A run that is disturbed: its folder `home` with its temporary files, where it stands, the faults so far, and what it has had."""
+    """A run with faults: its folder `home` with its temporary files, its current phase, the faults so far, and the resources it has
+    used."""
 
     home: Path
     rng: random.Random
-    listed: list[tuple[int, str, str]] = field(default_factory=list)  # step, fault, phase that it met
+    listed: list[tuple[int, str, str]] = field(default_factory=list)  # step, fault, phase of the fault
     memory: list[tuple[int, float]] = field(default_factory=list)  # step, MiB; every second
     processes: set[tuple[int, str]] = field(default_factory=set)
     files: set[Path] = field(default_factory=set)
@@ -50,7 +51,7 @@ class Struck:
         (self.home / "tmp").mkdir(parents=True)
 
     def tell(self):
-        """Called in the trainer: it writes down which phase it is in, and how its server is, and has temporary files of its own."""
+        """Called in the trainer: records its phase and its server's state, and gives it a folder for temporary files."""
         os.environ["TMPDIR"], tempfile.tempdir = str(self.home / "tmp"), None
         for owner, method, during, after in [
             (VllmEngine, "generate", "generation", "other"),
@@ -64,12 +65,12 @@ class Struck:
 
     @property
     def phase(self):
-        """start-up (of a server, which the trainer may be waiting for), generation, sync or other."""
+        """The phase: start-up (also of a server that the trainer may wait for), generation, sync or other."""
         trainer, server = ((self.home / name).read_text() for name in ("trainer", "server"))
         return "start-up" if server == "start-up" else trainer or "other"
 
     def look(self, trainer):
-        """Note what the run has at the moment."""
+        """Record the run's current processes, files and ports."""
         family = world.family(trainer.pid)
         self.memory.append((world.steps_done(self.home), megabytes(family)))
         self.processes |= {(pid, born(pid)) for pid in family if born(pid)}
@@ -77,7 +78,7 @@ class Struck:
         self.sockets |= listening(family)
 
     def left(self):
-        """What there still is of all that the run has had."""
+        """List the recorded processes, files and ports that still exist."""
         processes = [pid for pid, at in [*self.processes] if born(pid) == at]
         files = [file for file in [*self.files] if file.exists()] + [*(self.home / "tmp").iterdir()]
         return processes + files + [*(self.sockets & listeners())]
@@ -95,7 +96,7 @@ def telling(original, told, during, after):
 
 
 def born(pid):
-    """When a living process was started: ids are used again. Empty when it has ended."""
+    """The start time of a living process, because ids are reused. Empty when the process has ended."""
     with contextlib.suppress(OSError):
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return rest[18] if state != "Z" else ""
@@ -103,13 +104,13 @@ def born(pid):
 
 
 def listeners():
-    """Inodes of all TCP sockets on this machine that listen."""
+    """Inodes of all listening TCP sockets on this machine."""
     rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
     return {row[9] for row in rows if row[3] == "0A"}
 
 
 def listening(pids):
-    """Those of the processes."""
+    """Inodes of the processes' sockets."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -120,7 +121,7 @@ def listening(pids):
 
 
 def megabytes(pids):
-    """Memory of the processes in all, what they share counted once (PSS)."""
+    """Total memory of the processes; shared memory counts once (PSS)."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -147,7 +148,7 @@ def kill_the_server_in(phase):
 
 
 def kill_the_server_twice(struck, trainer):
-    """The second time while it starts again."""
+    """The second kill hits the server during its restart."""
     kill_server(trainer.pid)
     world.wait_for(lambda: struck.phase == "start-up" or not world.alive(trainer.pid), "start-up", seconds=60)
     time.sleep(struck.rng.uniform(0, 3))
@@ -190,7 +191,7 @@ FAULTS = {
 
 
 def strike(struck, trainer, fault, do):
-    """Do it and list it; False when there is no server, or no run any more, that could be struck."""
+    """Inject the fault and record it; False when the server or run to hit no longer exists."""
     try:
         struck.look(trainer)
         phase = do(struck, trainer)
@@ -201,7 +202,7 @@ def strike(struck, trainer, fault, do):
 
 
 def wait_for_a_step(struck, trainer, what):
-    """A resumed run first forgets the steps after its checkpoint, which is none."""
+    """A resumed run first drops the steps after its checkpoint."""
     fewest = world.steps_done(struck.home)
 
     def more():
@@ -213,13 +214,13 @@ def wait_for_a_step(struck, trainer, what):
 
 
 def faults_in_turn(rng):
-    """Each kind once, then each once again, in an order of its own each time."""
+    """Yield each kind of fault once, then each once more, in a new random order each round."""
     while True:
         yield from rng.sample(list(FAULTS), len(FAULTS))
 
 
 def one_attempt(struck, trainer, faults):
-    """Strike the run until a fault ends it, or it is done; then nothing of it may be left."""
+    """Inject faults until one ends the run, or the run is done; then assert that the run has left nothing."""
     if struck.listed and struck.rng.random() < 0.5:
         world.wait_for(lambda: struck.phase == "start-up", "server", seconds=60)
         time.sleep(struck.rng.uniform(0, 3))
@@ -242,7 +243,7 @@ def one_attempt(struck, trainer, faults):
 
 @contextlib.contextmanager
 def watched(struck, trainer, seconds=1.0):
-    """Inside, what the run has is noted every `seconds`."""
+    """A context manager that records the run's resources every `seconds`."""
     ended = threading.Event()
 
     def watch():
@@ -259,7 +260,7 @@ def watched(struck, trainer, seconds=1.0):
 
 
 def to_the_end(struck, steps):
-    """The run to its end through all faults."""
+    """Take the run to its end through all faults."""
     faults, resume = faults_in_turn(struck.rng), []
     while True:
         for name in ("trainer", "server"):
@@ -298,5 +299,5 @@ def test_a_run_with_a_fault_every_few_seconds_equals_the_undisturbed_run(tmp_pat
     assert told[0] == told[1] and Counter(step for step, *_ in told[0]) == {step: 16 for step in range(1, STEPS + 1)}
     weights = [world.plain_tensors(each.newest) for each in (run, plain)]
     assert weights[0].keys() == weights[1].keys() and all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    # One process to the end, and many that read and write checkpoints.
+    # One process until the end, with many reads and writes of checkpoints.
     assert memory["undisturbed"][1] < 1.02 * memory["undisturbed"][0] and memory["struck"][1] < 1.1 * memory["struck"][0]

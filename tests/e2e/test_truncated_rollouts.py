@@ -1,4 +1,4 @@
-"""Training on what top-p, top-k and min-p leave: trainer, engine and audit speak of one distribution."""
+"""Training on the tokens that top-p, top-k and min-p keep: trainer, engine and audit use the same distribution."""
 
 import json
 
@@ -11,7 +11,7 @@ RULES = ["rollout.top_p=0.7", "rollout.top_k=100", "rollout.min_p=0.02"]
 
 @pytest.fixture(scope="module")
 def truncated(tmp_path_factory):
-    """Two steps with everything that compares log-probs."""
+    """Two steps with every option that compares log-probs."""
     options = ["algorithm.beta=0.1", "algorithm.num_iterations=2", "debug.dump_steps=[2]"]
     run = world.train(tmp_path_factory.mktemp("truncated"), *RULES, *options)
     assert run.code == 0, run.err
@@ -21,7 +21,7 @@ def truncated(tmp_path_factory):
 def test_trainer_and_engine_agree_on_the_truncated_distribution(truncated):
     for line in truncated.metrics:
         assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)
-        assert line["entropy"] < 5  # log 258 = 5.55 bounds that of all tokens, and a random model is near it
+        assert line["entropy"] < 5  # log 258 = 5.55 bounds the entropy over all tokens, and a random model is near it
 
 
 def test_the_audit_agrees_with_a_truncated_step(truncated):

@@ -1,5 +1,5 @@
-"""vLLM servers of two tensor-parallel workers: they are told the weights that lie in Megatron's shards exactly, dense and with experts, as
-whole weights and as adapters. One server is shared; those of `full` tests start their own."""
+"""vLLM servers of two tensor-parallel workers get the weights of Megatron's shards exactly: dense models and experts, whole weights and
+adapters. Most tests share one server; `full` tests start their own."""
 
 import os
 import re
@@ -55,22 +55,22 @@ def two_workers() -> Running:
 
 @pytest.fixture(scope="module")
 def two_workers_with_experts() -> Running:
-    """A server whose workers have two of four experts each, whole."""
+    """A server whose two workers each hold two of four whole experts."""
     folder = model_folder("qwen3_moe", 0)
     return connect(launch(folder, "qwen3_moe_ep", tp=2, expert_parallel=True), folder)
 
 
 def push(ranks: int, parallel: dict, running: Running, folder: Path, out: Path) -> int:
-    """Push `folder` from Megatron's shards; bytes that the workers read."""
+    """Push `folder` from Megatron's shards; return the bytes that the workers read."""
     version = running.engine.weight_version + 1
     read = run_ranks(push_from_megatron, ranks, parallel, running.engine, folder, out, version)[0]
-    running.engine.weight_version = version  # the ranks are forks: their client is not this one
+    running.engine.weight_version = version  # the ranks are forks and have their own client
     return read
 
 
 def there_and_back(running: Running, layouts: list[tuple[int, dict]], tmp_path: Path) -> list[int]:
-    """A server that has just started is a fresh one on its folder: with other weights and then its own, from any layout, it must be again.
-    Bytes that the workers read each time."""
+    """Push other weights and then the server's own from each layout. Assert that the server responds as before; return the bytes that the
+    workers read each time."""
     fresh, other, read = greedy(running.engine), model_folder(running.folder.name[:-1], 1), []
     for ranks, parallel in layouts:
         read.append(push(ranks, parallel, running, other, tmp_path / f"there{len(read)}"))
@@ -81,7 +81,7 @@ def there_and_back(running: Running, layouts: list[tuple[int, dict]], tmp_path: 
 
 
 def assert_log_probs(running: Running) -> None:
-    """The server's greedy log-probs are those of transformers on its folder."""
+    """Assert that the server's greedy log-probs equal transformers' log-probs on its folder."""
     for prompt, (ids, logprobs) in zip(PROMPTS, greedy(running.engine), strict=True):
         torch.testing.assert_close(torch.tensor(logprobs), naive_logprobs(running.folder, prompt, ids), rtol=0, atol=1e-3)
 
@@ -96,7 +96,7 @@ def test_two_workers_synced_from_any_shards_are_a_fresh_engine_and_read_their_ow
 
 
 def with_adapters(parallel: dict, salt: str, engine: VllmEngine, folder: Path, out: Path, version: int, alone: bool) -> int:
-    """Load `folder` with random adapters, write the sum of both to `out`, and push adapters, `alone` or merged; bytes that were read."""
+    """Load `folder` with random adapters, write the merged model to `out`, and push adapters, `alone` or merged; return the bytes read."""
     layout = init_layout(ParallelSection(**parallel))
     hf_config = load_hf_config(folder)
     chunks = build_model(hf_config, layout, dtype=torch.float32, own_linears=True)
@@ -116,7 +116,7 @@ def with_adapters(parallel: dict, salt: str, engine: VllmEngine, folder: Path, o
 
 
 def as_the_merged_model(running: Running, merged: Path) -> list[tuple]:
-    """The server's greedy answers, whose log-probs must be those of transformers on `merged`."""
+    """Return the server's greedy responses, after asserting that their log-probs equal transformers' on `merged`."""
     found = greedy(running.engine)
     for prompt, (ids, logprobs) in zip(PROMPTS, found, strict=True):
         torch.testing.assert_close(torch.tensor(logprobs), naive_logprobs(merged, prompt, ids), atol=1e-3, rtol=0)
@@ -149,7 +149,7 @@ def test_an_update_that_both_workers_refuse_leaves_no_answer_behind(two_workers)
             WeightSyncError, match=r"phase update: worker 0 of http.*: .*only part of the weights received .*; worker 1 of "
         ):
             sync.push(halves(model_folder("qwen2", 1)), version + 1)
-        sync.push(halves(two_workers.folder), version + 2)  # vLLM would take the second worker's refusal for its answer to this
+        sync.push(halves(two_workers.folder), version + 2)  # vLLM would take the second worker's refusal as the response to this request
     assert greedy(two_workers.engine) == expected
 
 
@@ -188,7 +188,7 @@ def test_a_server_that_is_killed_while_it_works_is_a_dead_engine(two_workers):
     family = below(server.supervisor.pid)
     files = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
     files = {file for file in files for pid in family if file in Path(f"/proc/{pid}/maps").read_text()}
-    assert any("cpushm" in file for file in files)  # what the two workers speak through
+    assert any("cpushm" in file for file in files)  # the two workers communicate through it
     for pid in family:
         os.kill(pid, signal.SIGKILL)
     engine = VllmEngine(two_workers.launcher.urls, str, logs=two_workers.launcher.logs)
@@ -221,7 +221,7 @@ def test_clamped_experts_and_sinks_reach_workers_that_have_a_part_of_each(tmp_pa
     exported, original = weights(tmp_path / "back1"), weights(folder)
     assert exported.keys() == original.keys() and all(torch.equal(exported[name], original[name]) for name in original)
     total = sum(tensor.nbytes for tensor in original.values())
-    assert all(total < count < 1.01 * total for count in read)  # both read what they hold whole
+    assert all(total < count < 1.01 * total for count in read)  # both read the parameters that they hold whole
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Generation by real vLLM servers, against transformers; and servers that fail, or whose trainer does."""
+"""Generation by real vLLM servers, compared with transformers; and faults of servers and trainers."""
 
 import json
 import os
@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
 @pytest.fixture(scope="module")
 def fresh():
-    """A server with the weights it started with."""
+    """A server with its initial weights."""
     return tied_llamas()[1]
 
 

@@ -1,4 +1,4 @@
-"""Weight sync into real vLLM servers: afterwards they are fresh engines on the new weights, or an error says what is wrong."""
+"""Weight sync into real vLLM servers: afterwards they equal fresh engines on the new weights, or an error names the cause."""
 
 import functools
 import json
@@ -43,7 +43,7 @@ class GlooRanks:
 
 
 def shards(folder, parts=1, part=0):
-    """What one of `parts` ranks holds: columns of o_proj and down_proj, rows of the rest, norms whole."""
+    """The shard of one of `parts` ranks: columns of o_proj and down_proj, rows of the rest, norms whole."""
     for name, full in weights(folder).items():
         dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
         pieces = parts if full.dim() == 2 else 1
@@ -62,7 +62,7 @@ def sampled(engine):
 
 @functools.cache
 def sampled_fresh():
-    """`sampled` of the second of `tied_llamas`, whose weights nobody changes."""
+    """`sampled` for the second of `tied_llamas`, which keeps its weights."""
     return sampled(tied_llamas()[1].engine)
 
 
@@ -78,7 +78,7 @@ def synced():
 
 @pytest.fixture
 def fresh():
-    """A server that loaded the weights these tests push from their folder."""
+    """A server that has loaded the weights of these tests from their folder."""
     return tied_llamas()[1]
 
 
@@ -106,7 +106,7 @@ def test_after_a_sync_that_keeps_responses_no_cached_prefix_is_of_older_weights(
         return rollout.response_ids, rollout.rollout_logprobs
 
     version, before = synced.engine.weight_version, synced.engine.in_flight
-    synced.engine.in_flight = "keep"  # the one pause in which vLLM keeps its cache
+    synced.engine.in_flight = "keep"  # the only kind of pause in which vLLM keeps its cache
     try:
         with WeightSync(synced.engine, OneRank(), "float32") as sync:
             sync.push(shards(synced.folder), version + 1)
@@ -119,7 +119,7 @@ def test_after_a_sync_that_keeps_responses_no_cached_prefix_is_of_older_weights(
 
 
 def push_from_a_rank(engine, folder, version, poison=None):
-    """Two tensor-parallel ranks in two replicas: 0 and 2 hold the same, and so do 1 and 3."""
+    """Two tensor-parallel ranks in two replicas: ranks 0 and 2 hold the same weights, and so do 1 and 3."""
     rank = dist.get_rank()
     found = list(shards(folder, parts=2, part=rank % 2))
     if rank == poison:
@@ -139,7 +139,7 @@ def test_ranks_publish_their_own_shards_and_each_block_once(synced, fresh):
     total = sum(tensor.nbytes for tensor in weights(fresh.folder).values())
     assert [published for published, _ in results] == [total] * 4
     assert total <= sum(held for _, held in results) < 1.02 * total and max(held for _, held in results) < 0.35 * total
-    synced.engine.weight_version = version  # the ranks' copy of the client moved on, this one did not
+    synced.engine.weight_version = version  # the ranks' copy of the client has counted, this one has not
     assert sampled(synced.engine) == sampled_fresh()
 
 
@@ -147,11 +147,11 @@ def test_every_rank_learns_which_rank_failed(synced, fresh):
     before = sampled(synced.engine)
     told = run_ranks(push_from_a_rank, 4, synced.engine, fresh.folder, synced.engine.weight_version + 1, 3)
     assert len(set(told)) == 1 and "rank 3: parameter" in told[0] and "NaN" in told[0]
-    assert sampled(synced.engine) == before  # nothing had reached the engine
+    assert sampled(synced.engine) == before  # no weights reached the engine
 
 
 class Tampered:
-    """The engine, with something done to weights that are written, just before it loads them."""
+    """Wrapper of an engine that damages the written weights just before the engine loads them."""
 
     def __init__(self, engine, tamper):
         self.engine, self.tamper = engine, tamper

@@ -1,4 +1,4 @@
-"""Tiny random models and real vLLM servers on them, started once per test process and stopped with it."""
+"""Tiny random models and real vLLM servers on them: each test process starts them once and stops them at its end."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from megagrpo.servers.launcher import Launcher, ServerOptions
 from megagrpo.types import Prompt, SamplingParams
 from megagrpo.weight_sync.sync import WeightSync
 
-# Where servers, those that are started again too, find halting.py.
+# The path on which servers, including restarted ones, find halting.py.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 SIZES = dict(
-    vocab_size=1000,  # vLLM pads it, so a part of the embedding arrives only when an update is finished
+    vocab_size=1000,  # vLLM pads it, so a part of the embedding is loaded only when an update finishes
     hidden_size=128,
     intermediate_size=192,
     num_hidden_layers=2,
@@ -51,7 +51,7 @@ SIZES = dict(
     tie_word_embeddings=True,
 )
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, mlp_only_layers=[0], head_dim=32)
-# vLLM's latent attention on CPUs has one size of latents: 512 and 64.
+# vLLM's latent attention on CPUs supports one size of latents: 512 and 64.
 LATENT = dict(num_key_value_heads=4, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, tie_word_embeddings=False)
 LATENT |= dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, first_k_dense_replace=1, n_shared_experts=1)
 LATENT |= dict(n_group=4, topk_group=2)
@@ -68,7 +68,7 @@ GPT_OSS = dict(
     num_local_experts=4,
     num_experts_per_tok=2,
     sliding_window=8,
-    initializer_range=0.3,  # some activations are clamped
+    initializer_range=0.3,  # clamps some activations
     rope_parameters=dict(
         rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, truncate=False
     ),
@@ -88,7 +88,7 @@ PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 997 + 3 for k in range(4 + i)), "")
 
 @dataclass(frozen=True)
 class Running:
-    """A server, its client, and the folder with the weights it started with."""
+    """A server, its client, and the folder with its initial weights."""
 
     folder: Path
     launcher: Launcher = field(repr=False)
@@ -97,7 +97,7 @@ class Running:
 
 @functools.cache
 def scratch() -> Path:
-    """A folder that goes with the process."""
+    """A folder that is removed with the process."""
     folder = Path(tempfile.mkdtemp(prefix="tiny_servers_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -105,7 +105,7 @@ def scratch() -> Path:
 
 @functools.cache
 def model_folder(kind: str, seed: int = 0) -> Path:
-    """A Hugging Face folder with random float32 weights; norms and biases, buffers among them, are random too."""
+    """A Hugging Face folder with random float32 weights, including norms, biases and buffers."""
     folder = scratch() / f"{kind}{seed}"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](**SIZES), dtype=torch.float32)
@@ -126,7 +126,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def launch(folder: Path, log_name: str, num_servers: int = 1, **options) -> Launcher:
-    """Servers on `folder` that are starting; their workers can be halted (`halt`)."""
+    """Start servers on `folder`; tests can halt their workers (`halt`)."""
     if not options.get("lora_rank"):
         options["extra_args"] = ("--worker-extension-cls", "halting.Halting")
     usual = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 64, "kv_cache_gb": 1, "omp_threads": 1}
@@ -137,33 +137,33 @@ def launch(folder: Path, log_name: str, num_servers: int = 1, **options) -> Laun
 
 
 def connect(launcher: Launcher, folder: Path, **options) -> Running:
-    """The client of a server, once it answers."""
+    """The client of a server, once the server responds."""
     launcher.wait()
     decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
     return Running(folder, launcher, VllmEngine(launcher.urls, decode, max_num_seqs=64, logs=launcher.logs, **options))
 
 
 def halt(url: str, worker: int, moment: str, passes: int = 0) -> int:
-    """Have a worker stop at a moment of the next weight update, as `halting.Halting.halt`; its process id."""
+    """Stop a worker at a point of the next weight update, like `halting.Halting.halt`; return its process id."""
     body = {"method": "halt", "args": [worker, moment, passes]}
     return int(httpx.post(f"{url}/collective_rpc", json=body, timeout=10).json()["results"][worker])
 
 
 def is_halted(pid: int) -> bool:
-    """Whether the process is stopped by a signal."""
+    """Whether a signal has stopped the process."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @functools.cache
 def tied_llamas() -> tuple[Running, Running]:
-    """Two servers on models of one architecture, with weights of their own: the one to be synced, and a fresh one to compare with."""
+    """Two servers on models of one architecture, each with other weights: one to sync, and a fresh one to compare with."""
     folders = model_folder("llama", 0), model_folder("llama", 1)
     launchers = [launch(folder, folder.name) for folder in folders]
     return tuple(connect(launcher, folder) for launcher, folder in zip(launchers, folders, strict=True))
 
 
 def push_from_megatron(parallel: dict, engine, folder: Path, out: Path, version: int) -> int:
-    """Load `folder` into Megatron shards, export them to `out`, and push them to `engine`; bytes the server read."""
+    """Load `folder` into Megatron shards, export them to `out`, and push them to `engine`; return the bytes that the server read."""
     layout = init_layout(ParallelSection(**parallel))
     hf_config = load_hf_config(folder)
     chunks = build_model(hf_config, layout, dtype=torch.float32)
@@ -176,20 +176,20 @@ def push_from_megatron(parallel: dict, engine, folder: Path, out: Path, version:
 
 
 def greedy(engine: VllmEngine, max_tokens: int = 24) -> list[tuple]:
-    """Tokens and log-probs of its greedy responses to PROMPTS."""
+    """Tokens and log-probs of the engine's greedy responses to PROMPTS."""
     groups = engine.generate(PROMPTS, 1, SamplingParams(0.0, max_tokens), seed=0)
     return [(group[0].response_ids, group[0].rollout_logprobs) for group in groups]
 
 
 @functools.cache
 def oracle(folder: Path) -> torch.nn.Module:
-    """transformers' own model, float32."""
+    """transformers' model in float32."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
 def naive_logits(folder: Path, prompt: Prompt, response: tuple[int, ...]) -> torch.Tensor:
-    """transformers' logits of each token of a response, [Lr, V]."""
+    """transformers' logits for each token of a response, [Lr, V]."""
     ids = torch.tensor([prompt.token_ids + response])
     return oracle(folder)(ids).logits[0, len(prompt.token_ids) - 1 : -1].float()
 

@@ -1,8 +1,7 @@
 """A world small enough for whole runs in seconds: a random Llama of 0.4 M weights with a byte tokenizer, questions, reward functions, a
-config that names them, and one vLLM server that all runs share. Made once per test process, gone with it.
+config, and one vLLM server that all runs share. Each test process makes it once and removes it at its end.
 
-Runs go through `launch/local.sh` (`start`), or in a fork of pytest's process (`train`), which has imported everything already.
-"""
+Runs start through `launch/local.sh` (`start`), or in a fork of pytest's process (`train`), where all modules are imported."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from megagrpo.__main__ import main
 from megagrpo.records.checkpoint import checkpoints
 from megagrpo.servers.launcher import Launcher, ServerOptions
 
-# What a run imports on the way is imported here, once for all forks.
+# Modules that a run imports, imported here once for all forks.
 for module in (
     "megagrpo.trainer.wiring",
     "torch.utils.tensorboard",
@@ -46,7 +45,7 @@ for module in (
     importlib.import_module(module)
 
 REPOSITORY = Path(__file__).parents[2]
-SECONDS = 200.0  # that one part of a run may take on a busy machine
+SECONDS = 200.0  # limit for one part of a run on a busy machine
 HEADS = 4
 
 TEMPLATE = (
@@ -119,7 +118,7 @@ train: {{learning_rate: 1e-3, adam_epsilon: 1e-6, max_tokens_per_micro_batch: 25
 
 @functools.cache
 def folder() -> Path:
-    """Holds model/, train.jsonl, eval.jsonl, rewards.py and config.yaml; server/ and plain/ come later."""
+    """The folder with model/, train.jsonl, eval.jsonl, rewards.py and config.yaml; server/ and plain/ are added later."""
     made = Path(tempfile.mkdtemp(prefix="megagrpo_world_"))
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == owner else None)
@@ -167,7 +166,7 @@ def _make_model(path: Path) -> None:
 
 @functools.cache
 def server() -> str:
-    """The address of a vLLM server on the model of the world."""
+    """The address of a vLLM server on the world's model."""
     options = ServerOptions(str(folder() / "model"), "float32", 64, max_num_seqs=64, kv_cache_gb=1, omp_threads=1)
     launcher = Launcher(options, folder() / "server")
     launcher.start()
@@ -176,7 +175,7 @@ def server() -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended: its exit code, what it printed, and its folder."""
+    """A run that has ended: its exit code, its output, and its folder."""
 
     code: int
     out: str
@@ -185,23 +184,23 @@ class Run:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """All of metrics.jsonl; none when the run did not get that far."""
+        """All lines of metrics.jsonl; empty when the run ended before the first."""
         file = self.folder / "metrics.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of steps in metrics.jsonl."""
+        """The lines of metrics.jsonl that belong to steps."""
         return [line for line in self.lines if "reward" in line]
 
     @property
     def completions(self) -> list[dict[str, Any]]:
-        """All of completions.jsonl."""
+        """All lines of completions.jsonl."""
         return [json.loads(line) for line in (self.folder / "completions.jsonl").read_text().splitlines()]
 
     @property
     def saved(self) -> list[str]:
-        """Everything in the folder of checkpoints, by name."""
+        """All entries of the checkpoint folder, by name."""
         return sorted(path.name for path in (self.folder / "checkpoints").glob("*"))
 
     @property
@@ -218,18 +217,18 @@ def arguments(output: Path, *overrides: str, launched: bool = False) -> list[str
 
 @dataclass(frozen=True)
 class Forked:
-    """A run that goes on as `megagrpo train`, one rank, in a fork that leads a process group of its own."""
+    """A run like `megagrpo train` on one rank, in a fork that leads its own process group."""
 
     pid: int
     output: Path
     printed: Path
 
     def out(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return (self.printed / "out").read_text()
 
     def wait(self, seconds: float = SECONDS) -> Run:
-        """What has become of it; AssertionError when it is not done after `seconds`."""
+        """Wait for the run to end and return it; AssertionError after `seconds`."""
         done = wait_for(lambda: os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), "end of the run", seconds)
         code = done.si_status if done.si_code == os.CLD_EXITED else -done.si_status
         return Run(code, self.out(), (self.printed / "err").read_text(), self.output / "run")
@@ -237,7 +236,7 @@ class Forked:
 
 @contextlib.contextmanager
 def running(output: Path, *overrides: str, prepare: Callable[[], None] = lambda: None, launched: bool = False) -> Iterator[Forked]:
-    """A run into `output`/run, killed on the way out if it is still there. `prepare` is called in the fork before."""
+    """Start a run into `output`/run, and kill it on exit if it is still alive. The fork calls `prepare` first."""
     words = ["train", *arguments(output, *overrides, launched=launched)]
     with tempfile.TemporaryDirectory() as printed:
         Path(printed, "out").touch()
@@ -252,28 +251,28 @@ def running(output: Path, *overrides: str, prepare: Callable[[], None] = lambda:
 
 
 def train(output: Path, *overrides: str, prepare: Callable[[], None] = lambda: None, launched: bool = False) -> Run:
-    """A run into `output`/run from its beginning to its end."""
+    """A run into `output`/run from start to end."""
     with running(output, *overrides, prepare=prepare, launched=launched) as run:
         return run.wait()
 
 
 @functools.cache
 def plain() -> Run:
-    """The run of the config as it is: two steps of one rank. Nobody changes its folder."""
+    """The run with the default config: two steps of one rank. Tests must not change its folder."""
     run = train(folder() / "plain")
     assert run.code == 0, run.err
     return run
 
 
 def start(output: Path, *overrides: str, launched: bool = False, **environment: str) -> subprocess.Popen:
-    """`launch/local.sh` in a process group of its own."""
+    """`launch/local.sh` in its own process group."""
     command = [REPOSITORY / "launch" / "local.sh", *arguments(output, *overrides, launched=launched)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def finish(process: subprocess.Popen, output: Path, seconds: float = SECONDS) -> Run:
-    """What a started run has become; one that takes longer than `seconds` is killed and fails the test."""
+    """Wait for a started run and return it; one that takes longer than `seconds` is killed and fails the test."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -284,7 +283,7 @@ def finish(process: subprocess.Popen, output: Path, seconds: float = SECONDS) ->
 
 
 def wait_for(happened: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
-    """What `happened` gives once it is true; AssertionError naming `what` after `seconds`."""
+    """Wait until `happened` returns a true value, and return it; AssertionError naming `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (result := happened()):
         assert time.monotonic() < deadline, f"no {what} within {seconds} s"
@@ -293,7 +292,7 @@ def wait_for(happened: Callable[[], Any], what: str, seconds: float = SECONDS) -
 
 
 def steps_done(output: Path) -> int:
-    """Lines of steps that a run, perhaps still going on, has written."""
+    """Lines of steps that a run has written so far."""
     file = output / "run" / "metrics.jsonl"
     return file.read_text().count('"reward":') if file.exists() else 0
 
@@ -319,7 +318,7 @@ def alive(pid: int) -> bool:
 
 
 def shared_memory(pids: list[int]) -> set[Path]:
-    """Files in /dev/shm that these processes have mapped, with the folder that holds the weights."""
+    """Files in /dev/shm that these processes have mapped, and the folder that holds the weights."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -329,12 +328,12 @@ def shared_memory(pids: list[int]) -> set[Path]:
 
 
 def weights_in_shared_memory(pid: int) -> list[Path]:
-    """Folders in which the trainer `pid` hands weights over."""
+    """Folders through which the trainer `pid` sends weights."""
     return list(Path("/dev/shm").glob(f"megagrpo-{pid}.*"))
 
 
 def audit(*words: Any) -> tuple[int, str]:
-    """Exit code and output of `megagrpo audit` with these words."""
+    """Exit code and output of `megagrpo audit` with these arguments."""
     return run_ranks(_audit, 1, ["audit", *map(str, words)])[0]
 
 
@@ -346,13 +345,13 @@ def _audit(words: list[str]) -> tuple[int, str]:
 
 
 def command(*words: Any, stdin: str = "") -> tuple[int, str, str]:
-    """Exit code, output and errors of `megagrpo` with these words."""
+    """Exit code, output and errors of `megagrpo` with these arguments."""
     return run_ranks(_command, 1, [*map(str, words)], stdin)[0]
 
 
 def _command(words: list[str], stdin: str) -> tuple[int, str, str]:
     out, err, sys.stdin = io.StringIO(), io.StringIO(), io.StringIO(stdin)
-    torch.distributed.destroy_process_group()  # a command has none
+    torch.distributed.destroy_process_group()  # a command has no process group
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words)
     left = [pid for pid in family(os.getpid()) if pid != os.getpid() and alive(pid)]
@@ -375,7 +374,7 @@ def _plain_tensors(checkpoint: Path) -> dict[str, Any]:
 def _fork(words: list[str], printed: Path, prepare: Callable[[], None]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    with warnings.catch_warnings():  # torch keeps two idle helper threads from its import on; no run needs them
+    with warnings.catch_warnings():  # torch keeps two idle helper threads from its import; no run needs them
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
@@ -396,4 +395,4 @@ def _fork(words: list[str], printed: Path, prepare: Callable[[], None]) -> int:
         sys.stderr.flush()
         for child in multiprocessing.active_children():
             child.kill()
-        os._exit(code)  # no destructors: pytest's belong to the parent
+        os._exit(code)  # skips destructors: they belong to the pytest parent
