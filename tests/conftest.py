@@ -11,13 +11,13 @@ TOGETHER = ("tests/e2e/",)
 
 
 def scope_of(nodeid: str) -> str:
-    """The tests that one process takes together: those of a file, or of a folder in `TOGETHER`."""
+    """Return the name of the group of tests that one process takes: the test's file, or its folder if that is in `TOGETHER`."""
     return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.partition("::")[0])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A scheduler of pytest-xdist by `scope_of`. The `loadgroup` of xdist 3.8 does not group with pytest 9.2."""
+    """A pytest-xdist scheduler that groups tests by `scope_of`. The `loadgroup` of xdist 3.8 does not group with pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):

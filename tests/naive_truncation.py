@@ -1,4 +1,4 @@
-"""What a sampler keeps of a distribution, by sorting it whole, in float64."""
+"""Naive sampling filters (top-k, top-p, min-p): sort the whole distribution in float64."""
 
 from __future__ import annotations
 
