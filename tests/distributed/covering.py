@@ -1,5 +1,5 @@
-"""Covering sets: few rows in which every combination of so many axis values occurs that can occur at all (combinatorial testing; the greedy
-construction of Cohen et al. 1997, "The AETG system", with rules)."""
+"""Covering sets (combinatorial testing): few rows that contain every allowed combination of values of a few axes. Uses the greedy
+construction of Cohen et al. 1997, "The AETG system", with rules."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 Row = dict[str, Any]
 Axes = Mapping[str, Sequence[Any]]
-Rule = tuple[tuple[str, ...], Callable[..., bool]]  # axes, and whether their values may meet
+Rule = tuple[tuple[str, ...], Callable[..., bool]]  # axes, and whether these values are allowed together
 
 
 def covering_rows(axes: Axes, rules: Sequence[Rule], strength: int = 2) -> list[Row]:
-    """Rows, in a fixed order, that obey every rule and hold every possible combination of values of `strength` axes."""
+    """Rows, in a fixed order, that obey every rule and contain every allowed combination of values of `strength` axes."""
     can_complete = _completer(axes, rules)
-    left = dict.fromkeys(  # in place of a set: its order is fixed
+    left = dict.fromkeys(  # used as a set with a fixed order
         frozenset(zip(chosen, values, strict=True))
         for chosen in combinations(axes, strength)
         for values in product(*(axes[axis] for axis in chosen))
@@ -37,8 +37,7 @@ def covering_rows(axes: Axes, rules: Sequence[Rule], strength: int = 2) -> list[
 
 
 def cheaper(rows: Sequence[Row], axes: Axes, rules: Sequence[Rule], cost: Callable[[Row], float], strength: int = 2) -> list[Row]:
-    """Rows that hold the same combinations and cost less: without those that hold nothing which others do not, and with a cheaper value
-    wherever it takes away nothing that is held once."""
+    """Rows with the same combinations at less cost: drops redundant rows, and takes a cheaper value where no combination is lost."""
 
     def held_by(row: Row) -> set[frozenset]:
         return {frozenset(some) for some in combinations(row.items(), strength)}
@@ -63,12 +62,12 @@ def cheaper(rows: Sequence[Row], axes: Axes, rules: Sequence[Rule], cost: Callab
 
 
 def _gain(left: dict[frozenset, None], row: Row, choice: tuple[str, Any], strength: int) -> int:
-    """How many combinations that are still missing the row gets with one more value."""
+    """The number of missing combinations that the row gains with one more value."""
     return sum(frozenset((*others, choice)) in left for others in combinations(row.items(), strength - 1))
 
 
 def _completer(axes: Axes, rules: Sequence[Rule]) -> Callable[[Row], bool]:
-    """Whether values for the other axes exist with which a row obeys the rules."""
+    """Whether the other axes have values with which a row obeys the rules."""
     ruled = [axis for axis in axes if any(axis in used for used, _ in rules)]
 
     @functools.cache

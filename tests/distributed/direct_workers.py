@@ -1,4 +1,4 @@
-"""Trainer ranks and workers in one world of forks, without vLLM: the first ranks push weights, the others take them as workers would."""
+"""Trainer ranks and workers in one world of forks, without vLLM: the first ranks push weights, the others receive them as workers do."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ PER_SERVER = 2  # workers
 
 
 def values_of(name: str, version: int) -> Tensor:
-    """What the weights are in a version."""
+    """The weights of a version."""
     shape = SHAPES[name]
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + 1000 * list(SHAPES).index(name) + 0.5 * version
 
 
 def held_by(rank: int, num_ranks: int, version: int, device: torch.device):
-    """Two tensor-parallel halves; ranks beyond the second hold copies. As `megagrpo.bridge.families.blocks` yields it."""
+    """Two tensor-parallel halves in the form of `megagrpo.bridge.families.blocks`; ranks beyond the second hold copies."""
     half = rank % 2 if num_ranks > 1 else None
     for name, shape in SHAPES.items():
         box = cut(shape, 0, 0, shape[0])
@@ -48,7 +48,7 @@ def held_by(rank: int, num_ranks: int, version: int, device: torch.device):
 
 
 def copies_of(worker: int, tensors: dict[str, Tensor], kept: dict[str, Tensor]) -> None:
-    """What the loaders of a worker do: rows of `up`, columns of `down`, the rest whole; norms twice."""
+    """Read tensors like a worker's loaders: rows of `up`, columns of `down`, the rest whole, and norms twice."""
     half = worker % PER_SERVER
     for name, tensor in tensors:
         dim = 1 if name.endswith("down") else 0
@@ -60,7 +60,7 @@ def copies_of(worker: int, tensors: dict[str, Tensor], kept: dict[str, Tensor]) 
 
 @dataclass
 class TrainerRanks:
-    """The first ranks of the world."""
+    """The first ranks of the world are the trainer."""
 
     world_rank: int
     group: Any
@@ -72,7 +72,7 @@ class TrainerRanks:
 
 
 class FileEngine:
-    """Servers of PER_SERVER workers each, which are told through files."""
+    """Servers of PER_SERVER workers each, which get requests through files."""
 
     def __init__(self, folder: Path, num_workers: int, seconds: float):
         self.folder, self.seconds, self.gone = folder, seconds, False
@@ -83,7 +83,7 @@ class FileEngine:
         return self.servers
 
     def load_weights(self, update) -> list[dict]:
-        if self.gone:  # as `VllmEngine` leaves out servers that died
+        if self.gone:  # as `VllmEngine` excludes dead servers
             return []
         for server in self.servers:
             request = json.dumps(update.request(server))
@@ -110,8 +110,8 @@ class FileEngine:
 def serve(
     worker: int, folder: Path, updates: int, device: torch.device, dies: bool = False, gone: int = 0
 ) -> tuple[dict[str, Any], list[str]]:
-    """The life of a worker: what it holds at the end, and what went wrong on the way. One that `dies` loses its connections in the middle
-    of the first update, without a word, and is there again for the next. After that update `gone` workers before it are no more."""
+    """Run a worker; return its weights and errors. A worker that `dies` loses its connections during the first update, sends no error, and
+    is back for the next. After the first update `gone` workers before this one no longer exist."""
     receiver, kept, errors = Receiver(device), {}, []
     number = worker % PER_SERVER
     for update in range(updates):

@@ -1,4 +1,4 @@
-"""Steps dumped without a run: the samples of `megagrpo verify`, with rewards by chance, through the policy and the loss of a config."""
+"""Steps dumped without a run: the samples of `megagrpo verify` with random rewards, through the policy and the loss of a config."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ FUNCTIONS = [dict(function="nowhere:chance"), dict(function="nowhere:coin", weig
 
 
 def make_model(folder: Path, hf_config: HfConfig) -> None:
-    """A model of this shape as Hugging Face saves it."""
+    """Save a model of this shape as a Hugging Face folder."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf_config.raw | dict(pad_token_id=None)))
-    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("bias")]  # that experts are chosen by
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("bias")]  # select experts
     for tensor in (*model.parameters(), *biases):
         tensor.data.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(folder)
 
 
 def rollouts() -> list[ScoredRollout]:
-    """The samples as an engine would give them. Two rewards; some responses get one of them only, one gets none."""
+    """The samples in the form that an engine returns. There are two rewards; some responses have only one of them, one response has
+    none."""
     chance = random.Random(1)
     made = []
     for i, sample in enumerate(random_samples()):
@@ -58,7 +59,7 @@ def rollouts() -> list[ScoredRollout]:
 
 
 def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: tuple[int, ...] = (1,)) -> list[str]:
-    """The messages of `steps` of `config`, dumped into the folder `run`; the model is that of the folder `model`."""
+    """Dump `steps` of `config` into the folder `run`, with the model in the folder `model`; return the log messages."""
     algorithm, hf = config.algorithm, load_hf_config(model)
     policy = MegatronPolicy(config, layout, hf)
     load_hf(policy.chunks, hf, model, layout)

@@ -1,5 +1,5 @@
-"""Triton's interpreter for one rank of a test. It wants to be chosen before Triton is imported, which megatron-core does: so Triton is
-imported anew, in a rank, which no other test meets."""
+"""Triton's interpreter for one rank of a test. The interpreter must be selected before Triton is imported, and megatron-core imports
+Triton. So this module imports Triton a second time, in a rank that no other test uses."""
 
 import os
 import sys
@@ -13,8 +13,8 @@ SMALL = Tiles(tokens=16, vocab=32, hidden=16)
 
 
 def interpret(tiles: Tiles = SMALL, scratch: int = 2**12) -> None:
-    """Make the fused kernels of this rank interpreted ones, of small tiles and little scratch. Triton's compiled part stays: it cannot be
-    loaded twice."""
+    """Use interpreted fused kernels in this rank, with small tiles and little scratch memory. Triton's compiled part stays, because it
+    cannot be loaded twice."""
     os.environ["TRITON_INTERPRET"] = "1"
     for name in [n for n in sys.modules if n.split(".")[0] == "triton" and not n.startswith("triton._C")]:
         del sys.modules[name]

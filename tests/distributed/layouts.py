@@ -1,4 +1,4 @@
-"""The layouts and options whose step must equal one process's, and which of them may meet."""
+"""The layouts and options whose step must equal one process's step, and the rules for combining them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSSES = {
     "dapo_full_forward": dict(loss_type="dapo", beta=0.1, kl_estimator="full_forward"),
 }
 EXPERTS = ("qwen3_moe", "mixtral")
-# Their order decides how many rows come out: this one gives few.
+# Their order decides the number of rows: this one gives few.
 AXES: dict[str, list[Any]] = {
     "model": list(SHAPES),
     "dp": [1, 2, 3],
@@ -51,12 +51,12 @@ RULES: list[Rule] = [
 
 
 def covering_layouts(strength: int = 2) -> list[Row]:
-    """Rows in which every `strength` axis values meet that can, on few ranks."""
+    """Rows on few ranks that contain every allowed combination of `strength` axis values."""
     return cheaper(covering_rows(AXES, RULES, strength), AXES, RULES, ranks, strength)
 
 
 def name(row: Row) -> str:
-    """What is not at its first value: `qwen3_tied-dp3-sequence_parallel-recompute_full-tp2`."""
+    """The values that differ from each axis's first one: `qwen3_tied-dp3-sequence_parallel-recompute_full-tp2`."""
     words = [row["model"]]
     for axis, values in list(AXES.items())[1:]:
         value = row[axis]

@@ -1,5 +1,5 @@
-"""`run_ranks` for tests: `results = run_ranks(function, 4, *args)`. What starts threads (loading with transformers, servers) or a process
-group belongs into a rank, not into pytest's own process, which the ranks are forks of."""
+"""`run_ranks` for tests: `results = run_ranks(function, 4, *args)`. The ranks are forks of pytest's process. Start threads (loading with
+transformers, servers) and process groups in a rank, never in pytest's process."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ import torch
 from megagrpo.parallel.spawn import RankFailed as RankFailed
 from megagrpo.parallel.spawn import run_ranks as run_ranks
 
-torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool, so there must be none
+torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool, so the parent must have none

@@ -1,7 +1,7 @@
-"""Transformer Engine without a GPU: its kernels written in torch, as plainly as they can be, under everything else that is its own.
+"""Transformer Engine without a GPU: replaces its kernels by plain torch code and keeps the rest of the package.
 
-Its layers, recipes, quantizers and tensors, and what Megatron does with them, can so be run where the package is installed and no GPU is.
-Of its attention the arguments are taken, not the backends. Of the kernels themselves nothing is proved.
+With it, Transformer Engine's layers, recipes, quantizers and tensors run without a GPU where the package is installed, as does Megatron's
+code for them. Attention takes Transformer Engine's arguments, but not its backends. Nothing here tests the kernels themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 def replace_kernels() -> None:
-    """Have this process build and run Transformer Engine's layers on its CPU, which they take for a Hopper GPU."""
+    """Have this process build and run Transformer Engine's layers on its CPU, which they treat as a Hopper GPU."""
     import transformer_engine_torch as kernels
     from megatron.core.optimizer import clip_grads
     from transformer_engine.pytorch import DotProductAttention, quantization
@@ -54,14 +54,14 @@ def replace_kernels() -> None:
     ):
         setattr(kernels, kernel.__name__, kernel)
     kernels.get_num_cublas_streams = lambda: 1
-    for name, module in list(sys.modules.items()):  # some have their names by now
+    for name, module in list(sys.modules.items()):  # some modules have imported their names already
         if name.startswith("transformer_engine"):
             for key, value in list(vars(module).items()):
                 if key in were and value is were[key]:
                     setattr(module, key, getattr(kernels, key))
                 if key == "is_non_tn_fp8_gemm_supported":
                     setattr(module, key, lambda *args: False)  # as on Hopper
-    for name in ("inner_tensor_specs", "storage_metadata"):  # which only one of the two can say in Python
+    for name in ("inner_tensor_specs", "storage_metadata"):  # only one of the two can return them in Python
         setattr(float8_tensor.Float8Quantizer, name, getattr(float8_tensor.Float8CurrentScalingQuantizer, name))
     DotProductAttention.forward = attention
     utils.multi_tensor_applier = scales_and_inverses
@@ -69,7 +69,7 @@ def replace_kernels() -> None:
 
 
 def _pretend() -> None:
-    """Answers to what is asked of CUDA."""
+    """Fake CUDA's capability queries."""
     cuda = torch.cuda
     cuda.is_available = lambda: True
     cuda.is_current_stream_capturing = lambda: False
@@ -82,7 +82,7 @@ def _pretend() -> None:
 
 
 def _clip(operation: Callable, overflow: Tensor, lists: list[list[Tensor]], *args: Any) -> Any:
-    """What Megatron does to all gradients at once: scale them; norms are computed without kernels."""
+    """Scale all gradients at once for Megatron; norms are computed without kernels."""
     if len(lists) == 1:
         return operation(2**16, overflow, lists, *args)
     for source, target in zip(*lists, strict=True):
@@ -93,7 +93,7 @@ def _clip(operation: Callable, overflow: Tensor, lists: list[list[Tensor]], *arg
 
 
 def quantize(x: Tensor, quantizer, target=None, noop=None):
-    """x as the quantizer's tensors have it; into `target` if there is one."""
+    """Quantize x in the format of the quantizer's tensors; into `target`, if any."""
     target = create_empty_quantized_tensor(quantizer, x.shape, x.dtype, x.device) if target is None else target
     kind = torch_dtype(quantizer.dtype)
     matrix = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x
@@ -103,7 +103,7 @@ def quantize(x: Tensor, quantizer, target=None, noop=None):
         _put(target._columnwise_data, target._columnwise_scale_inv, matrix, (SIDE, SIDE if square else 1), kind, quantizer, square, True)
         return target
     amax = matrix.abs().amax().float().view(1) if matrix.numel() else matrix.new_zeros(1, dtype=torch.float32)
-    if hasattr(quantizer, "scale"):  # delayed, or what is left of another one's scale
+    if hasattr(quantizer, "scale"):  # delayed, or left over from another quantizer's scale
         scale = quantizer.scale.view(1)
         if quantizer.amax.numel():
             quantizer.amax.copy_(torch.maximum(quantizer.amax.view(1), amax))
@@ -122,14 +122,14 @@ def quantize(x: Tensor, quantizer, target=None, noop=None):
 
 
 def create_empty_quantized_tensor(quantizer, shape: list[int], dtype: torch.dtype, where: torch.device, pinned: bool = False):
-    """A tensor of the quantizer's kind, whose numbers are any."""
+    """An uninitialized tensor of the quantizer's kind."""
     of, tensors = quantizer.create_metadata(shape, dtype=dtype), quantizer.alloc_tensors(shape, device=where)
     return of["cls"].__tensor_unflatten__(tensors, of, shape, torch.empty(shape, device="meta").stride())
 
 
 def _put(data: Tensor | None, inverse: Tensor, x: Tensor, tile: tuple[int, int], kind, quantizer, square: bool, columns: bool) -> None:
-    """Numbers and scales of tiles of x; columnwise data is transposed. Scales are as cuBLAS has them: of square tiles in the order of the
-    data, of others transposed, padded to fours."""
+    """Write the numbers and scales of tiles of x; columnwise data is transposed. Scales follow cuBLAS: scales of square tiles in the order
+    of the data, others transposed and padded to multiples of 4."""
     if data is None or not x.numel():
         return
     tiles = in_tiles(x, tile)
@@ -141,7 +141,7 @@ def _put(data: Tensor | None, inverse: Tensor, x: Tensor, tile: tuple[int, int],
 
 
 def operand(x: Any, usage: str) -> Tensor:
-    """What a product takes of x, float32 [rows, width]: of quantized tensors the numbers along the rows or along the columns."""
+    """A product's operand x as float32 [rows, width]: a quantized tensor gives its rowwise or columnwise numbers."""
     if isinstance(x, Tensor) and not hasattr(x, "_quantizer"):
         return x.float().reshape(-1, x.shape[-1])
     kind, columns = torch_dtype(x._fp8_dtype), usage == "columnwise"
@@ -159,12 +159,12 @@ def operand(x: Any, usage: str) -> Tensor:
 
 
 def split_quantize(x: Tensor, sizes: list[int], quantizers: list, **options: Any) -> list:
-    """Each part of the rows by its own quantizer."""
+    """Quantize each part of the rows with its own quantizer."""
     return [quantize(part, quantizer) for part, quantizer in zip(x.split(sizes), quantizers, strict=True)]
 
 
 def bgrad_quantize(x: Tensor, quantizer) -> tuple[Tensor, Any]:
-    """A bias's gradient, and x quantized."""
+    """The gradient of a bias, and x quantized."""
     return x.reshape(-1, x.shape[-1]).float().sum(0).to(x.dtype), quantize(x, quantizer)
 
 
@@ -180,12 +180,12 @@ def fp8_transpose(data: Tensor, kind: Any, out: Tensor | None = None) -> Tensor:
 
 
 def compute_amax(x: Tensor, found: Tensor) -> None:
-    """The largest magnitude."""
+    """The largest magnitude of x."""
     found.copy_(x.abs().amax())
 
 
 def fp8_block_scaling_compute_partial_amax(master: Tensor, found: Tensor, rows: int, width: int, first: int, block: int) -> None:
-    """The largest magnitudes of blocks, of what this rank has of a weight."""
+    """The largest magnitudes of the blocks of this rank's shard of a weight."""
     own = magnitudes(in_tiles(in_place(master, rows, width, first), (block, block)))
     found[:, : own.shape[1]] = own
 
@@ -193,7 +193,7 @@ def fp8_block_scaling_compute_partial_amax(master: Tensor, found: Tensor, rows: 
 def fp8_block_scaling_partial_cast(
     master: Tensor, part: Tensor, scale: Tensor, rows: int, width: int, first: int, block: int, kind: Any
 ) -> None:
-    """What this rank has of a weight, rounded by the scales of all ranks."""
+    """This rank's shard of a weight, rounded by the scales of all ranks."""
     tiles = in_tiles(in_place(master, rows, width, first), (block, block))
     numbers = out_of_tiles(rounded(tiles, scale[:, None, : tiles.shape[2], None], torch_dtype(kind)), (rows, width)).flatten()
     part.copy_(numbers[first : first + master.numel()])
@@ -238,7 +238,7 @@ def magnitudes(tiles: Tensor) -> Tensor:
 
 
 def in_place(master: Tensor, rows: int, width: int, first: int) -> Tensor:
-    """A matrix of which only this part is there; the rest is 0."""
+    """A matrix with only this shard; all other elements are 0."""
     matrix = master.new_zeros(rows * width)
     matrix[first : first + master.numel()] = master.flatten()
     return matrix.view(rows, width)
@@ -250,7 +250,8 @@ def in_place(master: Tensor, rows: int, width: int, first: int) -> Tensor:
 def generic_gemm(
     a, a_turned: bool, b, b_turned: bool, out, quantizer, kind, bias, bias_kind, gelu, gelu_in, grad, *rest: Any, **others: Any
 ):
-    """b a of cuBLAS' matrices, each turned if it says so; with a bias, or its gradient. Returns (product, bias's gradient, None, None)."""
+    """The product b a of cuBLAS' matrices, transposed as requested; with a bias, or its gradient. Returns (product, bias's gradient, None,
+    None)."""
     accumulate = rest[2]
     assert not gelu and quantizer is None and others.get("comm_overlap") is None
     left, right = operand(b, "columnwise" if b_turned else "rowwise"), operand(a, "rowwise" if a_turned else "columnwise")
@@ -266,7 +267,8 @@ def generic_gemm(
 
 
 def te_general_grouped_gemm(a, a_turned, b, b_turned, out, kind, sizes, bias, bias_kind, single, gelu_in, grad, *rest: Any):
-    """`generic_gemm` of each pair; in a single output one below the other. Products with nothing are 0, and biases' gradients."""
+    """`generic_gemm` of each pair, stacked vertically in a single output. Products with empty operands are 0; also returns the gradients of
+    biases."""
     accumulate, outputs = rest[2], out[0].split(sizes) if single else out
     for i, (left, right, target) in enumerate(zip(a, b, outputs, strict=True)):
         own = bias[i] if bias and bias[i] is not None and bias[i].numel() else None
@@ -289,15 +291,15 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, out, quantizer, kind, mar
 
 
 def rmsnorm_bwd(grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, margin: int, centred: bool) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight."""
+    """The gradients of x and of the weight."""
     normed, scaled = x.float() * inverse[:, None], grad.float() * (weight.float() + centred)
     of_x = inverse[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     return of_x.to(x.dtype), (grad.float() * normed).sum(0).to(weight.dtype)
 
 
 def fused_rope_forward(x: Tensor, angles: Tensor, starts, form, neighbours: bool, cu_seqlens: Tensor, size: int, rank: int, sign: int = 1):
-    """x [tokens, heads, width] of packed sequences turned by angles [positions, 1, 1, width]; a rank of context parallelism has a chunk
-    from the front of each sequence and one from its end."""
+    """Rotate x [tokens, heads, width] of packed sequences by angles [positions, 1, 1, width]. A context-parallel rank has one chunk from
+    the front of each sequence and one from its end."""
     assert starts is None and x.dim() == 3
     positions = []
     for first, last in zip((cu_seqlens // size)[:-1].tolist(), (cu_seqlens // size)[1:].tolist(), strict=True):
@@ -315,14 +317,14 @@ def fused_rope_forward(x: Tensor, angles: Tensor, starts, form, neighbours: bool
 
 
 def fused_rope_backward(*args: Any) -> Tensor:
-    """The gradient of x: turned back."""
+    """The gradient of x: the inverse rotation."""
     return fused_rope_forward(*args, sign=-1)
 
 
 def attention(
     self, query, key, value, mask=None, qkv_format=None, cu_seqlens_q=None, cu_seqlens_q_padded=None, attn_mask_type=None, **others
 ):
-    """Causal attention inside each of the packed sequences, by Transformer Engine's arguments; padding gives 0. [tokens, heads x width]."""
+    """Causal attention inside each packed sequence, with Transformer Engine's arguments; padding gives 0. [tokens, heads x width]."""
     assert ((qkv_format or self.qkv_format), attn_mask_type, query.dim()) == ("thd", "padding_causal", 3)
     known = {"cu_seqlens_kv", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "num_splits"}
     assert not [name for name, given in others.items() if given is not None and name not in known], others
@@ -343,12 +345,12 @@ def attention(
 
 
 def fused_multi_row_padding(x: Tensor, out: Tensor, sizes: list[int], padded: list[int]) -> None:
-    """Parts of the rows, each filled up with zeros."""
+    """Pad each part of the rows with zeros."""
     out.copy_(
         torch.cat([torch.nn.functional.pad(part, (0, 0, 0, more - len(part))) for part, more in zip(x.split(sizes), padded, strict=True)])
     )
 
 
 def fused_multi_row_unpadding(x: Tensor, out: Tensor, padded: list[int], sizes: list[int]) -> None:
-    """What was filled up, without that."""
+    """Remove the padding."""
     out.copy_(torch.cat([part[:size] for part, size in zip(x.split(padded), sizes, strict=True)]))

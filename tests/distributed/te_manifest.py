@@ -1,4 +1,4 @@
-"""The parameters that Transformer Engine's layers have in a model of every family: recorded where it is installed, read everywhere.
+"""The parameters of Transformer Engine's layers in a model of every family: recorded where the package is installed, read everywhere.
 
     python tests/distributed/te_manifest.py        # writes tests/vectors/te_manifest.json; Transformer Engine, and no GPU, is needed
 
@@ -34,15 +34,15 @@ from megagrpo.policy.model_state import sharded_state
 FILE = Path(__file__).parents[1] / "vectors" / "te_manifest.json"
 CASES = ("llama tied", "llama untied", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm", "glm4", "phi3", "deepseek_v2")
 CASES += ("deepseek_v2 lite", "deepseek_v3", "gemma2", "gemma3", "gpt_oss")
-CUT = dict(tp=2, sequence_parallel=True, ep=2, etp=1)  # beside one process
+CUT = dict(tp=2, sequence_parallel=True, ep=2, etp=1)  # the layout beside one process
 DTYPE = torch.bfloat16
 HISTORIES = [(History(1024), "hybrid"), (History(3, "max", 1), "e4m3"), (History(1), "hybrid"), (History(4, "most_recent"), "hybrid")]
 Weights = dict[str, str]
 
 
 def variants(hf_config: HfConfig, alone: Layout) -> list[tuple[Layout, bool]]:
-    """(layout, whether linears are Megatron's own): one process; the last of two ranks in the layout CUT, as far as the family has experts;
-    one process with own linears."""
+    """(layout, whether linears are Megatron's own): one process; the last of two ranks in the layout CUT, without expert parallelism for
+    dense families; one process with own linears."""
     sizes = CUT if hf_config.experts else dict(tp=2)
     last = list(imagined_layouts(alone, ParallelSection(**sizes), 2))[-1][1]
     return [(alone, False), (last, False), (alone, True)]
@@ -55,14 +55,14 @@ def architecture(name: str) -> HfConfig:
 
 
 def chunk_of(hf_config: HfConfig, layout: Layout, own_linears: bool) -> nn.Module:
-    """The model with weights of any values, by whichever layers this process builds."""
+    """The model with uninitialized weights, with the layers that this process builds."""
     options = dict(init_weights=False, own_linears=own_linears, sequence_parallel=layout.tp_size > 1)
     (chunk,) = build_model(hf_config, layout, dtype=DTYPE, **options)
     return chunk
 
 
 def weights_of(chunk: nn.Module) -> Weights:
-    """Name -> shape, and what is not as usual: the dim along which tensor-parallel ranks cut, another dtype, whether it is a buffer."""
+    """Name -> shape and special properties: the dim that tensor-parallel ranks cut, another dtype, whether it is a buffer."""
     found: Weights = {}
     biases = [(name, b) for name, b in chunk.named_buffers() if name.endswith(".router.expert_bias")]
     for name, weight in (*chunk.named_parameters(), *biases):
@@ -74,7 +74,7 @@ def weights_of(chunk: nn.Module) -> Weights:
 
 
 def checkpoint_keys(chunk: nn.Module, layout: Layout) -> list[str]:
-    """What a checkpoint calls what it holds of the model."""
+    """The keys of the model's tensors and objects in a checkpoint."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     state = sharded_state(chunk, METADATA | dict(dp_cp_group=layout.dp_cp_group))
@@ -82,7 +82,7 @@ def checkpoint_keys(chunk: nn.Module, layout: Layout) -> list[str]:
 
 
 def recorded_chunk(weights: Weights, num_layers: int) -> nn.Module:
-    """A module that has these weights, without data, where a model of so many hybrid layers has them; it cannot compute."""
+    """A module with these weights, without data, in the hybrid layers of the model; it cannot compute."""
     chunk = nn.Module()
     chunk.decoder = nn.Module()
     chunk.decoder.layers = nn.ModuleList(nn.Module() for _ in range(num_layers))
@@ -108,7 +108,7 @@ def recorded_chunk(weights: Weights, num_layers: int) -> nn.Module:
 
 
 def fp8_recipe(recipe: str, form: str) -> str:
-    """What megatron-core makes of the keys, in Transformer Engine's own words; and that it keeps the layers in bf16 that it is told."""
+    """Return megatron-core's recipe for the keys, as Transformer Engine prints it; asserts which layers stay in bf16."""
     from megatron.core import fp8_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -120,19 +120,19 @@ def fp8_recipe(recipe: str, form: str) -> str:
     return repr(fp8_utils.get_fp8_recipe(config))
 
 
-Pass = tuple[bool, list[float]]  # whether a backward pass follows; the largest magnitudes of input, weight and output's gradient in it
+Pass = tuple[bool, list[float]]  # whether a backward pass follows; the largest magnitudes of input, weight and output gradient
 
 
 def passes(seed: int) -> list[Pass]:
-    """Micro-batches of a run: magnitudes that come and go, one that is 0 and one that is not finite, log-probs in between."""
+    """Micro-batches of a run: magnitudes that change, one that is 0, one that is not finite, and log-probs in between."""
     sizes = (10 ** (torch.rand(12, 3, generator=torch.Generator().manual_seed(seed)) * 6 - 4)).tolist()
     sizes[3][0], sizes[6][1], sizes[8][2] = 0.0, float("inf"), 0.0
     return [(i % 4 != 0, size) for i, size in enumerate(sizes)]
 
 
 def delayed_scales(history: History, form: str, run: list[Pass]) -> list[list[float]]:
-    """The scales that Transformer Engine's bookkeeping gives one linear after each pass. Its kernels take the largest magnitudes; what it
-    makes of these it can also compute in torch."""
+    """The scales that Transformer Engine computes for one linear after each pass. Its kernels compute the largest magnitudes; the scales
+    can also be computed in torch."""
     from megatron.core import fp8_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
     from transformer_engine.pytorch import fp8_autocast, quantization
@@ -158,8 +158,8 @@ def delayed_scales(history: History, form: str, run: list[Pass]) -> list[list[fl
 
 
 def record() -> dict[str, Any]:
-    """Everything, of every family, with Transformer Engine's linears and with Megatron's own."""
-    replace_kernels()  # it asks for CUDA when a layer is made, and never computes
+    """Record every family, with Transformer Engine's linears and with Megatron's own."""
+    replace_kernels()  # Transformer Engine requires CUDA to make a layer, and never computes here
     alone = init_layout(ParallelSection())
     models, keys = {}, {}
     for name in CASES:

@@ -1,9 +1,9 @@
-"""What Transformer Engine's FP8 weights become in two steps of Megatron's optimizer: recorded where it is installed, compared everywhere.
+"""Transformer Engine's FP8 weights after two steps of Megatron's optimizer: recorded where the package is installed, compared everywhere.
 
     python tests/distributed/te_weights.py        # writes tests/vectors/te_weights.json; Transformer Engine, and no GPU, is needed
 
-See te_manifest.py for the environment. Everything is theirs, tensors, buffers and optimizer, but the kernels (te_kernels.py). While it
-records it also has the weights leave and come back, swapped for the reference's, saved and loaded.
+See te_manifest.py for the environment. Tensors, buffers and optimizer are the original ones; only the kernels are replaced (te_kernels.py).
+The recording also offloads and reloads the weights, swaps them for the reference's, and saves and loads them.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def name_of(case: tuple) -> str:
 
 
 def sums(policy: MegatronPolicy) -> list[int]:
-    """CRC-32s of the dense numbers of all weights in FP8, sorted: experts of Transformer Engine have other names than ours."""
+    """CRC-32s of the dense numbers of all FP8 weights, sorted, because Transformer Engine names experts differently."""
     weights = [p for p in policy.chunks[0].parameters() if is_fp8(p)]
     return sorted(zlib.crc32(dense(p).contiguous().view(torch.uint8).numpy().tobytes()) for p in weights)
 
 
 def take_step(policy: MegatronPolicy, number: int) -> None:
-    """An optimizer step whose gradients are the same wherever it is taken: none of a forward pass."""
+    """An optimizer step with the same fixed gradients everywhere, without a forward pass."""
     for chunk in policy.model:
         chunk.zero_grad_buffer()
     for p in policy.chunks[0].parameters():
@@ -59,7 +59,7 @@ def take_step(policy: MegatronPolicy, number: int) -> None:
 
 
 def started(case: tuple) -> tuple[MegatronPolicy, Reference]:
-    """A policy on weights that are the same wherever it is made; gradients are not clipped, which would take another kernel."""
+    """A policy with the same weights everywhere. Gradients are not clipped, because that needs another kernel."""
     recipe, shape, _ = case
     policy, reference = start(settings("dp2", recipe, True), shape, init_layout(ParallelSection()))
     for part in parts_of(policy.optimizer):
@@ -68,7 +68,7 @@ def started(case: tuple) -> tuple[MegatronPolicy, Reference]:
 
 
 def in_steps(case: tuple) -> list[list[int]]:
-    """`sums` at first and after each of two steps."""
+    """`sums` at the start and after each of two steps."""
     policy, _ = started(case)
     found = [sums(policy)]
     for number in range(2):
@@ -81,7 +81,7 @@ def in_steps(case: tuple) -> list[list[int]]:
 
 
 def recorded(case: tuple, folder: Path) -> tuple[list[list[int]], list[str]]:
-    """As `in_steps`, on Transformer Engine's tensors, whose types come with it; and all that may happen to them between steps."""
+    """Like `in_steps` on Transformer Engine's tensors, with every operation on weights that can happen between steps."""
     replace_kernels()
     policy, reference = started(case)
     found = [sums(policy)]
@@ -108,7 +108,7 @@ def recorded(case: tuple, folder: Path) -> tuple[list[list[int]], list[str]]:
 
 
 def check_second_copy(policy: MegatronPolicy) -> None:
-    """What the gradient of a linear's input takes is the transpose of what the forward pass takes."""
+    """The input gradient of a linear uses the transpose of the forward pass's weight."""
     for weight in filter(is_fp8, policy.chunks[0].parameters()):
         if hasattr(weight, "_columnwise_data"):
             assert torch.equal(weight._columnwise_data, weight._rowwise_data.t())

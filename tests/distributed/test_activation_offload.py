@@ -1,4 +1,4 @@
-"""Activations that leave for the host change nothing, and leave."""
+"""Offloading activations to the host changes no number, and frees device memory."""
 
 import gc
 
@@ -27,7 +27,7 @@ CASES = [
 
 
 def _gradients(settings, hf_config) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Gradients of two steps in a row; bytes that left, came back, and stayed within layers, and how much is on the device at the end."""
+    """Gradients of two steps in a row; the bytes offloaded, reloaded and left within layers, and the bytes on the device at the end."""
     activation_offload.MIN_BYTES = 1
     layout = init_layout(settings.parallel)
     policy = MegatronPolicy(settings, layout, hf_config)
@@ -54,7 +54,7 @@ def _gradients(settings, hf_config) -> tuple[dict[str, torch.Tensor], dict[str, 
     rules = packing_rules(settings, policy.shares_prompts)
     for seed in (1, 2):
         gc.collect()
-        gc.disable()  # nothing may wait for it
+        gc.disable()  # the test must not depend on garbage collection
         batch = pack(random_samples(seed), rules, layout.dp_rank, layout.dp_size)
         policy.logprobs(batch)
         policy.backward(batch, policy_gradient, batch.num_tokens)
@@ -74,5 +74,5 @@ def test_gradients_are_the_same_bits_whether_activations_leave_or_stay(case, sha
     for (expected, none), (gradients, count) in zip(found[False], found[True], strict=True):
         assert none["left"] == none["back"] == 0
         assert 0 < count["back"] <= count["left"] and count["alive"] == 0
-        assert count["stayed"] < 0.2 * count["left"]  # what layers share: angles, places of sequences
+        assert count["stayed"] < 0.2 * count["left"]  # layers share them: angles, positions of sequences
         assert {name for name in gradients if not torch.equal(gradients[name], expected[name])} == set()

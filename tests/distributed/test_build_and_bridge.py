@@ -1,4 +1,4 @@
-"""A tiny random model in every layout against transformers: same logits from the same folder, and the same bytes back."""
+"""A tiny random model in every layout against transformers: the same folder gives the same logits, and an export the same bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 
-PACKS = ([7, 40, 1, 12], [30])  # lengths of the sequences in each micro-batch; both even in sum, as sequence parallelism needs
+PACKS = ([7, 40, 1, 12], [30])  # lengths of the sequences in each micro-batch; both have an even sum, as sequence parallelism requires
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def models(tmp_path_factory):
     for kind, _ in MODELS.values():  # transformers imports on first use: once here, not in every fork
         getattr(transformers, f"{kind}ForCausalLM")
     root = tmp_path_factory.mktemp("models")
-    (logits,) = run_ranks(make_models, 1, root)  # in a fork: transformers starts threads, which forks of this process must not meet
+    (logits,) = run_ranks(make_models, 1, root)  # in a fork: transformers starts threads, and other forks must not inherit them
     return {name: (root / name, [torch.from_numpy(pack) for pack in logits[name]]) for name in MODELS}
 
 
@@ -60,7 +60,7 @@ def packs(vocab_size: int):
 
 
 def forward(chunks, hf_config) -> list[torch.Tensor]:
-    """What the last stage returns for each pack, through Megatron's own schedule; empty elsewhere."""
+    """Outputs of the last stage for each pack, through Megatron's own schedule; empty on other stages."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     tokens, positions, lengths = zip(*packs(hf_config.vocab_size), strict=True)
@@ -89,7 +89,7 @@ def load_in(layout, folder, **options):
     chunks = build_model(hf_config, layout, dtype=torch.float32, init_weights=False, **options)
     for chunk in chunks:
         for p in chunk.parameters():
-            p.data.fill_(float("nan"))  # whatever loading leaves out shows
+            p.data.fill_(float("nan"))  # shows every parameter that loading misses
     load_hf(chunks, hf_config, folder, layout)
     return chunks, hf_config
 
@@ -109,7 +109,7 @@ def check_model(folder: Path, out: Path, sizes: dict, sequence_parallel: bool, l
 
 
 def num_ranks(sizes: dict) -> int:
-    """The smallest world of these sizes."""
+    """The smallest number of ranks for these sizes."""
     return ParallelSection(**sizes).smallest_world
 
 
@@ -181,7 +181,7 @@ def test_logits_equal_transformers_and_the_export_equals_the_source(name, sizes,
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a folder, and where there is an index, that it names the right files."""
+    """All tensors of a folder; asserts that the index, if any, names the right files."""
     files = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
     if (index := folder / "model.safetensors.index.json").exists():
         weight_map = json.loads(index.read_text())["weight_map"]
@@ -279,9 +279,9 @@ def test_smollm2_gives_transformers_logprobs_on_one_and_on_three_ranks():
 
 
 def run_tool(name: str, *arguments) -> int:
-    """A script of checkpoints_tools as torchrun starts it; its exit code."""
+    """Run a script of checkpoints_tools as torchrun starts it; return its exit code."""
     folder = Path(__file__).parents[2] / "checkpoints_tools"
-    sys.path.insert(0, "")  # the script puts another one in its place
+    sys.path.insert(0, "")  # the script replaces it by another entry
     sys.argv = [name, *map(str, arguments)]
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(folder / name), run_name="__main__")
@@ -301,7 +301,7 @@ def test_the_converters_go_there_and_back_and_never_overwrite(models, tmp_path):
     there = ("hf_to_megatron.py", folder, tmp_path / "megatron", "--tp", 2)
     back = ("megatron_to_hf.py", tmp_path / "megatron", tmp_path / "hf", "--pp", 2, "--pipeline-layers", 1, 3)
     assert run_ranks(run_tool, 2, *there) == [0, 0]
-    assert run_ranks(run_tool, 2, *back[:-1]) == [2, 2]  # one number for two stages
+    assert run_ranks(run_tool, 2, *back[:-1]) == [2, 2]  # one value of pipeline_layers for two stages
     assert run_ranks(run_tool, 2, *back) == [0, 0]
     assert all(torch.equal(read_folder(tmp_path / "hf")[name], tensor) for name, tensor in read_folder(folder).items())
     assert run_ranks(run_tool, 2, *there) == [2, 2]
@@ -316,7 +316,7 @@ def only_load(folder: Path, sizes: dict):
 
 
 def fuse_experts(tensors: dict[str, torch.Tensor]):
-    """As transformers keeps them in memory: gate and up projections of all experts of a block in one tensor."""
+    """Store the tensors as transformers keeps them in memory: one tensor for the gate and up projections of all experts of a block."""
     prefix = "model.layers.0.mlp.experts."
     parts = [tensors.pop(f"{prefix}{e}.{p}_proj.weight") for e in range(8) for p in ("gate", "up")]
     tensors[f"{prefix}gate_up_proj"] = torch.stack(parts).view(8, 64, 96)
@@ -369,7 +369,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_valid_sizes(models):
 
 
 def add_layers_behind(tensors: dict[str, torch.Tensor]):
-    """As releases of DeepSeek-V3 have them: a fifth layer, and what makes of it a predictor of the next but one token."""
+    """Store the tensors as releases of DeepSeek-V3 do: with a fifth layer, a multi-token predictor."""
     for name in ("self_attn.kv_a_proj_with_mqa.weight", "mlp.experts.7.up_proj.weight"):
         tensors[f"model.layers.4.{name}"] = tensors[f"model.layers.3.{name}"].clone()
     tensors["model.layers.4.eh_proj.weight"] = torch.zeros(96, 192)

@@ -1,4 +1,4 @@
-"""How many calls lie between the command line and the formula of the loss, in a training step on one rank without an engine."""
+"""The number of calls between the command line and the formula of the loss, in a training step on one rank without an engine."""
 
 import json
 import sys
@@ -26,11 +26,11 @@ from megagrpo.trainer.callbacks import Callbacks
 from megagrpo.trainer.trainer import Trainer
 from megagrpo.verify.step import fill_weights
 
-BUDGET = 11  # calls, with both ends; three of them are Megatron's
+BUDGET = 11  # calls, including both ends; three of them are Megatron's
 
 
 class Given:
-    """Prompts and a collector that always give the same rollouts, and never stop."""
+    """Prompts and a collector that always return the same rollouts, without end."""
 
     stop = pool = engine = None
     cursor = 0
@@ -57,7 +57,7 @@ class Alone(Trainer):
 
 
 def build(config, folder, layout, resources) -> Trainer:
-    """A trainer of the model in `folder`, in place of the one that has servers."""
+    """Make a trainer without servers for the model in `folder`."""
     hf_config = load_hf_config(folder)
     policy = MegatronPolicy(config, layout, hf_config)
     fill_weights(policy, hf_config, layout)
@@ -87,7 +87,7 @@ def build(config, folder, layout, resources) -> Trainer:
 
 
 def train(folder: Path) -> list[list[str]]:
-    """Run `megagrpo train` for one step; return the calls from the command line to the clip, for each time that the clip is computed."""
+    """Run `megagrpo train` for one step; return the calls from the command line to the clip, for each computation of the clip."""
     found: list[list[str]] = []
 
     def note(*_: object) -> None:

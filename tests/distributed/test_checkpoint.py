@@ -1,4 +1,4 @@
-"""Checkpoints over two ranks: complete or absent, whatever fails and on whichever rank."""
+"""Checkpoints over two ranks are complete or absent after any failure on any rank."""
 
 import json
 import os
@@ -29,14 +29,14 @@ from megagrpo.verify.step import fill_weights
 
 @pytest.fixture
 def model(tmp_path_factory):
-    """A folder with a model's side files, which a checkpoint keeps a copy of."""
+    """A folder with a model's side files, which a checkpoint copies."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(tiny_model("llama_tied").raw))
     return folder
 
 
 def checkpointer(model, folder, keep=2, parallel=None, **train):
-    """This rank's part of a policy that has taken one step, and what saves it."""
+    """This rank's part of a policy after one step, and its checkpointer."""
     config, hf_config = tiny_run(parallel or dict(tp=2)), tiny_model("llama_tied")
     config = config.model_copy(update=dict(train=config.train.model_copy(update=train)))
     layout = init_layout(config.parallel)
@@ -48,7 +48,7 @@ def checkpointer(model, folder, keep=2, parallel=None, **train):
 
 
 def step_once(policy, layout):
-    """Other weights and moments than before, in the same memory."""
+    """Overwrite weights and moments in place with other values."""
     config = policy.config
     batch = pack(random_samples(), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     policy.train_step(batch, make_loss(config), batch.num_tokens)
@@ -87,7 +87,7 @@ def test_when_one_rank_cannot_write_no_rank_has_saved_and_the_next_save_works(fa
 
 
 def _write_while_training(model, folder):
-    """Names seen on the way, and whether a checkpoint was complete before it was waited for."""
+    """Return the names of files during and after a background save; asserts that the checkpoint appears only when complete."""
     policy, saver = checkpointer(model, folder, keep=9)
     saver.save(TrainState(step=1))
     before = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
@@ -112,11 +112,12 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step
     at_once, meanwhile = (json.loads((tmp_path / f"step_00000{step}" / "checksums.json").read_text()) for step in (1, 2))
     assert at_once.keys() == meanwhile.keys() and len([name for name in at_once if name.endswith(".distcp")]) >= 2
     different = {name for name in at_once if at_once[name] != meanwhile[name]}
-    assert different <= {"megagrpo.json", ".metadata"}  # the step; an identifier that torch draws
+    assert different <= {"megagrpo.json", ".metadata"}  # the step; a random identifier from torch
 
 
 def _gather_both_ways(model, folder):
-    """One state saved twice: gathered on one rank, and on every rank; whether this rank holds a part of the optimizer's state each time."""
+    """Save one state twice: gathered on one rank, and on every rank. Return whether this rank holds a part of the optimizer's state each
+    time."""
     _, saver = checkpointer(model, folder, keep=2, parallel=dict(tp=1), distributed_optimizer=True)
     held = []
     for step, on_one in ((1, True), (2, False)):
@@ -136,12 +137,12 @@ def test_a_sharded_optimizers_state_that_one_rank_gathers_is_what_every_rank_wou
 
 
 def chunks_of(stored, key):
-    """The pieces of a stored tensor; none of an object."""
+    """The pieces of a stored tensor; empty for an object."""
     return getattr(stored.metadata.state_dict_metadata[key], "chunks", [])
 
 
 def _save_with_best(model, folder):
-    """What is there after each of these saves: step, best step so far, in the background or not."""
+    """The checkpoints that exist after each of these saves: step, best step so far, in the background or not."""
     _, saver = checkpointer(model, folder, keep=2)
     there = []
     for step, best, background in ((1, 0, True), (2, 2, False), (3, 2, True), (4, 2, True), (5, 2, False), (6, 6, True), (7, 6, True)):
@@ -161,7 +162,7 @@ def test_the_newest_and_the_best_stay_and_neither_takes_the_place_of_the_other(m
 
 
 def _draw_on_after_a_save(model, folder):
-    """What this rank draws after a checkpoint, and after it is loaded again in a run that drew something else."""
+    """Random numbers of this rank after a checkpoint, and after a run with other numbers has loaded it."""
     _, saver = checkpointer(model, folder, parallel=dict(tp=1))
     torch.manual_seed(int(os.environ["RANK"]))
     path = saver.save(TrainState(step=1))
@@ -206,7 +207,7 @@ def _save(model, folder, distributed):
 
 
 def _load_with_other_options(model, path, distributed):
-    """What the optimizer's groups say as configured, and once the checkpoint was loaded."""
+    """The options of the optimizer's groups before and after loading the checkpoint."""
     policy, saver = checkpointer(model, path.parent, distributed_optimizer=distributed, **CHANGED)
     configured = options(policy)
     saver.load(path)
@@ -246,7 +247,7 @@ def overwrite(path):
 
 
 def flip(name):
-    """One bit in the middle of the file is another: of a number, where it holds tensors."""
+    """Flip one bit in the middle of the file; in a file of tensors this changes a number."""
 
     def damage(path):
         data = bytearray((path / name).read_bytes())
@@ -257,7 +258,7 @@ def flip(name):
 
 
 def forget(path):
-    """The norm at the end has another key than the model has for it."""
+    """Rename the key of the final norm to one that the model does not have."""
     text = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(text.replace(b"final_norm", b"first_norm"))
     believe(path)
@@ -271,7 +272,7 @@ def of_another_model(path):
 
 
 def believe(path):
-    """The files are as they were written."""
+    """Make the checksums match the damaged files."""
     files = [path / name for name in json.loads((path / "checksums.json").read_text())]
     (path / "checksums.json").write_text(json.dumps(checksums(path, files)))
 
@@ -304,7 +305,7 @@ DAMAGES = {
 
 
 def _load_broken(model, folder):
-    """What each rank says of each kind of damage to the second of two checkpoints."""
+    """Each rank's error for each kind of damage to the second of two checkpoints."""
     _, saver = checkpointer(model, folder)
     path, said = saver.save(TrainState(step=1)), {}
     for name, (damage, _) in DAMAGES.items():

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout continues in another: the next step gives the weights that the unbroken run gives."""
+"""A checkpoint of one layout resumes in another: the next step gives the weights of the uninterrupted run."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def samples() -> list[TrainSample]:
 
 
 def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool) -> dict:
-    """This rank's blocks after two steps, with a checkpoint between them, or after the second one alone, from the checkpoint."""
+    """This rank's blocks after two steps: in one run with a checkpoint between them, or resumed from that checkpoint."""
     config = settings(parallel)
     layout = init_layout(config.parallel)
     hf_config = load_hf_config(model)

@@ -1,4 +1,4 @@
-"""Moments in fewer bits in a policy: the step is the same, and a checkpoint continues bit by bit."""
+"""Moments in fewer bits in a policy: the step is the same, and a run resumes from a checkpoint bit for bit."""
 
 from unittest import mock
 
@@ -60,7 +60,7 @@ def test_the_first_step_is_that_of_float32_moments():
 
 
 def _steps_as_on_a_gpu(folder, settings):
-    """Weights and dtypes of moments after three steps, with a GPU pretended to the optimizer; the options of the Adam that was built."""
+    """Weights and moment dtypes after three steps with a fake GPU for the optimizer, and the options of the Adam that was built."""
     options, original = [], CompactAdam.__init__
 
     def noting(self, *args, **kwargs):
@@ -73,7 +73,7 @@ def _steps_as_on_a_gpu(folder, settings):
 
 
 def test_moments_that_wait_in_the_hosts_memory_take_the_same_steps(tmp_path):
-    """Bit for bit; without a GPU it is all one memory, so that what is asked of Adam is looked at too."""
+    """The steps are equal bit for bit. Without a GPU there is only host memory, so the test also checks the options passed to Adam."""
     offloading = config("fp32", False)
     offloading = offloading.model_copy(update=dict(train=offloading.train.model_copy(update=dict(optimizer_offload=True))))
     ((found, moments), options), *_ = run_ranks(_steps_as_on_a_gpu, 1, tmp_path, offloading)

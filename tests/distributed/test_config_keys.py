@@ -1,7 +1,7 @@
-"""Every key of config.json that changes what transformers computes changes the trainer's model alike, or is refused.
+"""The trainer treats every key of config.json that changes transformers' results as transformers does, or refuses it.
 
-The keys are found by trying: those of the family's configuration class, and every other one that transformers reads from it on the way to
-logits. Each gets other values, none, and null, on a tiny model with the same weights.
+The keys come from the family's configuration class, and from every other attribute that transformers reads on the way to logits. Each gets
+other values, is removed, and is set to null, on a tiny model with the same weights.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
 
-TOKENS = 40  # more than the windows and the lengths that rotary scaling starts from
+TOKENS = 40  # more than the attention windows and the start lengths of rotary scaling
 ABSENT = object()
-# The first case of each family, without rotary scaling where it can do without; the other cases belong to the full suite.
+# The first case of each family, without rotary scaling where the family allows it; the other cases belong to the full suite.
 FIRST = {tiny_config(*case).model_type: name for name, case in reversed(MODELS.items())}
 # Families that share no attention, norm or routing with each other; the others belong to the full suite.
 DEFAULT = {"llama", "gemma3_text", "deepseek_v3", "gpt_oss"}
@@ -40,12 +40,12 @@ ROTARY = ("factor", "partial_rotary_factor", "attention_factor", "mrope_section"
 
 
 def raw_config(name: str) -> dict[str, Any]:
-    """What transformers writes into config.json for the case `name`."""
+    """config.json of the case `name` as transformers writes it."""
     return json.loads(json.dumps(tiny_config(*MODELS[name]).to_dict()))
 
 
 def other_values(key: str, value: Any) -> Iterator[Any]:
-    """Values near `value`, the most telling ones first; then none, and null."""
+    """Values near `value`, most revealing first; then ABSENT, and null."""
     if key in WORDS:
         yield from WORDS[key]
     elif isinstance(value, bool):
@@ -75,10 +75,10 @@ def changed(raw: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 
 def their_model(raw: dict[str, Any]) -> torch.nn.Module:
-    """transformers' model with weights that depend on nothing but their names and shapes."""
+    """transformers' model with weights that depend only on their names and shapes."""
     config = transformers.AutoConfig.for_model(**json.loads(json.dumps(raw)))
     with no_init_weights():
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # eager: it alone caps scores
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # only eager attention caps scores
     model = model.eval().float()
     model.tie_weights()
     with torch.no_grad():
@@ -108,7 +108,7 @@ def tokens() -> torch.Tensor:
 
 
 def keys_read(raw: dict[str, Any]) -> set[str]:
-    """Keys that transformers asks a configuration for on the way to logits, whether it has them or not."""
+    """Keys that transformers reads from a configuration on the way to logits, including keys that it does not have."""
     read, kind = set(), type(transformers.AutoConfig.for_model(raw["model_type"]))
     plain = kind.__getattribute__
 
@@ -125,10 +125,9 @@ def keys_read(raw: dict[str, Any]) -> set[str]:
 
 
 def wrongly_loaded(name: str, folder: Path, all_values: bool) -> tuple[list[str], set[str]]:
-    """What loads and computes other logits than transformers, and the keys whose change transformers' logits showed.
+    """Changes that load and give other logits than transformers, and the keys that change transformers' logits.
 
-    Without `all_values` only keys that are not known as harmless are tried, with the first value that loads, and without it.
-    """
+    Without `all_values`, skips keys known as harmless, and tries only the first value that loads and the missing key."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     layout, raw = init_layout(ParallelSection()), raw_config(name)
@@ -154,7 +153,7 @@ def wrongly_loaded(name: str, folder: Path, all_values: bool) -> tuple[list[str]
 
 
 def _difference(model: torch.nn.Module, expected: torch.Tensor, config: dict[str, Any], folder: Path, layout) -> str | None:
-    """How the trainer's logits differ from transformers'; None when they do not, or when loading is refused."""
+    """The difference between the trainer's logits and transformers'; None when they agree, or when loading is refused."""
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     try:

@@ -1,4 +1,4 @@
-"""The parts of context parallelism on ranks: attention against a naive one in float64, and rows that become whole again."""
+"""The parts of context parallelism on ranks: attention against a naive one in float64, and rows that are gathered again."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ HEADS, GROUPS, DIM = 6, 2, 16
 PACKS = {
     "one sequence": ([64], None),
     "many lengths": ([8, 240, 16, 8, 96, 40, 0, 24], None),
-    "few new tokens beside many": ([24, 8, 32], [-1, 0, -1]),  # both see 32, so that they are padded to one another
+    "few new tokens beside many": ([24, 8, 32], [-1, 0, -1]),  # both need 32, so that they are padded to one length
     "shared prompts": ([24, 8, 40, 16, 8, 8], [-1, 0, 0, 0, -1, 4]),
 }
 
@@ -32,7 +32,7 @@ def pack(name: str) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tens
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Each pair (x_i, x_{i + d/2}) as a complex number, turned by its angle."""
+    """Rotate each pair (x_i, x_{i + d/2}), as a complex number, by its angle."""
     angles = positions[:, None, None] * frequencies().double()
     turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((turned.real, turned.imag), -1)
@@ -43,7 +43,7 @@ def frequencies() -> torch.Tensor:
 
 
 def naive(name: str, window: int | None, softcap: float | None) -> list[torch.Tensor]:
-    """The output [T, HEADS * DIM] and the gradients of query, key and value by the formula, token by token."""
+    """The output [T, HEADS * DIM] and the gradients of query, key and value by the formula, one token at a time."""
     cu_seqlens, prefixes, (query, key, value, weight) = pack(name)
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
     spans = list(pairwise(cu_seqlens.tolist()))
@@ -67,7 +67,7 @@ def naive(name: str, window: int | None, softcap: float | None) -> list[torch.Te
 
 
 def attend(name: str, cp_size: int, max_queries: int, window: int | None, softcap: float | None) -> list:
-    """This rank's tokens, and for them what `naive` gives for all."""
+    """This rank's tokens, and the results of `naive` for them."""
     from megatron.core.transformer.enums import AttnMaskType
 
     context_parallel.MAX_QUERIES = max_queries

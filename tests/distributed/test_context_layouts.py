@@ -1,4 +1,4 @@
-"""Whole steps under more context parallelism than the covering set has."""
+"""Whole steps with more context parallelism than the covering set contains."""
 
 import json
 

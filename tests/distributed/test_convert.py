@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron -> Hugging Face gives every file back byte for byte, in every layout, and again after a kill."""
+"""Hugging Face -> Megatron -> Hugging Face restores every file byte for byte, in every layout, and also after a kill."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def has_experts(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """A folder with one of every family in bfloat16, some tensors in float32, in several files."""
+    """A folder with a model of every family in bfloat16, with some float32 tensors, in several files."""
     for kind, _ in MODELS.values():  # transformers imports on first use: once here, not in every fork
         getattr(transformers, f"{kind}ForCausalLM")
     root = tmp_path_factory.mktemp("models")
@@ -73,7 +73,7 @@ def make_models(root: Path) -> None:
             if part.endswith(("gate", "router", "layers.1.input_layernorm", "layers.3.self_attn.v_proj")):
                 module.float()
                 for parameter in module.parameters():
-                    parameter.data.mul_(1 + 2.0**-12)  # no number of bfloat16
+                    parameter.data.mul_(1 + 2.0**-12)  # not representable in bfloat16
         model.save_pretrained(root / name, max_shard_size="150KB")
 
 
@@ -100,7 +100,7 @@ def assert_same_files(folder: Path, other: Path) -> None:
 
 
 def through_layouts(models: Path, scratch: Path, pairs: list[tuple[str, dict, dict]]) -> None:
-    """Each model there in one layout and back in another, in the same ranks."""
+    """Convert each model to Megatron in one layout and back in another, in the same ranks."""
     for i, (name, one, other) in enumerate(pairs):
         layout = init_layout(ParallelSection(**one))
         import_hf(str(models / name), scratch / f"megatron{i}", layout)
@@ -119,13 +119,13 @@ def assert_round_trips(models: Path, scratch: Path, pairs: list[tuple[str, dict,
 
 
 def pairs_of(name: str, ranks: int) -> list[tuple[str, dict, dict]]:
-    """One model through every layout of the covering set that so many ranks can form, and back in the next one."""
+    """Convert one model through every layout of the covering set with this number of ranks, and back in the next layout."""
     rows = [sizes for sizes in map(sizes_of, ROWS if has_experts(name) else DENSE_ROWS) if world(sizes) <= ranks]
     return [(name, row, rows[(i + 1) % len(rows)]) for i, row in enumerate(rows)]
 
 
 def test_every_family_comes_back_byte_for_byte_from_another_layout(models, tmp_path):
-    """One layout of two ranks for each; a vocabulary of 127 tokens is padded under tp=2."""
+    """Each model in one layout of two ranks; a vocabulary of 127 tokens is padded under tp=2."""
     one_of_each = {kind: name for name, (kind, _) in MODELS.items()}.values()
     assert_round_trips(models, tmp_path, [pairs_of(name, 2)[5 * i % len(pairs_of(name, 2))] for i, name in enumerate(one_of_each)], 2)
 
@@ -157,7 +157,7 @@ def save_with_megatron(source: Path, out: Path, sizes: dict) -> None:
 
 @pytest.mark.parametrize("sizes", [dict(tp=2, ep=2), pytest.param(dict(pp=2), marks=pytest.mark.full)], ids=str)
 def test_a_checkpoint_that_megatron_itself_has_written_gives_the_model_it_started_from(sizes, models, tmp_path):
-    """In float32 on the way: the files' own dtypes come back."""
+    """Convert through float32: the files' own dtypes are restored."""
     source = models / "qwen3_moe"
     sizes = sizes | dict(etp=1)
     run_ranks(save_with_megatron, world(sizes), source, tmp_path / "megatron", sizes)
@@ -183,7 +183,7 @@ def test_a_tied_head_with_a_tensor_of_its_own_comes_back(models, tmp_path):
 
 
 def test_what_the_model_has_no_place_for_is_left_out_and_counted_and_the_rest_comes_back(models, tmp_path, capfd):
-    """Rotary frequencies, and a layer behind the last that predicts further tokens."""
+    """Add rotary frequencies, and a layer behind the last that predicts further tokens."""
     beyond = {f"model.layers.4.{name}": torch.rand(6, 4) for name in ("eh_proj.weight", "mlp.experts.7.up_proj.weight")}
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(4)} | beyond
     source = add_tensor(models / "deepseek_v3", tmp_path / "model", **extra)
@@ -202,7 +202,7 @@ def test_what_the_model_has_no_place_for_is_left_out_and_counted_and_the_rest_co
 
 
 def killed(action, holder, method: str, at: int, *args) -> None:
-    """`action(*args)`, and rank 0 is killed at its `at`-th call of a method."""
+    """Run `action(*args)`; rank 0 is killed at call number `at` of the method."""
     original, calls = getattr(holder, method), [0]
 
     def call(*rest, **options):
@@ -212,12 +212,12 @@ def killed(action, holder, method: str, at: int, *args) -> None:
         return original(*rest, **options)
 
     setattr(holder, method, call)
-    convert._COMMIT = torch_dist._COMMIT = 0  # everything is remembered at once
+    convert._COMMIT = torch_dist._COMMIT = 0  # every finished piece is committed at once
     action(*args)
 
 
 def counted(action, holder, method: str, *args) -> tuple[int, int]:
-    """How often `action(*args)` calls a method, and the bytes that it asks the disk for."""
+    """The number of calls of a method in `action(*args)`, and the number of bytes that the space check requires."""
     original, calls, asked = getattr(holder, method), [0], []
     check_space = Unfinished.check_space
     Unfinished.check_space = lambda self, needed: (asked.append(needed), check_space(self, needed))
@@ -238,7 +238,7 @@ def test_a_killed_conversion_goes_on_where_it_stopped(action, holder, sizes, mod
         run_ranks(there, 1, source, tmp_path / "megatron", {})
         source = tmp_path / "megatron"
     calls, space = run_ranks(counted, world(sizes), action, holder, "write", source, tmp_path / "unbroken", sizes)[0]
-    for at in (3, 5):  # the second attempt is killed too
+    for at in (3, 5):  # the second attempt is killed as well
         with pytest.raises(RankFailed, match="rank 0: killed by SIGKILL"):
             run_ranks(killed, world(sizes), action, holder, "write", at, source, out, sizes)
         assert not out.exists() and (tmp_path / ".out.partial").is_dir()
@@ -289,7 +289,7 @@ def with_little_disk(action, *args) -> str:
 
 
 def with_a_disk_that_fills(action, *args) -> None:
-    """Where a file takes 30 kB, and no more."""
+    """Run the action where a file can take 30 kB at most."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
     with pytest.raises(OSError, match="File too large"):
         action(*args)
@@ -311,7 +311,7 @@ def spoil(folder: Path, copy: Path, change) -> Path:
 
 
 def with_nan(folder: Path) -> None:
-    """In the last layer."""
+    """Put a NaN into the last layer."""
     name = "model.layers.3.self_attn.o_proj.weight"
     file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
     tensors = load_file(file)
@@ -354,7 +354,7 @@ def flip_a_bit(folder: Path, name: str = "__0_1.distcp") -> None:
 
 
 def flip_a_bit_of_the_config(folder: Path) -> None:
-    """Of a checkpoint that says what its files were, as those of runs do."""
+    """Damage the config of a checkpoint that has checksums of its files, like checkpoints of runs."""
     (folder / CHECKSUMS).write_text(json.dumps(checksums(folder, [folder / "hf" / "config.json"])))
     flip_a_bit(folder, "hf/config.json")
 
@@ -420,7 +420,7 @@ def megatron(models, tmp_path_factory) -> Path:
 
 
 def test_ranks_that_do_not_fail_say_which_one_did(models, tmp_path, megatron):
-    """The damage lies where only the second stage reads."""
+    """Only the second stage reads the damaged part."""
     broken = spoil(megatron, tmp_path / "broken", truncate)
     with pytest.raises(RankFailed, match=r"rank 1.*truncated"):
         run_ranks(back, 2, broken, tmp_path / "out", dict(pp=2))
@@ -453,7 +453,7 @@ def test_check_roundtrip_names_what_differs(models, tmp_path):
 
 
 def roundtrip_that_changes(*arguments) -> int:
-    """With a way back that changes one number."""
+    """Run the round trip with a way back that changes one number."""
     original = Writer._write
 
     def write(self, name, tensor):

@@ -1,4 +1,4 @@
-"""A step with the choices of every kind of CPU, beside one in float32 with the choices of a CPU without any."""
+"""A step with the choices for every kind of CPU, compared with a float32 step with the choices for a plain CPU."""
 
 import os
 
@@ -13,12 +13,12 @@ from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import Outcome, relative_error, take_step
 
 pytestmark = pytest.mark.skipif(device.has_gpu(), reason="a CPU decides nothing where there is a GPU")
-PLAIN = "intel"  # float32 by MKL, and products of bf16 numbers widened to float32
-ROUNDING = 3 * 2**-7  # what bf16 may be off, as in docs/verify.md
+PLAIN = "intel"  # float32 by MKL; products of bf16 numbers are computed in float32
+ROUNDING = 3 * 2**-7  # tolerance for bf16, as in docs/verify.md
 
 
 def _step(kind: str, precision: str, optimizer: str) -> tuple[Outcome, str, str]:
-    """A step in this process as if its CPU were of `kind`, the dtype it took, and the float32 setting that it left behind."""
+    """A step in this process with the choices for a CPU of `kind`, the step's dtype, and the float32 setting left behind."""
     os.environ[cpu.VARIABLE] = kind
     device.choose_float32_products()
     train = dict(optimizer=optimizer, max_grad_norm=0.0, share_prompts=False)
@@ -42,7 +42,7 @@ def plain_muon() -> Outcome:
 
 
 def furthest(outcome: Outcome, other: Outcome, what: str) -> float:
-    """Largest relative difference of a tensor among the gradients or weights."""
+    """The largest relative difference of a tensor among the gradients or weights."""
     theirs = getattr(other, what)
     return max(relative_error(tensor, theirs[name]) for name, tensor in getattr(outcome, what).items())
 
@@ -69,4 +69,4 @@ def test_auto_precision_trains_on_every_kind_of_cpu_within_the_rounding_of_its_d
 def test_muon_steps_on_every_kind_of_cpu_and_leaves_the_float32_setting_alone(kind, plain_muon):
     outcome, _, setting = step(kind, "fp32", "muon")
     assert setting == ("medium" if cpu.KINDS[kind].float32_by_onednn else "highest")
-    assert furthest(outcome, plain_muon, "weights") < ROUNDING  # its five steps of Newton and Schulz are in bf16
+    assert furthest(outcome, plain_muon, "weights") < ROUNDING  # its five Newton-Schulz steps are in bf16

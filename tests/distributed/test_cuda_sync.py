@@ -1,5 +1,5 @@
-"""Weights through GPU memory that a worker maps, with real processes. Without a GPU a file stands in for its memory, which leaves out just
-CUDA's own part."""
+"""Weights through GPU memory that a worker maps, with real processes. Without a GPU a file replaces the GPU memory, so only CUDA's part is
+not tested."""
 
 import json
 import time
@@ -23,7 +23,7 @@ SERVER = "http://127.0.0.1:8000"
 
 
 def stand_in(folder) -> None:
-    """Without a GPU: buffers are files, handles say how many bytes, and whoever has a handle maps the file."""
+    """Without a GPU: buffers are files, handles contain the number of bytes, and a process with a handle maps the file."""
     if device.has_gpu():
         return
     path = folder / "memory"
@@ -49,7 +49,8 @@ class OneRank:
 
 
 class OneWorker:
-    """A server of one worker, in another process, that is told through a file. It dies in the first update before it reads."""
+    """A server of one worker in another process, which gets requests through a file. The worker dies in the first update before it
+    reads."""
 
     def __init__(self, folder):
         self.folder, self.died = folder, False
@@ -72,7 +73,7 @@ class OneWorker:
 
 
 def take(folder, updates: int) -> list[dict]:
-    """The worker, which copies both halves of what it is told of, mapped from the other process's memory."""
+    """The worker: copies both halves of the announced tensors, mapped from the other process's memory."""
     kept = {}
     for _ in range(updates):
         while not (folder / "request").exists():
@@ -101,7 +102,7 @@ def push(folder):
     with WeightSync(engine, OneRank(), "float32", transport, said.append) as sync:
         for version in (1, 2):
             sync.push(held_by(0, 1, version, device.device()), version)
-        assert not sync.load_last(SERVER)  # one that is back waits for the next
+        assert not sync.load_last(SERVER)  # a server that is back waits for the next sync
     return engine.version, said
 
 

@@ -1,4 +1,4 @@
-"""A loss of the user's own in whole optimizer steps: the bits of the built-in loss that it repeats, and what the audit says of it."""
+"""A custom loss in whole optimizer steps: bit-identical to the built-in loss that it repeats, and the audit's report on it."""
 
 import re
 from pathlib import Path
@@ -21,14 +21,14 @@ CLIP_RATIOS = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory) -> str:
-    """The loss of the page, as `loss_type` names it."""
+    """The page's loss, as `loss_type` names it."""
     file = tmp_path_factory.mktemp("own") / "my_loss.py"
     file.write_text(next(block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "def clipped" in block))
     return f"{file}:clipped"
 
 
 def _steps(losses):
-    """The outcome of one step of each loss, with samples of advantage 0 computed."""
+    """The result of one step of each loss, with samples of advantage 0 computed."""
     algorithm = dict(beta=0.1, skip_zero_advantage=False)
     configs = [tiny_run({}, algorithm=algorithm | loss, train=dict(distributed_optimizer=True)) for loss in losses]
     return [take_step(config, tiny_model("llama_tied"), random_samples()) for config in configs]

@@ -1,5 +1,5 @@
-"""Delayed scaling without a GPU: scales of a policy in training are those of a few lines of Python that only look at what linears met;
-they are the same on all ranks of a stage, whatever is recomputed, and a run resumes with them."""
+"""Delayed scaling without a GPU: a policy's scales in training equal a naive oracle that only sees the operands of linears. They are the
+same on all ranks of a stage under any recomputation, and a run resumes with them."""
 
 import json
 from collections import defaultdict
@@ -43,7 +43,7 @@ def policy_of(made: RunConfig, shape: str) -> MegatronPolicy:
 
 
 def train(policy: MegatronPolicy, seed: int) -> float:
-    """A step as a run takes it: log-probs first, then one update."""
+    """A step in the order of a run: log-probs first, then one update."""
     batch = pack(random_samples(seed), packing_rules(policy.config, policy.shares_prompts), policy.layout.dp_rank, policy.layout.dp_size)
     assert len(batch.micro_batches) > 1
     batch = batch.with_terms(old_logprobs=policy.logprobs(batch)) if policy.layout.pp_size == 1 else batch
@@ -54,7 +54,7 @@ def train(policy: MegatronPolicy, seed: int) -> float:
 
 
 class Naive:
-    """The scale of one operand: what it met since the last change counts as one magnitude, and so do the length - 1 before it."""
+    """The scale of one operand: all magnitudes since the last update count as one, and the history adds length - 1 earlier ones."""
 
     def __init__(self, most: float, history: History):
         self.scale, self.most, self.history = 1.0, most, history
@@ -116,7 +116,7 @@ def test_what_is_not_finite_changes_no_scale():
 
 
 def _watched(made: RunConfig, history: History) -> list[str]:
-    """A policy in training, with `Naive` for each operand of its linears: where they differ. One rank."""
+    """Differences between a policy in training and `Naive` for each operand of its linears. One rank."""
     policy = policy_of(made, "qwen2_untied")
     linears = [m for m in policy.chunks[0].modules() if isinstance(m, Quantised)]
     scaling, decoder = policy._scaling, policy.chunks[0].decoder
@@ -127,7 +127,7 @@ def _watched(made: RunConfig, history: History) -> list[str]:
         i = operands.index
         seen[i] += 1
         used = {INPUT: operands.input_scale.item(), WEIGHT: operands.weight_scale.item()}
-        if i in fresh:  # a weight is rounded once for all micro-batches
+        if i in fresh:  # a weight is quantized once for all micro-batches
             fresh.discard(i)
             rounded[i] = naive[i, WEIGHT].scale
             naive[i, WEIGHT].meets(weight.detach().abs().max().item())
@@ -175,7 +175,7 @@ def test_a_policy_scales_by_what_its_linears_met_in_the_micro_batches_before(key
 
 
 def _trained(made: RunConfig, shape: str) -> tuple[list[float], torch.Tensor, torch.Tensor]:
-    """Losses of three steps, and scales and magnitudes behind them."""
+    """Losses of three steps, and the scales and magnitudes after them."""
     policy = policy_of(made, shape)
     losses = [train(policy, seed) for seed in (1, 2, 3)]
     return losses, policy._scaling.scale, policy._scaling.amaxes
@@ -209,7 +209,7 @@ def test_the_ranks_of_a_stage_share_their_scales(case, shape):
 
 
 def _saved(made: RunConfig, shape: str, folder, source) -> tuple[float, torch.Tensor]:
-    """Two steps and log-probs that nothing has followed yet, a checkpoint, and a third step."""
+    """Two steps, log-probs without a following step, a checkpoint, and a third step."""
     policy = policy_of(made, shape)
     saver = Checkpointer(folder, policy.layout, policy, 1, source)
     train(policy, 1), train(policy, 2)

@@ -1,4 +1,4 @@
-"""Same seed, same layout: the same bits after several steps, in other processes too."""
+"""The same seed and layout give the same bits after several steps, also in other processes."""
 
 import hashlib
 import os
@@ -57,7 +57,7 @@ def test_the_same_steps_give_the_same_bits(case):
     one, other = ([seen for seen, *_ in run_ranks(_steps, case.ranks, case)] for _ in range(2))
     assert one == other
     hashes = {digest for _, digest in one[0]}
-    assert len(hashes) == STEPS  # it did move
+    assert len(hashes) == STEPS  # the weights changed in every step
 
 
 def test_asking_for_determinism_reaches_torch_megatron_and_the_libraries():

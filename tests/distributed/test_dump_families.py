@@ -1,5 +1,5 @@
-"""Steps of families whose model code is unlike a Llama's, dumped from ranks and audited: transformers in float64 agrees with their
-log-probs, entropy, loss and gradient norm."""
+"""Dumped steps of families whose model code differs from a Llama's: transformers in float64 agrees with log-probs, entropy, loss and
+gradient norm."""
 
 import pytest
 from dumped_steps import FUNCTIONS, dump_step, make_model
@@ -19,7 +19,7 @@ FAMILIES = {
     "deepseek_v3": (V3, TP2 | dict(ep=2, etp=1)),
     "deepseek_v2": (V2_LITE, dict(pp=2)),
     "gpt_oss": (GPT_OSS, TP2 | dict(ep=2, etp=1)),
-    # The longest sequences of the run are beyond the length of pretraining, most of them are not.
+    # The longest sequences of the run exceed the length of pretraining; most are shorter.
     "phi3": (MORE_SHAPES["phi3"] | dict(original_max_position_embeddings=20), TP2),
     "glm4": (MORE_SHAPES["glm4"], dict(cp=2)),
 }

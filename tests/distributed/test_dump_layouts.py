@@ -1,4 +1,4 @@
-"""Steps dumped from many layouts, audited: what each rank has seen comes together as one step that float64 agrees with."""
+"""Steps dumped from many layouts, audited: the ranks' parts combine to one step that float64 agrees with."""
 
 import pytest
 from dumped_steps import FUNCTIONS, dump_step, make_model

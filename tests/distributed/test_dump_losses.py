@@ -1,6 +1,6 @@
-"""Every loss, its options and every way to an advantage, as the trainer computes it on two ranks, audited: plain float64 agrees.
+"""Every loss, loss option and kind of advantage, computed by the trainer on two ranks and audited: plain float64 agrees.
 
-Two optimizer steps on one batch, so that the policy is away from the one that sampled.
+Each case takes two optimizer steps on one batch, so the policy differs from the one that sampled.
 """
 
 import functools
@@ -39,7 +39,7 @@ MORE = {
     "dapo, truncated responses masked": dict(loss_type="dapo", mask_truncated_completions=True),
 }
 OPTIONS = LOSSES | ADVANTAGES | MORE
-QUICK = ["real, truncated responses masked", "gspo", "off-policy mask"]  # in every run of the tests; with `full` all of them
+QUICK = ["real, truncated responses masked", "gspo", "off-policy mask"]  # these run in every suite; `full` runs all
 
 
 def _dump_all(root, names):
@@ -85,7 +85,7 @@ METRICS = (
     *(f"sampling/importance_sampling_ratio/{which}" for which in ("mean", "min", "max")),
 )
 WEIGHT, FIRST, SECOND, GRADIENT, NEXT_WEIGHT = range(5)  # columns of optimizer_K.safetensors
-CHANGED = {  # element of one tensor, column, optimizer step -> the check that must notice
+CHANGED = {  # element of one tensor, column, optimizer step -> the check that must fail
     (3, WEIGHT, 2): "weights in the optimizer, optimizer step 2",
     (4, NEXT_WEIGHT, 1): "weights of the next update, optimizer step 1",
     (5, FIRST, 2): "first moment of the next update, optimizer step 1",
@@ -96,7 +96,7 @@ CHANGED = {  # element of one tensor, column, optimizer step -> the check that m
 
 
 def _tampered(root, name):
-    """The checks that fail once every metric above and some elements of the optimizer are changed."""
+    """The failing checks after a change of every metric above and some elements of the optimizer."""
     folder = root / name / "dumps" / "step_000001"
     contents = json.loads((folder / "step.json").read_text())
     for metric in METRICS:
@@ -125,11 +125,11 @@ def test_a_step_with_any_option_agrees_with_float64(name):
 
 @pytest.mark.full
 def test_every_option_changes_what_the_second_optimizer_step_computes():
-    """Its loss and the norm of its gradient, as the trainer dumped them."""
+    """The loss and the gradient norm in the trainer's dump."""
     found = {}
     for name, checks in audits(*OPTIONS).items():
         values = {check.quantity: check.dumped for check in checks}
         both = (round(values["loss, optimizer step 2"], 7), round(values["grad_norm, optimizer step 2"], 6))
-        same = {"dapo": "bnpo", "everything computed": "grpo"}.get(name)  # another name of a loss, and an option that saves only time
+        same = {"dapo": "bnpo", "everything computed": "grpo"}.get(name)  # another name of a loss, and an option that only saves time
         assert found[same] == both if same else both not in found.values(), name
         found[name] = both

@@ -1,5 +1,5 @@
-"""Micro-batch size, packing, gradient accumulation, data and context parallelism never change the gradient: in float64 no digit of it
-that float64 holds. And the batches that have next to nothing in them."""
+"""Micro-batch size, packing, gradient accumulation, data and context parallelism never change the gradient: equal to the precision of
+float64. Also batches with almost no tokens."""
 
 import functools
 import math
@@ -40,12 +40,12 @@ def row_of(model: str, **options) -> dict:
 def config(row: dict, loss: str) -> RunConfig:
     made = config_of(row)
     algorithm = made.algorithm.model_validate(LOSSES[loss])
-    # Megatron clips float32 gradients only.
+    # Megatron clips only float32 gradients.
     return made.model_copy(update=dict(algorithm=algorithm, train=made.train.model_copy(update=dict(max_grad_norm=0.0))))
 
 
 def in_float64(*arguments) -> Outcome | None:
-    """A step in which weights, activations and gradients are float64."""
+    """A step with weights, activations and gradients in float64."""
     device.resolve_precision = lambda precision: torch.float64
     stock = optimizer.DistributedDataParallelConfig
     optimizer.DistributedDataParallelConfig = lambda **settings: stock(**settings | dict(grad_reduce_in_fp32=False))
@@ -70,7 +70,7 @@ def test_in_float64_the_gradient_does_not_change(loss):
         assert worst_gradient(found, expected) < (1e-13, ""), change
 
 
-# Megatron's router of experts computes in float32 whatever the model is in.
+# Megatron's router of experts always computes in float32.
 @pytest.mark.parametrize(
     ("model", "limit"),
     [
@@ -85,7 +85,7 @@ def test_in_float64_the_gradient_is_the_same_when_all_axes_meet(model, limit):
     assert worst_gradient(found, one_process(model, "grpo", in_float64)) < (limit, "")
 
 
-# Context parallelism and shared prompts take other attention kernels. One process is 1.6e-6 from float64 itself.
+# Context parallelism and shared prompts use other attention kernels. One process differs by 1.6e-6 from float64.
 @pytest.mark.parametrize(("change", "limit"), [(dict(budget="tight", dp=2), 1e-6), (dict(cp=2, share_prompts=True), 2e-6)], ids=str)
 @pytest.mark.parametrize("loss", ["dapo", "grpo", *(pytest.param(loss, marks=pytest.mark.full) for loss in ("dr_grpo", "bnpo"))])
 def test_in_float32_it_is_the_same_to_rounding(loss, change, limit):

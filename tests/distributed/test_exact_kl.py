@@ -1,4 +1,4 @@
-"""The exact KL over a sharded vocabulary against plain float64 arithmetic. `test_gradient_parity.py` has it in every layout."""
+"""The exact KL over a sharded vocabulary against plain float64. `test_gradient_parity.py` tests it in every layout."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def naive(hidden, weight, labels, ref_hidden, ref_weight, direction, temperature
 
 
 def sharded_kl(vocab_size: int, direction: str):
-    """Values and gradients of this rank's shard, and plain float64 ones over the whole vocabulary: errors, and the padding's gradient."""
+    """Errors of this rank's values and gradients against plain float64 over the whole vocabulary, and the gradient of the padding."""
     rank, tp = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     shape = (-(-vocab_size // tp) * tp, 12)
@@ -57,7 +57,7 @@ def sharded_kl(vocab_size: int, direction: str):
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
-@pytest.mark.parametrize(("tp", "vocab_size"), [(2, 37), (3, 37), (3, 4)])  # in the last one a rank holds padding only
+@pytest.mark.parametrize(("tp", "vocab_size"), [(2, 37), (3, 37), (3, 4)])  # in the last case a rank holds only padding
 def test_value_and_gradient_over_shards_equal_plain_float64(tp, vocab_size, direction):
     results = run_ranks(sharded_kl, tp, vocab_size, direction)
     assert sum(rows for *_, rows in results) == vocab_size
@@ -70,8 +70,8 @@ def test_value_and_gradient_over_shards_equal_plain_float64(tp, vocab_size, dire
 
 
 def kl_of_a_step(estimator: str) -> tuple[float, float, float]:
-    """(the metric of a step, the mean over loss tokens, relative error of the head's gradient); the mean and the gradient's oracle in plain
-    float64, from hidden states and heads of one process."""
+    """(the step's metric, the mean over loss tokens, the relative error of the head's gradient). The oracle is plain float64 on the hidden
+    states and heads of one process."""
     config, hf_config = tiny_run(algorithm=dict(kl_estimator=estimator, beta=5.0)), tiny_model("qwen2_untied")
     policy, batch, _ = prepare(config, hf_config, init_layout(config.parallel), random_samples())
     heads, loss_fn, kls = policy.heads(batch), make_loss(config), []
@@ -112,7 +112,7 @@ class CountHeadProducts(TorchDispatchMode):
 
 
 def head_products(algorithm: dict) -> float:
-    """Products with the LM head in a train step, per chunk of tokens."""
+    """Matrix products with the LM head in a train step, per chunk of tokens."""
     config, hf_config = tiny_run(algorithm=algorithm), tiny_model("qwen2_untied")
     policy, batch, _ = prepare(config, hf_config, init_layout(config.parallel), random_samples()[:4])
     divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)

@@ -1,4 +1,4 @@
-"""Checkpoints between models whose layers have an extra state, as Transformer Engine's do, and models whose layers have none."""
+"""Checkpoints between models with an extra state per layer, as Transformer Engine has, and models without it."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from megagrpo.types import TrainState
 
 
 def give_extra_state(held: dict[int, torch.Tensor] | None = None) -> None:
-    """Layers of this process get an extra state, as Transformer Engine has it: a tensor of no bytes, or what `held` has for the layer."""
+    """Give this process's layers an extra state like Transformer Engine's: an empty tensor, or the layer's entry in `held`."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     def get(layer: torch.nn.Module) -> torch.Tensor:
@@ -36,7 +36,7 @@ def give_extra_state(held: dict[int, torch.Tensor] | None = None) -> None:
 
 
 def run_of(model: Path, folder: Path, with_extra_state: bool):
-    """This rank's policy, with a reference that has moved, and what saves both."""
+    """This rank's policy with a moved reference, and the checkpointer of both."""
     if with_extra_state:
         give_extra_state()
     policy, saver = checkpointer(model, folder)
@@ -82,7 +82,7 @@ def test_a_run_goes_on_where_layers_have_another_extra_state(first, model, tmp_p
 
 
 def _with_a_history(model, folder):
-    """How many layers hold something when a checkpoint is written, and what they do once it is loaded again."""
+    """The number of layers with an extra state when a checkpoint is written, and whether each still has one after loading."""
     held: dict[int, torch.Tensor] = {}
     give_extra_state(held)
     policy, saver = checkpointer(model, folder)
@@ -102,7 +102,7 @@ def test_an_extra_state_is_not_written_even_if_it_holds_something(model, tmp_pat
 
 
 def _weights(folder: Path, with_extra_state: bool, save: bool) -> list:
-    """Of a model by itself: saved as Megatron does, or read back into one that starts with zeros."""
+    """Save a model's weights as Megatron does, or read them back into a model of zeros."""
     from megatron.core import dist_checkpointing
 
     if with_extra_state:

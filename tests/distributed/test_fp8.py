@@ -1,4 +1,4 @@
-"""Products in FP8 without a GPU: exact against a naive rounding of every number, the same in every layout, and off where they shall be."""
+"""Products in FP8 without a GPU: exact against naive rounding, the same in every layout, and off where configured."""
 
 import functools
 import math
@@ -22,11 +22,11 @@ from megagrpo.verify.shrink import plainly, random_samples, shrink_model
 from megagrpo.verify.step import Outcome, fill_weights, policy_gradient, take_step
 
 RECIPES = ("tensorwise", "blockwise", "mxfp8")
-BITS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}  # of the fraction, smallest exponent of a normal number, largest number
+BITS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}  # bits of the fraction, smallest exponent of a normal number, largest number
 
 
 def naive(x: torch.Tensor, dtype: torch.dtype, rows: int, width: int, power_of_two: bool) -> np.ndarray:
-    """Tile after tile and number after number: the nearest multiple of what the number's exponent makes of the last bit, ties to even."""
+    """Round tile by tile, number by number, to the nearest multiple of the last bit at the number's exponent, ties to even."""
     fraction, smallest, most = BITS[dtype]
     found, values = np.zeros(x.shape), x.float().numpy()
     for top in range(0, x.shape[0], rows):
@@ -72,7 +72,7 @@ def test_what_is_not_a_number_stays_so_and_nothing_is_rounded_of_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
 def test_all_three_products_are_of_operands_rounded_along_what_they_add_up(recipe, hybrid, dtype):
     x, w, dy = (spread(rows, width, seed).to(dtype) for seed, (rows, width) in enumerate([(160, 144), (208, 144), (160, 208)]))
-    x, w = x[:, None].requires_grad_(), w.requires_grad_()  # [T, 1, in], as Megatron has it
+    x, w = x[:, None].requires_grad_(), w.requires_grad_()  # [T, 1, in], Megatron's shape
     y = Product.apply(x, w, CurrentScaling(Fp8(recipe, hybrid)), None)
     y.backward(dy[:, None])
     gradients = E5M2 if hybrid else E4M3
@@ -96,7 +96,7 @@ def test_all_three_products_are_of_operands_rounded_along_what_they_add_up(recip
         error = np.abs(found.detach().double().numpy() - value).max() / size
         assert error < {torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype], (name, error)
         dense = {"y": flat @ w.T, "dx": dy @ w, "dw": dy.T @ flat}[name].detach().double().numpy()
-        assert np.abs(dense - value).max() / size > 1e-3, name  # and not what it is without FP8
+        assert np.abs(dense - value).max() / size > 1e-3, name  # differs from the result without FP8
 
 
 def test_with_a_scale_for_each_block_a_token_is_computed_alike_whatever_else_is_in_its_micro_batch():
@@ -139,16 +139,16 @@ def test_a_step_in_fp8_is_that_of_one_process_within_its_own_rounding(case, reci
     found = run_ranks(take_step, case.ranks, settings, model(shape), random_samples())[0]
     alone, exact = one_process(shape, recipe), one_process(shape, "none")
     assert [d for d in compare(found, exact, alone, coarse=True) if not d.passed] == []
-    # A fault of the layout would be as large as the gradient. Rounding may also send a token to another expert.
+    # A layout bug causes an error as large as the gradient. Rounding may also send a token to another expert.
     noise, apart = distances(alone, exact), distances(found, alone)
     rounded = [noise[key] for key in noise if key[0] == "gradient" and "_proj" in key[1]]
     assert sorted(rounded)[len(rounded) // 2] > 1e-2
-    limit = 0.25 if recipe != "delayed" else 0.4  # whose e4m3 numbers are of the largest magnitude of all micro-batches
+    limit = 0.25 if recipe != "delayed" else 0.4  # delayed scales come from the largest magnitude over all micro-batches
     assert shape == "qwen3_moe" or max(apart[key] for key in apart if key[0] == "gradient") < limit
 
 
 def _hidden_states(settings, hf_config) -> tuple[list[torch.Tensor], int, int]:
-    """What each decoder layer gives for a batch; how many linears multiply in FP8, and tokens of the batch."""
+    """Each decoder layer's output for a batch, the number of linears that multiply in FP8, and the batch's tokens."""
     layout = init_layout(settings.parallel)
     policy = MegatronPolicy(settings, layout, hf_config)
     fill_weights(policy, hf_config, layout)
@@ -171,7 +171,7 @@ def test_layers_that_are_named_compute_as_without_fp8_and_the_others_do_not():
 
 
 def _expert_inputs(settings, hf_config) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """Tokens that each expert of a rank got in a step, and the gradients of the step."""
+    """The number of tokens of each expert of a rank in a step, and the gradients of the step."""
     layout, counts = init_layout(settings.parallel), []
     policy = MegatronPolicy(settings, layout, hf_config)
     fill_weights(policy, hf_config, layout)

@@ -1,4 +1,4 @@
-"""Weights kept in FP8: the same steps, bit for bit, as with bf16 ones that are rounded for each product, and dense ones for all others."""
+"""Weights stored in FP8: the same steps, bit for bit, as bf16 weights rounded for each product. All other code gets dense weights."""
 
 from pathlib import Path
 
@@ -54,13 +54,13 @@ def start(run: RunConfig, shape: str, layout: Layout) -> tuple[MegatronPolicy, R
 
 
 def masters(policy: MegatronPolicy) -> list[torch.Tensor]:
-    """Float32 masters that this rank has all of; ranks share out weights in FP8 and others apart, so parts are not the same."""
+    """Float32 masters that this rank holds whole. Ranks shard FP8 weights and others separately, so the shards differ."""
     found = [(p.numel(), getattr(p, "main_param", None)) for chunk in policy.chunks for p in chunk.parameters()]
     return [master.clone() for count, master in found if master is not None and master.numel() == count]
 
 
 def step(policy: MegatronPolicy, reference: Reference) -> list[torch.Tensor]:
-    """Log-probs, reference's too, before an optimizer step, and masters after it."""
+    """Log-probs of policy and reference before an optimizer step, and masters after it."""
     run, layout = policy.config, policy.layout
     batch = pack(random_samples(), packing_rules(run, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     logprobs = policy.logprobs(batch)
@@ -71,7 +71,7 @@ def step(policy: MegatronPolicy, reference: Reference) -> list[torch.Tensor]:
 
 
 def rounded(plain: MegatronPolicy, kept: MegatronPolicy) -> list[torch.Tensor]:
-    """The weights of `kept`; asserts that they are those of `plain`, rounded where they are in FP8."""
+    """The weights of `kept`; asserts that they equal the weights of `plain`, rounded where `kept` stores FP8."""
     scaling = CurrentScaling(Fp8.of(kept.config.model, kept.hf_config.num_layers))
     bf16, weights = ([p for chunk in policy.chunks for p in chunk.parameters()] for policy in (plain, kept))
     for exact, weight in zip(bf16, weights, strict=True):
@@ -81,7 +81,7 @@ def rounded(plain: MegatronPolicy, kept: MegatronPolicy) -> list[torch.Tensor]:
 
 
 def _steps(case: str, recipe: str) -> tuple[int, int]:
-    """Weights in FP8, and all; asserts what the file says."""
+    """The number of FP8 weights and of all weights; asserts that three steps of both policies are equal."""
     layout = init_layout(ParallelSection(**CASES[case][2]))
     plain, kept = (start(settings(case, recipe, kept), CASES[case][1], layout) for kept in (False, True))
     for _ in range(3):
@@ -106,7 +106,7 @@ def test_steps_are_those_of_bf16_weights_that_are_rounded_for_each_product(case,
 
 
 def _exchanged(case: str, recipe: str, folder: Path) -> None:
-    """Runs that keep weights in FP8 and that do not save after a step, and each goes on from what the other has saved as from its own."""
+    """Runs with and without FP8 weights save after a step; each resumes from the other's checkpoint as from its own."""
     (folder / "config.json").write_text("{}")
     layout = init_layout(ParallelSection(**CASES[case][2]))
     expected, savers = {}, {}
@@ -126,7 +126,7 @@ def _exchanged(case: str, recipe: str, folder: Path) -> None:
 
 
 def whole(policy: MegatronPolicy) -> list[torch.Tensor]:
-    """The model's tensors as others get them, on rank 0."""
+    """The model's full tensors, on rank 0."""
     return [tensor.clone() for _, tensor in iter_full(policy.chunks, policy.hf_config, policy.layout)]
 
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_goes_on_with_either_kind_of_weights_bit_for_bit(case, reci
 
 
 def _saved(case: str, recipe: str, folder: Path) -> None:
-    """A checkpoint of a run after one step."""
+    """Save a checkpoint of a run after one step."""
     (folder / "config.json").write_text("{}")
     layout = init_layout(ParallelSection(**CASES[case][2]))
     policy, reference = start(settings(case, recipe, True), CASES[case][1], layout)
@@ -146,8 +146,8 @@ def _saved(case: str, recipe: str, folder: Path) -> None:
 
 
 def _loaded(case: str, recipe: str, shape: str, folder: Path) -> None:
-    """A run with weights in FP8 and one without read the checkpoint: each has weights that are rounded from the masters, not from what the
-    ranks that saved had rounded."""
+    """Runs with and without FP8 weights load the checkpoint: both round their weights from the masters, not from the saved rounded
+    weights."""
     layout = init_layout(ParallelSection(**CASES[case][2]))
     plain, kept = (start(settings(case, recipe, kept), shape, layout)[0] for kept in (False, True))
     for policy in (plain, kept):
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_them_goes_into_another_layout(recipe, tmp_path):
 
 
 def _written_and_read(folder: Path) -> None:
-    """Weights written into a policy, saved as Megatron has them or given to others, are what was written, rounded; its masters are not."""
+    """Weights written into a policy come back rounded from Megatron's save and from an export; its masters do not change."""
     from megatron.core import dist_checkpointing
 
     layout = init_layout(ParallelSection())
@@ -212,7 +212,7 @@ def test_megagrpo_verify_holds_a_layout_with_them_against_one_process_without():
     rounded, exact = (run_ranks(take_step, 1, one, model("qwen3_tied"), random_samples())[0] for one in single)
     found = run_ranks(take_step, 2, run, model("qwen3_tied"), random_samples())[0]
     assert silent_tensors(found) == [] and [d for d in compare(found, exact, rounded, coarse=True) if not d.passed] == []
-    assert max(error for (kind, _), error in distances(found, exact).items() if kind == "next weight") > 0.02  # of FP8
+    assert max(error for (kind, _), error in distances(found, exact).items() if kind == "next weight") > 0.02  # the rounding of FP8
 
 
 def test_fp8_weights_of_a_policy_in_float32_are_refused():

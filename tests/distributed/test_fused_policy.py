@@ -1,4 +1,4 @@
-"""A policy whose log-probs are fused against the same with logits in chunks: its log-probs, and the gradients of all its weights."""
+"""A policy with fused log-probs against one with chunked logits: log-probs, and the gradients of all weights."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from megagrpo.verify.step import prepare
 
 
 def difference(train: dict) -> tuple[float, float]:
-    """Largest difference of a log-prob, and of all gradients together relative to their length, to those without `train`."""
+    """The largest log-prob difference, and the relative difference of all gradients, to the results without `train`."""
     interpret(scratch=2**14)
     found, layout = [], init_layout(ParallelSection(tp=2))
     for settings in ({}, train):

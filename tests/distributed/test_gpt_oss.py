@@ -1,4 +1,4 @@
-"""GPT-OSS in layouts: biases that each rank of an expert or of a projection holds whole, and sinks that belong to heads."""
+"""GPT-OSS in layouts: each rank of an expert or projection holds the whole bias, and sinks are sharded by head."""
 
 import functools
 
@@ -16,7 +16,7 @@ from megagrpo.verify.compare import compare, silent_tensors
 from megagrpo.verify.shrink import random_samples, random_tensor, shrink_model
 from megagrpo.verify.step import Outcome, take_step
 
-# config.json of gpt-oss-20b as far as it matters.
+# The relevant part of gpt-oss-20b's config.json.
 RAW = dict(
     model_type="gpt_oss",
     num_hidden_layers=24,
@@ -57,7 +57,7 @@ def model() -> HfConfig:
 
 
 def wide(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Random weights with which some activations of the experts are clamped."""
+    """Random weights that clamp some activations of the experts."""
     return random_tensor(name, shape) * (10 if name.endswith("gate_up_proj") else 1)
 
 
@@ -77,7 +77,7 @@ def test_every_bias_and_every_sink_has_a_gradient():
 
 
 def sinks_made_in_float32() -> list[tuple[torch.dtype, bool, int]]:
-    """Dtype and marks of the sinks of a bfloat16 model, where attention makes float32 ones, as Transformer Engine's does."""
+    """Dtype and marks of the sinks of a bfloat16 model, where attention makes float32 sinks, as Transformer Engine's does."""
     begin = TorchAttention.__init__
 
     def make(self, *args, **kwargs):

@@ -15,7 +15,7 @@ PAIRS = covering_layouts()
 
 
 def pytest_generate_tests(metafunc):
-    """Every pair of options meets in a test; with `make test-full` every three, which takes a while to lay out as well."""
+    """One test contains each pair of options. `make test-full` covers every three options, which takes a while to compute."""
     if "row" in metafunc.fixturenames:
         more = [] if metafunc.config.option.markexpr == "not full" else [row for row in covering_layouts(strength=3) if row not in PAIRS]
         metafunc.parametrize("row", [*PAIRS, *(pytest.param(row, marks=pytest.mark.full) for row in more)], ids=name)

@@ -1,4 +1,4 @@
-"""The KL that is taken from rewards belongs to whole responses: every layout finds the same, and trains on the same advantages."""
+"""The KL in rewards covers whole responses: every layout computes the same KL and trains on the same advantages."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def numbered_samples() -> list[TrainSample]:
 
 
 def found(parallel: dict) -> tuple[list[float], list[tuple]]:
-    """(the KL of each sample, (sample, its advantages in the batch) of this rank), of samples in two slices."""
+    """(the KL of each sample, (sample, its advantages in the batch) of this rank), for samples in two slices."""
     config = tiny_run(parallel, algorithm=ALGORITHM)
     layout = init_layout(config.parallel)
     samples = numbered_samples()
@@ -54,7 +54,7 @@ def one() -> list[float]:
 
 
 def naive() -> list[float]:
-    """Sample by sample, each alone in its micro-batch."""
+    """The oracle: each sample alone in its micro-batch."""
     config = tiny_run({}, algorithm=ALGORITHM, train=dict(share_prompts=False))
     layout, samples, sums = init_layout(config.parallel), numbered_samples(), []
     policy, _, _ = prepare(config, tiny_model("llama_tied"), layout, samples)

@@ -1,4 +1,4 @@
-"""Latent attention, shared experts and experts from groups: a step in every kind of layout equals that of one process."""
+"""Latent attention, shared experts and grouped experts: a step in every kind of layout equals one process's step."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""LoRA over ranks: gradients of every A and B, log-probs and the next adapters of a layout equal those of one process."""
+"""LoRA over ranks: gradients of every A and B, log-probs and the next adapters of a layout equal one process's."""
 
 import functools
 
@@ -55,7 +55,7 @@ def test_a_step_of_adapters_equals_that_of_one_process(case, model, lora, recomp
 
 
 def test_a_recomputed_step_of_adapters_on_the_first_stage_equals_it_too():
-    """Nothing before the first block has a gradient: what is recomputed needs an input that asks for one."""
+    """Nothing before the first block has a gradient: recomputation needs an input that requires one."""
     case, model, lora = CASES[3]
     found = run_ranks(take_step, case.ranks, config(case.parallel, lora, "full", case.train), tiny_model(model), random_samples())[0]
     assert [d for d in compare(found, one_process(model, repr(lora))) if not d.passed] == []

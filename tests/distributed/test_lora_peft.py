@@ -1,4 +1,4 @@
-"""LoRA against PEFT on transformers' own model: the same logits from the same folder, the same gradients, and files both ways."""
+"""LoRA against PEFT on transformers' model: the same folder gives the same logits and gradients, and files convert both ways."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def samples() -> list[TrainSample]:
 
 
 def make_with_peft(root, kind="Qwen2"):
-    """A model and an adapter as transformers and PEFT save them; the gradients of the loss that `dapo` is on policy, the mean over
-    response tokens of -A log-prob; merged weights; logits."""
+    """A model and an adapter saved by transformers and PEFT, merged weights, logits, and gradients. The loss is on-policy `dapo`: the mean
+    over response tokens of -A log-prob."""
     import transformers
     from peft import LoraConfig, get_peft_model
 
@@ -104,7 +104,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made_fused(tmp_path_factory):
-    """Of a model with one weight for queries, keys and values, and one for gate and up projection: so are the adapters."""
+    """A model with fused weights for queries, keys and values, and for gate and up projection: its adapters are fused too."""
     root = tmp_path_factory.mktemp("peft_fused")
     return root, *run_ranks(make_with_peft, 1, root, "Phi3")[0]
 
@@ -130,7 +130,7 @@ def assert_as_peft(parallel, made, tmp_path):
     assert load_file(tmp_path / "out/adapter_model.safetensors").keys() == load_file(root / "adapter/adapter_model.safetensors").keys()
     for name, tensor in load_file(root / "adapter/adapter_model.safetensors").items():
         assert torch.equal(load_file(tmp_path / "out/adapter_model.safetensors")[name], tensor)
-    # No gradient, no buffer and no optimizer state of what is frozen.
+    # Frozen weights have no gradient, no buffer and no optimizer state.
     for _, _, clean, held, buffers in found:
         assert clean and held <= buffers < 2 * held
 
@@ -219,8 +219,8 @@ BROKEN = {
     "lora.alpha: 10.0, but the adapter": ({}, dict(lora_alpha=3)),
     "has use_dora True; only plain LoRA": ({}, dict(use_dora=True)),
     "has peft_type LOHA": ({}, dict(peft_type="LOHA")),
-    "lora.target_modules: .*lora_A.weight is only in the model": ({}, {}),  # a tensor is left out
-    "lora.adapter_path: .* has shape": ({}, {}),  # a tensor is cut
+    "lora.target_modules: .*lora_A.weight is only in the model": ({}, {}),  # a tensor is missing
+    "lora.adapter_path: .* has shape": ({}, {}),  # a tensor is truncated
 }
 
 

@@ -1,4 +1,4 @@
-"""Adapters reach the engine and other layouts: merged weights bit by bit those of an export, checkpoints that hold nothing else."""
+"""Adapters reach the engine and other layouts: merged weights equal an export bit for bit, and checkpoints contain only adapters."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_a_checkpoint_holds_adapters_alone_and_continues_in_another_layout(saved
     resumed, _ = run_ranks(_train, 2, root, loaded, tmp_path, 1, True)[0]
     assert max(((resumed[name] - tensor).norm() / tensor.norm()).item() for name, tensor in unbroken.items()) < 1e-6
     sizes = [sum(t.numel() for t in load_file(file).values()) for file in (tmp_path / SAVED, root / "model/model.safetensors")]
-    assert 14 * sizes[0] <= needed < 28 * sizes[0] < 14 * sizes[1]  # what each tensor-parallel rank holds counts for each
+    assert 14 * sizes[0] <= needed < 28 * sizes[0] < 14 * sizes[1]  # the copies of all tensor-parallel ranks count
     assert sum(path.stat().st_size for path in (tmp_path / "step_000001").glob("*.distcp")) < 7 * sizes[1]
     assert json.loads((tmp_path / "step_000001/adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "tiny"
 
@@ -102,7 +102,7 @@ def test_merging_a_float32_adapter_into_a_bfloat16_model_rounds_once(root, tmp_p
             continue
         a, b = (adapter[f"{prefix}lora_{matrix}.weight"].double() for matrix in "AB")
         expected = weight.double() + scale * b @ a
-        # Half a unit in the last place of bfloat16, and what float32 loses in the sum.
+        # Half a unit in the last place of bfloat16, and the rounding of the sum in float32.
         assert ((merged[name].double() - expected).abs() <= expected.abs() * (2**-8 + 2**-20) + 1e-30).all(), name
         adapted += 1
         assert (merged[name] == expected.bfloat16()).double().mean() > 0.999, name

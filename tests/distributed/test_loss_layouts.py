@@ -1,6 +1,6 @@
-"""Every loss and its options: the step of a layout equals that of one process, what is known of the whole step included.
+"""Every loss and its options: a layout's step equals one process's step, including quantities of the whole step.
 
-`test_gradient_parity.py` has the layouts; here few of them meet every way to compute a loss.
+`test_gradient_parity.py` tests the layouts; here a few of them run with every way to compute a loss.
 """
 
 import functools
@@ -44,7 +44,7 @@ LOSSES = {
     "entropy bonus, exact KL": dict(loss_type="bnpo", entropy_coef=0.5, beta=0.1, kl_estimator="full_reverse"),
     "entropy bonus, gspo": dict(loss_type="grpo", entropy_coef=0.5, importance_sampling_level="sequence"),
 }
-# Whose gradient in a token depends on more than the token.
+# Losses whose gradient at a token depends on more than that token.
 FAR = ["gspo", "vespo correction", "gmpo", "fipo", "real kl", "off-policy mask", "token rejection", "entropy bonus on top"]
 LAYOUTS = {
     "dp2": (2, {}, dict(distributed_optimizer=True, share_prompts=False)),  # groups are split over the ranks
@@ -54,12 +54,12 @@ LAYOUTS = {
 }
 
 
-# What a rank of each must learn from the others before its first token; in every run of the tests.
+# Quantities that ranks must exchange before their first token; every suite runs these.
 WHOLE_STEP = ["real", "entropy bonus", "top entropy"]
 
 
 def _steps(names, parallel, train):
-    """One step for each loss, in the same world; as plain as can be without `train`."""
+    """One step for each loss, in the same world; with default options unless `train` sets others."""
     outcomes = {}
     for name in names:
         options = dict(distributed_optimizer=False) | (train or {})
@@ -103,7 +103,7 @@ def test_a_step_with_this_loss_equals_that_of_one_process(layout, name):
 
 
 def _step_of_nothing(name):
-    """Loss and largest gradient of a step in which nothing counts."""
+    """Loss and largest gradient of a step whose tokens are all masked."""
     config = tiny_run({}, algorithm=dict(beta=0.0) | LOSSES[name], train=dict(distributed_optimizer=False))
     samples = [replace(s, response_mask=torch.zeros_like(s.response_mask)) for s in random_samples()]
     outcome = take_step(config, tiny_model(MODEL), samples)

@@ -11,7 +11,7 @@ from megagrpo.verify.shrink import random_samples, random_tensor
 from megagrpo.verify.step import Outcome, relative_error, take_step
 
 RATE, DECAY = 1e-2, 0.1
-# Of the five steps of Newton and Schulz, from the package; the first of Keller Jordan's speed runs to use them is modded-nanogpt.
+# Coefficients of the five Newton-Schulz steps in the package; modded-nanogpt introduced them.
 STEPS = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -36,7 +36,7 @@ def one() -> Outcome:
 
 
 def orthogonal(gradient: torch.Tensor) -> torch.Tensor:
-    """As float64: five steps towards U V^T, where `gradient` is U S V^T."""
+    """The float64 oracle: five steps towards U V^T, where `gradient` is U S V^T."""
     x = gradient.double() / gradient.double().norm()
     for a, b, c in STEPS:
         product = x @ x.T
@@ -53,7 +53,7 @@ def test_the_matrices_of_blocks_follow_the_formula_and_the_rest_adam(one):
     seen = 0
     for name, gradient in one.gradients.items():
         if name.endswith("up_proj.weight"):
-            continue  # with the gate
+            continue  # is fused with the gate
         parts = [name, name.replace("gate_proj", "up_proj")] if "gate_proj" in name else [name]
         start = torch.cat([before(part, tuple(gradient.shape)) for part in parts])
         stepped, gradient = (torch.cat([tensors[part] for part in parts]) for tensors in (one.weights, one.gradients))

@@ -1,4 +1,4 @@
-"""Silent faults that users of Megatron-based trainers have met, planted one at a time: the parity matrix and `megagrpo verify` see each."""
+"""Silent faults known from Megatron-based trainers, injected one at a time: the parity matrix and `megagrpo verify` detect each one."""
 
 import importlib
 import json
@@ -38,7 +38,7 @@ def batched_messages_between_two_stages(patch):
 
 
 def norms_that_keep_their_part_of_the_gradient(patch):
-    """Without the attribute, nobody adds up what each rank saw of its part of the sequence."""
+    """Without the attribute, no all-reduce adds up the gradients of the ranks' parts of the sequence."""
     stock = specs.RMSNorm.__init__
 
     def init(self, *args, **kwargs):
@@ -54,7 +54,7 @@ def keys_in_the_order_of_the_ranks(patch):
 
 
 def labels_rolled_after_the_split(patch):
-    """The label of a chunk's last token is another rank's."""
+    """The label of a chunk's last token belongs to another rank."""
     stock = MegatronPolicy._loss_inputs
 
     def loss_inputs(self, hidden, micro_batch, *args):
@@ -66,7 +66,7 @@ def labels_rolled_after_the_split(patch):
 
 
 def sequences_that_begin_one_token_late(patch):
-    """Off by one in the borders of a pack: a token attends to the sample before its own."""
+    """Off by one in the borders of a pack: a token attends to the previous sample."""
     stock = packing.build_micro_batch
 
     def build_micro_batch(*args):
@@ -79,7 +79,7 @@ def sequences_that_begin_one_token_late(patch):
 
 
 def average_of_local_means(patch):
-    """Each data-parallel rank divides by its own count."""
+    """Each data-parallel rank divides by its own token count."""
 
     def denominator(batch, average, max_completion_length):
         return sum(int(m.loss_mask.sum()) for m in batch.micro_batches) * dist.get_world_size()
@@ -88,7 +88,7 @@ def average_of_local_means(patch):
 
 
 def tied_embeddings_that_never_meet(patch):
-    """The first and the last stage each follow their own part of the gradient."""
+    """The first and the last stage each use their own part of the gradient."""
     module = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # its name is also that of a function
     patch.setattr(module, "_allreduce_word_embedding_grads", lambda *args, **kwargs: None)
 
@@ -100,7 +100,7 @@ def padding_that_takes_probability(patch):
 
 
 def expert_gradients_times_ranks(patch):
-    """The experts' gradients are scaled as if every rank had held them."""
+    """The experts' gradients are scaled as if every rank held them."""
     stock = MegatronPolicy._finalize_gradients
 
     def finalize(self, *args, **kwargs):
@@ -124,14 +124,14 @@ def _with_dropout(config):
 
 
 def generators_that_are_never_restored(patch):
-    """What is recomputed in the backward pass draws other random numbers than the first time."""
+    """Recomputation in the backward pass draws other random numbers than the forward pass."""
     from megatron.core.tensor_parallel import random
 
     patch.setattr(random, "_set_all_rng_states", lambda *states: None)
 
 
 def samples_of_one_length() -> list[TrainSample]:
-    """Micro-batches of three such samples have one length: a message of another one fits and nothing crashes."""
+    """Micro-batches of three samples each have one length: another message of that length fits and nothing crashes."""
     generator, mask = torch.Generator().manual_seed(3), torch.arange(21) >= 9
     samples = []
     for i in range(12):
@@ -143,9 +143,9 @@ def samples_of_one_length() -> list[TrainSample]:
 @dataclass(frozen=True)
 class Control:
     plant: Callable[[pytest.MonkeyPatch], None]
-    seen_in: str  # kind of a quantity that must be far off
+    seen_in: str  # kind of the quantity that must be far off
     options: dict
-    before: Callable[[pytest.MonkeyPatch], None] | None = None  # what must be there for the fault to show
+    before: Callable[[pytest.MonkeyPatch], None] | None = None  # set-up that makes the fault visible
     samples: Callable[[], list[TrainSample]] = random_samples
 
     def __str__(self) -> str:
@@ -184,7 +184,7 @@ def verify(row: dict, folder, capsys) -> tuple[int, dict]:
     return code, json.loads(capsys.readouterr().out)["layouts"][0]
 
 
-# One of the loss, one of gradients, one of log-probs; the others with `make test-full`.
+# One fault of the loss, one of gradients, one of log-probs; `make test-full` runs the others.
 USUAL = (tied_embeddings_that_never_meet, labels_rolled_after_the_split, average_of_local_means)
 
 

@@ -1,4 +1,4 @@
-"""A trainer whose memory leaves the device between steps takes the same steps, bit for bit, and leaves nothing there meanwhile."""
+"""A trainer that offloads its memory between steps takes the same steps, bit for bit, and leaves nothing on the device."""
 
 import gc
 from collections.abc import Sequence
@@ -45,14 +45,14 @@ USUAL = ("sharded_bf16", "adapters")
 
 
 def alive(but: Sequence[torch.Tensor] = ()) -> int:
-    """Bytes of all storages of tensors made since `gc.freeze`, but for these and for what NumPy has looked into, which cannot be freed."""
+    """Bytes of all tensor storages made since `gc.freeze`, except these tensors' and storages exported to NumPy, which cannot be freed."""
     gc.collect()
     found, left_out = storages(t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)), storages(but)
     return sum(storage.nbytes() for key, storage in found.items() if key not in left_out and storage.resizable())
 
 
 def everything(policy: MegatronPolicy, reference: Reference) -> list[torch.Tensor]:
-    """Copies of all that steps change, and of the reference."""
+    """Copies of everything that steps change, and of the reference."""
     parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
     masters = [p for part in parts for group in part.optimizer.param_groups for p in group["params"]]
     moments = [t for part in parts for state in part.optimizer.state.values() for t in state.values()]
@@ -61,7 +61,7 @@ def everything(policy: MegatronPolicy, reference: Reference) -> list[torch.Tenso
 
 
 class BytesTo(TorchDispatchMode):
-    """Counts what is copied to places of the host's memory inside."""
+    """Records the copies into host buffers."""
 
     def __init__(self, offload: Offload | NoOffload):
         super().__init__()
@@ -83,15 +83,15 @@ def pieces_of(offload: Offload) -> list[torch.Tensor]:
 
 
 def frozen(policy: MegatronPolicy) -> list[torch.Tensor]:
-    """Weights that no step changes."""
+    """The frozen weights of the policy."""
     stored = [b for chunk in policy.chunks for name, b in chunk.named_buffers() if ".stored." in name]
     return stored + [p for chunk in policy.chunks for p in chunk.parameters() if not p.requires_grad]
 
 
 def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[list[torch.Tensor], list[float]]:
-    """All numbers after three steps, log-probs of each among them; and what was left on the device after each, as a share of what had been
-    there. After the second frozen weights are written, or else the reference moves, as it cannot beside adapters, and a checkpoint is saved
-    that is loaded when the reference has moved once more."""
+    """All numbers after three steps, including log-probs of each, and the share of memory left on the device after each. After the second
+    step frozen weights are written; without adapters the reference moves instead. A saved checkpoint is loaded after another move of the
+    reference."""
     policy = MegatronPolicy(settings, layout, hf_config)
     fill_weights(policy, hf_config, layout)
     reference = Reference(policy)
@@ -103,7 +103,7 @@ def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[l
     once = sum(part.nbytes for w in (*reference.weights, *frozen(policy)) for part in parts(w))
 
     def leave(written: int) -> None:
-        """Move everything away, the weights last; of reference and frozen weights so many bytes are copied."""
+        """Offload everything, the weights last; assert that `written` bytes of reference and frozen weights are copied."""
         weights = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
         with BytesTo(offload) as copies:
             offload.load_weights_only()

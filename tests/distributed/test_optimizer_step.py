@@ -1,6 +1,6 @@
 """The optimizer step against AdamW in float64: gradient clip, learning-rate schedule, weight decay, bias correction, epsilon.
 
-Each step runs `policy.train_step`. The oracle takes only the gradient from the trainer, and carries weights and moments itself.
+Each step runs `policy.train_step`. The oracle takes only the gradient from the trainer, and keeps its own weights and moments.
 """
 
 import math
@@ -36,7 +36,7 @@ CASES = {  # ranks, train section
 
 
 def naive_rate(step: int, train: TrainSection, total: int) -> float:
-    """The learning rate of a step counted from 1, as the config's descriptions have it."""
+    """The learning rate of a step counted from 1, as the config fields describe it."""
     if step <= train.warmup_steps:
         return train.learning_rate * step / train.warmup_steps
     gone = (step - train.warmup_steps) / (total + 1 - train.warmup_steps)  # 1 at the step after the last
@@ -100,5 +100,5 @@ def test_the_weights_of_four_steps_are_those_of_adamw_in_float64(name):
         assert said["learning_rate"].value == pytest.approx(naive_rate(step, config.train, STEPS), rel=1e-6)
         assert config.train.max_grad_norm < norm / 2, "the clip must matter"
         for tensor, w in right.items():
-            rounding = step * 2**-23 * w.norm()  # of float32, once a step
+            rounding = step * 2**-23 * w.norm()  # in float32, once a step
             assert (found[tensor] - w).norm() < 1e-4 * (w - before[tensor]).norm() + rounding, (step, tensor)

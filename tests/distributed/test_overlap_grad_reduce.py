@@ -1,4 +1,4 @@
-"""Gradients that are summed while the backward pass goes on are the same gradients, whatever the buckets; a NaN in them is noticed."""
+"""Gradients reduced during the backward pass equal the usual gradients for any bucket size; a NaN in them is detected."""
 
 import math
 
@@ -54,7 +54,7 @@ class Training:
         assert len(self.batches[0].micro_batches) > len(self.batches[1].micro_batches)
 
     def step(self) -> dict[str, float]:
-        """Every other step has fewer micro-batches."""
+        """Take a step; every other step has fewer micro-batches."""
         batch = self.batches[self.steps % 2]
         self.steps += 1
         return values_of(self.policy.train_step(batch, self.loss, batch.num_tokens))
@@ -63,7 +63,7 @@ class Training:
         return whole_tensors(self.policy, self.hf_config, self.layout, lambda p: p.data)[0]
 
     def under_way(self) -> list[bool]:
-        """Of every bucket, whether its sum has begun."""
+        """For every bucket, whether its all-reduce has begun."""
         return [
             group.grad_reduce_handle is not None
             for chunk in self.policy.model
@@ -72,7 +72,7 @@ class Training:
 
 
 def _three_steps(settings, model: str) -> tuple[dict, list[dict], list[bool]]:
-    """Weights and metrics after three steps, and which buckets were being summed when the third's backward pass ended."""
+    """Weights and metrics after three steps, and the buckets in reduction when the third backward pass ended."""
     training, seen = Training(settings, model), []
     finalize = training.policy._finalize_gradients
 
@@ -94,16 +94,16 @@ def test_steps_are_those_without_overlap_and_sums_begin_before_the_backward_pass
     for (weights, metrics, under_way), (plain_weights, plain_metrics, plain) in zip(found, expected, strict=True):
         for row, plain_row in zip(
             metrics, plain_metrics, strict=True
-        ):  # ranks own other parts of the gradient, and its norm is a sum over them
+        ):  # ranks own other parts of the gradient, and its norm is a sum over the parts
             assert row == plain_row | dict(grad_norm=pytest.approx(plain_row["grad_norm"], rel=1e-6))
-        # a sum of two replicas does not depend on where it is cut, and nothing is clipped
+        # a sum of two replicas does not depend on the bucket borders, and nothing is clipped
         assert weights.keys() == plain_weights.keys() and all(torch.equal(weights[name], tensor) for name, tensor in plain_weights.items())
         assert all(under_way) and not any(plain)
     assert len(found[0][2]) > 2
 
 
 def _restart(folder, first, then, model: str):
-    """Weights after two steps and after a third, with and without a restart in between in which options have changed."""
+    """Weights after two steps and after a third, with and without a restart in between that changes options."""
     (folder / "config.json").write_text("{}")
     before = Training(first, model)
     before.step(), before.step()
@@ -126,7 +126,7 @@ def test_a_checkpoint_goes_on_with_other_buckets(tmp_path):
 
 
 def _nan_on_one_rank() -> tuple[str, bool]:
-    """What a step with a NaN in one rank's gradient says, and whether it changed nothing and the next one is good."""
+    """The message of a step with a NaN in one rank's gradient, whether nothing changed, and whether the next step is good."""
     training = Training(config({}, **BUCKETS), "llama_tied")
     training.step()
     before = training.weights()

@@ -1,4 +1,4 @@
-"""What `megagrpo plan` says a rank holds, against what ranks measure."""
+"""Memory that `megagrpo plan` predicts for a rank, compared with measurements on ranks."""
 
 import importlib.util
 import sys

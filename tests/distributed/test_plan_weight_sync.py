@@ -1,4 +1,4 @@
-"""`megagrpo plan --weight-sync`: what it says of a config, of a thousand ranks, and of what vLLM cannot cut."""
+"""`megagrpo plan --weight-sync` for a config, for a thousand ranks, and for tensors that vLLM cannot cut."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def rows(*overrides, world_size):
 def test_the_rows_of_a_small_run(folder):
     told = run_ranks(rows_in_a_rank, 1, folder, "model.precision=bf16", "rollout.tp=3", "rollout.servers=2", "parallel.pp=2", 4)[0]
     assert told["sync"] == "4 rank(s) -> 2 server(s) of 3 worker(s), tp 3"
-    # All of the model goes to each server, and 61 norms of 576 elements to two more workers of it.
+    # Each server gets the whole model, and two more of its workers get 61 norms of 576 elements.
     elements = 2 * (134_515_008 + 2 * 61 * 576)
     assert told["moved"] == f"{elements * 2 / 1e6:.3g} MB; the workers want {elements * 2 / 1e6:.3g} MB, each element once"
     assert re.match(r"\d+ of 24 rank-worker pairs; the fullest carries \d+(\.\d)? MB", told["links"])
@@ -110,7 +110,7 @@ LAYOUT = ParallelSection(tp=8, pp=16, ep=64, etp=1, pipeline_layers=[3, *[4] * 1
 def test_a_thousand_ranks_to_256_workers_of_a_model_of_671_billion_parameters():
     made, seconds = run_ranks(simulate, 1)[0]
     moved = made.transfers
-    # Each of 8 servers gets the model once, and what is no expert as often as it has data-parallel copies or no way to cut it.
+    # Each of 8 servers gets the model once; other weights than experts once per data-parallel copy or worker.
     parameters = num_parameters(MODEL)
     assert parameters // 10**9 == 671 and 8 * parameters < moved.total == made.wanted < 1.3 * 8 * parameters
     received = moved.received(256)

@@ -1,5 +1,5 @@
-"""Weights straight from ranks to workers, with real processes: all of it arrives, shared out; who dies or hangs is named, and the next
-sync works."""
+"""Weights straight from ranks to workers, with real processes: all of them arrive, and replicas share the work. A dead or hung process is
+named, and the next sync works."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from megagrpo.weight_sync.sync import WeightSync
 
 
 def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabytes: float = 64.0):
-    """Ranks push several versions; what workers hold, and what the pushes reported."""
+    """Push several versions from ranks; return the workers' weights and the reports of the pushes."""
     rank, own = dist.get_rank(), device.device()
     group = dist.new_group(range(num_ranks), backend="gloo")
     if rank >= num_ranks:
@@ -33,7 +33,7 @@ def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabyte
             reports.append(sync.push(held_by(rank, num_ranks, version, own), version))
             groups.add(transport.exchange.name)
             notes.append(transport.board.store.num_keys() if rank == 0 else 0)
-        assert notes[-1] == notes[-2]  # old ones are taken away
+        assert notes[-1] == notes[-2]  # old ones are deleted
         sent = sum(message.elements for messages in transport.planned.rounds.values() for message in messages)
     return reports[-1].bytes_published, reports[-1].bytes_read, sent, len(groups)
 
@@ -54,12 +54,12 @@ def test_every_worker_gets_what_its_loaders_copy_and_no_byte_more(num_ranks, num
         assert given == taken == need and groups == 1
     sent = [sent for *_, sent, _ in results[:num_ranks]]
     assert sum(sent) * 4 == need
-    if num_ranks == 4:  # 0 and 2 hold the same, and so do 1 and 3
+    if num_ranks == 4:  # 0 and 2 hold the same weights, and so do 1 and 3
         assert all(0.3 < part / (sum(sent) / 2) < 0.7 for part in sent)
 
 
 def push_and_disturb(num_ranks: int, folder, how: str, seconds: float):
-    """Two workers; worker 0 hangs or dies, or rank 1 fails, in the middle of the first push; the second one must succeed."""
+    """Push to two workers; worker 0 hangs or dies, or rank 1 fails, during the first push. The second push must succeed."""
     rank = dist.get_rank()
     everyone, own = dist.new_group(backend="gloo"), device.device()
     pids = [None] * dist.get_world_size()
@@ -116,7 +116,7 @@ def test_a_rank_or_worker_that_fails_during_a_push_is_named_and_the_next_sync_fo
 
 
 def push_damaged(num_ranks: int, num_workers: int, folder, how: str):
-    """Push twice, the second time well; what the first push told."""
+    """Push twice, the second time without a fault; return the error of the first push."""
     rank, own = dist.get_rank(), device.device()
     group = dist.new_group(range(num_ranks), backend="gloo")
     if rank >= num_ranks:
@@ -165,7 +165,7 @@ def test_what_changed_on_the_way_and_copies_that_differ_are_named_with_rank_and_
 
 
 def push_to_fewer(num_ranks: int, folder):
-    """Two servers take the first push; the second one goes to the second of them alone."""
+    """Push to two servers, then to the second of them alone."""
     rank, own = dist.get_rank(), device.device()
     group = dist.new_group(range(num_ranks), backend="gloo")
     if rank >= num_ranks:

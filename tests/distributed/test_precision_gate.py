@@ -1,4 +1,4 @@
-"""`megagrpo verify --precision`: a layer that FP8 damages is found, and no other; kept in bf16, the run passes."""
+"""`megagrpo verify --precision` finds a layer that FP8 damages, and no other; with that layer in bf16 the run passes."""
 
 import json
 
@@ -25,8 +25,8 @@ WORDS = [torch.arange(3 + i, 35 + i) * (7 + i) % 120 for i in range(6)]
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
-    """A run whose model has, in one layer's MLP, an element so large that all others of its matrix are 0 beside it in 8 bits. It is in a
-    row that the next matrix does not read, so in any other precision it changes nothing."""
+    """A run with one very large element in one layer's MLP: in 8 bits all other elements of its matrix become 0. The next matrix ignores
+    that row, so other precisions are unaffected."""
     folder = tmp_path_factory.mktemp("damaged")
     torch.manual_seed(0)
     sizes = dict(hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96)
@@ -79,7 +79,7 @@ def test_every_layout_finds_the_same_errors(ranks, parallel, damaged):
     assert found.num_tokens == expected.num_tokens == sum(len(words) - 4 for words in WORDS)
     for one, other in zip(found.layers, expected.layers, strict=True):
         assert (one.layer, one.part) == (other.layer, other.part)
-        if (one.layer, one.part) == (DAMAGED, "mlp"):  # a tensor-parallel rank without the element has a scale of its own
+        if (one.layer, one.part) == (DAMAGED, "mlp"):  # a tensor-parallel rank without the element has another scale
             assert min(one.activation, other.activation) > 0.5
         else:
             assert one.activation == pytest.approx(other.activation, rel=0.2) and one.gradient == pytest.approx(other.gradient, rel=0.2)

@@ -1,4 +1,4 @@
-"""Ranks of this machine: results in rank order, failures with a name, nothing left behind."""
+"""Ranks on this machine: results in rank order, failures with the rank's name, no process left behind."""
 
 import gc
 import multiprocessing
@@ -58,7 +58,7 @@ def test_ranks_that_do_not_finish_are_named_and_ended():
 
 
 def start_sleepers(folder: Path):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background of a script ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process of a script ignores SIGINT
     run_ranks(lambda: (folder / str(os.getpid())).touch() or time.sleep(120), 2)
 
 
@@ -80,7 +80,7 @@ def test_ranks_end_when_their_caller_ends(number, tmp_path):
 
 
 def wait_for(look, enough, seconds: float = 60):
-    """What `look()` gives once `enough` of it, or at the end of `seconds`."""
+    """Return `look()` once it is `enough`, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while not enough(found := look()) and time.monotonic() < deadline:
         time.sleep(0.05)

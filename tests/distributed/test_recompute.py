@@ -1,4 +1,4 @@
-"""What `model.recompute` names is computed a second time in the backward pass, and the gradient is the same."""
+"""The modules in `model.recompute` are computed a second time in the backward pass, and the gradient is the same."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from megagrpo.verify.step import fill_weights, policy_gradient
 
 
 def _gradients(recompute):
-    """Gradients of one micro-batch; how often a layer's MLP and its core attention were computed for it."""
+    """Gradients of one micro-batch, and how often it computed a layer's MLP and its core attention."""
     config, hf_config = tiny_run(model=dict(recompute=recompute)), tiny_model("llama_tied")
     layout = init_layout(config.parallel)
     policy = MegatronPolicy(config, layout, hf_config)

@@ -1,4 +1,4 @@
-"""A reference that follows the policy: the same mixture in every layout, kept by a checkpoint and found again in another layout."""
+"""A reference that follows the policy: the same mixture in every layout, saved in a checkpoint and loaded in another layout."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_in_bfloat16_the_mixture_is_rounded_once():
     with reference.in_place():
         found = policy.weight.data.clone()
     exact = (1 - ALPHA) * before + ALPHA * policy.weight.data.double()
-    assert (found != exact.bfloat16()).float().mean() < 0.02  # ties; rounded twice it is every fifth
+    assert (found != exact.bfloat16()).float().mean() < 0.02  # ties; double rounding changes every fifth element
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def _make_models(folder: Path) -> None:
 
 
 def moved_and_saved(parallel: dict, model: Path, checkpoints: Path, alpha: float = ALPHA) -> tuple[dict, dict]:
-    """This rank's blocks of policy and reference, after a step and a move of the reference by `alpha`; both are then in a checkpoint."""
+    """This rank's blocks of policy and reference after a step, a move of the reference by `alpha`, and a checkpoint of both."""
     layout, hf_config, policy, reference, checkpointer = _build(parallel, model, checkpoints)
     batch = pack(random_samples(), packing_rules(policy.config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     divisor = denominator(batch, "sequence_means", 1)
@@ -86,7 +86,7 @@ def moved_and_saved(parallel: dict, model: Path, checkpoints: Path, alpha: float
 
 
 def loaded(parallel: dict, model: Path, checkpoints: Path) -> tuple[dict, dict]:
-    """As `moved_and_saved` left them, in this layout."""
+    """The blocks of `moved_and_saved`, loaded in this layout."""
     layout, hf_config, policy, reference, checkpointer = _build(parallel, model, checkpoints)
     checkpointer.load(checkpointer.latest())
     held = _held(policy, hf_config, layout), _of_reference(policy, reference, hf_config, layout)
@@ -152,7 +152,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def kl_before_and_after(estimator: str, model: Path) -> list[float]:
-    """The metric of three steps: of the first, of the one after it, and of one after the reference has become the policy."""
+    """The metric of three steps: the first, the next one, and one after the reference has become the policy."""
     config = tiny_run(train=dict(learning_rate=1e-2, adam_epsilon=1e-3), algorithm=dict(beta=0.1, kl_estimator=estimator))
     layout, hf_config = init_layout(config.parallel), load_hf_config(model)
     policy = MegatronPolicy(config, layout, hf_config)

@@ -1,4 +1,4 @@
-"""What every rank of a layout holds, known in one process: the same that real ranks hold. And plans from it, for random layouts."""
+"""The blocks of every rank of a layout, computed in one process, equal the blocks of real ranks. Also: plans for random layouts."""
 
 import itertools
 import random
@@ -61,7 +61,7 @@ def test_each_rank_holds_what_it_is_said_to_hold(shape, ranks, parallel):
 
 
 def random_case(name, rng):
-    """(model, parallel, ranks, engine): a layout of a model that is small, with random sizes, and one of an engine."""
+    """(model, parallel, ranks, engine): a random layout of a small model with random sizes, and a random layout of an engine."""
     kind, extra = MODELS[name]
     sizes = dict(
         num_key_value_heads=rng.choice([1, 2, 3, 6]),
@@ -72,7 +72,7 @@ def random_case(name, rng):
     if "layer_types" in extra:
         del sizes["num_hidden_layers"]
     raw = tiny_config(kind, sizes | extra).to_dict()
-    if model_problems(raw, ParallelSection()):  # what `extra` has fits only the sizes that it was made for
+    if model_problems(raw, ParallelSection()):  # `extra` fits only the sizes that it was made for
         raw = tiny_config(kind, extra).to_dict()
     layers = raw["num_hidden_layers"]
     assert not model_problems(raw, ParallelSection()), name
@@ -94,7 +94,7 @@ def random_case(name, rng):
 
 
 def check_random_layouts(seeds):
-    """Everything that must hold of layouts of every family; the families of those that an engine's layout fitted as well."""
+    """Assert all properties of layouts of every family; return the families with a valid engine layout."""
     alone, met = init_layout(ParallelSection()), set()
     for name, seed in itertools.product(MODELS, seeds):
         model, parallel, ranks, engine = random_case(name, random.Random(f"{name} {seed}"))

@@ -1,4 +1,4 @@
-"""The load-balancing loss of the router: transformers' own of one batch, its gradient, and the same in every layout."""
+"""The load-balancing loss of the router: equal to transformers' for one batch, its gradient, and the same in every layout."""
 
 import functools
 from pathlib import Path
@@ -48,12 +48,12 @@ def one_process(coefficient: float) -> Outcome:
 
 
 def in_transformers(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The loss over the places whose next token is of a response, and its gradient by each router's weight, also as the audit has it."""
+    """The loss over positions whose next token is in a response, and its gradient by each router's weight, also from the audit."""
     raw = model().raw
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw)).save_pretrained(folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     weights = {name: random_tensor(name, shape, config({}).rollout.temperature) for name, shape in shapes.items()}
-    moved = {name: weight + 0.02 * torch.sin(40 * weight) for name, weight in weights.items()}  # as a step begins
+    moved = {name: weight + 0.02 * torch.sin(40 * weight) for name, weight in weights.items()}  # weights at the start of the step
     save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
     policy, samples = naive.load_model(folder, "float32"), random_samples()
     found = [policy(sample.token_ids[None], output_router_logits=True).router_logits for sample in samples]

@@ -1,5 +1,5 @@
-"""A NaN on one rank: every rank leaves the optimizer step out and names the same tensor, nothing has changed, and training goes on as if
-the step had never been."""
+"""A NaN on one rank: every rank skips the optimizer step and names the same tensor. The step changes nothing, and training continues as if
+it had not happened."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ CASES = [
     Case("tp2_dp2_distributed_optimizer", 4, dict(tp=2), train=SHARDED),
 ]
 DOWN = "model.layers.{}.mlp.down_proj.weight"
-# What a trainer has besides, and an optimizer step on a batch that is there does not touch.
+# State of a trainer that an optimizer step on a given batch does not change.
 NOT_NEEDED = dict.fromkeys(["reference", "prompts", "held_out", "sampling", "weight_sync", "checkpointer"])
 NOT_NEEDED["collector"] = SimpleNamespace(stop=None, pool=None)
 NOT_NEEDED["callbacks"] = SimpleNamespace(saved=None)
 
 
 class Messages:
-    """A sink that keeps what a person would read."""
+    """A sink that keeps the messages for the user."""
 
     def __init__(self):
         self.lines = []
@@ -56,7 +56,7 @@ class Messages:
 
 
 class Training:
-    """One rank of a trainer that is given its batches."""
+    """One rank of a trainer with given batches."""
 
     def __init__(self, case, layout):
         settings, hf = case.config(beta=0.0), tiny_model("llama_tied")
@@ -81,7 +81,7 @@ class Training:
         return next(p for _, p, found in self.trainer.weights() if hf_name in [block.name for block in found])
 
     def state(self):
-        """Everything an optimizer step changes on this rank, copied: weights, masters, moments, counts, schedule."""
+        """Copies of everything that an optimizer step changes on this rank: weights, masters, moments, counts, schedule."""
         weights = [p.detach().clone() for chunk in self.policy.chunks for p in chunk.parameters()]
         inner = [o.optimizer for o in getattr(self.policy.optimizer, "chained_optimizers", [self.policy.optimizer])]
         states = [value.clone() for o in inner for state in o.state.values() for value in state.values()]
@@ -132,15 +132,15 @@ def _infinite_weight(training, rank, hf_name):
     return lambda: element.copy_(kept)
 
 
-# The replica that is spoilt, and the first rank of its last stage; the rank and the layer that are spoilt.
+# The damaged replica and the first rank of its last stage; the damaged rank and layer.
 LOSSES = list(zip(CASES, (0, 0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 1, 1, 2), strict=True))
 GRADIENTS = [(CASES[1], 1, 2), (CASES[2], 0, 1), (CASES[3], 1, 3), (CASES[4], 1, 0), (CASES[6], 2, 3)]
 WEIGHTS = [(CASES[0], 0, 1), (CASES[1], 1, 2), (CASES[2], 0, 1), (CASES[5], 1, 3)]
 
 
 def _good_bad_good(case, faults):
-    """For each fault what a run whose second step it spoils said, whether that step changed nothing, and whether it ends like a run
-    without it."""
+    """For each fault in the second step: the run's messages, whether that step changed nothing, and whether the run ends like one without
+    that step."""
     layout = init_layout(case.config().parallel)
 
     def run(plant=None, *arguments):
@@ -164,7 +164,7 @@ def _good_bad_good(case, faults):
 
 @functools.cache
 def outcomes(name):
-    """By kind of fault, what each rank of the case of that name has found."""
+    """The findings of each rank, by kind of fault."""
     case = next(case for case in CASES if case.name == name)
     faults = [(_nan_token_in_the_loss, replica) for at, replica, _ in LOSSES if at is case]
     faults += [(_nan_in_a_gradient, rank, DOWN.format(layer)) for at, rank, layer in GRADIENTS if at is case]

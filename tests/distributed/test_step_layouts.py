@@ -1,5 +1,5 @@
 """Whole steps of the trainer in several layouts, dumped and audited: several optimizer steps on slices of the rollouts, a KL in the reward,
-a reference that has moved, a truncated sampler. Rollouts are given; everything after them is the trainer's own."""
+a moved reference, a truncated sampler. The rollouts are fixed; the trainer does the rest."""
 
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ LAYOUTS = [Case("tp2 dp2", 4, dict(tp=2, sequence_parallel=True)), Case("cp2 pp2
 
 
 class Given:
-    """Prompts and a collector that always give the same, and never stop."""
+    """Prompts and a collector that always return the same rollouts, without end."""
 
     stop = pool = None
 
@@ -68,7 +68,7 @@ def model(tmp_path_factory) -> Path:
 def two_steps(parallel: dict, model: Path, run: Path) -> list[dict]:
     """The metrics of two steps, dumped into `run`."""
     config = tiny_run(parallel, **SECTIONS)
-    # Small runs have one optimizer step; this one has all that were asked for.
+    # Small runs take one optimizer step; this one takes all configured steps.
     config = config.model_copy(update=dict(algorithm=config.algorithm.model_copy(update=SECTIONS["algorithm"])))
     layout, hf_config = init_layout(config.parallel), load_hf_config(model)
     policy = MegatronPolicy(config, layout, hf_config)

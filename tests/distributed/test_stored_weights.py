@@ -1,4 +1,4 @@
-"""Frozen weights in FP8 and NF4: exact against a naive dequantisation, the same in every layout, and nothing dense is kept."""
+"""Frozen weights in FP8 and NF4: exact against naive dequantization, the same in every layout, and no dense copy is kept."""
 
 import functools
 
@@ -23,7 +23,7 @@ STORAGES = ("fp8", "nf4")
 
 
 def naive(weight: torch.Tensor, storage: str) -> torch.Tensor:
-    """Each block of 64 by the nearest of all values that it can have, float64, one block after the other."""
+    """Round each block of 64 to the nearest of all possible values, in float64, one block at a time."""
     if storage == "fp8":
         table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
         table = table[table.isfinite()] / 448
@@ -118,8 +118,8 @@ def test_a_step_on_stored_weights_equals_one_on_dense_weights_that_were_rounded_
 
 
 def _measure(storage: str) -> tuple[int, int, int, bool]:
-    """Bytes that the blocks' linears hold; how many shapes of their weights are among the tensors kept for the backward pass; how many
-    weights the engine gets with something added, and whether these are linears'."""
+    """Bytes of the blocks' linears; the number of shapes of their weights among the tensors saved for backward; the number of weights that
+    the engine gets with adapters added, and whether these belong to linears."""
     settings = config({}, storage)
     layout = init_layout(settings.parallel)
     policy = MegatronPolicy(settings, layout, model())

@@ -1,4 +1,4 @@
-"""A trainer rank that hangs while it writes its weights is named, with the parameter it stands at, and nobody waits longer than that."""
+"""A trainer rank that hangs while it writes its weights is named with its current parameter. The other ranks stop after the timeout."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from megagrpo.weight_sync.sync import WeightSync
 
 
 class Hangs:
-    """A parameter that stops the process which reads it, after so many reads."""
+    """A parameter that stops the process that reads it, after `reads` reads."""
 
     def __init__(self, param: torch.Tensor, reads: int):
         self.param, self.reads = param, reads

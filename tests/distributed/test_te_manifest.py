@@ -1,5 +1,5 @@
-"""Transformer Engine's parameters, as recorded from a build of every family (te_manifest.py): the bridge has a place for each, the same
-as for ours."""
+"""Transformer Engine's parameters, recorded from a build of every family (te_manifest.py): the bridge maps each of them to the same tensors
+as our parameters."""
 
 import json
 
@@ -21,14 +21,14 @@ MANIFEST = json.loads(FILE.read_text())
 
 
 def parts(chunk, hf_config, layout) -> dict[tuple, str]:
-    """What lies in the chunk's weights, each part of a tensor once -> its dtype."""
+    """All pieces of tensors in the chunk's weights, each counted once -> its dtype."""
     found = [((block.name, block.shape, block.box), param.dtype) for _, param, held in blocks([chunk], hf_config, layout) for block in held]
     assert len(dict(found)) == len(found)
     return dict(found)
 
 
 def differences() -> list[str]:
-    """Between what the bridge makes of the recorded parameters and of ours, and between the names in checkpoints."""
+    """Differences between the bridge's blocks for the recorded parameters and for ours, and between the names in checkpoints."""
     alone, odd = init_layout(ParallelSection()), []
     for name in CASES:
         hf_config = architecture(name)

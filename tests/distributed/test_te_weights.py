@@ -1,4 +1,4 @@
-"""Two steps make of our weights in FP8 what they make of Transformer Engine's, as recorded (te_weights.py), over ranks and for experts."""
+"""Our FP8 weights after two steps equal Transformer Engine's, as recorded (te_weights.py), over ranks and for experts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`megagrpo verify` as a person runs it: layouts that hold, mistakes on the command line, ranks that fail, torchrun."""
+"""`megagrpo verify` from the command line: layouts that hold, mistakes in options, ranks that fail, torchrun."""
 
 import json
 import os
@@ -30,7 +30,7 @@ algorithm: {beta: 0.05}
 
 @pytest.fixture
 def run(tmp_path):
-    """A run's YAML, of a model that is there by its config.json alone."""
+    """The YAML of a run whose model folder has only a config.json."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama_tied"]))
     (tmp_path / "run.yaml").write_text(RUN % tmp_path)
     return str(tmp_path / "run.yaml")
@@ -58,7 +58,7 @@ def test_without_a_layout_the_configs_own_is_tried_and_json_is_one_object(run, c
 def test_bf16_is_held_to_what_rounding_does_and_a_fault_is_still_seen(run, capsys, monkeypatch):
     arguments = ["verify", run, "model.precision=bf16", "--full"]
     assert main(arguments) == 0
-    assert capsys.readouterr().out.count("model.layers.1.mlp.up_proj.weight") == 2  # its gradient and the weight itself
+    assert capsys.readouterr().out.count("model.layers.1.mlp.up_proj.weight") == 2  # the gradient and the weight itself
     norms_that_keep_their_part_of_the_gradient(monkeypatch)
     assert main(arguments) == 1
     assert "gradient model.layers.0.input_layernorm.weight: difference" in capsys.readouterr().out
@@ -146,7 +146,7 @@ def test_a_world_of_another_size_than_the_layout_is_refused(run, capsys, monkeyp
 
 
 def without_numbers(text: str) -> list[str]:
-    """Lines with every number, and the name of what is worst, left out."""
+    """Lines without numbers and without the name of the worst tensor."""
     return [re.sub(r"-?\d[\d.]*(e[-+]\d+)?|(?<=: )\S+ +", "#", line.strip()) for line in text.strip().split("\n")]
 
 
@@ -154,7 +154,7 @@ def without_numbers(text: str) -> list[str]:
 def test_the_documentation_shows_what_is_printed(page, capsys, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     examples = re.findall(r"^ *\$ megagrpo (verify .*?)```", (REPOSITORY / page).read_text(), re.DOTALL | re.MULTILINE)
-    (shown,) = (example for example in examples if "--precision" not in example)  # on the whole model: minutes
+    (shown,) = (example for example in examples if "--precision" not in example)  # it runs the whole model and takes minutes
     command_line, *lines = shown.strip().split("\n")
     assert main(shlex.split(command_line)) == 0
     printed = without_numbers(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Log-probs of what top-k, top-p and min-p leave, over a sharded vocabulary, against sorting the whole of it in float64."""
+"""Log-probs of the tokens that top-k, top-p and min-p keep, over a sharded vocabulary, against a full sort in float64."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def problem(vocab_size: int, dtype: torch.dtype, ranks: int = 1):
 
 
 def naive(hidden, weight, labels, rules):
-    """Log-probs and entropy; the gradient goes through the logits that are kept."""
+    """Log-probs and entropy; the gradient flows through the kept logits."""
     logits = hidden @ weight.t() / 0.7
     log_p = truncated_log_softmax(logits.detach(), labels, rules)
     log_p = logits.double().masked_fill(log_p.isinf(), -1e30).log_softmax(-1)
@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_the_kept_logits(rules, early):
     oracles = torch.autograd.grad(expected, leaves, tuple(upstream))
     for value, right in zip((*found, *grads), (*expected, *oracles), strict=True):
         torch.testing.assert_close(value, right, rtol=1e-10, atol=1e-10)
-    assert (found[0] > -1e6).all()  # what was sampled is kept, also where the rules would not
+    assert (found[0] > -1e6).all()  # sampled tokens are kept, even where the rules drop them
     if rules.top_k != 1000:
         assert (found[0] - vocab_logprobs(hidden, weight, labels, temperature=0.7)[0]).abs().max() > 1e-9
 
@@ -86,7 +86,7 @@ def sharded(vocab_size: int, name: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "all", "top_k of more than there are"])
-@pytest.mark.parametrize(("tp", "vocab_size"), [(2, 37), (3, 4)])  # in the last one a rank holds padding only
+@pytest.mark.parametrize(("tp", "vocab_size"), [(2, 37), (3, 4)])  # in the last case a rank holds only padding
 def test_over_shards_they_are_the_same(tp, vocab_size, name):
     for error, padding in run_ranks(sharded, tp, vocab_size, name):
         assert error < 1e-10 and padding == 0

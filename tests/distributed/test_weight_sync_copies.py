@@ -1,4 +1,4 @@
-"""Ranks that hold the same weights share the work of a weight sync: each element is sent once, whatever the layout."""
+"""Ranks with the same weights share the work of a weight sync: each element is sent once, in every layout."""
 
 import os
 from collections import Counter
@@ -65,7 +65,7 @@ def test_context_parallel_ranks_send_each_element_once_and_share_the_sending(siz
         assert torch.equal(torch.from_numpy(values), random_tensor(name, values.shape)), name
     assert sum(sent.values()) == sum(values.size for values in tensors.values())
     pairs = [(rank, rank + sizes.get("tp", 1)) for rank in range(ranks) if rank // sizes.get("tp", 1) % 2 == 0]
-    for one, other in pairs:  # which hold the same weights
+    for one, other in pairs:  # these hold the same weights
         assert 0.4 < sent[one] / (sent[one] + sent[other]) < 0.6
     assert not os.listdir(tmp_path)
 

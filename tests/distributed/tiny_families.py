@@ -45,8 +45,8 @@ LATENT = dict(
 )
 GROUPS = dict(n_group=4, topk_group=2, routed_scaling_factor=2.0, rope_parameters=YARN_ROPE | dict(mscale=0.9, mscale_all_dim=0.7))
 BY_BIAS = dict(scoring_func="sigmoid", topk_method="noaux_tc")
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where it is not named as the model
-# Name of the case -> the family in transformers' class names, and what its config has beside TINY.
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where its name differs from the model's
+# Name of the case -> the family in transformers' class names, and its config beyond TINY.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("Llama", dict(tie_word_embeddings=True)),
     "llama untied": ("Llama", dict(tie_word_embeddings=False)),
@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "GptOss",
         dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=6, rms_norm_eps=1e-5)
-        # Some activations are clamped. vLLM wants the bounds of yarn by name.
+        # Clamps some activations. vLLM requires the names of yarn's bounds.
         | dict(rope_parameters=YARN_ROPE | dict(beta_fast=32.0, beta_slow=1.0, truncate=False), initializer_range=0.2),
     ),
     "qwen3 yarn": ("Qwen3", dict(head_dim=24, rope_parameters=YARN_ROPE)),
@@ -93,7 +93,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_config(kind: str, extra: dict[str, Any]) -> transformers.PretrainedConfig:
-    """The configuration of a tiny model; `extra` is left as it is, which transformers alone would write rotary parameters into."""
+    """The configuration of a tiny model; `extra` is kept unchanged, because transformers writes rotary parameters into it."""
     # Only the eager attention of transformers caps scores.
     return getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**copy.deepcopy(TINY | extra), attn_implementation="eager")
 
@@ -104,7 +104,7 @@ def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
     config = tiny_config(kind, extra)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
-        # Norms and biases start as ones and zeros, which would hide a swap. Buffers: the biases that experts are chosen by.
+        # Norms and biases start as ones and zeros, which hides swapped tensors. Buffers: the biases of expert selection.
         for p in (*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name.endswith("bias"))):
             if p.dim() == 1:
                 p.add_(torch.randn_like(p) * 0.1)

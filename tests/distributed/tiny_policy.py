@@ -1,4 +1,4 @@
-"""Shapes of real model families, and a run that is made small by what `megagrpo verify` does: what tests of the policy over ranks share."""
+"""Shapes of real model families, and a run shrunk by the functions of `megagrpo verify`. Tests of the policy over ranks share them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.families.config import HfConfig
 from megagrpo.verify.shrink import shrink_config, shrink_model
 
-# config.json of SmolLM2, Qwen2.5-7B, Qwen3-0.6B, Qwen3-30B-A3B and Mixtral, as far as it matters, with heads that 2 and 3 divide. Of Qwen3
-# there are both tied and untied models, and Qwen2 has its window switched on.
+# The relevant part of config.json of SmolLM2, Qwen2.5-7B, Qwen3-0.6B, Qwen3-30B-A3B and Mixtral, with heads that 2 and 3 divide. Qwen3 has
+# tied and untied models here, and Qwen2 has its window switched on.
 _COMMON = dict(num_attention_heads=12, num_key_value_heads=12, intermediate_size=1536, vocab_size=49152, rms_norm_eps=1e-6)
 SHAPES: dict[str, dict[str, Any]] = {
     "llama_tied": _COMMON
@@ -27,7 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | dict(model_type="mixtral", num_hidden_layers=32, hidden_size=4096, tie_word_embeddings=False)
     | dict(num_local_experts=8, num_experts_per_tok=2),
 }
-# Other families, which meet the layouts in `test_family_gradients.py` only.
+# Other families, which only `test_family_gradients.py` tests in layouts.
 LONGROPE = dict(type="longrope", short_factor=[1 + i / 40 for i in range(48)], long_factor=[1 + i for i in range(48)])
 MORE_SHAPES: dict[str, dict[str, Any]] = {
     "glm4": _COMMON
@@ -39,7 +39,7 @@ MORE_SHAPES: dict[str, dict[str, Any]] = {
     "gemma3": _COMMON
     | dict(model_type="gemma3_text", num_hidden_layers=26, hidden_size=1152, head_dim=256, sliding_window=512, rope_local_base_freq=1e4),
 }
-LARGEST = ParallelSection(tp=6, pp=2, vpp=2, ep=2, etp=6)  # what every small model can be cut into: tp 1, 2, 3 and 6, and four stages
+LARGEST = ParallelSection(tp=6, pp=2, vpp=2, ep=2, etp=6)  # every small model can be cut this far: tp 1, 2, 3 and 6, four stages
 
 
 def tiny_model(shape: str) -> HfConfig:
@@ -47,7 +47,7 @@ def tiny_model(shape: str) -> HfConfig:
 
 
 def tiny_run(parallel: dict | None = None, **sections: dict) -> RunConfig:
-    """The config of a run that only its layout and the given sections describe, made small."""
+    """The config of a run with only this layout and these sections, shrunk."""
     values = dict(
         model=dict(path="tiny", precision="fp32"),
         parallel=parallel or {},
