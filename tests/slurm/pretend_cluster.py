@@ -1,7 +1,7 @@
-"""A real Slurm on this machine, with pretend nodes: several slurmd, each a node of its own name; with `networks` also hosts that share
-neither loopback nor interfaces. Needs root and Debian's packages slurm-wlm and munge; networks also iproute2.
+"""A real Slurm on this machine with simulated nodes: several slurmd, each with its own node name. With `networks`, hosts share neither
+loopback nor interfaces. Needs root and Debian's packages slurm-wlm and munge; networks also iproute2.
 
-Nothing outside one folder is touched: it has its own munge key and socket, and ports of its own.
+It changes nothing outside one folder: it has its own munge key, socket and ports.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=
 
 
 def missing(*commands: str) -> str:
-    """Why there can be no Slurm here, or not all of these commands; "" when there can."""
+    """The reason why Slurm, or one of these commands, is missing here; "" if nothing is missing."""
     needed = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", *commands) if shutil.which(name) is None]
     if needed:
         return f"{', '.join(needed)} not found: apt-get install --no-install-recommends slurm-wlm munge iproute2"
@@ -63,8 +63,8 @@ def missing(*commands: str) -> str:
 
 
 class Networks:
-    """Hosts of their own as far as the network goes: each a namespace with a loopback and an `eth0`, 10.213.77.1 and following, wired to
-    one bridge, which this machine is on as 10.213.77.254."""
+    """Hosts with separate networks: each is a namespace with a loopback and an `eth0`, 10.213.77.1 and following, on one bridge. This
+    machine is on the bridge as 10.213.77.254."""
 
     BRIDGE, SUBNET, CONTROLLER = "grpo0", "10.213.77", "10.213.77.254"
 
@@ -72,7 +72,7 @@ class Networks:
         self.names = list(names)
 
     def __enter__(self) -> Networks:
-        self.__exit__()  # of tests that were killed
+        self.__exit__()  # of killed tests
         _ip(f"link add {self.BRIDGE} type bridge", f"addr add {self.CONTROLLER}/24 dev {self.BRIDGE}", f"link set {self.BRIDGE} up")
         for name in self.names:
             _ip(f"netns add grpo-{name}", f"link add grpo-{name} type veth peer name eth0 netns grpo-{name}")
@@ -88,11 +88,11 @@ class Networks:
         return f"{self.SUBNET}.{self.names.index(name) + 1}"
 
     def inside(self, name: str) -> list[str]:
-        """What runs a command on that host."""
+        """The command prefix that runs a command on that host."""
         return ["nsenter", f"--net=/var/run/netns/grpo-{name}"]
 
     def cut(self, name: str, off: bool = True) -> None:
-        """Pull the host's cable, or plug it in again."""
+        """Unplug the host's cable, or plug it in again."""
         _ip(f"link set grpo-{name} {'down' if off else 'up'}")
 
 
@@ -103,7 +103,7 @@ def _ip(*commands: str) -> None:
 
 @contextlib.contextmanager
 def slurm(folder: Path, nodes: int = 2, networks: bool = False) -> Iterator[Networks | None]:
-    """Slurm's commands work inside, through SLURM_CONF. All daemons are gone afterwards. With `networks` each node is a host of its own."""
+    """Slurm's commands work inside, through SLURM_CONF. All daemons end afterwards. With `networks` each node is a separate host."""
     names = [f"n{number + 1}" for number in range(nodes)]
     with Networks(names) if networks else contextlib.nullcontext() as wired:
         with _slurm(folder, names, wired):
@@ -112,7 +112,7 @@ def slurm(folder: Path, nodes: int = 2, networks: bool = False) -> Iterator[Netw
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For the tests of a file that imports it: a Slurm of their own, where there can be one."""
+    """A fixture for the tests of a file: its own Slurm, where Slurm is installed."""
     if reason := missing():
         pytest.skip(reason)
     with slurm(tmp_path_factory.mktemp("slurm")):
@@ -137,7 +137,7 @@ def _slurm(folder: Path, names: list[str], wired: Networks | None) -> Iterator[N
     ]
     controller = wired.CONTROLLER if wired else "127.0.0.1"
     (folder / "slurm.conf").write_text(CONFIG.format(host=host, address=controller, port=ports[0], folder=folder) + "".join(described))
-    (folder / "cgroup.conf").touch()  # empty: without one slurmd does not start
+    (folder / "cgroup.conf").touch()  # empty: slurmd requires the file
     before = os.environ.get("SLURM_CONF")
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     files = {name: folder / f"munge.{name}" for name in ("pid", "log", "seed")}
@@ -169,28 +169,28 @@ def _slurm(folder: Path, names: list[str], wired: Networks | None) -> Iterator[N
 
 
 def command_output(*command: str) -> str:
-    """What one of Slurm's commands prints; "" when it fails."""
+    """The output of one of Slurm's commands; "" when it fails."""
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 
 def told(job: str, key: str) -> str:
-    """What Slurm says of a job, as JobState or Restarts."""
+    """A field of a job in Slurm, such as JobState or Restarts."""
     words = command_output("scontrol", "show", "job", "--oneliner", job).split()
     return next((word.partition("=")[2] for word in words if word.startswith(f"{key}=")), "")
 
 
 def start_now(job: str) -> None:
-    """Skip the two minutes for which Slurm holds back a job that was put back into the queue."""
+    """Skip the two minutes for which Slurm delays a requeued job."""
     command_output("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
 def processes_of(job: str) -> list[int]:
-    """Living processes that Slurm has started for a job, and what these have started."""
+    """Living processes that Slurm has started for a job, and their children."""
     return _processes_with(f"SLURM_JOB_ID={job}", f"SLURM_CONF={os.environ['SLURM_CONF']}")
 
 
 def _processes_with(*variables: str) -> list[int]:
-    """Living processes that have been started with all of these in their environment."""
+    """Living processes whose environment contains all of these words."""
     found = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -207,7 +207,7 @@ def _wait(happened: Callable[[], bool], seconds: float) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Choose `count` ports without a listener."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

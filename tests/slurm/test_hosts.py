@@ -1,5 +1,5 @@
-"""The same job on two hosts that share neither loopback nor interfaces, as those of a cluster do: each in a network of its own, with one
-cable between them. `make test-slurm` runs it."""
+"""The same job on two hosts that share neither loopback nor interfaces, like cluster hosts: each has its own network, with one cable
+between them. `make test-slurm` runs it."""
 
 import time
 from pathlib import Path
@@ -25,7 +25,7 @@ def hosts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(hosts, tmp_path_factory) -> Path:
-    """A job that nobody has disturbed."""
+    """A job without faults."""
     folder = tmp_path_factory.mktemp("whole")
     job = submit(folder, "whole", f"run.max_steps={STEPS}", **CABLED)
     wait(lambda: told(job, "JobState") == "COMPLETED", job, folder / "whole.out", "end of the undisturbed job")
@@ -43,7 +43,7 @@ def test_hosts_that_only_a_cable_joins_take_the_steps_of_one_machine(hosts, whol
 
 
 def test_a_cable_that_is_pulled_for_a_while_costs_time_and_nothing_else(hosts, whole, tmp_path):
-    """In the middle of whatever it meets: gradients, weights and requests for rollouts all cross it."""
+    """The cable is unplugged at any point: gradients, weights and requests for rollouts all cross it."""
     job, printed = submit(tmp_path, "cut", f"run.max_steps={STEPS}", **CABLED), tmp_path / "cut.out"
     for step in (3, 9, 15):
         wait(lambda step=step: steps_of(tmp_path / "cut") >= step, job, printed, f"step {step}")

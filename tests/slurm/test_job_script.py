@@ -1,5 +1,5 @@
-"""The job script on a real Slurm with two pretend nodes, and with a stand-in for Python: what Slurm makes of time limits, arrays,
-dependencies and steps that end. `make test-slurm` runs it; `test_slurm.py` has the real trainer and servers."""
+"""The job script on a real Slurm with two simulated nodes and a stand-in for Python: time limits, arrays, dependencies and failing steps.
+`make test-slurm` runs it; `test_slurm.py` runs the real trainer and servers."""
 
 import re
 import time
@@ -14,7 +14,7 @@ from tests.slurm.pretend_cluster import cluster as cluster
 from tests.slurm.pretend_cluster import command_output, processes_of, start_now, told
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
-# Servers end when a file says so; the trainer of the first node counts steps up to that of the file `until`, from where the last one was.
+# Servers end when a file exists; the trainer of the first node counts steps up to the number in the file `until`, from its last step.
 PYTHON = """#!/usr/bin/env bash
 cd FOLDER || exit 9
 case "$*" in
@@ -45,7 +45,7 @@ esac
 
 @pytest.fixture
 def submit(tmp_path, capfd):
-    """Sends a job of two nodes with a server on each; its number. What it prints goes to `tmp_path`/job.out."""
+    """Submit a job of two nodes with a server on each; return its number. Its output goes to `tmp_path`/job.out."""
     python = tmp_path / "python"
     python.write_text(PYTHON.replace("FOLDER", str(tmp_path)))
     python.chmod(0o755)
@@ -63,13 +63,13 @@ def submit(tmp_path, capfd):
 
 
 def begun(tmp_path) -> list[int]:
-    """The steps that trainers have begun at."""
+    """The steps at which trainers have started."""
     out = tmp_path / "job.out"
     return [int(step) for step in re.findall(r"begins at step (\d+)", out.read_text())] if out.exists() else []
 
 
 def ends(job: str, state: str, seconds: float = 60) -> None:
-    """Wait for a job to end, and so."""
+    """Wait for a job to end in this state."""
     wait_for(lambda: told(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING"), f"end of job {job}", seconds)
     assert told(job, "JobState") == state
 
@@ -98,7 +98,7 @@ def test_the_turns_of_an_array_and_the_jobs_that_depend_on_it(submit, tmp_path):
     ends(f"{array}_1", "COMPLETED")
     ends(after["afternotok"], "COMPLETED")
     _, second, third = begun(tmp_path)
-    assert 0 < second < 30 and third == 30  # the first task's turn, then what was left, then nothing
+    assert 0 < second < 30 and third == 30  # the first task's share, then the rest, then nothing
     assert (tmp_path / "job.out").read_text().count(f"slurm-{array} begins") == 2
     wait_for(lambda: told(after["afterok"], "Reason") == "DependencyNeverSatisfied", "afterok that cannot be")
 

@@ -1,5 +1,5 @@
-"""launch/submit.py on a real Slurm with two pretend nodes: a rank on each, a vLLM server on the second, weights from rank to worker over
-gloo. `make test-slurm` runs it."""
+"""launch/submit.py on a real Slurm with two simulated nodes: one rank on each, a vLLM server on the second, weights from rank to worker
+over gloo. `make test-slurm` runs it."""
 
 import json
 import os
@@ -27,7 +27,7 @@ PARTS = ["run.nodes=2", "rollout.placement=dedicated", "rollout.weight_sync_tran
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The weights of a job that nobody has disturbed."""
+    """The weights of a job without faults."""
     folder = tmp_path_factory.mktemp("whole")
     job = submit(folder, "whole", f"run.max_steps={STEPS}")
     wait(lambda: told(job, "JobState") == "COMPLETED", job, folder / "whole.out", "end of the undisturbed job")
@@ -36,7 +36,7 @@ def whole(tmp_path_factory):
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    """Of the last checkpoint of a run that has ended."""
+    """The weights of the last checkpoint of a run that has ended."""
     return world.plain_tensors(run / "checkpoints" / f"step_{STEPS:06d}")
 
 
@@ -46,8 +46,8 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def submit(output: Path, name: str, *overrides: str, signalled: bool = True, **cluster) -> str:
-    """The number of a job that runs the world's config into `output`/`name` and prints into `output`/`name`.out. Without `signalled` it is
-    sent by hand, and Slurm says nothing before its time is over."""
+    """Submit the world's config as a job that writes to `output`/`name` and prints into `output`/`name`.out; return its number. Without
+    `signalled` Slurm sends no signal before the time limit."""
     described = yaml.safe_load((world.REPOSITORY / "launch" / "clusters" / "local_pretend.yaml").read_text())
     output.mkdir(exist_ok=True)
     (output / f"{name}.cluster").write_text(yaml.safe_dump(described | {"python": sys.executable} | cluster))
@@ -79,7 +79,7 @@ def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_one_that_is_not(wh
     folder = tmp_path / "parts"
     job = submit(tmp_path, "parts", f"run.max_steps={STEPS}")
     wait(lambda: steps_of(folder) >= 3, job, tmp_path / "parts.out", "third step")
-    command_output("scancel", "--batch", "--signal=USR1", job)  # as when the time limit is near: the trainer saves, the script requeues
+    command_output("scancel", "--batch", "--signal=USR1", job)  # as near the time limit: the trainer saves, the script requeues
     wait(lambda: told(job, "JobState") == "PENDING", job, tmp_path / "parts.out", "requeue by the script")
     wait(lambda: not processes_of(job), job, tmp_path / "parts.out", "end of the first attempt", 30)
     saved = [path.name for path in (folder / "checkpoints").glob("step_*")]
@@ -87,11 +87,11 @@ def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_one_that_is_not(wh
     first = int(saved[0].removeprefix("step_"))
     start_now(job)
     wait(lambda: steps_of(folder) >= first + 3, job, tmp_path / "parts.out", "step of the second attempt")
-    command_output("scontrol", "requeue", job)  # as when the job is preempted: SIGTERM to everything at once
+    command_output("scontrol", "requeue", job)  # as on preemption: SIGTERM to all processes at once
     wait(lambda: told(job, "JobState") == "PENDING", job, tmp_path / "parts.out", "requeue by Slurm")
     wait(lambda: not processes_of(job), job, tmp_path / "parts.out", "end of the second attempt", 60)
     second = max(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*"))
-    assert first < second < STEPS  # it has saved on SIGTERM
+    assert first < second < STEPS  # the trainer has saved on SIGTERM
     start_now(job)
     wait(lambda: told(job, "JobState") == "COMPLETED", job, tmp_path / "parts.out", "end of the job")
     assert told(job, "Restarts") == "2"
@@ -115,7 +115,8 @@ def low_bytes(completions, answer, **columns):
 
 
 def test_a_job_whose_time_is_over_has_saved_by_itself_and_ends_with_the_weights_of_one_that_had_time(whole, tmp_path):
-    """It leaves what its checkpoints take, measured, and 15 s: on a quiet machine not half of the 105 s of a run that has written none."""
+    """The job stops when the measured checkpoint time and 15 s are left. On an idle machine this is less than half of the 105 s reserved
+    without a measurement."""
     slow, printed = tmp_path / "slow", tmp_path / "limited.out"
     slow.touch()
     (tmp_path / "rewards.py").write_text((world.folder() / "rewards.py").read_text())
@@ -138,7 +139,7 @@ def test_a_job_whose_time_is_over_has_saved_by_itself_and_ends_with_the_weights_
 
 
 def kill_server(job: str) -> None:
-    """SIGKILL to the server of a job and all that it has started, but its supervisor."""
+    """Send SIGKILL to a job's server and all its processes, except its supervisor."""
     for pid in processes_of(job):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if any(word.endswith((b"vllm_main.py", b"spawn_main", b"vllm")) for word in words) and not any(
@@ -157,7 +158,7 @@ def test_a_job_outlives_a_server_and_when_cancelled_leaves_nothing_and_stays_can
     before = steps_of(tmp_path / "cancelled")
     wait(lambda: steps_of(tmp_path / "cancelled") >= before + 3, job, printed, "steps with it")
     family = processes_of(job)
-    assert len(family) > 8  # the script, two launchers, two ranks, the server with its engine and worker, and what is above them
+    assert len(family) > 8  # the script, two launchers, two ranks, the server with its engine and worker, and their parents
     before = world.shared_memory(family)
     command_output("scancel", job)
     wait(lambda: told(job, "JobState") == "CANCELLED" and not processes_of(job), job, printed, "end of all processes", 60)
