@@ -1,4 +1,4 @@
-"""Activations that wait in the host's memory, on a GPU: the step is the one in which they stay. `cpu` runs the same code without a GPU."""
+"""Activations offloaded to host memory, on a GPU: the step equals the one without offload. `cpu` runs the same code without a GPU."""
 
 import pytest
 from tiny_policy import tiny_run

@@ -1,5 +1,4 @@
-"""The step in FP8 that Transformer Engine takes on a GPU, against our own rounding of the same step on the CPU. `cpu` runs the same code
-without a GPU."""
+"""Transformer Engine's FP8 step on a GPU, against our own rounding of the same step on the CPU. `cpu` runs the same code without a GPU."""
 
 import pytest
 import torch
@@ -12,14 +11,14 @@ from tests.gpu.test_gpu_parity import step
 
 SHAPE = "qwen2_untied"
 JUDGED = ("loss", "log-prob", "gradient", "gradient norm")
-# Relative errors of gradients. Ours in bf16 and in float32 are 0.28 apart at most, for what bf16 moves falls to another FP8 number; 0.45
-# where a scale is that of all micro-batches' largest magnitude. The median of the linears is 0.2 from float32, where bf16 without FP8 is
-# 0.05 at most.
+# Relative errors of gradients. Our bf16 and float32 steps differ by 0.28 at most, because bf16 rounding moves values to another FP8 number,
+# and by 0.45 where the scale covers all micro-batches. The median of the linears differs by 0.2 from float32; bf16 without FP8 by 0.05 at
+# most.
 APART, FP8_ERROR = {"delayed": 0.6}, 0.1
 
 
 def need_recipe(place: str, recipe: str) -> None:
-    """Skips the test where that place, or the recipe on it, is not."""
+    """Skip the test where that place, or the recipe on it, is missing."""
     need(place)
     if place == "gpu" and (problem := run_ranks(device.fp8_problem, 1, recipe, timeout=300)[0]):
         pytest.skip(f"{recipe}: {problem}")

@@ -1,4 +1,4 @@
-"""Layouts over NCCL and Transformer Engine against one process: a world of one, and as many GPUs as there are."""
+"""Layouts over NCCL and Transformer Engine against one process: a world of one, and all available GPUs."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""A trainer that leaves its GPU and comes back: what it leaves there, and that all its numbers are as they were.
-`cpu` runs the same code where nothing is freed for others."""
+"""A trainer that offloads its GPU memory and reloads it: the memory left on the GPU, and all numbers unchanged. `cpu` runs the same code
+where offloading frees no memory for others."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from megagrpo.parallel.spawn import run_ranks
 from tests.gpu.places import PLACES, need
 
 MODELS = {"gpu": "0.5b", "cpu": "tiny"}
-LEFT_GIB = 0.5  # cuBLAS' workspaces, and what the allocator cannot give back
+LEFT_GIB = 0.5  # cuBLAS' workspaces, and memory that the allocator cannot free
 
 
 def leave_and_come_back(folder: Path, place: str, in_fp8: bool) -> tuple[float, float, bool, float]:
@@ -54,7 +54,7 @@ def leave_and_come_back(folder: Path, place: str, in_fp8: bool) -> tuple[float, 
         return [t.detach().to("cpu", copy=True) for t in held]
 
     stayed, before = numbers(), own_gib()
-    for _ in range(2):  # into memory that is new, and into that again
+    for _ in range(2):  # into new memory, and again into the same memory
         offload.offload_all()
         left = own_gib()
         offload.load_all()

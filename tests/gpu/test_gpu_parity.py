@@ -1,5 +1,5 @@
-"""The step that Transformer Engine takes on a GPU in bf16, against the same step on the CPU: same weights, same samples, in processes of
-their own. `cpu` runs the same code without a GPU."""
+"""Transformer Engine's bf16 step on a GPU, against the same step on the CPU: same weights, same samples, in separate processes. `cpu` runs
+the same code without a GPU."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from megagrpo.verify.shrink import plainly, random_samples, shrink_model
 from megagrpo.verify.step import Outcome, take_step
 from tests.gpu.places import PLACES, need
 
-# What bf16 may do to these models: to the median log-prob, in nats, and to all gradients together, relative. Ours does half of it on a CPU:
-# 0.017 (of Gemma 3; 0.012 of the others) and 0.041.
+# Error limits for bf16 with these models: the median log-prob, in nats, and the relative error of all gradients together. Our bf16 step on
+# a CPU reaches half of them: 0.017 (Gemma 3; 0.012 the others) and 0.041.
 LOGPROB, GRADIENT = 0.034, 0.082
 DENSE = ("llama_tied", "qwen2_untied", "qwen3_tied", "glm4", "phi3", "gemma2", "gemma3")
 EXPERTS = ("qwen3_moe", "mixtral")
@@ -22,7 +22,7 @@ ON_CPU = dict(env={"CUDA_VISIBLE_DEVICES": ""}, start="spawn" if device.has_gpu(
 
 
 def small(shape: str):
-    """Heads and widths that are multiples of 64: what kernels of GPUs are made for."""
+    """Heads and widths that are multiples of 64, the sizes that GPU kernels support."""
     return shrink_model((SHAPES | MORE_SHAPES)[shape], ParallelSection(), unit=64)
 
 
@@ -35,7 +35,7 @@ def step(shape: str, precision: str, on_cpu: bool, **model) -> Outcome:
 
 
 def whole_error(found: Outcome, expected: Outcome) -> float:
-    """Relative error of the gradients of all tensors together."""
+    """The relative error of all gradients together."""
     difference, size = (
         torch.cat([tensors(name).flatten() for name in expected.gradients]).norm().item()
         for tensors in (lambda name: found.gradients[name] - expected.gradients[name], lambda name: expected.gradients[name])

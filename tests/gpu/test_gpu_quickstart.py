@@ -1,4 +1,4 @@
-"""The quickstart learns on a GPU as it does without one."""
+"""The quickstart learns on a GPU as it does on a CPU."""
 
 import json
 import statistics
@@ -10,8 +10,8 @@ import pytest
 from tests.gpu.places import PLACES, need
 
 ROOT = Path(__file__).parents[2]
-# Rewards of ten steps without a GPU, as README shows them. Another machine draws other tokens: over three steps that moves a mean by less
-# than 0.15 here.
+# Rewards of ten steps without a GPU, as in README. Another machine draws other tokens: over three steps this moves a mean by less than 0.15
+# here.
 CURVE = (0.203, 0.125, 0.578, 0.859, 0.812, 0.938, 0.750, 0.844, 0.922, 0.969)
 SLACK = 0.15
 

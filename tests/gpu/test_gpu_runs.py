@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model on GPUs: servers on the trainer's GPU and on one of their own, and every way that weights take to them."""
+"""Whole runs of a tiny model on GPUs: servers on the trainer's GPU and on a separate GPU, and every weight sync transport."""
 
 import pytest
 
@@ -14,7 +14,7 @@ CASES = {
     "dedicated to two ranks": (3, "p2p", ("rollout.placement=dedicated", "parallel.tp=2", "parallel.sequence_parallel=true")),
     "two servers on two ranks' GPUs": (2, "cuda_ipc", ("rollout.servers=2",)),
 }
-ON_CPU = "colocated"  # and there weights go through shared memory
+ON_CPU = "colocated"  # without a GPU, weights go through shared memory
 
 
 def cases():

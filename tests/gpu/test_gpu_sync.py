@@ -1,5 +1,5 @@
-"""Weights into a real vLLM server on the trainer's own GPU, by CUDA IPC, and a server that gives its memory back in between. `cpu` runs
-the same code where weights go through shared memory and nobody sleeps."""
+"""Weights into a real vLLM server on the trainer's own GPU, by CUDA IPC, with sleep in between. `cpu` runs the same code where weights go
+through shared memory and no server sleeps."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,18 +17,18 @@ SETTINGS = (
     "rollout.kv_cache_gb=1",
     "train.max_tokens_per_micro_batch=512",
 )
-# Nats that log-probs of the same weights may be apart, by what trainer and server compute in.
+# Limits in nats for the log-prob difference at equal weights: trainer and server compute in different precisions.
 NEAR = {"gpu": 0.08, "cpu": 1e-3}
 ASLEEP_GIB = 5.0
 
 
 @dataclass
 class Found:
-    """What three syncs showed: differences of log-probs, and GiB of trainer and server."""
+    """Measurements of three syncs: differences of log-probs, and GiB of trainer and server."""
 
     transport: str = ""
     near: list[float] = field(default_factory=list)
-    stale: float = 0.0  # before the second sync, when the policy has moved on
+    stale: float = 0.0  # before the second sync, after the policy has changed
     awake: tuple = ()
     asleep: tuple = ()
     awake_again: tuple = ()
@@ -41,7 +41,7 @@ def sync_sleep_and_sync(folder: Path, precision: str) -> Found:
     from benchmarks.gpu.setting import TINY, run_config, shape, write_shape
     from benchmarks.weight_sync import change, difference
 
-    raw = shape(TINY) | dict(initializer_range=0.15)  # of which log-probs depend on every weight
+    raw = shape(TINY) | dict(initializer_range=0.15)  # log-probs depend on every weight
     config = run_config(write_shape(raw, folder / "model"), f"model.precision={precision}", *SETTINGS)
     torch.manual_seed(0)
     found = Found()
@@ -55,7 +55,7 @@ def sync_sleep_and_sync(folder: Path, precision: str) -> Found:
         found.awake = both.held_gib()
         both.sleep()
         found.asleep = both.held_gib()
-        for version in (2, 3):  # it wakes up for the first of them
+        for version in (2, 3):  # the first of them wakes it up
             both.push()
             found.near.append(difference(both.chunks, both.engine, version))
             change(both.chunks)

@@ -1,5 +1,5 @@
-"""Transformer Engine's layers without a GPU, its kernels in torch (te_kernels.py): a step on them is ours, of every family, in layouts, in
-FP8 and with weights kept in FP8."""
+"""Transformer Engine's layers without a GPU, with kernels in torch (te_kernels.py): their step equals ours for every family, in layouts, in
+FP8, and with weights in FP8."""
 
 import functools
 import importlib.util
@@ -27,14 +27,14 @@ pytestmark = [
     pytest.mark.te,
     pytest.mark.skipif(not HERE, reason="needs Transformer Engine where there is no GPU; where there is one make test-gpu shows more"),
 ]
-LIKE_OURS = 1e-5  # relative: what float32 sums in another order do
+LIKE_OURS = 1e-5  # relative: the effect of another order of float32 sums
 FAMILIES = [*SHAPES, *MORE_SHAPES, "mistral", "glm", "gpt_oss", "deepseek_v2", "deepseek_v2 lite", "deepseek_v3"]
 LAYOUTS = {
     "tp2_sp": (2, "qwen2_untied", dict(tp=2, sequence_parallel=True)),
     "pp2": (2, "llama_tied", dict(pp=2)),
     "dp2": (2, "qwen3_tied", {}),
     "ep2": (2, "qwen3_moe", dict(ep=2)),
-    "cp2": (2, "qwen2_untied", dict(cp=2)),  # with windows, so attention is ours
+    "cp2": (2, "qwen2_untied", dict(cp=2)),  # with windows, so it uses our attention
     "tp2_ep2_etp1": (4, "qwen3_moe", dict(tp=2, ep=2, etp=1, sequence_parallel=True)),
 }
 
@@ -49,13 +49,13 @@ OPTIONS = {
 
 
 def small(shape: str) -> HfConfig:
-    """Heads and widths of 64, cut in two if need be; families without a shape have their tiny model."""
+    """Heads and widths in units of 64, cut by tp=2; families without a shape use their tiny model."""
     known = SHAPES | MORE_SHAPES
     return shrink_model(known[shape], ParallelSection(tp=2, pp=2, ep=2), unit=64) if shape in known else architecture(shape)
 
 
 def stepped(on_theirs: bool, *args: Any) -> Outcome:
-    """`take_step`, on Transformer Engine's layers or on ours. Megatron asks for some of its kernels in either case."""
+    """`take_step` on Transformer Engine's layers or on ours. Megatron uses some of its kernels in either case."""
     replace_kernels()
     device.has_transformer_engine = lambda: on_theirs
     return take_step(*args)
@@ -69,7 +69,7 @@ def ours(shape: str, **model: str) -> Outcome:
 
 
 def theirs(shape: str, ranks: int = 1, parallel: dict | None = None, **model: Any) -> Outcome:
-    """The step on Transformer Engine's layers."""
+    """The step with Transformer Engine's layers."""
     train = dict(share_prompts=False, distributed_optimizer=ranks > 1 or "fp8_param" in model)
     run = tiny_run(parallel or {}, model=dict(precision="fp32") | model, train=train)
     found = run_ranks(stepped, ranks, True, run, small(shape), random_samples(), timeout=300)[0]
@@ -78,7 +78,7 @@ def theirs(shape: str, ranks: int = 1, parallel: dict | None = None, **model: An
 
 
 def furthest(found: Outcome, expected: Outcome) -> float:
-    """The largest relative difference of anything but weights after the step, which Adam may turn round where a gradient is next to 0."""
+    """The largest relative difference of everything but the stepped weights: Adam can flip their change where a gradient is near 0."""
     return max(error for (kind, _), error in distances(found, expected).items() if kind != "next weight")
 
 
@@ -127,7 +127,7 @@ def _products(recipe: str, hybrid: bool) -> list[float]:
         expected.backward(grad)
         pairs = (found, expected), (inputs[0].grad, inputs[1].grad), (linear.weight.grad, own.grad)
         apart += [((one - other).norm() / other.norm()).item() for one, other in pairs]
-        assert (expected - normed @ weight.t()).norm() / expected.norm() > 0.01  # and not what it is without FP8
+        assert (expected - normed @ weight.t()).norm() / expected.norm() > 0.01  # differs from the result without FP8
     return apart
 
 
@@ -140,7 +140,7 @@ def test_all_products_in_fp8_are_ours(recipe, hybrid):
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen3_moe"])
 def test_a_step_in_fp8_is_ours_but_for_numbers_between_two(shape, recipe):
     found, expected, exact = theirs(shape, fp8_recipe=recipe), ours(shape, fp8_recipe=recipe), ours(shape)
-    # A number that lies between two of FP8's may fall to either, and then moves what comes after it: a few tokens, and all gradients a bit.
+    # A value between two FP8 numbers may round to either one, and changes everything after it: a few tokens, and all gradients slightly.
     apart, noise = ((one.logprobs - other.logprobs).abs().median() for one, other in ((found, expected), (expected, exact)))
     assert apart < 1e-2 * noise
     gradients, of_fp8 = (
