@@ -50,6 +50,6 @@ def test_a_step_with_weights_kept_in_fp8_is_that_with_bf16_weights(place, recipe
     plain, kept = (step(SHAPE, "bf16", on_cpu=False, fp8_recipe=recipe, fp8_param=keeps) for keeps in (False, True))
     assert torch.equal(kept.logprobs, plain.logprobs)
     apart = distances(kept, plain)
-    assert max(error for (kind, _), error in apart.items() if kind == "gradient") <= (1e-2 if place == "gpu" else 0)  # attention's sums
+    assert max(error for (kind, _), error in apart.items() if kind == "gradient") <= (1e-2 if place == "gpu" else 0)  # of attention
     moved = {name: error for (kind, name), error in apart.items() if kind == "next weight"}
     assert all(0.01 < moved[name] < 0.05 if "_proj.weight" in name else moved[name] < 1e-3 for name in moved)
