@@ -4,7 +4,7 @@
 
 A process imports WARM, a comma-separated list, then forks a child per MODULE, and prints a JSON object: module -> error, empty if none. A
 child imports MODULE with no module of megagrpo loaded, and fails where megatron is imported before `megagrpo.device`. WARM may contain
-megagrpo.device, which loads a prepared megatron: the children load megagrpo anew, but not megatron.
+megagrpo.device, which loads a prepared megatron: the children import megagrpo again, but not megatron.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PREPARES = "megagrpo.device"
 
 
 def fresh_imports(warm: list[str], modules: list[str], *folders: Path) -> dict[str, str]:
-    """Import each of `modules` first in a fork of a process that has imported `warm`; return the errors, empty where there is none.
+    """Import each of `modules` first in a fork of a process that has imported `warm`; return the errors, empty if the import works.
 
     Modules are looked for in this repository and in `folders`.
     """
@@ -40,7 +40,7 @@ def forget_megagrpo() -> None:
 
 
 def guard_megatron() -> None:
-    """Make the import of megatron an error until `megagrpo.device` is being imported."""
+    """Make an import of megatron an error until the import of `megagrpo.device` starts."""
     plain = builtins.__import__
 
     def guarded(name, *args, **kwargs):

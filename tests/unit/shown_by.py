@@ -1,9 +1,9 @@
-"""Which test shows what a row of docs/coming_from_*.md says; `test_coming_from.py` holds this table against the pages.
+"""The test for each row of docs/coming_from_*.md; `test_coming_from.py` checks this table against the pages.
 
-Each entry was chosen by reading: the test goes red when the key does nothing, or something else than the row says.
+Each entry was chosen by reading: the test fails when the key has no effect, or another effect than the row says.
 """
 
-# Each key that a row names, and the tests that set it and show what it does.
+# Each key in a row, and the tests that set it and check its effect.
 KEYS: dict[str, str | tuple[str, ...]] = {
     "algorithm.beta": "e2e/test_reference_options.py::test_another_checkpoint_as_reference_gives_a_kl_from_the_first_step_on",
     "algorithm.delta": "unit/algorithms/test_reference_losses.py::test_trl",
@@ -191,7 +191,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "train.weight_decay": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
 }
 
-# Each row of "Arguments" that says more than the name of a key, by its first argument.
+# Each row of "Arguments" with more than the name of a key, by its first argument.
 SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
     "coming_from_trl.md": {
         "callbacks": "unit/trainer/test_callbacks.py::test_a_callback_of_transformers_runs_as_it_is",

@@ -1,4 +1,4 @@
-"""Whoever comes from another trainer finds every argument of it."""
+"""The migration pages list every argument of the other trainers."""
 
 import ast
 import functools
@@ -34,7 +34,7 @@ TRL = """model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropou
     use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged
     vllm_importance_sampling_cap""".split()
 
-# The arguments that ms-swift's GRPO page named in April 2025 (commit 526f8a409), then those of its recipe for DAPO.
+# The arguments on ms-swift's GRPO page of April 2025 (commit 526f8a409), then those of its recipe for DAPO.
 SWIFT = """num_generations max_completion_length ds3_gather_for_generation reward_funcs reward_weights reward_model reward_model_plugin
     log_completions use_vllm vllm_device vllm_gpu_memory_utilization vllm_max_model_len vllm_max_num_seqs vllm_enforce_eager
     vllm_limit_mm_per_prompt vllm_enable_prefix_caching vllm_server_host vllm_server_port vllm_server_timeout num_infer_workers
@@ -70,7 +70,7 @@ def keys_of(names: list[str], text: str) -> list[str]:
 
 
 def says_more(text: str) -> bool:
-    """Whether the second cell of a row holds more than names of keys, links, and that something is not there."""
+    """Whether the second cell of a row contains more than key names, links, and a note that the argument is missing."""
     links = r"\(\[[^]]*\]\([^)]*\)\)"
     keys = rf"the same under `(?:{SECTIONS})\.`|`(?:{SECTIONS})\.[\w.]+`"
     rest = re.sub(rf"{links}|{keys}|^not there|^no$", "", text)
@@ -90,7 +90,7 @@ def each_of(entry: str | tuple[str, ...]) -> tuple[str, ...]:
 
 @functools.cache
 def definitions(file: str) -> dict[str, str]:
-    """The source of what a test file defines, by name: functions with their decorators, classes, and names that are assigned to."""
+    """The source of each definition in a test file, by name: functions with their decorators, classes, and assigned names."""
     text = (TESTS / file).read_text()
     found: dict[str, str] = {}
     for node in ast.parse(text).body:
@@ -102,7 +102,7 @@ def definitions(file: str) -> dict[str, str]:
 
 
 def source_of(test: str) -> str:
-    """The source of a test with all that it uses of its own file: constants, helpers, fixtures."""
+    """The source of a test with everything that it uses from its own file: constants, helpers, fixtures."""
     file, name = test.split("::")
     known, wanted, taken = definitions(file), [name], {}
     while wanted:
@@ -136,7 +136,7 @@ def test_every_test_of_the_table_exists():
 
 @pytest.mark.parametrize("key", shown_by.KEYS)
 def test_a_test_of_a_key_sets_or_reads_it(key):
-    """By its whole name in a string, or by the last part as a keyword, as the key of a mapping, or as an attribute."""
+    """A name counts in full in a string; its last part counts as a keyword, as a mapping's key, or as an attribute."""
     leaf = "args" if key == ARGS else key.rpartition(".")[2]
     for test in each_of(shown_by.KEYS[key]):
         found = re.search(rf"\b{re.escape(key)}\b|\b{leaf}\s?[=:]|[\"']{leaf}[\"']|\.{leaf}\b", source_of(test))

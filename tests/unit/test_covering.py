@@ -1,4 +1,4 @@
-"""The layouts under test hold every pair of options that can meet."""
+"""The layouts under test contain every allowed pair of options."""
 
 from itertools import combinations, product
 
@@ -11,13 +11,13 @@ from megagrpo.families.config import model_problems
 
 
 def obeying(axes, rules):
-    """Every row that obeys the rules, by trying all."""
+    """Every row that obeys the rules, by brute force."""
     rows = (dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
     return [row for row in rows if all(allowed(*(row[axis] for axis in used)) for used, allowed in rules)]
 
 
 def possible(strength):
-    """Every combination of values of the axes that can occur. Axes that no rule names meet everything."""
+    """Every allowed combination of values of the axes. Axes without rules combine with everything."""
     ruled = {axis: values for axis, values in AXES.items() if any(axis in used for used, _ in RULES)}
     rows = obeying(ruled, RULES)
     for chosen in combinations(AXES, strength):

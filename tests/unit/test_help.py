@@ -1,4 +1,4 @@
-"""Every command of the project, as a process of its own, says with --help what it is for."""
+"""Every command of the project explains itself with --help, in its own process."""
 
 import os
 import re
@@ -21,7 +21,7 @@ FAST = ["megagrpo", "megagrpo plan", "launch/local.sh", "launch/setup.sh", "benc
 
 
 def command(name: str) -> list[str]:
-    """What to start for it."""
+    """The command line of a command."""
     if name.startswith("megagrpo"):
         return [sys.executable, "-m", *name.split()]
     return ["bash" if name.endswith(".sh") else sys.executable, str(ROOT / name)]

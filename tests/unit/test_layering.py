@@ -1,4 +1,4 @@
-"""Who may import whom. A module may import its own room and the rooms of the levels above its own in this list."""
+"""Allowed imports. A module may import its own room and the rooms of the levels above its own in this list."""
 
 import ast
 import sys
@@ -66,7 +66,7 @@ def own(names: set[str]) -> set[str]:
 
 
 def against(path: Path) -> set[str]:
-    """Rooms that a file imports against the order."""
+    """Rooms that a file imports against the order of levels."""
     here = room(path)
     return {there for there in own(imports(path)) - {here} if there == INSIDE_VLLM or level(there) >= level(here)}
 

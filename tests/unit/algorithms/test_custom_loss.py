@@ -1,4 +1,4 @@
-"""A loss of the user's own: loaded from a file, tried before a run, and averaged as the config says."""
+"""A custom loss: loaded from a file, tried before a run, and averaged as configured."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functi
 
 
 def example() -> str:
-    """The file of the page."""
+    """The custom loss file from the page."""
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "def clipped" in block)
     return code
 
@@ -40,7 +40,7 @@ def settings(**algorithm):
 
 
 def step(config):
-    """(loss, gradient [T], metrics) of a batch on which the policy has moved away from the one that sampled."""
+    """(loss, gradient [T], metrics) of a batch for which the policy differs from the one that sampled."""
     batch = pack(random_samples(), PackingRules(max_tokens=1000))
     (rows,) = batch.micro_batches
     old = rows.rollout_logprobs + 0.2 * torch.cos(3.0 * torch.arange(rows.num_tokens))
@@ -148,7 +148,7 @@ def test_what_is_neither_a_loss_nor_a_name_in_a_file_is_refused_with_the_choices
 
 
 def response(length):
-    """A response of this many tokens, its policy away from the one that sampled."""
+    """A response of this many tokens, for which the policy differs from the one that sampled."""
     generator = torch.Generator().manual_seed(length)
     rows = [-torch.rand(length, generator=generator, dtype=torch.float64) for _ in range(4)]
     return Response(rows[0].requires_grad_(), *rows[1:], places=torch.arange(length), advantage=-0.8)

@@ -14,7 +14,7 @@ from megagrpo.types import TrainState
 MISC = json.loads((Path(__file__).parents[2] / "vectors" / "trl_misc.json").read_text())
 
 
-# With 0 TRL means to keep the token of highest entropy, and so do we; given float64 it rounds the threshold above it and keeps none.
+# With 0, TRL and we keep the token of highest entropy; for float64 input TRL rounds the threshold above it and keeps no token.
 COMPARABLE = [c for c in MISC["high_entropy_mask"]["cases"] if c["top_entropy_quantile"] > 0]
 
 

@@ -1,4 +1,4 @@
-"""What each token adds to the gradient is the same number, bit for bit, wherever the token is packed."""
+"""Each token's contribution to the gradient is bit-identical wherever the token is packed."""
 
 import itertools
 
@@ -21,7 +21,7 @@ LOSSES = {loss_type: dict(loss_type=loss_type) for loss_type in LOSS_TABLE} | {
     "gspo token": dict(loss_type="luspo", importance_sampling_level="sequence_token", use_bias_correction_kl=True),
     "corrected": dict(loss_type="sapo", importance_correction="geometric_truncate", importance_correction_max=1.01),
 }
-# One micro-batch for all, a few, as many as there are samples; padded for context parallelism; behind shared prompts.
+# One micro-batch for all samples, a few, one for each sample; padded for context parallelism; after shared prompts.
 RULES = [
     PackingRules(max_tokens=10_000),
     PackingRules(max_tokens=64),
@@ -33,12 +33,12 @@ RULES = [
 
 
 def moved(logprobs: torch.Tensor) -> torch.Tensor:
-    """The policy's log-probs of tokens that were sampled with these."""
+    """The policy's log-probs of tokens sampled with these log-probs."""
     return logprobs + 0.3 * torch.sin(40 * logprobs)
 
 
 def contributions(name: str, rules: PackingRules, dp_size: int, dtype: torch.dtype) -> dict[float, float]:
-    """Of each token, known by its rollout log-prob: the derivative of the step's loss by the policy's log-prob."""
+    """For each token, identified by its rollout log-prob: the derivative of the step's loss by the policy's log-prob."""
     config, found = tiny_run(algorithm=dict(beta=0.1) | LOSSES[name]), {}
     batches = [pack(random_samples(), rules, rank, dp_size) for rank in range(dp_size)]
     divisor = denominator(batches[0], config.algorithm.loss.average, config.rollout.max_completion_length)
@@ -74,7 +74,7 @@ def test_a_tokens_part_of_the_gradient_is_bitwise_independent_of_packing_and_dat
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in COUNTED])
 def test_so_it_is_with_every_loss_but_for_the_last_bit_of_an_exponential(name):
-    """Which torch computes otherwise at the end of a row than in its middle."""
+    """torch computes this function differently at the end of a row than in its middle."""
     expected = contributions(name, RULES[0], 1, torch.float64)
     for rules, dp_size in itertools.product(RULES, (1, 2, 3)):
         assert contributions(name, rules, dp_size, torch.float64) == pytest.approx(expected, rel=1e-12, abs=1e-18)

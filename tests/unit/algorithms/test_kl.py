@@ -1,4 +1,4 @@
-"""Estimators against the exact KL of small categorical distributions: averages are sums over every token, weighted by its probability."""
+"""Estimators against the exact KL of small categorical distributions: averages are sums over all tokens, weighted by probability."""
 
 import math
 
@@ -11,7 +11,7 @@ VOCAB = 7
 
 
 def distributions(seed):
-    """Log-probs [VOCAB] float64 of policy (from logits that take the gradient), reference, and a third that sampled."""
+    """Log-probs [VOCAB] float64 of policy (from logits with gradient), reference, and a third distribution that sampled."""
     generator = torch.Generator().manual_seed(seed)
     logits, ref, sampler = (torch.randn(VOCAB, generator=generator, dtype=torch.float64) for _ in range(3))
     logits.requires_grad_()

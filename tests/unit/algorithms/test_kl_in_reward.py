@@ -1,4 +1,4 @@
-"""The KL taken from the reward: as ms-swift computed it (tests/vectors), and sums of log-probs by sample."""
+"""The KL subtracted from the reward, compared with ms-swift's (tests/vectors), and sums of log-probs by sample."""
 
 import json
 import math
@@ -29,11 +29,11 @@ def test_advantages_are_ms_swifts(case):
     estimator, scale = OUR_NAMES[case["advantage_estimator"]]
     algorithm = dict(beta=case["beta"], kl_in_reward=True, kl_estimator="k1", advantage_estimator=estimator, scale_rewards=scale)
     settings = config(algorithm=algorithm, rollout=dict(num_generations=case["num_generations"]))
-    # A response that no function could score counts as 0 there; ours leaves it out of its group.
+    # A response without any score counts as 0 in ms-swift; ours leaves it out of its group.
     rewards = [sum(w * (r or 0) for w, r in zip(case["reward_weights"], row, strict=True)) for row in case["rewards_per_func"]]
     penalized = less_kl([scored(r) for r in rewards], torch.tensor(case["kl_values"], dtype=torch.float64), case["beta"])
     assert [s.reward for s in penalized] == pytest.approx(case["rewards"])
-    assert [s.rewards["f"] for s in penalized] == rewards  # what is reported stays
+    assert [s.rewards["f"] for s in penalized] == rewards  # reported rewards do not change
     expected = torch.tensor(case["advantages"], dtype=torch.float64)
     torch.testing.assert_close(advantages_of(penalized, settings).flatten(), expected, rtol=1e-5, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Losses and advantages at their edges: nothing to learn from, one token, two responses, no reward, no probability."""
+"""Edge cases of losses and advantages: nothing to learn from, one token, two responses, no reward, no probability."""
 
 import math
 
@@ -30,7 +30,7 @@ def settings(**algorithm):
 
 
 def step(name, advantages, lengths, policy=-1.1, old=-1.2):
-    """(loss, gradient [T], loss mask) of responses of these lengths to one prompt, whose tokens all have these log-probs, in one batch."""
+    """(loss, gradient [T], loss mask) of responses of these lengths to one prompt, with these log-probs for all tokens, in one batch."""
     config = settings(**OPTIONS[name])
     samples = []
     for index, (advantage, length) in enumerate(zip(advantages, lengths, strict=True)):
@@ -89,7 +89,7 @@ def test_two_responses_are_pushed_apart(name):
     assert (better < 0).all() and (worse > 0).all()
 
 
-# A token that the policy has come to think impossible, among others: the ratio is 0, or that of its sequence is.
+# One token that has become impossible under the policy: its ratio, or its sequence's ratio, is 0.
 FINITE = ["grpo", "bnpo", "dapo", "dr_grpo", "luspo", "sapo", "gmpo", "fipo", "gspo"]
 
 

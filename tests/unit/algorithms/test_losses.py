@@ -13,7 +13,7 @@ from megagrpo.data.packing import PackingRules, build_micro_batch, pack
 from megagrpo.types import LossInputs, TrainSample
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "losses.json").read_text())
-PROMPT = 2  # tokens put before every response
+PROMPT = 2  # tokens before each response
 
 
 def config(**algorithm):

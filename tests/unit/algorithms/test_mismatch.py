@@ -1,4 +1,4 @@
-"""What trainer and engine think of the sampled tokens, compared as NeMo-RL and TRL do: against naive formulas, token by token."""
+"""Mismatch metrics between trainer and engine log-probs, as NeMo-RL and TRL define them, against naive formulas for each token."""
 
 import math
 
@@ -12,7 +12,7 @@ MAX = "sampling/sampling_logp_difference/max"
 
 
 def tokens(n, spread=0.3):
-    """Log-probs of trainer and engine [n] float64, and which tokens count."""
+    """Log-probs of trainer and engine [n] float64, and the mask of tokens that count."""
     generator = torch.Generator().manual_seed(3)
     old = -6 * torch.rand(n, generator=generator, dtype=torch.float64)
     rollout = old + spread * torch.randn(n, generator=generator, dtype=torch.float64)
@@ -20,7 +20,7 @@ def tokens(n, spread=0.3):
 
 
 def naive(old, rollout):
-    """Each metric of one token, by Python's own arithmetic."""
+    """Each metric of one token, in plain Python arithmetic."""
     p, q = math.exp(old), math.exp(rollout)
     mixture = 0.5 * p + 0.5 * q
     return {

@@ -1,4 +1,4 @@
-"""Every option of the algorithm does something, and options that contradict each other are refused by name."""
+"""Every option of the algorithm has an effect, and contradicting options are refused by name."""
 
 from pathlib import Path
 from typing import get_args
@@ -60,7 +60,7 @@ def test_options_that_contradict_each_other_are_refused(beginning):
 
 
 def of_the_loss(**algorithm):
-    """(loss, gradient [T]) of a batch on which the policy has moved far from the one that sampled."""
+    """(loss, gradient [T]) of a batch for which the policy differs a lot from the one that sampled."""
     base = {"model": {"path": "x"}, "data": {"train": {"source": "x"}}, "rewards": {"functions": [{"function": "exact_number"}]}}
     config = RunConfig.model_validate(base | {"algorithm": algorithm})
     batch = pack(random_samples(), PackingRules(max_tokens=1000))
@@ -79,7 +79,7 @@ def of_the_loss(**algorithm):
     return loss.item(), torch.autograd.grad(loss, policy)[0]
 
 
-# Each option with the settings that it needs, and another value.
+# Each option with the settings that it requires, and another value.
 CHANGED = {
     "loss_type": ({}, "grpo"),
     "beta": ({}, 0.1),
@@ -144,7 +144,7 @@ def test_an_option_of_the_adaptive_bonus_changes_its_weight(option):
     assert weights(**{option: ADAPTIVE[option]}) != weights()
 
 
-# Where the others are shown to do something.
+# The tests of the other options.
 ELSEWHERE = {
     "top_entropy_quantile": "unit/algorithms/test_entropy.py",
     "entropy_coef": "unit/algorithms/test_entropy.py",

@@ -1,4 +1,4 @@
-"""Advantages equal what the reference systems' own code computed (tests/vectors)."""
+"""Advantages equal the results of the reference systems' own code (tests/vectors)."""
 
 import itertools
 import json
@@ -19,19 +19,19 @@ SWIFT = json.loads((VECTORS / "swift_advantage.json").read_text())["cases"]
 
 
 def table(rows, generations):
-    """[P, G, F], NaN where a function could not score."""
+    """[P, G, F], NaN where a function returned no score."""
     filled = [[math.nan if value is None else value for value in row] for row in rows]
     return torch.tensor(filled, dtype=torch.float64).view(-1, generations, len(rows[0]))
 
 
 def summed(rewards, weights):
-    """Weighted sum over functions, NaN when none could score."""
+    """Weighted sum over functions, NaN when no function returned a score."""
     total = (rewards * torch.tensor(weights)).nansum(-1)
     return torch.where(rewards.isnan().all(-1), math.nan, total)
 
 
-# Ours is the share of groups that teach nothing. TRL's does not count a group with one scorable response, and is about the batch where that
-# is what it divides by.
+# Our metric is the share of groups without any advantage. TRL's does not count a group with one scored response, and covers the batch where
+# TRL divides by the batch.
 FRACTION_DIFFERS = ["one_scorable_in_group/group"]
 
 
@@ -53,7 +53,7 @@ def test_trl(case):
     assert counted == (case["name"] not in FRACTION_DIFFERS)
 
 
-# What ours computes otherwise, and why; docs/losses.md says it to users. Of these cases each must differ.
+# Cases that ours computes differently, with the reason; docs/losses.md documents them. Each of these cases must differ.
 SWIFT_DIFFERS = {
     "R1/grpo/gdpo": "it adds 1e-8 to the standard deviations of gdpo, ours is TRL's 1e-4",
     "R1/rloo/gdpo": "the same; and ours refuses rloo with gdpo, which overrides it there",
@@ -72,7 +72,7 @@ def test_ms_swift(case):
 
 
 def _of_ms_swift(case, rewards):
-    """Our advantages [N] for what its configuration means."""
+    """Our advantages [N] with the equivalent configuration."""
     estimator, scale = case["advantage_estimator"], case.get("scale_rewards")
     if kl := case.get("kl_values"):
         rewards = rewards - case["beta"] * torch.tensor(kl, dtype=torch.float64).view_as(rewards)
@@ -80,7 +80,7 @@ def _of_ms_swift(case, rewards):
     if scale == "gdpo":
         of_functions = table(case["rewards_per_func"], case["num_generations"])
         return normalized_sum_advantages(of_functions, torch.tensor(case["reward_weights"])).flatten()
-    if estimator == "reinforce_plus_plus":  # it centres on the group; with another scale than the batch it is grpo by another name
+    if estimator == "reinforce_plus_plus":  # it subtracts the group mean; with another scale than the batch it equals grpo
         estimator = "reinforce_plus_plus_baseline" if scale == "batch" else "grpo"
     return group_advantages(rewards, scale, estimator).flatten()
 

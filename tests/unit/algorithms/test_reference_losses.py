@@ -1,4 +1,4 @@
-"""Every loss equals what the reference systems' own code computed: value, gradient and metrics (tests/vectors)."""
+"""Every loss equals the results of the reference systems' own code: value, gradient and metrics (tests/vectors)."""
 
 import json
 from dataclasses import replace
@@ -21,20 +21,20 @@ TRL = json.loads((VECTORS / "trl_loss.json").read_text())
 SWIFT = {engine: json.loads((VECTORS / f"swift_loss_{engine}.json").read_text()) for engine in ("hf", "megatron")}
 SEED = json.loads((VECTORS / "seed_era.json").read_text())
 GMPO = json.loads((VECTORS / "trl_misc.json").read_text())["gmpo"]
-PROMPT = 2  # tokens put before every response
+PROMPT = 2  # tokens before each response
 
 
 def settings(**algorithm):
     base = {"model": {"path": "x"}, "data": {"train": {"source": "x"}}, "rewards": {"functions": [{"function": "exact_number"}]}}
     rollout = {name: algorithm.pop(name) for name in ("max_completion_length", "num_generations") if name in algorithm}
     if algorithm.get("loss_type") == "cispo" and algorithm.get("epsilon_high") is None:
-        algorithm["epsilon_high"] = algorithm.get("epsilon", 0.2)  # what the reference systems take; here it must be said
+        algorithm["epsilon_high"] = algorithm.get("epsilon", 0.2)  # the reference systems' default; ours must be configured
     return RunConfig.model_validate(base | {"algorithm": algorithm, "rollout": rollout})
 
 
 class Rows:
-    """The vectors' padded [B, T] rows as one packed micro-batch, and back. Masked positions stay in it (a mask may have holes); responses
-    that are `truncated` [B] are masked as `mask_truncated_completions` masks them, which is up to `pack`."""
+    """The vectors' padded [B, T] rows as one packed micro-batch, and back. Masked positions stay in it, because a mask may have holes.
+    `pack` applies `mask_truncated_completions` to `truncated` [B] responses."""
 
     def __init__(self, inputs, mask, truncated=None):
         mask = torch.tensor(mask, dtype=torch.bool)
@@ -70,7 +70,7 @@ class Rows:
 
 
 def of_the_whole_step(batch, policy, entropy, rows, config):
-    """What `add_step_terms` gathers from the ranks, of a step that is one micro-batch."""
+    """The result of `add_step_terms` for a step of one micro-batch."""
     algorithm, found = config.algorithm, {}
     counted = batch.loss_mask
     if algorithm.top_entropy_quantile < 1:
@@ -85,7 +85,7 @@ def of_the_whole_step(batch, policy, entropy, rows, config):
 
 
 def check(case, inputs, mask, config, scale=1.0, batch_changes=lambda rows: {}, truncated=None):
-    """`scale`: our denominator over the reference's, where that is not the count of this batch."""
+    """`scale`: our denominator over the reference's, where the reference does not use the count of this batch."""
     rows = Rows(inputs, mask, truncated)
     terms = {"old_logprobs": rows.pack(inputs["old"])}
     if config.algorithm.beta:
@@ -123,7 +123,7 @@ TRL_WORDS = {
     "entropy_coef": float,
     "max_completion_length": int,
 }
-# The reference divides by a window's average token count there; ours is the step's own (docs/losses.md).
+# The reference divides by a window's average token count here; ours divides by the step's own (docs/losses.md).
 WINDOW = [c for c in TRL["cases"] if c["name"].endswith("ga2_spg4_items37")]
 
 
@@ -135,7 +135,7 @@ def test_trl(case):
     if reference["tool_mask"] is not None:
         mask = mask * torch.tensor(reference["tool_mask"])
     weights = {}
-    if reference["is_ratio"] is not None:  # given to TRL as weights; engine log-probs that give them are exp(old) / weight
+    if reference["is_ratio"] is not None:  # TRL takes them as weights; the corresponding engine log-probs are exp(old) / weight
         words |= {"importance_correction": "token_truncate", "importance_correction_max": 1e9}
         ratio = torch.tensor(reference["is_ratio"], dtype=torch.float64).clamp(min=1e-12)
         weights = {"rollout_logprobs": (torch.tensor(inputs["old"], dtype=torch.float64) - ratio.log()).tolist()}
@@ -154,7 +154,7 @@ def test_trl(case):
 
 
 def _trl_scale(reference, mask):
-    """TRL's divisor is not a count of the whole step where it accumulates gradients: undo what it does there."""
+    """TRL's divisor is not a count of the whole step when it accumulates gradients: undo its division."""
     accumulated, loss_type = reference["gradient_accumulation_steps"], reference["loss_type"]
     if LOSSES[loss_type].average != "tokens" or loss_type == "bnpo":
         return 1 / accumulated if reference["training"] else 1.0
@@ -196,14 +196,14 @@ SWIFT_CLIPPING = {
     "clip_ratio/region_mean": "region_clip_mean",
     "cispo_clip_ratio": "cispo_clip_ratio",
 }
-# What ours computes otherwise, and why; docs/losses.md says it to users. Of these cases each must differ.
+# Cases that ours computes differently, with the reason; docs/losses.md documents them. Each of these cases must differ.
 SWIFT_DIFFERS = {
     "grpo/rollout_is/token_truncate/C2": "its correction weighs the KL term too",
     "grpo/rollout_is/token_mask/C2": "its correction weighs the KL term too",
     "grpo/rollout_is/sequence_truncate/C2": "its correction weighs the KL term too",
     "grpo/rollout_is/sequence_mask/C2": "its correction weighs the KL term too, and tokens of a kept sequence by their own ratios",
 }
-# Token losses: its divisor counts the tokens of filtered responses too, ours only the tokens of the loss, as TRL's (docs/losses.md).
+# Token losses: ms-swift's divisor also counts the tokens of filtered responses; ours and TRL's count only the loss's tokens.
 SWIFT_COUNTS_FILTERED = ("cispo/overlong_filter_rows1,4",)
 SWIFT_CASES = [(engine, case) for engine, file in SWIFT.items() for case in file["cases"]]
 
@@ -221,7 +221,7 @@ def test_ms_swift(engine, case):
 @pytest.mark.parametrize("name", SWIFT_COUNTS_FILTERED)
 @pytest.mark.parametrize("engine", SWIFT)
 def test_ms_swift_divides_token_losses_by_all_tokens_and_ours_by_those_that_its_overlong_filter_keeps(engine, name):
-    """Its loss and gradient are ours times (tokens after the filter) / (tokens before it)."""
+    """ms-swift's loss and gradient equal ours times (tokens after the filter) / (tokens before it)."""
     inputs, (case,) = SWIFT[engine]["inputs"], [c for c in SWIFT[engine]["cases"] if c["name"] == name]
     tokens = [sum(row) for row in inputs["mask"]]
     kept = sum(n for n, cut in zip(tokens, inputs["truncated_mask"], strict=True) if not cut)
@@ -255,13 +255,14 @@ def _check_swift(engine, case, scale=None):
     if "kl" in theirs:
         assert metrics["kl"] == pytest.approx(theirs["kl"], rel=1e-5)
     for name in SWIFT_CLIPPING.keys() & theirs.keys():
-        # One ratio per sequence: shares of sequences here, as in TRL; ms-swift weighs each sequence by its tokens.
+        # One ratio per sequence: ours and TRL's are shares of sequences; ms-swift weighs each sequence by its tokens.
         agrees = metrics[name] == pytest.approx(theirs[name], rel=1e-5)
         assert agrees == (reference["importance_sampling_level"] != "sequence"), name
 
 
 def _swift_scale(engine, reference, mask):
-    """Megatron's schedule and the Trainer divide by the micro-batches afterwards, so token losses are multiplied by their number first."""
+    """Megatron's schedule and the Trainer divide by the micro-batches afterwards, so ms-swift multiplies token losses by their number
+    first."""
     if reference["loss_type"] not in ("dapo", "cispo", "fipo", *(["bnpo"] if engine == "megatron" else [])):
         return 1.0
     accumulated = reference["num_microbatches"] if engine == "megatron" else reference["gradient_accumulation_steps"]
@@ -277,7 +278,7 @@ def test_gmpo(case):
 
 
 def test_the_loss_of_trls_first_release():
-    """Its gradient with the ratio of a policy to itself, which has a gradient; its value is the KL term alone."""
+    """The reference's gradient includes a policy's ratio to itself, which has a gradient; its value is only the KL term."""
     check(
         SEED["trl_e95f9fb"] | {"beta": 0.04},
         SEED["inputs"] | {"old": SEED["inputs"]["new"], "entropy": SEED["inputs"]["old"]},
@@ -286,7 +287,7 @@ def test_the_loss_of_trls_first_release():
     )
 
 
-# Divided once by the step's tokens here; there each mini-batch by its own, and the sum is not divided by their number.
+# Ours divides once by the step's tokens; the reference divides each mini-batch by its own, and does not divide the sum by their number.
 SEED_DIFFERS = ["mini_batch_2"]
 
 

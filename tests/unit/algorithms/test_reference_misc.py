@@ -1,5 +1,4 @@
-"""KL estimators, masks, sequence weights, log-probs and the first releases' losses equal the reference systems' own numbers
-(tests/vectors)."""
+"""KL estimators, masks, sequence weights, log-probs and the first releases' losses equal the reference systems' results (tests/vectors)."""
 
 import json
 import math
@@ -25,7 +24,7 @@ def tensor(values):
 
 
 def as_pack(mask):
-    """The rows [B, T] of a batch end to end."""
+    """Concatenate the rows [B, T] of a batch."""
     rows, width = torch.tensor(mask).shape
     return Sequences.of(torch.arange(0, (rows + 1) * width, width), torch.tensor(mask).bool().flatten())
 
@@ -84,7 +83,7 @@ def test_logprobs_and_entropy_of_logits_are_trls(case):
 
 
 def test_logprobs_of_the_lm_head_are_those_of_trls_kernel():
-    """Without its logit soft cap and scale, which no model family here has."""
+    """Without the reference's logit soft cap and scale, which no model family here has."""
     given = MISC["fused_lm_head_fp32"]
     hidden, weight = torch.tensor(given["hidden"]), torch.tensor(given["weight"])
     found = vocab_logprobs(hidden, weight, torch.tensor(given["targets"]), temperature=given["temperature"], chunk=2)

@@ -1,4 +1,4 @@
-"""Responses that were cut: their tokens leave the loss, their rewards and their place among the sequences stay."""
+"""Truncated responses: their tokens leave the loss, but their rewards and their count among the sequences stay."""
 
 import json
 from pathlib import Path

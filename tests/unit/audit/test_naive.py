@@ -1,4 +1,4 @@
-"""The audit's own attention under models that want more of it: transformers' logits, in float64 all the way."""
+"""The audit's attention for models with special attention: transformers' logits, all in float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The benchmarks on GPUs as far as they go without one: what dry runs say adds up, and parts that fail or hang do not stop the others."""
+"""Dry runs of the GPU benchmarks without a GPU: their numbers add up, and parts that fail or hang do not stop the others."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ from megagrpo.plan.times import step_times
 from megagrpo.plan.workload import Lengths
 
 ROOT = Path(__file__).parents[3]
-KNOWN = {"0.5b": 494.0e6, "1.5b": 1543.7e6, "7b": 7615.6e6, "30b-a3b": 30532.1e6}  # parameters that their makers publish
+KNOWN = {"0.5b": 494.0e6, "1.5b": 1543.7e6, "7b": 7615.6e6, "30b-a3b": 30532.1e6}  # published parameter counts
 CASE = re.compile(
     r"^(?P<name>\S+): \w+, (?P<layers>\d+) layers of \d+, (?P<parameters>\d+) parameters, (?P<blocks>\d+) of the blocks and "
     r"(?P<head>\d+) of the head meet a token\n  samples +(?P<samples>\d+), (?P<tokens>\d+) tokens, (?P<responses>\d+) of responses.*\n"
@@ -49,7 +49,7 @@ def test_a_dry_train_step_counts_six_flops_for_each_parameter_and_token_and_fits
         whole = shape(case["name"])
         if int(case["layers"]) == whole["num_hidden_layers"]:
             assert int(case["parameters"]) == pytest.approx(KNOWN[case["name"]], rel=1e-3)
-        # Scores and their products with values: of all pairs of tokens in a sample of the greatest length, half.
+        # Attention scores and their products with values: half of all token pairs in a sample of maximal length.
         width = whole["num_attention_heads"] * whole.get("head_dim", whole["hidden_size"] // whole["num_attention_heads"])
         assert 0 < attention < int(case["layers"]) * 4 * width * tokens * 2048 / 2
 
@@ -90,7 +90,7 @@ def test_a_dry_sleep_and_wake_has_the_plans_memory(capsys):
     generate, train, text = said()
     moved = float(re.search(r"(\S+) GiB leave the GPU", text)[1])
     assert generate == 55.6 and "0.4 x 139 = 55.6 GiB" in text
-    assert moved == pytest.approx(14 * KNOWN["1.5b"] / 2**30, rel=0.01)  # weights 2, masters 4, moments 8; gradients (4) are not moved
+    assert moved == pytest.approx(14 * KNOWN["1.5b"] / 2**30, rel=0.01)  # weights 2, masters 4, moments 8; gradients (4) stay on the device
     beside, same, text = said("train.offload=false")
     assert beside == pytest.approx(55.6 + 18 * KNOWN["1.5b"] / 2**30, rel=0.01) and same == train and "nothing leaves the GPU" in text
 
@@ -149,7 +149,7 @@ def test_parts_that_fail_or_hang_do_not_stop_the_others_and_what_is_done_is_not_
     ):
         assert line in results
     assert run_all(["--folder", str(tmp_path), "--only", "last"], parts) == 0
-    assert run_all(["--folder", str(tmp_path), "--minutes", "0.1"], parts) == 2  # those two are left, and there is no time
+    assert run_all(["--folder", str(tmp_path), "--minutes", "0.1"], parts) == 2  # those two are left, and no time
     assert (tmp_path / "times").read_text() == "x" and "fails: no time left" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""The tables: whose expert a parameter is, in the names of either layer spec, and every name that a model has on disk."""
+"""The tables of families: the expert of each parameter, in the names of both layer specs, and every tensor name of a model on disk."""
 
 import re
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class SecondOfTwo:
 
 
 class Layer(nn.Module):
-    """A hybrid layer that holds parameters under the dotted `names`."""
+    """A hybrid layer with parameters under the dotted `names`."""
 
     def __init__(self, number: int, names: list[str]):
         super().__init__()
@@ -50,7 +50,7 @@ class Layer(nn.Module):
 
 
 def stage(names: list[str]) -> nn.Module:
-    """A pipeline stage with nothing but the experts of the second decoder block."""
+    """A pipeline stage with only the experts of the second decoder block."""
     chunk = nn.Module()
     chunk.decoder = nn.Module()
     chunk.decoder.layers = nn.ModuleList([Layer(4, names)])

@@ -1,4 +1,4 @@
-"""Files of a model on their way: which tensors stand where, and what an attempt that was cut short leaves to the next."""
+"""Model files during an export: the file of each tensor, and how the next attempt uses an interrupted one."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SHAPES = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.
 
 
 class TwoRanks:
-    """A layout whose other rank always does the same."""
+    """A layout whose other rank always does the same as this one."""
 
     world_rank, world_size, tp_size, pp_size, vpp, pipeline_layers, ep_size, etp_size = 0, 2, 1, 1, 1, None, 1, 1
 
@@ -113,7 +113,7 @@ def test_what_was_left_for_another_purpose_is_cleared_and_what_all_ranks_need_mu
 
 
 def left_behind(out, layout, source):
-    """What an interrupted attempt finds of those before it."""
+    """The tensors that an interrupted attempt finds from earlier attempts."""
     with pytest.raises(KeyboardInterrupt), _unfinished(out, layout, source) as folder:
         found = list(folder.journal.lines)
         folder.journal.write(["a"])
@@ -168,5 +168,5 @@ def test_code_of_the_models_own_goes_with_its_config(tmp_path):
     (tmp_path / "lacking").mkdir()
     copy_side_files(source, tmp_path / "lacking")
     assert json.loads((tmp_path / "lacking/config.json").read_text()) == {"model_type": "llama"}
-    carry(source, None, tmp_path / "lacking")  # what a checkpoint holds
+    carry(source, None, tmp_path / "lacking")  # the side files that a checkpoint keeps
     assert "auto_map" not in json.loads((tmp_path / "lacking/config.json").read_text())

@@ -1,4 +1,4 @@
-"""A checkpoint of somebody else is data, as is what comes from the network: nothing in it runs. One of our own is what was written."""
+"""Checkpoints from other users and data from the network are read as data: their code never runs. Our own checkpoints load unchanged."""
 
 import ast
 import json
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Evil:
-    """What a pickle can do to whoever reads it."""
+    """Code that a pickle can run in the process that loads it."""
 
     def __init__(self, proof):
         self.proof = str(proof)
@@ -46,8 +46,8 @@ RUNS_WHAT_IT_READS = {
     "yaml.unsafe_load",
 }
 OWN_FILES = {
-    ("spawn.py", "pickle.loads"),  # what the ranks of one command leave in a folder that it has made for them
-    ("rendezvous.py", "pickle.loads"),  # objects between ranks, after their code was checked
+    ("spawn.py", "pickle.loads"),  # files that the ranks of one command write into a folder that the command has made
+    ("rendezvous.py", "pickle.loads"),  # objects between ranks, after their signature was checked
 }
 
 
@@ -68,7 +68,7 @@ def test_an_index_that_would_run_something_is_refused_and_runs_nothing(tmp_path)
         with pytest.raises(ValueError, match=r"its \.metadata is corrupt: .*the pickle calls posix\.mkdir, which no checkpoint needs"):
             StoredTensors(tmp_path)
         assert not proof.exists()
-    pickle.loads((tmp_path / ".metadata").read_bytes())  # the same file to a reader that trusts it
+    pickle.loads((tmp_path / ".metadata").read_bytes())  # the same file in an unsafe loader
     assert proof.exists()
     (tmp_path / ".metadata").write_bytes(pickle.dumps({}))
     with pytest.raises(ValueError, match="it holds a dict"):
@@ -86,7 +86,7 @@ def test_a_file_name_that_leaves_its_folder_is_refused_before_the_file_is_opened
     (folder / INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises(ValueError, match=r"model.safetensors.index.json names the file '.*', which is not inside its folder"):
         Checkpoint(folder)
-    (folder / HEADERS).write_text(json.dumps({name: "{}"}))  # an export writes files of these names
+    (folder / HEADERS).write_text(json.dumps({name: "{}"}))  # an export writes files with these names
     with pytest.raises(ValueError, match=r"safetensors_headers.json names the file '.*', which is not inside its folder"):
         files_of(folder)
     (folder / "checksums.json").write_text(json.dumps({name: "00000000"}))
@@ -117,7 +117,8 @@ def test_an_index_of_torch_is_read_as_torch_reads_it(tmp_path):
 
 
 def test_what_else_a_checkpoint_holds_is_read_without_running_it(tmp_path):
-    """Megatron reads `common.pt` and objects by torch.load, whose default, tensors and plain values alone, is what this rests on."""
+    """Megatron reads `common.pt` and objects by torch.load. The protection relies on torch.load's default, which allows only tensors and
+    plain values."""
     torch.save({"state": Evil(tmp_path / "it ran")}, tmp_path / "common.pt")
     from megatron.core.dist_checkpointing.strategies.common import load_common
 
@@ -137,5 +138,5 @@ def test_every_reader_of_an_adapter_in_a_checkpoint_verifies_its_checksum(tmp_pa
     for read in (read_lora, adapter_arguments):
         with pytest.raises(ValueError, match=r"adapter_model.safetensors is corrupt: its CRC-32 is \w{8}; \w{8} was written"):
             read(adapter)
-    (adapter.parent / "checksums.json").unlink()  # one of somebody else says nothing
+    (adapter.parent / "checksums.json").unlink()  # an adapter from elsewhere has no checksums
     assert read_lora(adapter).rank == 8

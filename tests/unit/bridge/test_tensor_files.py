@@ -1,4 +1,4 @@
-"""Damaged files of a model: each kind of damage is found before anything is replaced, with the file, the tensor and what to do."""
+"""Damaged model files: each kind of damage is detected before any file is replaced, and the error names file, tensor and fix."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def block(name, *shape):
 
 
 def change(folder, file, **tensors):
-    """Write `file` anew with tensors replaced, or left out where None is given."""
+    """Rewrite `file` with tensors replaced, or dropped where None is given."""
     opened = TensorFile(folder / file)
     found = {name: opened.tensor(name).clone() for name in opened.entries} | tensors
     save_file({name: tensor for name, tensor in found.items() if tensor is not None}, folder / file)

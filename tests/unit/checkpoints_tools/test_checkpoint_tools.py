@@ -1,4 +1,4 @@
-"""The scripts of checkpoints_tools start from any folder, and none has the name of a module of Python's own."""
+"""The scripts of checkpoints_tools start from any folder, and no script shadows a module of Python."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def test_no_tool_has_the_name_of_a_module_of_the_standard_library():
 
 
 def test_show_lists_the_tensors_of_a_folder(tmp_path):
-    """From its own folder, which Python searches first then."""
+    """Start the script in its own folder, which Python searches first."""
     save_file({"a.weight": torch.ones(3, 2, dtype=torch.bfloat16), "b": torch.ones(5)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="llama", num_hidden_layers=7)))
     done = run("show.py", tmp_path, "--json", folder=TOOLS)

@@ -1,4 +1,4 @@
-"""`megagrpo serve`: what it tells a trainer elsewhere, and when it ends. tests/slurm runs it with real servers."""
+"""`megagrpo serve`: its instructions for a trainer elsewhere, and when it ends. tests/slurm runs it with real servers."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from tests.unit.servers.test_restarts import Stand, Wedged, impatient, kill, sto
 
 @pytest.fixture
 def stand(tmp_path):
-    """One server, which may be started again once."""
+    """One server that may restart once."""
     (tmp_path / "config.json").write_text("{}")
     with Stand(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
         launcher.start()
@@ -56,7 +56,7 @@ def test_a_server_that_hangs_is_ended_and_started_again(wedged, tmp_path, monkey
         launcher.wait()
         watching = threading.Thread(target=lambda: serve._watch(launcher, end, 0.6))
         watching.start()
-        time.sleep(0.3)  # nothing happens to one that is well
+        time.sleep(0.3)  # a healthy server stays
         assert not launcher.restarts
         (tmp_path / "wedged").touch() if wedged else stop(launcher.servers[0])
         wait_until(lambda: launcher.restarts)
@@ -84,7 +84,7 @@ def test_a_detector_starved_of_cpu_reports_no_server_as_hung(stand, monkeypatch)
     monkeypatch.setattr(hang_detection, "CHECK_SECONDS", 0.0)
     watching = hang_detection.HangDetector(stand, 60)
     stop(stand.servers[0])
-    for health_seconds, hung in ((-1.0, 0), (0.2, 1)):  # by the first every answer takes too long
+    for health_seconds, hung in ((-1.0, 0), (0.2, 1)):  # with the first value every response is too late
         monkeypatch.setattr(hang_detection, "HEALTH_SECONDS", health_seconds)
         assert [len(watching._hung()) for _ in range(2)] == [0, hung]
     kill(stand.servers[0])
@@ -118,7 +118,7 @@ def test_the_command_line_of_serve():
 
 
 def test_a_server_that_cannot_start_ends_it_with_code_2_and_says_so_to_the_job(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest's own stay
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # keeps pytest's handlers
     monkeypatch.setenv("MEGAGRPO_TOKEN", "a-token-of-the-tests-1234")
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     assert main(["serve", str(QUICKSTART), "model.path=/nowhere", "--urls", str(tmp_path)]) == 2

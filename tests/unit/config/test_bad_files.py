@@ -1,4 +1,4 @@
-"""Files and servers that a run cannot use are named with the key, before anything is started."""
+"""Files and servers that a run cannot use are reported with their key before anything starts."""
 
 import json
 import threading
@@ -73,7 +73,7 @@ def test_a_template_file_that_is_no_text_is_named(tmp_path):
 
 @contextmanager
 def server(answer: bytes, content_type: str):
-    """A web server that gives this answer to everything; its address."""
+    """Start a web server that gives this response to every request; return its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):

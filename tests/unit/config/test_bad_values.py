@@ -1,4 +1,4 @@
-"""What a config cannot hold is refused in one line with key, value, rule and fix, before anything starts."""
+"""Invalid config values are refused in one line with key, value, rule and fix, before anything starts."""
 
 import json
 import resource
@@ -30,7 +30,7 @@ def model(tmp_path):
 
 
 def refusal(path: Path, *overrides: str) -> str:
-    """The one problem that there is."""
+    """The only problem of the config."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     lines = str(caught.value).split("\n")

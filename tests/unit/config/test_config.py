@@ -101,7 +101,7 @@ def test_samples_without_advantage_are_computed_when_told_so(tmp_path, override,
 @pytest.mark.parametrize(
     ("wrong", "contradiction"),
     [
-        # the last word of the wrong key, `tp`, stands in the sentence about another key
+        # the last word of the wrong key, `tp`, occurs in the sentence about another key
         (["rollout.tp=x"], ["parallel.sequence_parallel=true", "parallel.vpp=2"]),
         (["data.train.source=1"], ["data.curriculum_low=0.9", "data.curriculum_high=0.1"]),
         (["rewards.functions=5"], ["evaluation.steps=2"]),

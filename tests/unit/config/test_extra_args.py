@@ -1,4 +1,4 @@
-"""Arguments for vLLM's servers: what a config may give, and what it is told otherwise."""
+"""Extra arguments for vLLM's servers: allowed arguments, and the errors for others."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Whatever a config holds, it is accepted or refused with a ConfigError: nothing else is raised, and nothing runs without end."""
+"""Any config is accepted or refused with a ConfigError: nothing else is raised, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ overrides = st.tuples(keys, (scalars | values).map(json.dumps) | yaml_texts | wo
 
 
 def nested(pairs: list[tuple[str, object]]) -> dict:
-    """The pairs of dotted keys and values as a config file has them; a key without a place is left at the top."""
+    """Build a config file from pairs of dotted keys and values; a key that fits nowhere stays at the top."""
     made: dict = {}
     for key, value in pairs:
         here = made
@@ -127,7 +127,7 @@ def folder(tmp_path_factory):
 
 
 def accepted_or_refused(folder: Path, arguments: list[str]) -> None:
-    """What a command does with a config before it starts a server or a process group."""
+    """Process a config as a command does before it starts a server or a process group."""
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             config = parse(["train", *arguments]).config
@@ -145,7 +145,7 @@ def accepted_or_refused(folder: Path, arguments: list[str]) -> None:
 
 
 def fuzz(examples: int):
-    """The same cases in every run: without a stored set of examples, and drawn from the name of the test alone."""
+    """Settings for the same cases in every run: no stored examples, and a seed from the test's name."""
     health = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
     return settings(max_examples=examples, database=None, derandomize=True, deadline=None, suppress_health_check=health)
 
@@ -156,7 +156,7 @@ def cases(examples: int):
     @fuzz(examples // 2)
     @given(st.lists(overrides, min_size=1, max_size=5))
     def on_the_command_line(folder, given_overrides):
-        # A word that argparse takes for an option of its own is the business of the command line.
+        # A word that argparse reads as its own option is not a config value.
         arguments = [text for text in given_overrides if not text.startswith("-") and "\x00" not in text]
         accepted_or_refused(folder, [str(folder / "base.yaml"), *arguments])
 

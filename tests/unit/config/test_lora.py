@@ -1,4 +1,4 @@
-"""What the section of adapters refuses, and what follows from it."""
+"""Invalid settings of adapters, and settings derived from them."""
 
 import pytest
 

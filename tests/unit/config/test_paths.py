@@ -1,4 +1,4 @@
-"""Where the paths of a config count from, and which shipped configs a file may start from."""
+"""The base folder of a config's paths, and the shipped configs that a file may inherit."""
 
 import os
 import re
@@ -34,7 +34,7 @@ rollout: {urls: ["http://host:1"], urls_file: servers, token_file: token}
 
 @pytest.fixture
 def parent(tmp_path):
-    """A file in its own folder with a relative path at every key that takes one."""
+    """A file in its own folder with a relative path at every path key."""
     folder = tmp_path / "parent"
     folder.mkdir()
     for name in ("weights", "rows"):
@@ -131,7 +131,7 @@ def test_a_shipped_config_that_does_not_exist_is_named_with_the_nearest(tmp_path
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").rglob("*.yaml")), ids=lambda p: p.stem)
 def test_no_shipped_config_moves_an_earlier_run_aside(path):
-    """Configs inherit; a user's own config must not inherit this. `make quickstart` passes it for its own run."""
+    """Configs inherit, but a user's config must not inherit this key. `make quickstart` passes it for its own run."""
     assert "overwrite" not in yaml.safe_load(path.read_text()).get("run", {})
     made = subprocess.run(["make", "-n", "-C", REPOSITORY, "quickstart"], capture_output=True, text=True, check=True).stdout
     assert "launch/local.sh configs/quickstart.yaml run.overwrite=true" in made

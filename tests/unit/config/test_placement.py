@@ -1,4 +1,4 @@
-"""Where servers run and which way weights take: chosen with a reason, contradictions refused with a fix."""
+"""Placement of servers and weight sync transport: chosen with a reason; contradictions are refused with a fix."""
 
 import socket
 from dataclasses import dataclass

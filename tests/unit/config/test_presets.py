@@ -1,4 +1,4 @@
-"""Presets are the settings of published systems: they load, say where they come from, and hold what those systems hold."""
+"""Presets are settings of published systems: they load, name their source, and contain the published values."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ OWN = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: 
 
 
 def load(name: str, folder: Path):
-    """A preset under somebody's own model, data and reward."""
+    """A preset with a user's own model, data and reward."""
     mine = folder / "mine.yaml"
     mine.write_text(f"defaults: {PRESETS[0].parent / name}.yaml\n{OWN}")
     return load_config(mine)
@@ -30,7 +30,7 @@ def test_the_presets_that_people_ask_for_are_there():
     assert {path.stem for path in PRESETS} == set(wanted.split())
 
 
-# Defaults of GRPOConfig in TRL 1.16.0 (`trl/trainer/grpo_config.py`) under names that both have; then those of its first release.
+# Defaults of GRPOConfig in TRL 1.16.0 (`trl/trainer/grpo_config.py`) for names that both have; then those of its first release.
 TRL_1_16 = dict(
     algorithm=dict(
         beta=0.0, num_iterations=1, epsilon=0.2, delta=None, epsilon_high=None, sapo_temperature_neg=1.05, sapo_temperature_pos=1.0,

@@ -1,4 +1,4 @@
-"""Settings of the KL and its reference that exclude each other are refused with a reason."""
+"""Conflicting settings of the KL and its reference are refused with a reason."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""Keys of sampling and evaluation that contradict each other are refused."""
+"""Conflicting keys of sampling and evaluation are refused."""
 
 import pytest
 

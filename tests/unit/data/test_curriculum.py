@@ -1,4 +1,4 @@
-"""Prompts that are passed too often or too seldom rest, and come back."""
+"""Prompts with too high or too low pass rates rest, and come back."""
 
 import json
 from dataclasses import MISSING, fields
@@ -16,13 +16,13 @@ from megagrpo.data.tokenizer import HuggingFaceTokenizer
 from megagrpo.records.metrics import MetricsWriter
 from megagrpo.trainer.trainer import Trainer
 
-RATES = {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.25}  # of four prompts; 0 and 2 are outside of the default band
+RATES = {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.25}  # of four prompts; 0 and 2 are outside the default band
 ON = {"curriculum": "pass_rate", "curriculum_rest": 2, "shuffle": False}
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
-    """A source of four prompts in the order of the data set, or in that of the seed."""
+    """A source of four prompts in the order of the data set, or shuffled by the seed."""
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{n}"}) + "\n" for n in range(4)))
     raw = RawTokenizer(models.WordLevel({str(n): n for n in range(10)}, unk_token="0"))
@@ -37,7 +37,7 @@ def make(tmp_path_factory):
 
 
 def epoch(source, rates=RATES, steps=2, size=2):
-    """Draw `steps` steps and tell what came out of them; the prompts by number."""
+    """Draw `steps` steps and report their pass rates; return the prompts by number."""
     drawn = []
     for _ in range(steps):
         prompts = [prompt.prompt_id for prompt in source.next(size)]
@@ -91,7 +91,7 @@ def test_cursor_and_history_are_the_whole_state(make, shuffle):
     whole, first, second = make(**options), make(**options), make(**options)
     expected = epoch(whole, steps=10)
     drawn = epoch(first, steps=4)
-    state = json.loads(json.dumps([first.cursor, first.curriculum.history]))  # as a checkpoint keeps it
+    state = json.loads(json.dumps([first.cursor, first.curriculum.history]))  # as in a checkpoint
     second.cursor, second.curriculum.history = state
     assert drawn + epoch(second, steps=6) == expected and second.curriculum.history == whole.curriculum.history
 

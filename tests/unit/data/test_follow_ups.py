@@ -1,4 +1,4 @@
-"""Conversations go on from the tokens that the policy wrote; only what is added is tokenised, through the chat template."""
+"""Conversations continue from the policy's own tokens; only new messages are tokenized, through the chat template."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ HERMES = (Path(__file__).parents[3] / "configs" / "templates" / "hermes_tools.ji
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
 TOOL = {"role": "tool", "name": "add", "content": "42"}
 USER = {"role": "user", "content": "Sure?"}
-# Drops the thoughts of turns that are not the last, as reasoning models' templates do.
+# Drops the thoughts of all turns but the last, like templates of reasoning models.
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -49,7 +49,7 @@ def test_messages_are_what_the_template_adds_behind_the_end_of_the_turn(tokenize
 
 
 def test_the_whole_is_what_the_template_makes_of_the_whole_conversation(tokenizer):
-    """Turns whose tokens are the tokenizer's own: then nothing tells a continued conversation from one that is rendered at once."""
+    """The policy's tokens equal the tokenizer's here: then a continued conversation equals one rendered at once."""
     opening, turns = [{"role": "user", "content": "What is 4 + 5?"}], ["The sum of 4 and 5 is 9.", "It is 9."]
     ids = list(tokenizer.render(opening, None, HERMES, [ADD]))
     follow_ups, messages = FollowUps(tokenizer, HERMES, [ADD]), opening
@@ -86,7 +86,7 @@ def test_a_template_may_forget_where_no_user_follows(tokenizer):
 
 
 def conversation(tokenizer, text, ended=True, limit=200):
-    """One whose policy has written `text`, a token per character, so that nothing but the policy could have made these ids."""
+    """A conversation whose policy has written `text`, one token per character, so only the policy can have made these ids."""
     alphabet = tokenizer.tokenizer.convert_tokens_to_ids
     ids = [i for character in text for i in tokenizer.encode(character, False)]
     ids += [alphabet("<|im_end|>")] if ended else []

@@ -84,7 +84,7 @@ def test_a_sample_above_the_budget_is_an_error_that_names_the_setting():
 
 @dataclass
 class Mix:
-    """A random packing problem: what the trainer's layouts and data could ask for, shrunken."""
+    """A random packing problem: a small version of the trainer's layouts and data."""
 
     samples: list
     rules: PackingRules
@@ -101,7 +101,7 @@ def random_mix(seed):
         prompt, skew = draw.randint(1, longest // 2), draw.choice([1, 1, 4])
         responses = [max(1, draw.randint(1, longest // 2) // skew) for _ in range(draw.randint(1, 6))]
         samples += group(prompt, responses, first=1000 * len(samples))
-    for number, one in enumerate(samples):  # no response token stands twice
+    for number, one in enumerate(samples):  # no response token occurs twice
         one.token_ids[one.response_mask] = torch.arange(1_000_000 + 1000 * number, 1_000_000 + 1000 * number + int(one.response_mask.sum()))
     samples = [replace(s, advantage=draw.choice([-1.0, 0.0, 2.0])) for s in samples]
     budget = padded(max((padded(s.token_ids.numel(), sequence_align) for s in samples), default=1), align) * draw.choice([1, 2, 5])
@@ -118,7 +118,7 @@ def random_mix(seed):
 
 
 def loss_tokens(rows):
-    """What must be trained, in no order: (label, advantage) of every loss token."""
+    """The required loss terms, in no order: (label, advantage) of every loss token."""
     return sorted((label, advantage) for labels, advantages in rows for label, advantage in zip(labels, advantages, strict=True))
 
 

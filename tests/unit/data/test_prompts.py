@@ -1,4 +1,4 @@
-"""Prompts from real files, folders and generators: order, resuming, columns, lengths, and what is refused."""
+"""Prompts from real files, folders and generators: order, resuming, columns, lengths, and refused inputs."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ ROWS = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "level": n} for 
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """Keep the library's cache out of the user's."""
+    """Use another cache folder than the user's."""
     patch = pytest.MonkeyPatch()
     patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
     yield
@@ -171,7 +171,7 @@ def test_every_kind_of_source_gives_the_same_prompts(tokenizer, jsonl, tmp_path,
 def test_size_keeps_the_first_rows_of_the_split(tokenizer, jsonl):
     prompts = source(tokenizer, jsonl, dataset={"split": "train[2:9]", "size": 4}).all()
     assert [p.messages for p in prompts] == [row["prompt"] for row in ROWS[2:6]]
-    assert len(source(tokenizer, jsonl, dataset={"size": 40})) == len(ROWS)  # never more than there are
+    assert len(source(tokenizer, jsonl, dataset={"size": 40})) == len(ROWS)  # never more rows than the file has
 
 
 def test_a_file_answers_to_any_split_name(tokenizer, jsonl):

@@ -40,7 +40,7 @@ def chat_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base_folder(chat_folder, tmp_path_factory):
-    """The same without a template and a generation_config.json."""
+    """Like `chat_folder`, without a template and a generation_config.json."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(chat_folder)
     tokenizer.chat_template = None
     folder = tmp_path_factory.mktemp("base")

@@ -10,7 +10,7 @@ SETTINGS = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 
 
 def path(make, steps: int = 200) -> tuple[torch.Tensor, torch.optim.Optimizer]:
-    """Where 2000 weights, pulled to targets of many sizes through noise, are after so many steps."""
+    """The values of 2000 weights, pulled to targets of many magnitudes through noise, after this many steps."""
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(40, 50, generator=generator) * torch.logspace(-3, 1, 50)
     weight = torch.nn.Parameter(torch.zeros(40, 50))

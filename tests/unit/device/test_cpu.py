@@ -1,4 +1,4 @@
-"""Which choices the CPU makes, and the environment variable that makes them in its place."""
+"""The choices for each CPU, and the environment variable that overrides them."""
 
 import subprocess
 import sys

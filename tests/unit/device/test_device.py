@@ -1,4 +1,4 @@
-"""The CPU platform: what it must not disturb, and the Adam that megatron-core gets."""
+"""The CPU platform: it leaves global state alone, and gives megatron-core an Adam."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Gradient norms of real sizes, against float64."""
+"""Gradient norms of realistic sizes, against float64."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_the_norm_is_that_of_float64(sizes):
 
 
 def test_torchs_own_norm_is_not():
-    """When this fails, `megagrpo.device.norms` can go."""
+    """When this test fails, `megagrpo.device.norms` can be removed."""
     (given,) = tensors(2**23)
     assert abs(torch.norm(given).item() / exact([given]) - 1) > 1e-5
 

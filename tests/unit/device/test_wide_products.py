@@ -1,11 +1,11 @@
-"""bfloat16 products in float32 round once, leave other dtypes to torch, and have gradients."""
+"""bfloat16 products computed in float32 round once, leave other dtypes to torch, and have gradients."""
 
 import subprocess
 import sys
 
 import pytest
 
-# In a process of its own: the kernels stay replaced until it ends.
+# In a separate process: the kernels stay replaced until it ends.
 PRELUDE = """
 import torch
 from megagrpo.device import wide_products

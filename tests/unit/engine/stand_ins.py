@@ -1,6 +1,6 @@
-"""Stand-ins for vLLM servers: processes and threads with real sockets that answer prompts, or misbehave in a way that they are told.
+"""Stand-ins for vLLM servers: processes and threads with real sockets that respond to prompts, or misbehave as configured.
 
-Imports nothing but what Python brings along: a process starts at once.
+Imports only the standard library, so that a process starts at once.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import threading; threading.Event().wait()
 
 
 def ids_for(body: dict, index: int) -> list[int]:
-    """The tokens that every stand-in answers to a request: they follow from its seed."""
+    """The tokens of every stand-in's response to a request, computed from its seed."""
     return [(body["sampling_params"]["seed"] + index + k) % 997 for k in range(4)]
 
 
 def choices_for(body: dict, version: str = "default") -> list[dict]:
-    """As vLLM answers."""
+    """Choices in the format of vLLM's responses."""
     choices = []
     for index in range(body["sampling_params"]["n"]):
         ids = ids_for(body, index)
@@ -45,9 +45,9 @@ def choices_for(body: dict, version: str = "default") -> list[dict]:
 
 
 class StandIn:
-    """A server on a port of its own. `mode` is what it does with prompts: answer, or what `_misbehave` knows; with `ill` it fails health
-    checks. It holds weights of `version`. `spoiled` says by path how it misbehaves when it is told something. `asked` are the bodies of
-    prompts."""
+    """A server on its own port. `mode` decides how it handles prompts: it responds, or misbehaves as in `_misbehave`. With `ill` it fails
+    health checks. It has weights of `version`. `spoiled` maps a path of a control request to a kind of misbehaviour. `asked` contains the
+    bodies of prompts."""
 
     def __init__(self, mode: str = "answer", delay: float = 0.0, version: str = "default", port: int = 0):
         self.mode, self.delay, self.version, self.ill, self.asked = mode, delay, version, False, []
@@ -59,7 +59,7 @@ class StandIn:
                 try:
                     stand_in._serve(self.rfile, self.wfile, self.connection)
                 except OSError:
-                    pass  # the client has gone
+                    pass  # the client has disconnected
 
         class Server(socketserver.ThreadingTCPServer):
             allow_reuse_address, daemon_threads, request_queue_size = True, True, 1024
@@ -70,7 +70,7 @@ class StandIn:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def close(self) -> None:
-        """Refuse connections from here on."""
+        """Refuse connections from now on."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -97,7 +97,7 @@ class StandIn:
         return _reply(wfile, text) if self.mode == "answer" else self._misbehave(body, text, wfile, connection)
 
     def _break(self, mode, text, wfile, connection) -> bool:
-        """Whether `mode` is a way in which a connection or a proxy misbehaves, which it does then."""
+        """Misbehave like a broken connection or proxy, if `mode` is such a kind; return whether it was."""
         if mode == "reset":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             connection.close()
@@ -148,7 +148,7 @@ def _reply(wfile, body: bytes, status: int = 200, kind: str = "application/json"
 
 
 class Process:
-    """A stand-in that answers, in a process of its own."""
+    """A stand-in that responds, in its own process."""
 
     def __init__(self, delay: float = 0.0):
         code = ALONE.format(paths=[str(Path(__file__).parents[3]), *sys.path], delay=delay)
@@ -156,15 +156,15 @@ class Process:
         self.url = self.process.stdout.readline().strip()
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Stop the process with SIGSTOP."""
         self.process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Continue the process with SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL; does nothing a second time."""
+        """Kill the process with SIGKILL; a second call does nothing."""
         self.process.kill()
         self.process.wait()
         self.process.stdout.close()

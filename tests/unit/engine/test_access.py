@@ -1,4 +1,4 @@
-"""Who is let in: by a token that is known to none but the run, on the interface that is named, and to notes that only members can write."""
+"""Access control: by a secret token of the run, on the configured interface, and by notes that only members can write."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ TOKEN = "a-token-of-the-tests-1234"
 
 
 def ask(guard, path, *sent, kind="http"):
-    """What a guard answers: "in" where the request gets through, else the status or the code of the closed connection, and the text."""
+    """The result of a request to a guard: "in" if it gets through, else the status or the code of the closed connection, and the text."""
     messages = []
 
     async def send(message):

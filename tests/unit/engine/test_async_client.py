@@ -1,4 +1,4 @@
-"""The client while weights change under responses: scripted answers instead of a server, and what is asked of it."""
+"""The client during weight changes: scripted responses instead of a server, and the requests that the client sends."""
 
 import contextlib
 import http.server
@@ -21,7 +21,7 @@ SAMPLING = SamplingParams(1.0, 6)
 
 
 def choice(ids, reason, *versions, index=0):
-    """One of vLLM's; `versions` are (version, start, end)."""
+    """A choice as vLLM sends it; `versions` are (version, start, end)."""
     spans = [{"version": v, "start": start, "end": end} for v, start, end in versions]
     logprobs = {"content": [{"token_id": i, "logprob": -0.5} for i in ids]}
     return {"index": index, "token_ids": ids, "finish_reason": reason, "logprobs": logprobs, "weight_versions": spans}
@@ -29,8 +29,8 @@ def choice(ids, reason, *versions, index=0):
 
 @contextlib.contextmanager
 def scripted(*answers, paused=()):
-    """(address, bodies that came) of a server that gives these answers in turn: lists of choices, what gives one, or a status. `paused` are
-    what it says to /is_paused, then False."""
+    """(address, received bodies) of a server that gives these responses in turn: lists of choices, a function that returns one, or a
+    status. `paused` holds its responses to /is_paused, then False."""
     answers, paused, bodies = list(answers), list(paused), []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -159,7 +159,7 @@ def test_the_next_version_may_be_known_to_the_server_first_and_none_said_is_that
 
 @pytest.mark.parametrize(("in_flight", "query"), [("keep", "?reset_running_requests=true"), ("wait", "")])
 def test_a_sync_empties_the_prefix_cache_before_a_server_serves_again(in_flight, query):
-    """vLLM keeps its cache in the pause of `keep`: a prefix of older weights would be taken for one of the new."""
+    """vLLM keeps its cache in a `keep` pause: a prefix computed with older weights could be reused under the new weights."""
     with noting() as (url, paths):
         engine = VllmEngine([url], str, in_flight=in_flight)
         engine.fleet.loaded(url, 8)
@@ -168,7 +168,7 @@ def test_a_sync_empties_the_prefix_cache_before_a_server_serves_again(in_flight,
 
 
 def test_a_server_that_did_not_load_the_weights_is_not_resumed_with_their_version():
-    """A server can return to use between the load and the end of a sync."""
+    """A server can become available again between the load and the end of a sync."""
     with noting() as (loaded, paths), noting() as (missed, other_paths):
         engine = VllmEngine([loaded, missed], str)
         engine.fleet.loaded(loaded, 8)

@@ -1,4 +1,4 @@
-"""The states of the servers: every cell of the table in `Fleet`'s docstring, and a sequential model of what two threads report."""
+"""The states of the servers: every cell of the table in `Fleet`'s docstring, and a sequential model of the reports of two threads."""
 
 import random
 import sys
@@ -11,7 +11,7 @@ import pytest
 import megagrpo.engine.fleet as fleet_module
 from megagrpo.engine.fleet import TRANSITIONS, Event, Fleet, State
 
-PATHS = {  # state -> what brings server "a" of the servers "a" and "b" into it
+PATHS = {  # state -> the reports that bring server "a" of the servers "a" and "b" into it
     State.JOINING: lambda fleet: (fleet.follow(["b"]), fleet.follow(["a", "b"])),
     State.STARTING: lambda fleet: (fleet.died("a"), fleet.may_start("a")),
     State.SERVING: lambda fleet: None,
@@ -94,7 +94,7 @@ def test_an_unknown_server_and_an_empty_fleet_are_errors():
 
 
 def test_a_server_that_was_filled_with_an_older_version_is_filled_again():
-    """A push can end between the end of a refill and its report."""
+    """A push can end between the end of a refill and the report of that refill."""
     fleet = fleet_in(State.STARTING)
     fleet.synced(1)
     assert not fleet.filled("a", 0) and fleet.state("a") is State.STARTING
@@ -111,7 +111,7 @@ def test_a_late_health_check_does_not_bring_a_server_with_older_weights_back():
 
 
 def test_a_push_resumes_only_servers_that_loaded_it_and_the_others_wait_to_be_filled():
-    """A server that was filled between the load and the end of a push has older weights."""
+    """A server refilled between the load and the end of a push has older weights."""
     fleet = fleet_in(State.SILENT)
     fleet.loaded("b", 1)
     assert fleet.filled("a", 0) and fleet.serving() == ["a", "b"] and fleet.holding(1) == ["b"]
@@ -174,7 +174,7 @@ def test_an_exclusion_lasts_twice_as_long_each_time_and_starts_over_after_a_good
         began = clock[0]
         while fleet.is_excluded("a"):
             assert fleet.returning(["a"]) == []
-            fleet.excluded("a")  # other requests in flight fail too: that is the same exclusion
+            fleet.excluded("a")  # other in-flight requests fail too: that is the same exclusion
             clock[0] += 1.0
         return clock[0] - began
 
@@ -202,8 +202,8 @@ def test_a_change_of_the_servers_that_is_not_allowed_changes_nothing():
 
 
 class Recording(Fleet):
-    """A fleet that records each event with the states before and after it, what it was at each release of its lock, and how often each
-    thread released the lock."""
+    """A fleet that records each event with the states before and after it, the states at each release of its lock, and the number of
+    releases by each thread."""
 
     def __init__(self, urls):
         super().__init__(urls)
@@ -220,7 +220,7 @@ class Recording(Fleet):
 
     def _apply(self, url, event):
         before = self._states.get(url)
-        time.sleep(0)  # another thread may run here; only the lock keeps it out
+        time.sleep(0)  # another thread may run here; only the lock blocks it
         try:
             return super()._apply(url, event)
         finally:
@@ -231,8 +231,8 @@ NAMES = ("a", "b", "c", "d")
 
 
 def report_anything(fleet, rng, queries):
-    """Report one random event and then take one random query: (what, result, releases before it, releases after it, how often this thread
-    has released the lock)."""
+    """Report one random event and then run one random query. Returns (description, result, releases before, releases after, releases by
+    this thread)."""
     released = fleet.released[threading.get_ident()]
     url, version = rng.choice(NAMES), rng.randrange(3)
     verbs = [fleet.silent, fleet.excluded, fleet.died, fleet.may_start, fleet.gone, fleet.needs_weights, fleet.loading]
@@ -250,7 +250,7 @@ def report_anything(fleet, rng, queries):
 
 
 def answer(what, states, urls):
-    """What a query returns for these states of the servers."""
+    """The expected result of a query for these states of the servers."""
     there = {"serving": [State.SERVING], "updatable": [State.SERVING, State.NEEDS_WEIGHTS]}.get(what)
     return {url: states[url] for url in urls} if there is None else [url for url in urls if states[url] in there]
 

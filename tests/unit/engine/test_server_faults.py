@@ -1,4 +1,4 @@
-"""Servers that fail in each way that a network knows: every prompt is answered once, by those that are left, or the end says why."""
+"""Servers with every kind of network fault: each prompt gets one response from the remaining servers, or the error names the cause."""
 
 import threading
 import time
@@ -38,18 +38,18 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def servers():
-    """Makes stand-ins that are gone at the end."""
+    """A factory of stand-ins that are closed at the end."""
     with ExitStack() as stack:
         yield lambda *words, **options: stack.enter_context(closing(StandIn(*words, **options)))
 
 
 def prompts(count):
-    """Prompts that differ."""
+    """Prompts with different tokens."""
     return [Prompt(i, (1, 2, i + 3), "") for i in range(count)]
 
 
 def generate(engine, count=12, seen=None):
-    """All groups, checked to be those of their prompts and to come once each."""
+    """All groups; asserts that each belongs to its prompt and arrives once."""
     indices = []
     groups = engine.generate(prompts(count), N, SAMPLING, 5, on_group=lambda index, group: indices.append(index))
     assert sorted(indices) == list(range(count)), "a prompt was lost or came twice"
@@ -188,7 +188,7 @@ def test_a_server_that_cannot_be_told_anything_is_left_out_of_that(way, servers)
     engine = engine_of(good, bad)
     assert engine.workers() == {good.url: 1} and engine.fleet.serving() == [good.url]
     with pytest.raises(WeightSyncError, match=f"phase publish: vLLM server {bad.url} "):
-        engine_of(bad, patience=0.0).workers()  # none would come back
+        engine_of(bad, patience=0.0).workers()  # no server would come back
 
 
 def test_what_a_server_says_of_itself_in_a_sync_is_an_error(servers):

@@ -1,4 +1,4 @@
-"""pass@k, maj@k and what responses answer, beside what can be counted by hand."""
+"""pass@k, maj@k and the responses' answers, against counts by hand."""
 
 import itertools
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_k_doubles_up_to_the_number_of_responses():
         (["5", "5", "4"], [False, False, True], False),
         (["4", "5"], [True, False], True),  # a tie: the first
         (["5", "4"], [False, True], False),
-        ([None, None, "4"], [False, False, True], True),  # silence does not vote
+        ([None, None, "4"], [False, False, True], True),  # a missing answer does not vote
         ([None, None], [False, False], False),
     ],
 )

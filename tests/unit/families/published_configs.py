@@ -1,4 +1,4 @@
-"""Keys and values of config.json as the families' main releases carry them; sizes are theirs, long lists are made."""
+"""Keys and values of config.json from the families' main releases, with their sizes; long lists are generated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ENDS = dict(bos_token_id=1, eos_token_id=2, initializer_range=0.02, use_cache=Tr
 
 
 def sizes(hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int, **rest: Any) -> Raw:
-    """The keys that every release has, and `rest`."""
+    """The keys common to all releases, and `rest`."""
     return ENDS | dict(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -25,7 +25,7 @@ def sizes(hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: 
 
 
 def remote(module: str, family: str) -> Raw:
-    """`auto_map` of a release that carries code for a class that transformers has too."""
+    """`auto_map` of a release that ships code for a class that transformers also has."""
     classes = {"AutoConfig": f"configuration_{module}.{family}Config", "AutoModelForCausalLM": f"modeling_{module}.{family}ForCausalLM"}
     return {"auto_map": classes}
 

@@ -1,4 +1,4 @@
-"""The rules: blocks of all tensor-parallel ranks tile each Hugging Face tensor, and views write through."""
+"""The block rules: blocks of all tensor-parallel ranks tile each Hugging Face tensor, and writes to views reach the parameter."""
 
 import pickle
 from dataclasses import replace
@@ -30,7 +30,7 @@ def megatron_param(shape, dim):
 
 
 def assemble(rule, shape, dim, tp):
-    """Number every element of the ranks' parameters; what the blocks make of them, by Hugging Face name."""
+    """Number every element of the ranks' parameters; return the Hugging Face tensors that the blocks make of them."""
     whole, parts = {}, []
     for rank in range(tp):
         param = megatron_param(shape, dim)

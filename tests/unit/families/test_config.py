@@ -1,4 +1,4 @@
-"""Reading config.json and the rules a layout must obey, without torch."""
+"""Reading config.json and the rules for layouts, without torch."""
 
 import dataclasses
 import itertools
@@ -54,7 +54,7 @@ MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok
 
 
 def cuts(raw: dict, parallel: ParallelSection) -> list[str]:
-    """Why a model cannot be cut, as it is printed."""
+    """The printed reason why a model cannot be cut."""
     return list(map(str, model_problems(raw, parallel)))
 
 

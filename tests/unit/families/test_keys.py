@@ -1,4 +1,4 @@
-"""Keys of config.json that a family does not implement are refused by name; the ones that releases carry are not."""
+"""Keys of config.json that a family does not implement are refused by name; keys of published releases are not."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from megagrpo.families.keys import HARMLESS
 from tests.unit.families.published_configs import PUBLISHED, published
 
 FIRST = {kind: name for name, (kind, _, _) in reversed(PUBLISHED.items())}  # one release of each family
-# Keys that other families' models compute something with, and a value that does so.
+# Keys that change results in other families' models, each with a value that does.
 FOREIGN = dict(
     embedding_multiplier=12,
     logits_scaling=8,

@@ -1,4 +1,4 @@
-"""Where models come from: folders, the hub, packages; each failure says what is missing."""
+"""Sources of models: folders, the hub, packages; each error names the missing part."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""launch/local.sh: how many ranks, with which environment, and what becomes of signals and exit codes."""
+"""launch/local.sh: the number of ranks, their environment, and the handling of signals and exit codes."""
 
 import importlib.util
 import multiprocessing
@@ -40,7 +40,7 @@ if sys.argv[2] != "end":
 
 @pytest.fixture
 def local(monkeypatch):
-    """The module launch/local.py with nothing set that decides about ranks or threads."""
+    """The module launch/local.py, with all variables unset that affect ranks or threads."""
     for name in ("NPROC", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
     spec = importlib.util.spec_from_file_location("launch_local", REPOSITORY / "launch" / "local.py")
@@ -122,7 +122,7 @@ def launch(folder: Path, what: str) -> None:
 
 
 def finish(launcher: ForkProcess, folder: Path) -> tuple[int, str]:
-    """Its exit code, and what it and its ranks have said."""
+    """The launcher's exit code, and the output of launcher and ranks."""
     launcher.join(60)
     code = launcher.exitcode
     launcher.kill()
@@ -190,4 +190,4 @@ def test_ranks_of_another_command_are_started_without_torchruns_own_rendezvous(t
 def test_no_page_and_no_program_uses_the_rendezvous_of_torch_that_unpickles():
     words = ["git", "grep", "-lE", "[r]dzv-backend=c10d|torchrun --(standalone|nproc)"]
     found = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
-    assert set(found) <= {"docs/security.md", "launch/ranks.py"}  # which say not to
+    assert set(found) <= {"docs/security.md", "launch/ranks.py"}  # both advise against it

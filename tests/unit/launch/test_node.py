@@ -1,4 +1,4 @@
-"""launch/node.py: where ranks print, and waiting for servers. tests/slurm runs it on two nodes."""
+"""launch/node.py: output of ranks, and waiting for servers. tests/slurm runs it on two nodes."""
 
 import http.server
 import socket
@@ -13,7 +13,7 @@ LAUNCH = Path(__file__).parents[3] / "launch"
 
 @pytest.fixture
 def node(monkeypatch):
-    """The module, which imports its neighbour as a script does."""
+    """The module; it imports its neighbour module as a script does."""
     monkeypatch.syspath_prepend(str(LAUNCH))
     monkeypatch.delitem(sys.modules, "node", raising=False)
     import node

@@ -1,4 +1,4 @@
-"""launch/preflight.py: what it finds on a node, and that nodes differ."""
+"""launch/preflight.py: problems of a node, and differences between nodes."""
 
 import json
 import os

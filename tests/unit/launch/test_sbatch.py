@@ -1,5 +1,5 @@
-"""The body of launch/train.sbatch, run by bash with stand-ins for Slurm's commands: which steps it starts, with which words, and how it
-ends. tests/slurm runs it on a real Slurm."""
+"""The body of launch/train.sbatch, run by bash with stand-ins for Slurm's commands: its steps, their arguments, and its exit. tests/slurm
+runs it on a real Slurm."""
 
 import json
 import os
@@ -65,7 +65,7 @@ if [ "$2" = 7.0 ]; then touch "$BOOK/signal"; else kill "$(cat "$BOOK/servers.pi
 
 @dataclass
 class Job:
-    """What became of a job: its exit code, what it printed, and what Slurm's commands were told."""
+    """The result of a job: its exit code, its output, and the arguments of Slurm's commands."""
 
     code: int
     out: str
@@ -73,17 +73,17 @@ class Job:
     folder: Path
 
     def words(self, step: str) -> list[str]:
-        """The words of a step's srun."""
+        """The arguments of a step's srun."""
         return (self.book / f"{step}.0").read_text().split("\0")[:-1]
 
     def noted(self, name: str) -> str:
-        """What a stand-in has written down; "" for nothing."""
+        """The arguments that a stand-in has recorded; "" for none."""
         file = self.book / name
         return file.read_text() if file.exists() else ""
 
     @property
     def steps(self) -> list[str]:
-        """The steps that were started."""
+        """The steps that the script started."""
         order = ("preflight", "plan", "servers", "trainer")
         return [name for name in order if (self.book / f"{name}.0").exists()]
 
@@ -96,7 +96,7 @@ def start(tmp_path: Path, *overrides: str, cluster: Cluster | None = None, **env
     for name, text in COMMANDS.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    (commands / "sleep").write_text('#!/bin/bash\n[ "$1" = 60 ] || exec /bin/sleep 0.05\n')  # for Slurm to end the script
+    (commands / "sleep").write_text('#!/bin/bash\n[ "$1" = 60 ] || exec /bin/sleep 0.05\n')  # Slurm has time to end the script
     (commands / "sleep").chmod(0o755)
     overrides = [f"run.output_dir={json.dumps(str(tmp_path))}", "run.nodes=2", "rollout.placement=dedicated", *overrides]
     path = ROOT / "configs" / "quickstart.yaml"
@@ -239,7 +239,7 @@ def test_when_all_servers_are_gone_for_good_the_trainer_saves_and_the_job_fails(
 
 
 def test_lines_of_setup_may_use_variables_that_are_not_set(tmp_path):
-    """As those of modules and conda do."""
+    """Set-up scripts of modules and conda read unset variables."""
     job = run(tmp_path, cluster=Cluster(gpus_per_node=0, setup=('echo "modules: $NOT_SET"',)))
     assert job.code == 0 and "modules: \n" in job.out
 

@@ -1,4 +1,4 @@
-"""The set-up script on machines that lack something, and the promises that committed files make."""
+"""The set-up script on machines with missing tools, and checks of committed files."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ TOOLS = ["bash", "cat", "sha256sum", "cut", "dirname", "rm", "tail"]
 
 @pytest.fixture
 def machine(tmp_path):
-    """A clone's set-up files and a PATH with nothing on it but a few basic tools; call it to run the script."""
+    """A clone's set-up files and a PATH with only a few basic tools; call it to run the script."""
     clone, path = tmp_path / "clone", tmp_path / "bin"
     (clone / "launch").mkdir(parents=True)
     path.mkdir()

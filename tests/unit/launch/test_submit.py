@@ -1,4 +1,4 @@
-"""launch/submit.py: what it writes for each config and cluster, and that no value becomes a command of the script."""
+"""launch/submit.py: its output for each config and cluster, and that no config value becomes a command of the script."""
 
 import json
 import os
@@ -35,7 +35,7 @@ HOSTILE = [
     "-n",
     "\\",
 ]
-LARGE = {  # configs for clusters: GPUs of a node, and GiB of each; trainer nodes x ranks, server nodes x servers
+LARGE = {  # configs for clusters: GPUs per node, and GiB of each; trainer nodes x ranks, server nodes x servers
     "qwen3_0.6b_1gpu": (1, 79, (1, 1), (0, 0)),
     "llama3.1_8b_gsm8k_lora_1gpu": (1, 79, (1, 1), (0, 0)),
     "qwen2.5_7b_1node": (8, 79, (1, 8), (0, 0)),
@@ -63,7 +63,7 @@ def script_of(cluster: Cluster, *overrides: str, name: str = "quickstart") -> st
 
 
 def settings(script: str) -> dict[str, list[str]]:
-    """What bash makes of the settings of a script: name -> words."""
+    """Bash's reading of a script's settings: name -> words."""
     block = script.partition(BEGIN)[2].partition(END)[0]
     names = sorted(set(re.findall(r"^([A-Z_]+)=", block, re.MULTILINE)))
     show = "".join(f'printf \'%s\\0\' {name} "${{#{name}[@]}}" "${{{name}[@]}}"\n' for name in names)
@@ -229,11 +229,11 @@ def test_no_value_becomes_a_command(hostile, tmp_path):
     block = script.partition(BEGIN)[2].partition(END)[0]
     told = subprocess.run(["bash", "-c", f'{block}\nsetup; printf %s "$MINE"'], capture_output=True, text=True, cwd=tmp_path)
     assert told.stdout == hostile and told.stderr == ""
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]  # nothing was run that makes `pwned`
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]  # no command ran that makes `pwned`
 
 
 def expanded(word: str) -> str:
-    """What Kubernetes makes of a word of a command."""
+    """Kubernetes' reading of a word of a command."""
     return re.sub(r"\$(\$|\(POD_IP\))", lambda found: "$" if found[1] == "$" else "10.0.0.1", word)
 
 

@@ -1,4 +1,4 @@
-"""Responses of several turns as samples, metrics, rewards and rows of files: what the policy did not write counts nowhere."""
+"""Multi-turn responses as samples, metrics, rewards and rows of files: tokens not written by the policy never count."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def test_loss_tokens_and_counts_are_the_policys_however_they_are_packed(rules, s
     ]
     assert sorted(found) == sorted([(7, 1.0), (8, 1.0), (9, 1.0), (5, 1.0), (7, 2.0), (6, 2.0), (5, 2.0), (7, 3.0)])
     assert (batch.num_tokens, batch.num_sequences) == (8, 3)
-    behind = {}  # what the policy sees before each of its tokens
+    behind = {}  # the policy's context before each of its tokens
     for m in batch.micro_batches:
         sequences = m.samples.repeat_interleave(m.cu_seqlens.diff().long())
         for place in m.loss_mask.nonzero()[:, 0].tolist():
@@ -71,13 +71,13 @@ def test_loss_tokens_and_counts_are_the_policys_however_they_are_packed(rules, s
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "gmpo", "vespo"])
 def test_the_loss_is_that_of_the_tokens_alone(loss_type):
-    """The same numbers as of samples that hold nothing but the policy's tokens."""
+    """The same numbers as for samples with only the policy's tokens."""
     config = tiny_run(algorithm=dict(loss_type=loss_type, beta=0.1, importance_correction="token_truncate"))
 
     def loss(rollouts):
         batch = pack(to_samples(scored(*rollouts), torch.tensor([[1.5, -0.5]])), UNLIMITED)
         (m,) = batch.micro_batches
-        tags = torch.where(m.loss_mask, m.rollout_logprobs, torch.randn(m.num_tokens))  # others' log-probs are anything
+        tags = torch.where(m.loss_mask, m.rollout_logprobs, torch.randn(m.num_tokens))  # log-probs of other tokens are arbitrary
         policy = (tags + 0.1 * torch.sin(40 * tags)).requires_grad_()
         batch = batch.with_terms(old_logprobs=[tags + 0.01], ref_logprobs=[tags - 0.2])
         output = make_loss(config)(LossInputs(policy, tags.abs(), batch.micro_batches[0]))

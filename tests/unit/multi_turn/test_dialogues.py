@@ -1,4 +1,4 @@
-"""Schedulers, tools and environments in real worker processes, and conversations with an engine that says what a script tells it."""
+"""Schedulers, tools and environments in real worker processes, and conversations with a scripted engine."""
 
 import logging
 import os
@@ -141,7 +141,7 @@ def plugins(tmp_path_factory):
 
 @pytest.fixture
 def responders(plugins):
-    """Makes `Responders`, which are closed at the end; names without a colon are those of the tests' file."""
+    """A factory of `Responders`, which are closed at the end; names without a colon belong to the tests' file."""
     made = []
 
     def make(**section):
@@ -195,7 +195,7 @@ def test_tools_answer_in_order_and_failures_are_told_and_counted(responders):
     assert told[0] == '{"waited": 0.1}' and "no answer in time" in told[1] and "unknown tool no_tool; known: divide" in told[2]
     assert "missing 1 required positional argument" in told[3] and told[4] == '{"error": "the tool call is not valid JSON"}'
     assert (one.tool_calls, one.tool_failures, two.tool_calls, two.tool_failures) == (3, 1, 5, 4)
-    assert not one.ended and not two.ended  # the policy may try again
+    assert not one.ended and not two.ended  # the policy may retry
 
 
 # --------------------------------------------------------------------------------------------------------------- environments
@@ -232,7 +232,7 @@ def test_an_environment_that_hangs_or_dies_costs_its_own_response_only(responder
 
 def test_a_reset_that_fails_breaks_off_its_response_only(responders):
     table = responders(environment="Counter")
-    both = [conversation(0, goal=1.0), conversation(1)]  # the second row lacks the column
+    both = [conversation(0, goal=1.0), conversation(1)]  # the second row does not have the column
     assert table.begin(both) == [None, None] and [c.ended for c in both] == ["", "failed"]
 
 
@@ -324,13 +324,13 @@ def test_the_tips_of_ms_swift_are_given_once_and_word_for_word(responders):
     assert right[1] and again[1] and not wrong[1]
     assert wrong[0] == [*asked[1].all_messages, asked[3].opening[-1]] == plain[0][:1] + wrong[0][1:]
     (unknown,) = trick.schedule([conversation(0, WRONG, solution="no number at all, nothing")])
-    assert unknown[1]  # nobody can say that it is wrong
+    assert unknown[1]  # without a number the solution cannot prove the answer wrong
 
 
 def gym_row():
     from reasoning_gym import create_dataset
 
-    import megagrpo.rewards.functions.gym_score  # noqa: F401  # which silences what reasoning-gym's import warns of
+    import megagrpo.rewards.functions.gym_score  # noqa: F401  # which silences warnings from reasoning-gym's import
 
     entry = create_dataset("basic_arithmetic", size=1, seed=3)[0]
     return {name: entry[name] for name in ("question", "answer", "metadata")}
@@ -350,7 +350,7 @@ def test_reasoning_gym_gives_attempts_and_rewards_the_last(responders):
 
 
 class Scripted:
-    """An engine that answers the k-th turn of each response with the k-th line of its script."""
+    """An engine whose k-th turn of each response is the k-th line of its script."""
 
     def __init__(self, tokenizer, script, limit_reason=()):
         self.tokenizer, self.script, self.cut = tokenizer, script, set(limit_reason)
@@ -362,7 +362,7 @@ class Scripted:
         return [self._turn(prompt, params, turn) for prompt, params in zip(prompts, sampling, strict=True)]
 
     def read_tool_calls(self, turns, tools):
-        """As a server that knows a format of its own: NAME{...} is a call."""
+        """Parse tool calls like a server with its own format: NAME{...} is a call."""
         texts = [self.tokenizer.decode(turn) for turn in turns]
         found = [text.partition("{") for text in texts]
         names = {tool["function"]["name"] for tool in tools}
@@ -401,7 +401,7 @@ def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, 
     twice = numbered(prompts_of(tokenizer, table, {}) * 2)
     groups = engine.generate(twice, 2, SamplingParams(1.0, 300, (2,)), 5, lambda *group: told.append(group))
     first, second = engine.engine.requests
-    assert len(first[0]) == len(second[0]) == 4 and len({*first[2], *second[2]}) == 8  # every turn has a seed of its own
+    assert len(first[0]) == len(second[0]) == 4 and len({*first[2], *second[2]}) == 8  # every turn has its own seed
     rollout = groups[1][0]
     before = second[0][2].token_ids
     assert before == (*rollout.prompt.token_ids, *rollout.response_ids[: len(before) - len(rollout.prompt.token_ids)])
@@ -465,7 +465,7 @@ def test_limits_in_tokens_are_of_the_whole_response_or_of_each_turn(tokenizer, r
     ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, limit), 0)
     assert (rollout.dialogue.ended, rollout.finish_reason) == (ended, reason), len(rollout.response_ids)
     assert len(rollout.response_ids) <= (whole or limit) and (ended != "length" or len(rollout.response_ids) == limit)
-    assert rollout.written[-1]  # a tool's message that nobody can answer is taken back
+    assert rollout.written[-1]  # a tool message without room for a response is removed
     if whole:
         assert [params[0].max_tokens for _, params, _ in engine.engine.requests] == [90, 90]
 

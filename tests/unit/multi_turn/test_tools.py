@@ -1,4 +1,4 @@
-"""Tools: what a policy is told of a function, how its calls are read, and what the calculator computes."""
+"""Tools: the function descriptions for a policy, parsing of tool calls, and the results of the calculator."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Slices of context-parallel ranks: every token on one rank, as much attention on each, and back into pack order."""
+"""Slices of context-parallel ranks: every token on one rank, equal attention work on each, and a gather in pack order."""
 
 import random
 from itertools import pairwise
@@ -85,4 +85,4 @@ def test_sequences_are_padded_at_their_ends_and_no_loss_token_is_lost(seed, alig
         assert torch.equal(real, real.sort(descending=True).values)  # padding, id 0 here, comes last
         assert not (aligned.loss_mask[start:stop] & ~real).any()
         if aligned.prefixes is not None and i in aligned.prefixes:
-            assert real.all()  # what continues it would see its padding
+            assert real.all()  # tokens that continue it would see its padding

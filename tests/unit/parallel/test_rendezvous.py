@@ -1,4 +1,4 @@
-"""The rendezvous of a run: what listens where, and what ranks read from each other."""
+"""The rendezvous of a run: its listening addresses, and the objects that ranks read from each other."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from tests.listening import listening
 
 
 def agent(rank, num_nodes, address, port):
-    """What an agent of torchrun finds at the rendezvous, and what it listens on then."""
+    """The information for a torchrun agent at the rendezvous, and the addresses that it then listens on."""
     parameters = RendezvousParameters("megagrpo", f"{address}:{port}", "run", num_nodes, num_nodes, rank=str(rank))
     handler = rendezvous_handler_registry.create_handler(parameters)
     found = handler.next_rendezvous()
@@ -68,7 +68,7 @@ def test_the_folder_of_the_ranks_is_for_their_user_alone(monkeypatch, tmp_path):
 
 
 def meet(folder, forged):
-    """A rank of a run: joins the others in `folder`, then reads what all of them send. Rank 1 sends `forged` unsigned, if anything."""
+    """A rank of a run: joins the others in `folder`, then reads the messages of all ranks. Rank 1 sends `forged` unsigned, if given."""
     dist.destroy_process_group()
     os.environ |= {"MEGAGRPO_RENDEZVOUS": str(folder), "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "GLOO_SOCKET_IFNAME": "eth0"}
     join_world("gloo", timedelta(seconds=30))
@@ -84,7 +84,7 @@ def meet(folder, forged):
 
 
 class Evil:
-    """A pickle that makes a folder when it is read."""
+    """A pickle that makes a folder when it is loaded."""
 
     def __init__(self, proof):
         self.proof = str(proof)
@@ -112,7 +112,7 @@ def test_an_object_without_the_code_of_the_run_is_refused_and_runs_nothing(folde
 
 
 def test_megatron_sends_objects_through_the_same_two_functions(monkeypatch):
-    """torch's collectives of objects all pickle by these names; a torch that renames them fails here."""
+    """torch's collectives of objects all pickle through these names; if torch renames them, this test fails."""
     monkeypatch.setattr(distributed_c10d, "_pickler", pickle.Pickler)
     monkeypatch.setattr(distributed_c10d, "_unpickler", pickle.Unpickler)
     sign_objects(b"a secret")
@@ -139,7 +139,7 @@ RANK = """
 import importlib.util, json, os, sys
 from datetime import timedelta
 import torch.distributed as dist
-spec = importlib.util.spec_from_file_location("own_rendezvous", sys.argv[1])  # without megatron, which takes long to import
+spec = importlib.util.spec_from_file_location("own_rendezvous", sys.argv[1])  # without megatron, whose import is slow
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 module.join_world("gloo", timedelta(seconds=60))

@@ -1,4 +1,4 @@
-"""How vLLM is taken to cut a model, where its own loaders cannot be asked: pieces cover each tensor, and refusals name the tensor."""
+"""The planner's model of how vLLM cuts tensors, where vLLM's loaders cannot run: pieces cover each tensor, and errors name the tensor."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_rows_columns_and_replicated_heads():
 
 
 def test_the_padded_vocabulary_is_sharded_and_no_rank_needs_its_padding():
-    assert boxes("model.embed_tokens.weight", DENSE, tp=4) == {  # 128 rows, 32 on each
+    assert boxes("model.embed_tokens.weight", DENSE, tp=4) == {  # 128 rows, 32 on each rank
         cut((100, 8), 0, 32 * i, min(32 * i + 32, 100)): [i] for i in range(4)
     }
     with pytest.raises(ValueError, match=r"rollout\.tp: model\.embed_tokens\.weight has 128 rows with vLLM's padding, which tp=3 does not"):

@@ -1,4 +1,4 @@
-"""What a plan finds of data, rewards and machine: files that are missing, and the GPUs that it assumes."""
+"""A plan's checks of data, rewards and machine: missing files, and the assumed GPUs."""
 
 from pathlib import Path
 

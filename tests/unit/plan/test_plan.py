@@ -24,7 +24,7 @@ from megagrpo.plan.shapes import (
 )
 
 REPOSITORY = Path(__file__).parents[3]
-CONFIGS = {  # ranks, and GiB of a GPU; those for clusters are in test_submit.py
+CONFIGS = {  # ranks, and GiB of a GPU; test_submit.py tests the configs for clusters
     "quickstart": (1, 79),
     "quickstart_tp3": (3, 79),
     "quickstart_pp2": (2, 79),
@@ -46,7 +46,7 @@ MIXED = LLAMA | {"model_type": "qwen3_moe", "head_dim": 64, "num_experts": 12, "
 GPT_OSS = LLAMA | {"model_type": "gpt_oss", "head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
 GPT_OSS |= {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}}
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-DEEPSEEK_V3 = LLAMA | {  # the sizes of the release, but for fewer layers
+DEEPSEEK_V3 = LLAMA | {  # the sizes of the release with fewer layers
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
     "num_hidden_layers": 5,
@@ -80,7 +80,7 @@ def folder(tmp_path):
 
 
 def told(made: Plan) -> list[str]:
-    """The plan's problems as they are printed."""
+    """The plan's problems as printed."""
     return list(map(str, made.problems))
 
 
@@ -214,7 +214,7 @@ def test_bf16_weights_gradients_and_sharded_optimizer_state_add_up(folder):
 
 
 def test_a_checkpoint_takes_host_memory_of_the_rank_that_gathers_and_writes_and_a_little_of_the_others(folder):
-    """Bytes of a bf16 weight: gathered 12 on the first rank, in passing 12 and each rank's own three parts; written 2 + 12."""
+    """Bytes of a bf16 weight: gathered 12 on the first rank; temporarily 12 and each rank's own three parts; written 2 + 12."""
     gib, model, keys = 134_515_008 / 2**30, parse_hf_config(LLAMA), ("model.precision=bf16", "train.distributed_optimizer=true")
     waited, meanwhile = (host_memory(config(folder, *keys, f"run.async_save={on}"), model, 16) for on in ("false", "true"))
     part = 12 / 16
@@ -364,7 +364,7 @@ def test_uneven_stages_are_planned_with_their_own_layers(folder):
         made = config(folder, "parallel.pp=2", f"parallel.pipeline_layers={list(layers)}")
         return trainer_memory(made, model, dp=1)["train"]["activations"]
 
-    steps = activations(20, 10) - activations(18, 12), activations(22, 8) - activations(20, 10)  # each time the first stage's
+    steps = activations(20, 10) - activations(18, 12), activations(22, 8) - activations(20, 10)  # the first stage has more each time
     assert steps[0] == pytest.approx(steps[1]) and steps[0] == pytest.approx(activations(18, 12) / 9, rel=0.05)
 
 
@@ -419,7 +419,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
     assert 0 < share < 0.4 and problems(64, beside, f"rollout.gpu_memory_utilization={share}") == []
     (problem,) = problems(40, beside)
     assert "raise parallel.tp, parallel.pp or parallel.cp" in problem
-    assert problems(64) == problems(64, "rollout.gpu_memory_utilization=0.9") == []  # in turns
+    assert problems(64) == problems(64, "rollout.gpu_memory_utilization=0.9") == []  # trainer and servers take turns
     (problem,) = problems(38)
     assert problem.startswith("parallel.tp: a trainer rank needs 39.6 GiB, but a GPU has 38; raise parallel.tp")
     (problem,) = problems(64, "rollout.gpu_memory_utilization=0.2")
@@ -458,7 +458,7 @@ def test_layers_with_a_window_keep_its_tokens_and_a_batch(folder):
     assert kv_elements(whole, 1, 32768, 8192) == 30 * 32768 * token and kv_elements(whole, 3, 5) == 30 * 5 * token / 3
     (folder / "config.json").write_text(json.dumps(model.raw))
     sizes = ("rollout.max_prompt_length=32768", "train.max_tokens_per_micro_batch=65536", "rollout.kv_cache_gb=100")
-    for precision, element in (("auto", 2), ("bf16", 2), ("fp32", 4)):  # vLLM computes in the dtype of the trainer
+    for precision, element in (("auto", 2), ("bf16", 2), ("fp32", 4)):  # vLLM computes in the trainer's dtype
         long = config(folder, *sizes, f"model.precision={precision}")
         sequence = kv_elements(model, 1, long.max_model_len, PREFILL_TOKENS)
         assert kv_bytes(long, model, long.max_model_len, PREFILL_TOKENS) == element * sequence
@@ -601,7 +601,7 @@ def test_activations_of_two_layers_are_on_a_gpu_and_the_others_on_the_host(folde
         found[leave] = stages, host_memory(settings, model, 8, gpu=True)["activations"], host_memory(settings, model, 8)["activations"]
     (stay, *none), (left, pinned, on_cpu) = found[0], found[1]
     assert none == [0, 0] and on_cpu == 0 and found[0.5][1] == pytest.approx(pinned / 2)
-    kept = (stay[0] - stay[1]) / 16  # of a layer: the first of two stages has two micro-batches under way, of 16 layers
+    kept = (stay[0] - stay[1]) / 16  # per layer: the first of two stages has two micro-batches in flight, each of 16 layers
     assert stay[0] - left[0] == pytest.approx(30 * kept) and stay[1] - left[1] == pytest.approx(14 * kept)
     assert pinned == pytest.approx(4 * (30 + 14) * kept)
 

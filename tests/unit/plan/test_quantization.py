@@ -1,4 +1,4 @@
-"""Rollouts in FP8: what servers are started with, what contradicts them, and what the plan makes of it."""
+"""Rollouts in FP8: the servers' options, conflicting settings, and the effect on the plan."""
 
 import json
 from pathlib import Path

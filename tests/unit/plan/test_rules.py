@@ -1,4 +1,4 @@
-"""Each of the 25 rules of `megagrpo plan` is broken once, and the verdict on it says so."""
+"""Each of the 25 rules of `megagrpo plan` is broken once, and its verdict reports it."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,7 @@ BROKEN = {  # number: (ranks, overrides, the model's changes)
     20: (1, [], {"hidden_size": 57600}),
     25: (1, ["run.output_dir=/dev/null/runs"], {}),
 }
-MORE = {  # other ways to break the same ones
+MORE = {  # other ways to break the same rules
     "topk": (19, 1, [], MIXED | {"num_experts_per_tok": 13}),
     "tp_of_experts": (7, 3, ["parallel.tp=3"], MIXED),
     "vpp": (5, 1, ["parallel.vpp=2"], {}),
@@ -49,7 +49,7 @@ MORE = {  # other ways to break the same ones
 
 
 def state(folder: Path, number: int, ranks: int, overrides: list[str], changes: dict) -> str:
-    """The verdict on a rule; what the config itself refuses is all that the plan has."""
+    """The verdict on a rule; if the config itself is refused, the plan contains nothing else."""
     (folder / "config.json").write_text(json.dumps(LLAMA | changes))
     (folder / "tokenizer_config.json").write_text("{}" if number != 16 else '{"eos_token": "</s>"}')
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 301}}}))
@@ -59,7 +59,7 @@ def state(folder: Path, number: int, ranks: int, overrides: list[str], changes: 
         config = load_config(REPOSITORY / "configs" / "quickstart.yaml", [f"model.path={folder}", f"run.output_dir={folder}", *overrides])
     except ConfigError as error:
         (problem,) = error.problems
-        if problem.keys == ("rollout.num_generations",):  # rule 10 is the range of this key: no plan can break it
+        if problem.keys == ("rollout.num_generations",):  # rule 10 is the range of this key: a valid config cannot break it
             problem = replace(problem, rule=10)
         found = verdicts([problem], [], gpu=True)
     else:

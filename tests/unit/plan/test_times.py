@@ -1,4 +1,4 @@
-"""Predicted seconds: against sums done by hand, against the exact plan of a sync, and as functions that must fall or rise."""
+"""Predicted seconds: against sums by hand, against the exact plan of a sync, and checked for monotonicity."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ LENGTHS = Lengths(200, 800, 1600)
 
 
 def config(*overrides: str):
-    """Of Llama-3.1-8B: 64 x 16 samples a step, on 80 GB."""
+    """The config of Llama-3.1-8B: 64 x 16 samples a step, on 80 GB."""
     sizes = ["model.precision=bf16", "rollout.prompts_per_step=64", "rollout.num_generations=16", "rollout.max_prompt_length=448"]
     sizes += ["rollout.max_completion_length=1600", "train.max_tokens_per_micro_batch=4096", "train.distributed_optimizer=true"]
     return load_config(REPOSITORY / "configs" / "quickstart.yaml", [*sizes, *overrides])
@@ -64,7 +64,7 @@ def test_activations_on_their_way_to_the_host_are_waited_for_as_far_as_they_take
     stay, half, leave = (seconds(f"model.offload_activations={share}")["train"] for share in (0, 0.5, 1))
     assert stay < half < leave and seconds("model.offload_activations=1")["logprobs"] == seconds()["logprobs"]
     again, little = (seconds("model.recompute=full", f"model.offload_activations={share}")["train"] for share in (0, 1))
-    assert again == little  # of each layer its input alone
+    assert again == little  # only the input of each layer
 
 
 def test_kernels_are_refused_on_gpus_that_they_are_not_for():
@@ -80,7 +80,7 @@ def test_flops_are_those_of_the_products_of_one_token():
     h, layers, kv, mlp, vocab = 4096, 32, 1024, 14336, 128256
     flops = token_flops(MODEL)
     products = layers * (2 * h * h + 2 * h * kv + 3 * h * mlp)
-    assert flops.dense == pytest.approx(2 * products, rel=1e-4) and flops.experts == 0  # norms count too, and are nothing
+    assert flops.dense == pytest.approx(2 * products, rel=1e-4) and flops.experts == 0  # norms count too, and are negligible
     assert flops.head == 2 * h * vocab
     scores = sum(2 * 2 * 128 * 32 * (place + 0.5) for place in range(300))  # a query sees half of its own key
     assert attention_flops(MODEL, 300) == pytest.approx(layers * scores)
@@ -151,7 +151,7 @@ def test_decoding_reads_weights_and_cache_until_the_longest_is_done():
     naive = sum((2 * 8.03e9 + 1024 * cache * (200 + place)) / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH) for place in range(1600))
     naive += 1600 * (DECODE_STEP_SECONDS + 32 * LAYER_SECONDS)
     slots = int((gpu.memory_gib * 2**30 - 2 * 8.03e9) / (1800 * cache))
-    assert slots < 1024  # so some wait for others to end, and every step then has a full batch
+    assert slots < 1024  # so some wait, and every step has a full batch
     assert one["generate"] > naive * 0.9
     small = seconds("rollout.placement=dedicated", "rollout.prompts_per_step=1", lengths=lengths, gpu="b200")["generate"]
     naive = sum((2 * 8.03e9 + 16 * cache * (200 + place)) / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH) for place in range(1600))
@@ -164,7 +164,7 @@ def test_stragglers_make_generation_longer_than_the_average_response():
     few, many = (
         seconds(f"rollout.prompts_per_step={8 * n}", f"rollout.servers={n}", lengths=Lengths(200, 100, 1600))["generate"] for n in (1, 8)
     )
-    assert few < many < 1.6 * few  # of more responses the longest is longer, and it ends before the longest possible
+    assert few < many < 1.6 * few  # with more responses the longest is longer, and it ends before the maximum
     mean = exponential_mean(800, 1600)
     survival = sum(math.exp(-(i + 0.5) / mean) for i in range(1600))
     assert survival == pytest.approx(800, rel=1e-3) and exponential_mean(1600, 1600) == 0
@@ -174,9 +174,9 @@ def test_stragglers_make_generation_longer_than_the_average_response():
     ("worse", "better", "phase"),
     [
         (["parallel.pp=8"], ["parallel.pp=8", "parallel.vpp=2"], "train"),  # the bubble
-        (["parallel.tp=8", "parallel.sequence_parallel=true"], [], "train"),  # messages of every layer
+        (["parallel.tp=8", "parallel.sequence_parallel=true"], [], "train"),  # all-reduces in every layer
         (["parallel.cp=4"], [], "train"),
-        (["algorithm.num_iterations=2"], [], "logprobs"),  # old log-probs are needed
+        (["algorithm.num_iterations=2"], [], "logprobs"),  # needs old log-probs
         (["algorithm.beta=0.1"], [], "logprobs"),
         (["algorithm.steps_per_generation=4"], [], "train"),  # more updates
         (["train.optimizer_offload=true"], [], "train"),
@@ -195,7 +195,7 @@ def test_settings_cost_what_they_cost(worse, better, phase):
 
 def test_what_no_step_changes_is_copied_to_the_host_once_and_back_in_every_step():
     def copied(*overrides: str) -> float:
-        """Bytes of a step, by the seconds that they take."""
+        """Bytes of a step, computed from the seconds that they take."""
         stays = seconds("parallel.tp=8", "parallel.sequence_parallel=true", "train.offload=false", *overrides)["sync"]
         return 25e9 * (seconds("parallel.tp=8", "parallel.sequence_parallel=true", *overrides)["sync"] - stays)
 
@@ -233,7 +233,7 @@ def test_the_sum_for_a_sync_is_that_of_its_exact_plan():
 
 
 def test_generation_that_runs_ahead_keeps_every_slot_taken_and_a_response_has_as_many_steps_as_it_may_be_old():
-    """While a step's last responses are under way the next step's are as well, unless a sync waits for them."""
+    """A step's last responses run together with the next step's, unless a sync waits for them."""
     keys = ["rollout.placement=dedicated", "rollout.servers=8", "algorithm.importance_correction=token_truncate"]
     keys.append("algorithm.importance_correction_max=2")
     spread = Lengths(200, 300, 1600)
@@ -281,7 +281,7 @@ def test_the_search_finds_layouts_that_fit_and_none_is_slower_than_the_configs_o
 
 
 def test_what_the_search_proposes_also_undoes_what_the_config_had():
-    """Of a config with tp, ep and stages of its own: each proposal, as overrides of that file, is the layout that it was planned as."""
+    """For a config with its own tp, ep and stages: each proposal, written as overrides of that file, gives the planned layout."""
     path = REPOSITORY / "configs" / "qwen3_30b_a3b_1node.yaml"
     own = load_config(path, ["parallel.pp=2", "parallel.ep=4", "parallel.pipeline_layers=[23,25]"])
     model = parse_hf_config(json.loads((REPOSITORY / "configs/models/Qwen/Qwen3-30B-A3B/config.json").read_text()))
@@ -345,7 +345,7 @@ def test_most_published_steps_are_within_thirty_percent_and_published_peaks_with
     errors = [abs(spent.predicted(row).step / row.seconds - 1) for row in spent.ROWS]
     assert sum(error < 0.3 for error in errors) >= 0.9 * len(errors) and max(errors) < 0.35
     assert all(error < 0.3 for error, row in zip(errors, spent.ROWS, strict=True) if row.held_out)
-    # What the GPU's allocator holds is more than the tensors in it.
+    # The GPU's allocator holds more than the tensors in it.
     assert all(0.8 * row.gib < held.predicted(row) < row.gib for row in held.ROWS)
 
 

@@ -139,7 +139,7 @@ def test_sequences_that_continue_a_prefix_get_values_and_gradients_as_if_it_were
     query, key, value = (torch.randn(22, heads, 16, requires_grad=True) for heads in (6, 2, 2))
     weight = torch.randn(22, 96)
     packed = attention(window)(query, key, value, packed_seq_params=pack_params(borders, prefixes))
-    # The same tokens with each prefix written out before what continues it; only a sequence's own rows are compared.
+    # The same tokens, with each prefix repeated before its continuation; the test compares only a sequence's own rows.
     repeated = [(0, 7, None), (7, 10, (0, 7)), (10, 15, (0, 7)), (15, 21, None), (21, 22, (15, 21))]
     expected = []
     for start, stop, prefix in repeated:

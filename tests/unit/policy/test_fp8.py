@@ -1,4 +1,4 @@
-"""Products in FP8: what the config refuses, what Megatron is told, and what a machine refuses."""
+"""Products in FP8: refused configs, Megatron's options, and unsupported machines."""
 
 import pytest
 import torch

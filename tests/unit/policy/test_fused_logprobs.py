@@ -67,7 +67,7 @@ def compare(case: Case) -> None:
     dist.all_reduce(total)
     found = [*found[:2], total, found[3].float()]
     expected[3] = expected[3].chunk(tp)[rank]
-    # The gradients of logits are bfloat16 with bfloat16 inputs, and so are those that come of them; values are of float32 sums.
+    # The gradients of logits, and gradients computed from them, are bfloat16 for bfloat16 inputs; values are float32 sums.
     loose = 0.01 if case.dtype == torch.bfloat16 else 1e-5
     for place, (got, want) in enumerate(zip(found, expected, strict=True)):
         error = (1e-5, 1e-5, loose, loose)[place]
@@ -123,11 +123,11 @@ def compare_fp8(recipe: str) -> None:
     for got, want in zip((gradients[0], gradients[1][:93]), (grad @ weight[:93].float(), grad.t() @ hidden.float()), strict=True):
         assert (got.float() - want).abs().max() < 0.01 * want.abs().max()
     exact = answer(case, hidden, weight, labels, upstream)[0]
-    assert 1e-3 < (logprobs - exact).abs().max() < 1  # rounding shows, and is no more than that
+    assert 1e-3 < (logprobs - exact).abs().max() < 1  # rounding is visible, but small
 
 
 def dense(factor, rows_per_block: int) -> torch.Tensor:
-    """float32 of what FP8 values and scales stand for."""
+    """float32 values of FP8 numbers with scales."""
     values, scales = factor.values.float(), factor.scales
     if scales.dim() == 2:
         scales = scales.repeat_interleave(rows_per_block, 0).repeat_interleave(FP8_BLOCK, 1)[: values.shape[0], : values.shape[1]]
@@ -157,7 +157,7 @@ def compare_only_padding() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest storage that anything makes inside, `given` tensors apart."""
+    """The bytes of the largest storage allocated inside, except the `given` tensors."""
 
     def __init__(self, *given: torch.Tensor):
         super().__init__()
@@ -172,7 +172,7 @@ class Largest(TorchDispatchMode):
 
 
 def largest_of(vocab: int) -> tuple[int, int]:
-    """Of a pass for log-probs, and of one with the gradient of hidden states."""
+    """The largest storage of a pass for log-probs, and of one with the gradient of hidden states."""
     interpret(Tiles(16, 512, 16), scratch=2**14)
     hidden, weight, labels, found = torch.randn(16, 16).bfloat16(), torch.randn(vocab, 16).bfloat16(), torch.zeros(16).long(), []
     for teaches in (False, True):
@@ -185,7 +185,7 @@ def largest_of(vocab: int) -> tuple[int, int]:
 def test_no_tensor_grows_with_the_vocabulary():
     ((small, _), (large, scratch)) = (run_ranks(largest_of, 1, vocab)[0] for vocab in (512, 1536))
     assert large <= max(small, MAX_SPLITS * 16 * 16)
-    assert scratch <= 2**14  # all logits would be three times as many bytes
+    assert scratch <= 2**14  # all logits would take three times as much
 
 
 def test_scratch_is_bounded_whatever_the_vocabulary():

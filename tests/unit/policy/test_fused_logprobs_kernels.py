@@ -1,4 +1,4 @@
-"""The fused kernels compiled for Hopper, without a GPU: types, shared memory and registers are what they need to be."""
+"""The fused kernels compiled for Hopper, without a GPU: types, shared memory and registers have the required values."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ from ranks import run_ranks
 from megagrpo.policy.lm_head.fused_logprobs import FP8_TILES, GRADIENT_TILE, GROUP, TILES
 from megagrpo.policy.lm_head.vocab_shard import LOWEST
 
-SHARED_MEMORY = 227 * 1024  # bytes that one program can have on compute capability 9.0
+SHARED_MEMORY = 227 * 1024  # bytes available to one program on compute capability 9.0
 NUMBERS = dict(num_tokens="i32", num_columns="i32", hidden_size="i32", width="i32", num_splits="i32", temperature="fp32", cap="fp32")
 ROWS = ("statistics", "hidden_scale", "weight_scale", "references", "normaliser", "entropy", "at_labels", "at_entropy")
 TYPES = NUMBERS | dict.fromkeys(ROWS, "*fp32") | dict(columns_of_labels="*i64", stored="*fp16", gradient="*bf16")

@@ -1,4 +1,4 @@
-"""Metrics over micro-batches, ranks and optimizer steps, beside the naive formula over all tokens."""
+"""Metrics over micro-batches, ranks and optimizer steps, against the naive formula over all tokens."""
 
 import random
 import statistics

@@ -1,4 +1,4 @@
-"""What goes with which optimizer, and with which sum of gradients."""
+"""Valid combinations of optimizers, and of ways to sum gradients."""
 
 import importlib.util
 

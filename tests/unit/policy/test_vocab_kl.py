@@ -135,7 +135,7 @@ def test_blocks_of_columns_change_nothing_but_rounding(direction, monkeypatch):
         return logprobs, entropy, kl, *torch.autograd.grad((logprobs, kl), (hidden, weight), tuple(upstream))
 
     whole = results()
-    monkeypatch.setattr(device, "block_elements", lambda: 4 * 5)  # 8 blocks, the last of them narrower
+    monkeypatch.setattr(device, "block_elements", lambda: 4 * 5)  # 8 blocks, the last one narrower
     torch.testing.assert_close(results(), whole, rtol=1e-5, atol=1e-6)
     oracle = naive(hidden, weight, labels, ref_hidden, ref_weight, direction)
     torch.testing.assert_close(results()[2].double(), oracle[1], rtol=1e-5, atol=1e-6)

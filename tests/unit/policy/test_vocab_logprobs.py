@@ -41,7 +41,7 @@ def test_logprobs_entropy_and_gradients_equal_plain_log_softmax(chunk, temperatu
 def test_padding_rows_of_the_vocabulary_have_no_probability_and_no_gradient():
     hidden, weight, labels, upstream = problem()
     with torch.no_grad():
-        weight[37:] = 100 * hidden.sum(0)  # would win the softmax if it counted
+        weight[37:] = 100 * hidden.sum(0)  # wins the softmax if padding counts
     logprobs, _ = vocab_logprobs(hidden, weight, labels, vocab_size=37)
     (grad,) = torch.autograd.grad(logprobs, weight, upstream)
     assert grad[37:].abs().max() == 0

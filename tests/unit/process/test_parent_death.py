@@ -1,4 +1,4 @@
-"""A rank ends with the torchrun that started it, whenever torchrun is killed."""
+"""A rank ends with its torchrun, whenever torchrun is killed."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from megagrpo.process.parent_death import LAUNCHER_VARIABLE
 from tests.unit.servers.test_launcher import wait_until, with_mark
 
 REPOSITORY = Path(__file__).parents[3]
-# A launcher that starts `python -m megagrpo train` as torchrun does, and sleeps. The rank then imports for seconds.
+# A launcher that starts `python -m megagrpo train` as torchrun does, and sleeps. The rank's imports take seconds.
 LAUNCHER = """
 import os, subprocess, sys, time
 os.environ["TORCHELASTIC_RUN_ID"] = "run"
@@ -36,7 +36,7 @@ def test_a_rank_ends_when_torchrun_is_killed_while_it_imports(variables, delays,
         try:
             launcher.stdout.readline()
             wait_until(lambda mark=mark: len(with_mark(mark)) == 2)
-            if delay is None:  # torchrun does not tell its process id, so the rank has to live when torchrun is killed
+            if delay is None:  # the rank does not know torchrun's process id, so it must be alive when torchrun is killed
                 wait_until(lambda mark=mark: any("pydantic_core" in Path(f"/proc/{pid}/maps").read_text() for pid in with_mark(mark)))
             else:
                 time.sleep(delay)

@@ -1,4 +1,4 @@
-"""Temporary files of a process: where they are, and that they go with it however it ends."""
+"""Temporary files of a process: their location, and their removal however the process ends."""
 
 import os
 import signal
@@ -73,7 +73,7 @@ NO_RIGHTS += "for name in ('a/b/c', 'a/b', 'a'):\n    os.chmod(name, 0)\nos.chmo
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder in memory: a disk makes a thousand folders a second."""
+    """A folder in memory: a disk creates only a thousand folders a second."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
 
@@ -84,7 +84,7 @@ def fill(folder: Path, program: str) -> None:
 
 
 def as_another_user(action) -> int:
-    """Exit code of a fork that runs `action` without the rights of root. Where this is not root: the same user."""
+    """Exit code of a fork that runs `action` without root's rights; without root, as the same user."""
     pid = os.fork()
     if not pid:
         code = 1

@@ -1,4 +1,4 @@
-"""Text of models and users on a terminal: nothing in it steers the terminal."""
+"""Text of models and users on a terminal: escape sequences never reach it."""
 
 import ast
 import io
@@ -20,7 +20,7 @@ from megagrpo.types import Prompt, Rollout, ScoredRollout
 ROOT = Path(__file__).parents[3]
 HOSTILE = "\x1b]52;c;ZXZpbA==\x07 \x1b[2J \x9b31m \u202egnitirw\u202c \x08\x7f\r\u2028\u2066\ud800 \U000e0041"
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\U000e0000-\U000e007f]")
-COLOURS = re.compile(r"\x1b\[[\d;]*m")  # which rich writes itself
+COLOURS = re.compile(r"\x1b\[[\d;]*m")  # rich's own codes
 
 
 def scored(prompt, text, reward):
@@ -80,7 +80,7 @@ def test_a_sink_that_fails_is_named_harmlessly(capsys):
     assert "wandb failed" in printed.err and not STEERS.search(printed.err + printed.out)
 
 
-PRINTS = {  # that write no text of others
+PRINTS = {  # that print only our own text
     ("__main__.py", "USAGE if parsed.command is None else f'{USAGE}\\n\\n{render_help()}'"),
     ("audit.py", "USAGE"),
     ("audit.py", "json.dumps(as_json(step, checks), indent=1)"),

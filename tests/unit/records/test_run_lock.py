@@ -1,4 +1,4 @@
-"""The lock on a run folder: who holds it, when it is free again, and a folder that disappears."""
+"""The lock on a run folder: its holder, its release, and a folder that disappears."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def test_the_lock_is_free_when_its_holder_is_killed(number, holder, tmp_path):
     holder.wait()
     lock = RunLock(tmp_path / "run")
     lock.take()
-    lock.take()  # it is ours already
+    lock.take()  # this process holds it already
     assert (tmp_path / "run" / LOCK).read_text() == f"process {os.getpid()} on host {socket.gethostname()}\n"
     lock.check()
 

@@ -1,4 +1,4 @@
-"""What rewards ask, for tests: HTTP servers on real sockets and a tiny random reward model."""
+"""Services for rewards under test: HTTP servers on real sockets and a tiny random reward model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Answer = Callable[[dict], tuple[int, dict | str]]
 
 
 class Server:
-    """Answers POSTs with what `answer` makes of their JSON; remembers them, and how many were under way at once."""
+    """Responds to POSTs with `answer` of their JSON; records the requests, and the largest number in flight."""
 
     def __init__(self, answer: Answer):
         self.asked: list[dict] = []
@@ -36,7 +36,7 @@ class Server:
                 status, content = answer(body)
                 with lock:
                     server.under_way -= 1
-                if status == 0:  # hang up
+                if status == 0:  # disconnect
                     self.connection.close()
                     return
                 text = (content if isinstance(content, str) else json.dumps(content)).encode()
@@ -91,8 +91,8 @@ def make_model(folder: Path, num_labels: int = 1, causal: bool = False) -> Path:
 
 
 def logits(folder: Path, texts: list[str]) -> list[float]:
-    """The model's logit of each text alone: no batch, no padding. As the end token pads, transformers reads the last that is another.
-    Run it in a rank."""
+    """The model's logit of each text alone: no batch, no padding. The end token is the padding token, so transformers reads the last other
+    token. Run it in a rank."""
     found = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     found.config.pad_token_id = 0
     ids = [torch.tensor([[0 if c == "~" else ord(c) - 31 for c in text]]) for text in texts]

@@ -1,4 +1,4 @@
-"""Rewards that somebody else computes: a judge and served models behind real HTTP sockets, a reward model in a worker."""
+"""Rewards computed by external services: a judge and served models behind real HTTP sockets, and a reward model in a worker."""
 
 import time
 
@@ -221,7 +221,7 @@ def test_a_reward_model_gives_the_logit_of_prompt_and_completion(model):
 
 
 def made_and_called(cases: list[tuple[str, dict]]) -> list:
-    """For each path and options what the model gives for one completion, or the text of its refusal. Run it in a rank."""
+    """For each path and options: the model's score of one completion, or the text of the error. Run it in a rank."""
     found = []
     for path, options in cases:
         try:

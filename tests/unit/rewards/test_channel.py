@@ -1,4 +1,4 @@
-"""Reward workers that break the protocol cost themselves alone, whatever they write; values and output of rewards are checked."""
+"""A reward worker that breaks the protocol affects no other worker; reward values and output are checked."""
 
 import datetime
 import math
@@ -303,7 +303,7 @@ def responders(folder):
 
 
 def play(responders, how):
-    """A conversation whose environment acts once in this way, and what the tool's message says."""
+    """A conversation whose environment misbehaves once in this way, and the text of the tool message."""
     conversation = Conversation(Prompt(0, (1,), "Q", {"how": how}), 0, 0, 0, [{"role": "user", "content": "Q"}], 100)
     responders.begin([conversation])
     ((message,),) = responders.use_tools([conversation], [[{"name": "act", "arguments": {"x": 1}}]])
@@ -332,6 +332,6 @@ def test_an_environment_that_gives_text_for_a_reward_gets_0(responders, caplog):
 
 
 def test_the_package_receives_no_pickles_from_other_processes():
-    """`Connection.recv` unpickles what comes; only `recv_bytes` may be used."""
+    """`Connection.recv` unpickles messages; the code must use only `recv_bytes`."""
     sources = {path: path.read_text() for path in (ROOT / "megagrpo").rglob("*.py")}
     assert not [path.name for path, text in sources.items() if "connection.recv(" in text or ".recv()" in text]

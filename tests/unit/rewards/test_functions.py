@@ -1,4 +1,4 @@
-"""Built-in reward functions on examples by hand. Values of the reference systems: test_reference_rewards.py."""
+"""Built-in reward functions on examples by hand. test_reference_rewards.py compares with the reference systems."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Hostile completions against every built-in reward: each is over by its deadline, and the next completion scores as ever."""
+"""Hostile completions against every built-in reward: each ends by its deadline, and the next completion gets its usual score."""
 
 import time
 
@@ -38,7 +38,7 @@ ARGS = {"code_execution": {"seconds": 0.5}}
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory):
-    """The address of a server that answers as judge and as reward, and the folder of a reward model."""
+    """The address of a server that acts as judge and as reward model server, and the folder of a reward model."""
     model = run_ranks(make_model, 1, tmp_path_factory.mktemp("hostile") / "tiny-rm")[0]
     with serving(lambda body: says("Score: 5") if "messages" in body else (200, {"rewards": [0.5] * len(body["prompts"])})) as server:
         yield server.url, model
@@ -50,9 +50,9 @@ def columns_of(name: str) -> dict:
     return columns | ({"expected_output": "3"} if name == "code_execution" else {})
 
 
-SLOW_TO_LOAD = ("reasoning_gym", "model")  # every deadline that passes costs them seconds to load again
+SLOW_TO_LOAD = ("reasoning_gym", "model")  # every missed deadline costs seconds, because they load again
 FEW = ("a tower of powers", "lone surrogates", "nothing", "a megabyte of digits")
-LONG = ("cosine", "model")  # the former is accuracy once more
+LONG = ("cosine", "model")  # cosine computes accuracy a second time
 NAMES = [pytest.param(name, marks=[pytest.mark.full] if name in LONG else []) for name in (*BUILT_IN, "model", "served")]
 
 
@@ -68,7 +68,7 @@ def test_a_hostile_completion_ends_by_its_deadline_and_the_run_goes_on(name, ser
         batch = [Rollout(Prompt(i, (1,), "Q", columns_of(name)), ids, (0.0,) * 50, "stop", 0, text) for i, text in enumerate(texts)]
         begun = time.monotonic()
         scored = scorer.score(batch)
-        calls = 2 * len(batch)  # all of them in one call, and then each again by itself
+        calls = 2 * len(batch)  # all of them in one call, and then each alone
         assert time.monotonic() - begun < calls * (TIMEOUT + (10 if name in SLOW_TO_LOAD else 1))
         assert all(s.reward == s.reward or s.rewards["it"] is None for s in scored)
         alone = scorer.score(batch[-1:])[0].rewards["it"]

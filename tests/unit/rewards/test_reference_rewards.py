@@ -16,7 +16,7 @@ from megagrpo.types import Prompt, Rollout
 VECTORS = Path(__file__).parents[2] / "vectors"
 TRL, SWIFT, NOTEBOOK = (json.loads((VECTORS / f"{name}_rewards.json").read_text()) for name in ("trl", "swift", "unsloth"))
 
-# Where ms-swift gives a number and we do not: an unreadable gold says nothing about the completion (TRL's rule, ours too).
+# Cases where ms-swift returns a number and ours does not: an unreadable gold answer says nothing about the completion (TRL's rule too).
 UNREADABLE_GOLD = {"words"}
 
 
@@ -83,7 +83,7 @@ def test_cosine_as_ms_swift_with_its_values_and_without_the_clamp():
     for case in SWIFT["cosine"]["cases"]:
         right, length = case["acc"] >= 1, case["length"]
         assert cosine_value(right, length, limit, **values, clamp=False) == pytest.approx(case["reward"], rel=1e-12)
-        # By default a response above the maximum earns what one of the maximum does, not what a shorter one does.
+        # By default a response above the maximum gets the reward at the maximum, not the reward of a shorter one.
         clamped = cosine_value(right, length, limit, **values)
         beyond = values["max_len_value_correct" if right else "max_len_value_wrong"]
         assert clamped == pytest.approx(beyond if length > limit else case["reward"], rel=1e-12)
@@ -100,7 +100,7 @@ def test_repetition_as_ms_swift(case):
 def test_soft_overlong_as_ms_swift_without_the_floor(case):
     ids, limit, cache = [[1] * case["length"]], case["soft_max_length"], case["soft_cache_length"]
     assert soft_overlong(ids, limit, cache_length=cache, floor=None) == pytest.approx([case["reward"]], rel=1e-12)
-    # With the floor, which is TRL's and our default, nothing falls below -1.
+    # With the floor, TRL's default and ours, no reward falls below -1.
     assert soft_overlong(ids, limit, cache_length=cache) == pytest.approx([max(case["reward"], -1.0)], rel=1e-12)
 
 
@@ -110,7 +110,8 @@ def test_soft_overlong_takes_a_slope_as_long_as_the_maximum_which_ms_swift_refus
 
 
 def test_the_arguments_of_ms_swifts_length_rewards_are_args_in_the_config():
-    """Its prefixes fall away; `soft_max_length` is `max_completion_length`. All its vectors in one call of the scorer."""
+    """Maps its option names: drops prefixes, and `soft_max_length` is `max_completion_length`. One call of the scorer takes all its
+    vectors."""
     params = SWIFT["cosine"]["params"]
     names = {name: name.removeprefix("cosine_").removeprefix("repetition_").removeprefix("soft_") for name in params}
     names |= {"soft_max_length": "max_completion_length"}
@@ -157,7 +158,7 @@ def test_a_perfect_answer_earns_what_the_notebook_says():
 
 
 def test_the_notebook_prints_the_first_completion_and_we_do_not(capsys):
-    """The console and completions.jsonl show completions with their rewards; a reward function of ours prints nothing."""
+    """The console and completions.jsonl show completions with their rewards; our reward functions print nothing."""
     assert NOTEBOOK["printed_first_only"].startswith("-" * 20)
     correctness([NOTEBOOK["cases"][0]["completion"]], ["13"])
     assert capsys.readouterr().out == ""

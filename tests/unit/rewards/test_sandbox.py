@@ -1,4 +1,4 @@
-"""Programs in the sandbox: what works, what counts, and that no hostile one does harm or outlives its deadline."""
+"""Programs in the sandbox: working programs, their scores, and that hostile ones do no harm and end by their deadline."""
 
 import functools
 import os
@@ -76,7 +76,7 @@ TRAPS = {
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory):
-    """What a program might reach for: a file, a folder, a port, this process."""
+    """Targets of a hostile program: a file, a folder, a port, this process."""
     folder = tmp_path_factory.mktemp("outside")
     (folder / "secret").write_text("secret")
     with (
@@ -101,7 +101,7 @@ def score(completion, tests=None, expected=None, **options):
 
 @pytest.fixture(scope="module", autouse=True)
 def own_temporary_files(tmp_path_factory) -> Path:
-    """Folders of these programs lie here, apart from those of tests beside this one."""
+    """A separate folder for these programs' folders, away from other tests running at the same time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("programs")))
         yield Path(tempfile.tempdir)
@@ -242,5 +242,5 @@ def test_the_reward_runs_in_a_worker_and_counts_as_any_other(own_temporary_files
         scorer.check_columns(columns)
         scored = scorer.score([Rollout(Prompt(0, (1,), "Q", columns), (1,), (0.0,), "stop", 0, t) for t in texts])
         assert [s.reward for s in scored] == [1.0, 0.0, 0.0, 0.0]
-        assert scorer.metrics()["rewards/code_execution/timeouts"] == 0  # the program's time is its own affair
+        assert scorer.metrics()["rewards/code_execution/timeouts"] == 0  # the program's own timeout does not count
     assert not left(own_temporary_files)

@@ -20,7 +20,7 @@ LIMITS = Limits(seconds=20.0, memory_mb=256)
 BEFORE_SIGNALS = 5  # the last Landlock ABI that does not restrict signals: Linux 6.11
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-# Each makes the kernel send SIGKILL to a process of the same user, without a call that is named after signals.
+# Each makes the kernel send SIGKILL to a process of the same user, without a signal system call.
 KILLS = {
     "F_SETOWN": "fcntl.fcntl(end, fcntl.F_SETOWN, {pid})",
     "F_SETOWN_EX": "fcntl.fcntl(end, 15, struct.pack('ii', 1, {pid}))",
@@ -190,7 +190,7 @@ def test_folders_nested_without_end_cost_the_program_its_own_sample_only(walls, 
         assert not os.listdir(around)
 
 
-# Gives up root's capabilities for good: what remains has the rights of any user.
+# Drops root's capabilities permanently: the process then has any user's rights.
 ANY_USER = """
 import ctypes, sys
 libc = ctypes.CDLL(None)
@@ -259,7 +259,7 @@ def test_with_partial_a_forged_report_scores_0():
 
 
 def decide(code, audit, number, arguments=()):
-    """What a filter of these instructions returns for a call: a naive interpreter of the kernel's."""
+    """The return value of a filter of these instructions for a call: a naive version of the kernel's interpreter."""
     words = {0: number, 4: audit} | {16 + 8 * i: value & 0xFFFFFFFF for i, value in enumerate(arguments)}
     value, at = 0, 0
     while True:

@@ -1,4 +1,4 @@
-"""Rewards beside generation and beside each other: groups scored as they come, coroutines, classes, plugins, workers of their own."""
+"""Rewards run in parallel with generation and with each other: groups scored on arrival, coroutines, classes, plugins, separate workers."""
 
 import time
 from pathlib import Path
@@ -254,7 +254,7 @@ def test_groups_are_scored_while_others_are_still_to_come(folder):
         between = time.time()
         scoring.add(0, rollouts("a", "aa", group=2))
         scored = scoring.finish()
-        assert [r.rollout.text for r in scored] == ["a", "aa", "b", "bb"]  # by place, not by arrival
+        assert [r.rollout.text for r in scored] == ["a", "aa", "b", "bb"]  # in the order of the prompts, not of arrival
         assert values(scored, "stamp")[2] < between - 0.1 < between < values(scored, "stamp")[0]
 
 

@@ -151,7 +151,7 @@ def running(pid: int) -> bool:
 
 
 def gone(pids: list[int], seconds: float = 5.0) -> bool:
-    """Whether none of the processes runs any more, within `seconds`."""
+    """Whether all processes end within `seconds`."""
     deadline = time.monotonic() + seconds
     while any(map(running, pids)):
         if time.monotonic() > deadline:
@@ -187,7 +187,7 @@ def test_a_reward_that_hangs_costs_its_own_completion_only(folder, function):
         scored = s.score(rollouts("a", "b", "hang", "d", "e", "f"))
         assert rewards_of(scored, function) == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
         assert s.metrics()[f"rewards/{function}/timeouts"] == 1
-        assert rewards_of(s.score(rollouts("a", "b")), function) == [1.0, 1.0]  # with the worker started anew
+        assert rewards_of(s.score(rollouts("a", "b")), function) == [1.0, 1.0]  # after a restart of the worker
         assert s.metrics()[f"rewards/{function}/timeouts"] == 0
 
 
@@ -227,7 +227,7 @@ def test_a_function_too_slow_for_its_share_of_the_batch_loses_nothing(folder):
         assert [r.reward for r in s.score(rollouts(*"abcdefgh", group=8))] == [1.0] * 8  # eight at once miss the deadline
         assert s.metrics()["rewards/slow/timeouts"] == 0
         begun = time.monotonic()
-        assert [r.reward for r in s.score(rollouts(*"abcd", group=4))] == [1.0] * 4  # now one by one from the start
+        assert [r.reward for r in s.score(rollouts(*"abcd", group=4))] == [1.0] * 4  # one by one from the start now
         assert time.monotonic() - begun < 1.2
 
 
@@ -238,9 +238,9 @@ def test_a_reward_that_raises_or_exits_scores_0_for_that_completion(folder, func
         assert s.metrics()[f"rewards/{function}/exceptions"] == 1
     if function == "raises":
         assert 'mine.py", line' in caplog.text and "RuntimeError: no such thing as bad" in caplog.text
-        assert "workers/worker.py" not in caplog.text  # the traceback is the user's own
+        assert "workers/worker.py" not in caplog.text  # only the user's traceback
     else:
-        assert "SystemExit: 3" in caplog.text  # caught: it cost no worker
+        assert "SystemExit: 3" in caplog.text  # caught: the worker stays alive
 
 
 def test_a_worker_that_dies_is_counted_and_replaced(folder, caplog):
@@ -262,7 +262,7 @@ def test_a_worker_killed_while_idle_is_replaced(folder):
 def test_a_wrong_number_of_rewards_is_an_error_of_every_completion_it_concerns(folder, caplog):
     with scorer(folder, "mine.py:too_few") as s:
         scored = s.score(rollouts("a", "b", group=2))
-        assert rewards_of(scored, "too_few") == [0.5, 0.5]  # right when asked one by one
+        assert rewards_of(scored, "too_few") == [0.5, 0.5]  # correct when called one by one
     with scorer(folder, {"function": "mine.py:odd_values"}) as s:
         scored = s.score(rollouts("nan", "inf", "text", "none", "true", "x"))
         assert rewards_of(scored, "odd_values") == [0.0, 0.0, 0.0, None, 1.0, 2.0]
@@ -303,7 +303,7 @@ def test_soft_overlong_takes_the_rollouts_maximum_unless_args_give_another(folde
 
 def test_a_fast_function_sees_whole_groups(folder):
     with scorer(folder, "mine.py:group_size") as s:
-        assert [r.reward for r in s.score(rollouts(*"abcdefghi", group=3))] == [3.0] * 9  # an even share would cut the second group
+        assert [r.reward for r in s.score(rollouts(*"abcdefghi", group=3))] == [3.0] * 9  # an even split would cut the second group
         assert [r.reward for r in s.score(rollouts(*"abcdefgh", group=2))] == [4.0] * 8
         assert [r.reward for r in s.score(rollouts(*"abcdefgh", group=8))] == [8.0] * 8
 
@@ -401,7 +401,7 @@ def test_workers_die_with_a_killed_trainer_even_in_the_middle_of_a_reward(folder
     try:
         pids = [int(pid) for pid in trainer.stdout.readline().split()]
         assert len(pids) == 2
-        assert not gone(pids, 0.5)  # and by now both are in the reward
+        assert not gone(pids, 0.5)  # both are running the reward by now
         trainer.send_signal(kill)
         trainer.wait(10)
         assert gone(pids)

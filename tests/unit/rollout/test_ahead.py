@@ -1,4 +1,4 @@
-"""The pool between a trainer that takes groups in the order of its prompts and an engine that finishes them in any order."""
+"""The pool between a trainer that takes groups in prompt order and an engine that finishes them in any order."""
 
 import json
 import random
@@ -15,11 +15,11 @@ from megagrpo.types import Prompt, Rollout, SamplingParams
 from tests.unit.config.test_placement import QUICKSTART
 
 SAMPLING = SamplingParams(1.0, 8)
-WANTED = 4  # prompts of a step
+WANTED = 4  # prompts per step
 
 
 class Engine:
-    """Finishes the groups of a call one by one, after seeded times; what a sync reaches goes on with the next version."""
+    """Finishes the groups of a call one by one, after seeded times; groups in flight during a sync continue with the next version."""
 
     def __init__(self, seed=0, seconds=0.004):
         self.random, self.seconds, self.weight_version = random.Random(seed), seconds, 1
@@ -52,7 +52,7 @@ class Engine:
 
 
 class Rewards:
-    """Remembers what it was given to score, and at which step."""
+    """Records the groups to score, and their step."""
 
     def __init__(self):
         self.begun = []
@@ -82,7 +82,7 @@ def take(pool, wanted, step=0):
 
 
 def train(pool, engine, steps, max_staleness, pace=0.004):
-    """The places that each step trains on, and how old the oldest token was."""
+    """The prompt indices that each step trains on, and the age of the oldest token."""
     trained, ages, pauses = [], [], random.Random(5)
     for step in range(steps):
         asked, end = pool.asked, min(steps, step + 1 + max_staleness) * WANTED

@@ -1,4 +1,4 @@
-"""Which rollouts a step trains on: groups that teach nothing are replaced, and what is missing in the end is filled as asked."""
+"""The rollouts that a step trains on: groups without advantage are replaced, and missing groups are filled as configured."""
 
 import math
 
@@ -14,7 +14,7 @@ SAMPLING = SamplingParams(1.0, 8)
 
 
 class Stream:
-    """Prompts 0, 1, 2, ..., and what a curriculum is told of them."""
+    """Prompts 0, 1, 2, ..., with a record of the pass rates for a curriculum."""
 
     def __init__(self):
         self.cursor, self.told = 0, {}
@@ -29,7 +29,7 @@ class Stream:
 
 
 class Replay:
-    """Rewards of each prompt in the order in which they are drawn, with those of two functions where a pair of pairs is given."""
+    """Rewards of each prompt in the order of drawing; a pair of pairs gives the rewards of two functions."""
 
     def __init__(self, rewards):
         self.rewards, self.seeds, self.asked = rewards, [], []
@@ -52,7 +52,7 @@ def functions_of(rewards):
 
 
 def draw(rewards, prompts_per_step=3, step=4, **algorithm):
-    """(prompt ids trained on, metrics, prompts drawn, what was said, seeds, pass rates)."""
+    """(prompt ids trained on, metrics, prompts drawn, messages, seeds, pass rates)."""
     config = RunConfig.model_validate(
         {
             "model": {"path": "m"},

@@ -1,4 +1,4 @@
-"""An engine that has lost its weights while it generates gets them again from all ranks, and is asked again; one that is dead ends the
+"""An engine that loses its weights during generation gets them again from all ranks, and the request is retried. A dead engine ends the
 step on every rank."""
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The supervisor and the launcher around ordinary processes: what is started here does not outlive the process that started it."""
+"""The supervisor and the launcher around ordinary processes: no process outlives the process that started it."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ from megagrpo.servers.serving import make_launcher
 from megagrpo.transfer.shm_names import CPU_WORKERS, owner, remove_stale
 
 SUPERVISOR = Path(launcher_module.HERE) / "supervisor.py"
-# A server with a child that ignores SIGTERM and leaves its process group, and with a grandchild that lost its parent.
+# A server with a child that ignores SIGTERM and leaves its process group, and with an orphaned grandchild.
 SERVER = """
 import os, signal, subprocess, sys, time
 stubborn = "import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN); time.sleep(600)"
@@ -60,7 +60,7 @@ def wait_until(condition, seconds=20.0):
 
 @pytest.fixture
 def family(tmp_path):
-    """A trainer stand-in with a supervised server below it; (trainer, mark in every command line)."""
+    """A stand-in for the trainer with a supervised server below it; (trainer, mark in every command line)."""
     mark = f"mark{os.getpid()}x{time.monotonic_ns()}"
     code = PARENT.format(supervisor=str(SUPERVISOR), server=SERVER.format(mark=mark), mark=mark)
     out = (tmp_path / "out").open("w+")
@@ -177,7 +177,7 @@ def test_files_that_a_server_had_mapped_which_is_killed_soon_are_removed():
 def test_segments_of_a_process_that_was_killed_are_removed_at_the_next_start_and_no_others():
     code = "import sys, time; from multiprocessing import resource_tracker, shared_memory; "
     code += "from megagrpo.transfer.shm_names import name_segments_by_owner; name_segments_by_owner(); "
-    code += "resource_tracker.register = lambda *_: None; "  # a killed tracker
+    code += "resource_tracker.register = lambda *_: None; "  # as if the tracker was killed
     code += "print(shared_memory.SharedMemory(create=True, size=64).name, flush=True); time.sleep(60)"
     made = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     files = [Path("/dev/shm", process.stdout.readline().strip()) for process in made]
@@ -198,7 +198,7 @@ def test_segments_of_a_process_that_was_killed_are_removed_at_the_next_start_and
 def test_files_of_cpu_workers_are_removed_when_their_engine_has_ended_and_no_others(tmp_path):
     engine = subprocess.Popen(["sleep", "60"])
     files = [tmp_path / f"{CPU_WORKERS}{owner(pid)}-1a2b3c4d-tp:0-[0-1]-cpushm_0" for pid in (engine.pid, os.getpid())]
-    files.append(tmp_path / "vllm_dist_5e6f-tp:0-[0-1]-cpushm_0")  # another program's
+    files.append(tmp_path / "vllm_dist_5e6f-tp:0-[0-1]-cpushm_0")  # belongs to another program
     for file in files:
         file.write_bytes(bytes(4096))
     remove_stale(tmp_path)
@@ -264,7 +264,7 @@ def test_why_a_server_did_not_start_is_what_failed_first(log, cause, tmp_path):
 
 
 class Starting(Launcher):
-    """Servers that do `first` at their first start and `later` at every other; `well` answers."""
+    """Servers that do `first` at their first start and `later` at every other start; `well` responds."""
 
     first, later = "kill -KILL $$", "kill -KILL $$"
     well = f"exec {sys.executable} -m http.server --bind 127.0.0.1 --directory {{folder}} {{port}}"
@@ -291,7 +291,7 @@ def test_a_server_whose_port_was_taken_restarts_at_a_fresh_port_and_clients_foll
         launcher.first = launcher.later = launcher.well
         launcher.start()
         (url,) = launcher.wait()
-        client = Servers([url], moved=MovedServers(file))  # of another rank
+        client = Servers([url], moved=MovedServers(file))  # on another rank
         launcher.servers[0].supervisor.kill()
         launcher.servers[0].supervisor.wait()
         port = int(url.rpartition(":")[2])

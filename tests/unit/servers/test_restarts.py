@@ -1,4 +1,4 @@
-"""The restarter around ordinary processes that answer a health check: how often it starts them again, and what makes it give one up."""
+"""The restarter around ordinary processes with a health check: the number of restarts, and when it stops restarting a server."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Well).serve_forever()
 
 
 class Stand(Launcher):
-    """Servers that are well and nothing else; with a file `broken` in the log folder they end at once."""
+    """Servers that only pass health checks; with a file `broken` in the log folder they exit at once."""
 
     def _command(self, port):
         code = f"import os, sys; os.path.exists({str(self.log_dir / 'broken')!r}) and sys.exit(3)\n{WELL}"
@@ -42,7 +42,7 @@ class Stand(Launcher):
 
 
 class Wedged(Stand):
-    """Servers that are well, and whose engine says nothing while there is a file `wedged` in the log folder."""
+    """Servers that pass health checks; their engine does not respond while a file `wedged` is in the log folder."""
 
     def _command(self, port):
         *words, code, port = super()._command(port)
@@ -52,13 +52,13 @@ class Wedged(Stand):
 
 
 def stop(server):
-    """SIGSTOP to a server, not to its supervisor."""
+    """Send SIGSTOP to a server, but not to its supervisor."""
     for process in psutil.Process(server.supervisor.pid).children(recursive=True):
         process.suspend()
 
 
 def impatient(monkeypatch):
-    """Who says nothing for half a second hangs."""
+    """Treat a server as hung after half a second without a response."""
     for name, seconds in (("CHECK_SECONDS", 0.01), ("HANG_SECONDS", 0.5)):
         monkeypatch.setattr(hang_detection, name, seconds)
     for module in (hang_detection, http):
@@ -137,15 +137,15 @@ def test_a_server_that_cannot_be_filled_now_stays_out_until_the_next_sync(stand)
         wait_until(lambda: len(said) == 2)
         assert said[1].endswith("is back and waits for the next weight sync")
         assert engine.fleet.states() == {stand.urls[0]: State.NEEDS_WEIGHTS}
-        assert engine.workers() == {stand.urls[0]: 2}  # it takes part
-        assert engine.fleet.serving() == []  # before it has the weights it gets no requests
+        assert engine.workers() == {stand.urls[0]: 2}  # the server takes part in the sync
+        assert engine.fleet.serving() == []  # gets no requests before its weights
 
 
 def test_a_server_that_is_there_and_says_nothing_is_ended_and_started_again(stand, monkeypatch):
     monkeypatch.setattr(restarts_module, "KILL_SILENT_SECONDS", 0.2)
     monkeypatch.setattr(restarts_module, "healthy", lambda url: len(said) > 1)
     engine, said = VllmEngine(stand.urls, str, patience=5.0), []
-    engine.fleet.silent(stand.urls[0])  # a request had found no answer
+    engine.fleet.silent(stand.urls[0])  # a request got no response
     with Restarter(stand, engine, lambda url: 0, said.append):
         wait_until(lambda: len(said) == 3)
     assert "no response for 0.2 s; killing it" in said[0] and "restarting it" in said[1] and "is back" in said[2]
@@ -162,7 +162,7 @@ def test_an_idle_server_that_hangs_is_killed_and_restarted(wedged, tmp_path, mon
         with Restarter(launcher, engine, lambda url: 0, said.append):
             (tmp_path / "wedged").touch()
             if not wedged:
-                time.sleep(1.0)  # an engine that takes in weights says nothing either
+                time.sleep(1.0)  # an engine that loads weights does not respond either
                 assert not said
                 stop(launcher.servers[0])
             wait_until(lambda: launcher.restarts)
@@ -190,7 +190,7 @@ def test_a_server_that_ends_while_others_sleep_is_started_when_they_wake(stand):
         wait_until(lambda: engine.fleet.state(stand.urls[0]) is State.ENDED)
         time.sleep(0.3)
         assert not stand.servers[0].alive and not said
-        assert engine.workers() == {stand.urls[0]: 2}  # no other is left: it is started, and takes part
+        assert engine.workers() == {stand.urls[0]: 2}  # the only server: it is restarted, and takes part
     assert not engine.fleet.asleep and "restarting it" in said[0]
 
 
@@ -222,7 +222,7 @@ def test_who_has_servers_sleep_waits_until_a_silent_one_has_ended(stand, monkeyp
     monkeypatch.setattr(restarts_module, "healthy", lambda url: False)
     engine, said, updates = VllmEngine(stand.urls, str, patience=5.0, sleeps=True), [], []
     monkeypatch.setattr(engine, "_update", lambda verbs: updates.append(stand.servers[0].alive))
-    engine.fleet.silent(stand.urls[0])  # a request had found no answer
+    engine.fleet.silent(stand.urls[0])  # a request got no response
     with Restarter(stand, engine, lambda url: 0, said.append):
         assert engine.fleet.unsettled() == stand.urls
         engine.sleep()

@@ -1,4 +1,4 @@
-"""Keys of the config that reach vLLM: the command line of a server, the requests of a step, how long they may take, and the sleep."""
+"""Config keys for vLLM: the command line of a server, the requests of a step, their timeouts, and sleep."""
 
 import contextlib
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_as_many_servers_start_at_the_ports_that_follow(tmp_path, monkeypatch):
 
 
 def test_a_step_samples_as_its_keys_say():
-    """Four numbers that differ: none can take the place of another."""
+    """Four different numbers, so that none can be mistaken for another."""
     rollout = config(
         *("rollout.temperature=0.7", "rollout.top_p=0.8", "rollout.top_k=9", "rollout.min_p=0.05", "rollout.max_completion_length=33")
     ).rollout
@@ -79,7 +79,7 @@ def test_a_step_samples_as_its_keys_say():
 
 @pytest.mark.parametrize(("seconds", "asked"), [(0.5, 1), (20, 0)])
 def test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server(seconds, asked, monkeypatch):
-    """Each of two servers gets one of two prompts; the slow one answers after 2 seconds."""
+    """Each of two servers gets one of two prompts; the slow server responds after 2 seconds."""
     monkeypatch.setattr("megagrpo.engine.client.LOOK_SECONDS", 0.02)
     limits = engine_side.engine_limits(config("rollout.urls=[http://127.0.0.1:1]", f"rollout.request_timeout={seconds}").rollout)
     with contextlib.closing(StandIn()) as quick, contextlib.closing(StandIn(delay=2.0)) as slow:
@@ -90,7 +90,7 @@ def test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server(sec
 
 @pytest.mark.parametrize(("adapters", "level"), [([], 2), (["lora.rank=8"], 2), (["lora.rank=8", "lora.sync=adapter"], 1)])
 def test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on(adapters, level, monkeypatch):
-    """At level 2 vLLM drops its weights, which a sync of adapters would not bring back."""
+    """At level 2 vLLM drops its weights, and a sync of adapters would not restore them."""
     settings = config(*adapters)
     with noting() as (url, paths):
         monkeypatch.setattr(Launcher, "wait", lambda self, say: [url])

@@ -1,4 +1,4 @@
-"""When a step's numbers make the trainer warn or stop."""
+"""Step metrics that make the trainer warn or stop."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from megagrpo.types import TrainState
 
 CONFIG = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 ASYNC = ("rollout.max_staleness=1", "rollout.placement=dedicated", "algorithm.importance_correction=token_truncate")  # docs/async.md
-# token_mult_prob_error of sound runs in bf16: the entropy falls, stays, rises
+# token_mult_prob_error of healthy runs in bf16, with falling, constant and rising entropy
 SOUND_BF16 = [
     [1.081, 1.074, 1.066, 1.052, 1.04, 1.031, 1.02, 1.015],
     [1.024, 1.03, 1.022, 1.048, 1.027, 1.041, 1.033, 1.036],
@@ -21,7 +21,7 @@ SOUND_BF16 = [
 
 
 def alarms(errors: list[float], dtype: str, *overrides: str) -> list[int]:
-    """The steps that warn, as the trainer goes through them."""
+    """The steps at which the trainer warns."""
     config, first, steps = load_config(CONFIG, overrides), [], []
     for step, error in enumerate(errors, 1):
         limit = mismatch_limit(config, dtype, first)
@@ -81,7 +81,7 @@ def test_a_reward_raises_always_when_it_raised_for_each_response_that_was_drawn(
     ("step", "evaluated", "due"), [(0, -1, True), (2, -1, False), (4, 0, True), (4, 4, False), (10, 8, True), (10, 10, False)]
 )
 def test_an_evaluation_is_due_once_for_its_step_also_after_a_stop(step, evaluated, due):
-    """A stop that breaks an evaluation off leaves its step without one: the run that goes on does it first."""
+    """A stop that interrupts an evaluation leaves its step without one: the resumed run evaluates first."""
     calls = []
     config = load_config(CONFIG, ["evaluation.steps=4", "run.max_steps=10"])
     trainer = SimpleNamespace(config=config, state=TrainState(step=step, evaluated=evaluated), evaluate=lambda: calls.append(step))

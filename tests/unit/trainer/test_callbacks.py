@@ -1,4 +1,4 @@
-"""Callbacks of the user: loaded before a run, called on rank 0, obeyed on all ranks."""
+"""User callbacks: loaded before a run, called on rank 0, with effect on all ranks."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who has the GPU in each turn: the calls of trainer and engine, in order, and what an exception leaves."""
+"""Turns on the GPU: the calls of trainer and engine, in order, and the state after an exception."""
 
 import re
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class OneRank:
 
 @dataclass
 class Memory:
-    """A GPU's memory as its two users move in and out: notes every call, and refuses a second user."""
+    """A GPU's memory and its two users: records every call, and rejects a second user."""
 
     calls: list[str] = field(default_factory=list)
     trainer: str = "nothing"
@@ -37,7 +37,7 @@ class Memory:
 
 
 class TrainerState(NoOffload):
-    """Notes the verbs of `Offload`."""
+    """Records the calls of `Offload`."""
 
     def __init__(self, memory: Memory):
         self.memory = memory
@@ -62,7 +62,7 @@ class TrainerState(NoOffload):
 
 
 class SleepyEngine:
-    """Notes the verbs of a server that sleeps; a second `sleep` does nothing, as in `Updates`."""
+    """Records the calls of a server that sleeps; a second `sleep` does nothing, as in `Updates`."""
 
     def __init__(self, memory: Memory):
         self.memory, self.asleep = memory, True
@@ -104,7 +104,7 @@ class Run:
             self.engine.serve()
 
     def taken(self) -> list[str]:
-        """The calls since this was last asked."""
+        """The calls since the last call of this method."""
         calls, self.memory.calls = self.memory.calls, []
         return calls
 
@@ -116,7 +116,7 @@ TAKE = ["stop_if_requested", SLEEP, "load_all"]
 
 def test_each_turn_calls_its_verbs_in_this_order():
     run = Run()
-    run.memory.trainer = "everything"  # the policy was just loaded
+    run.memory.trainer = "everything"  # after loading the policy
     run.sync()
     assert run.taken() == SYNC and run.turns.turn is Turn.GENERATING
     with run.turns.generating():
@@ -223,7 +223,7 @@ def test_the_docstring_shows_the_table():
 
 
 def test_only_the_turns_move_trainer_and_engine():
-    """Other rooms and the trainer's other files offer these verbs and do not call them."""
+    """Other rooms and the trainer's other files define these methods and do not call them."""
     verbs = re.compile(r"\.(load_all|load_weights_only|offload_all|wake)\(")
     package = Path(gpu_turns.__file__).parents[1]
     callers = {str(path.relative_to(package)) for path in package.rglob("*.py") if verbs.search(path.read_text())}

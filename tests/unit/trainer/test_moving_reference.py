@@ -1,4 +1,4 @@
-"""When the reference moves, and how far."""
+"""The steps at which the reference moves, and its mixing weight."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ from megagrpo.trainer.trainer import Trainer
 
 
 def moves(**algorithm):
-    """The shares by which the reference moves at the end of steps 1 to 7; None where it stays."""
+    """The mixing weights with which the reference moves at the end of steps 1 to 7; None where it stays."""
     found = []
     for step in range(7):
         shares = []

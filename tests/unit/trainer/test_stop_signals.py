@@ -1,4 +1,4 @@
-"""Ctrl-C twice, at any distance in time, ends a process that generates."""
+"""Pressing Ctrl-C twice, at any interval, ends a process that generates."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ DELAYS = [0.0, 0.0002, 0.0005, 0.001, 0.001, 0.001, 0.002, 0.005] * 6  # seconds
 
 
 def generate(stop_on_signals):
-    """What a rank does while servers generate: many tasks that wake each other, and a stop that cancels them."""
+    """A rank's work while servers generate: many tasks that wake each other, and a stop that cancels them."""
     running = []
 
     def stop(number):
@@ -48,7 +48,7 @@ def generate(stop_on_signals):
 
 
 def signalled_twice(delay, work):
-    """Exit code of a fork that does `work` and gets two SIGINT, `delay` seconds apart; None when it does not end within 10 s."""
+    """Exit code of a fork that runs `work` and gets two SIGINT, `delay` seconds apart; None when it does not end within 10 s."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -86,7 +86,7 @@ def forced_soon(monkeypatch):
 
 def test_a_second_ctrl_c_ends_generation_at_any_distance_from_the_first():
     codes = [signalled_twice(delay, lambda: generate(stop_signals.stop_on_signals)) for delay in DELAYS]
-    # 0: the kernel merged the two signals, because this process got no CPU between them; then the run saves as after one.
+    # 0: the kernel merged the two signals, because this process got no CPU between them; then the run saves as after one signal.
     assert set(codes) <= {130, 0} and 130 in codes, codes
 
 

@@ -1,4 +1,4 @@
-"""When a run stops for its time limit, and what it takes for its end."""
+"""When a run stops for its time limit, and the time that it reserves for its end."""
 
 import signal
 import time
@@ -13,7 +13,7 @@ from tests.unit.config.test_placement import QUICKSTART
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still; set it by `clock[0]`. Timers are only noted."""
+    """A fake clock; set it by `clock[0]`. Timers are only recorded."""
     now, timers = [1000.0], []
     monkeypatch.setattr(time_limit.time, "time", lambda: now[0])
 
@@ -42,7 +42,7 @@ def test_a_step_that_would_not_be_finished_is_not_begun(clock):
         clock[0] += seconds
         limit.step_begins()
         assert stopped == []
-    clock[0] += 11  # 129 seconds before the end, of which 30 are the checkpoint's, and the longest step took 100
+    clock[0] += 11  # 129 seconds before the end; the checkpoint takes 30 of them, and the longest step took 100
     limit.step_begins()
     assert stopped == [OUT_OF_TIME]
 

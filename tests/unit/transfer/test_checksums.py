@@ -1,4 +1,4 @@
-"""Copies that are checked on the way: they copy, whatever the strides, and their checksum is that of the naive sum over elements."""
+"""Copies with checksums: they copy any strides, and their checksum equals the naive sum over elements."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Handles of GPU memory as plain JSON; which worker gets which. Mapping the memory itself takes a GPU."""
+"""Handles of GPU memory as plain JSON, and the worker of each handle. Mapping the memory needs a GPU."""
 
 import inspect
 import json

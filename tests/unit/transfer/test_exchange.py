@@ -1,4 +1,4 @@
-"""The board of notes, and what people are told when somebody cannot be reached."""
+"""The board of notes, and the errors when a member cannot be reached."""
 
 import os
 import socket
@@ -77,11 +77,11 @@ def test_a_tensor_that_the_workers_of_a_server_do_not_take_in_whole_is_named():
 
 def test_servers_of_this_host_are_told_from_others():
     assert is_here("http://127.0.0.1:8000") and is_here("http://localhost:8000") and own_address("http://127.0.0.1:8000") == "127.0.0.1"
-    assert not is_here("http://192.0.2.1:8000")  # an address for documentation, which is nobody's
+    assert not is_here("http://192.0.2.1:8000")  # a documentation address that no host has
 
 
 def exchange_by(address):
-    """A rank that forms a group by a board at `address`; the addresses that it listens on for the group."""
+    """A rank that forms a group by a board at `address`; returns the addresses that it listens on for the group."""
     board, before = None, listening([os.getpid()])
     if dist.get_rank() == 0:
         board = Board(address, 0, Deadline(10), "secret", serve=True)

@@ -1,4 +1,4 @@
-"""Workers that read while a rank writes: they wait for what is not written yet, and not for a rank that will not write it."""
+"""Workers that read while a rank writes: they wait for data not written yet, but not for a rank that will not write it."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ VERSION = 5
 
 
 def ledger(folder, blocks=4):
-    """The one of rank 2."""
+    """The ledger of rank 2."""
     path = ledger_path(folder, 2, VERSION)
     path.write_bytes(bytes(8 * (HEADER + blocks)))
     return Ledger(path, np.memmap(path, np.uint64))

@@ -1,4 +1,4 @@
-"""The bytes of messages: elements and checksums, whatever the dtype and the number of elements."""
+"""The bytes of messages: elements and checksums, for any dtype and number of elements."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from megagrpo.transfer.messages import Message, Slice
 
 
 def message_of(*counts, tensor="model.layers.3.w"):
-    """A message of slices with so many elements."""
+    """A message of slices with this number of elements."""
     offsets = [sum(counts[:i]) for i in range(len(counts))]
     slices = (Slice(f"{tensor}{i}", cut((n,), 0, 0, n), at) for i, (n, at) in enumerate(zip(counts, offsets, strict=True)))
     return Message(0, 1, 0, tuple(slices))

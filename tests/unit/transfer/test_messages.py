@@ -1,4 +1,4 @@
-"""Slices in messages: whatever the layouts, each wanted element is in one message, and nobody waits in a circle."""
+"""Slices in messages: in any layout each wanted element is in one message, and there is no deadlock."""
 
 import itertools
 import random
@@ -12,14 +12,14 @@ from megagrpo.transfer.plan import plan_transfers
 
 
 def cuts_of(shape, dice):
-    """The whole, or parts along one dimension, even or not."""
+    """The whole tensor, or even or uneven parts along one dimension."""
     dim, count = dice.randrange(len(shape)), dice.choice([1, 2, 3])
     marks = sorted({0, shape[dim], *(dice.randrange(1, shape[dim]) for _ in range(count - 1))})
     return [cut(shape, dim, a, b) for a, b in itertools.pairwise(marks)]
 
 
 def random_sync(dice):
-    """Shapes, who holds what and who wants what."""
+    """Shapes, holders and readers."""
     num_ranks, num_workers = dice.randint(1, 5), dice.randint(1, 4)
     names = [f"model.layers.{layer}.{part}" for layer in range(3) for part in "ab"] + ["embed", "head"]
     shapes = {name: tuple(dice.randint(2, 9) for _ in range(dice.randint(1, 3))) for name in names}
@@ -73,7 +73,8 @@ def test_both_ends_of_every_pair_see_the_same_messages_in_the_same_order(seed):
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_transfers_never_deadlock(seed, in_flight):
-    """Each end has so many rounds under way and goes on when its oldest is done; a message is done when both ends have it under way."""
+    """Simulate both ends. Each has a limited number of rounds in flight and continues when its oldest is done. A message is done when both
+    ends have it in flight."""
     dice = random.Random(seed)
     held, wanted, num_ranks, num_workers = random_sync(dice)
     transfers, limit = plan_transfers(held, wanted), dice.choice([2, 11, 10**6])

@@ -1,4 +1,5 @@
-"""The plan of a whole sync: every worker gets each element it wants once, from a rank that holds it; replicas share; messages are few."""
+"""The plan of a whole sync: every worker gets each element it wants once, from a rank that holds it. Replicas share the work; messages are
+few."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What ranks hold and workers want, on its way through a board of notes."""
+"""The roster: blocks that ranks hold and workers want, sent through a board of notes."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The planner of weight sync against painting: every element of every box comes from exactly one holder that has it."""
+"""The planner of weight sync against a painted array: every element of every box comes from exactly one of its holders."""
 
 import random
 
@@ -19,7 +19,7 @@ def random_box(rng, shape):
 
 
 def random_tiling(rng, box, depth):
-    """Disjoint boxes that make up `box`, cut at random places."""
+    """Disjoint boxes that tile `box`, cut at random positions."""
     longest = max(range(len(box[0])), key=lambda dim: extent(box)[dim])
     if depth == 0 or extent(box)[longest] < 2:
         return [box]
@@ -57,7 +57,7 @@ def test_what_is_missing_is_exactly_what_no_part_covers(seed):
     for part in parts:
         painted[window(part)] = 1
     for left in missing(whole(shape), parts):
-        painted[window(left)] += 1  # a second time anywhere would show as 2
+        painted[window(left)] += 1  # a second copy of an element gives 2
     np.testing.assert_array_equal(painted, np.ones(shape, int))
 
 

@@ -1,4 +1,4 @@
-"""What `megagrpo verify` is made of: the small copy of a run, layouts as text, distances and tolerances, the report."""
+"""The parts of `megagrpo verify`: the small copy of a run, layouts as text, distances and tolerances, the report."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_what_decides_how_a_step_is_computed_stays():
     assert config.parallel.tp == 2 and config.parallel.sequence_parallel and config.model.recompute == "full"
     assert config.algorithm.beta == 0.3 and config.algorithm.kl_estimator == "k2" and config.rollout.temperature == 0.6
     assert config.train.share_prompts and config.train.max_grad_norm == 0.5 and config.train.weight_decay == 0.1
-    assert config.train.learning_rate == 1e-2 and config.train.warmup_steps == 0  # a step that float32 can see
+    assert config.train.learning_rate == 1e-2 and config.train.warmup_steps == 0  # large enough for float32
     plain = plainly(config)
     assert plain.parallel.model_parallel_size == 1 and plain.model.recompute == "none" and plain.model.precision == "bf16"
     assert config.train.fused_logprobs and not plain.train.fused_logprobs and plain.train.logprobs_fp8_recipe == "none"

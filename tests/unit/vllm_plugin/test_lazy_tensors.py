@@ -1,4 +1,4 @@
-"""Lazy tensors against real ones: whatever a loader does to a tensor before it copies, the same elements arrive."""
+"""Lazy tensors against real ones: after any operation of a loader before its copy, the same elements arrive."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ LOADERS = {
 
 
 class Recorder:
-    """A source that has the tensor and notes what is asked of it."""
+    """A source that has the tensor and records the requested parts."""
 
     def __init__(self, real):
         self.real, self.boxes = real, []
@@ -91,7 +91,7 @@ def test_a_meta_destination_needs_no_elements():
 
 @pytest.fixture
 def published(tmp_path):
-    """A [6, 4] tensor as two row blocks of ranks 0 and 1, and the real thing."""
+    """A [6, 4] tensor as two row blocks of ranks 0 and 1, and the real tensor."""
     real = torch.randn(6, 4)
     blocks = []
     for rank, (start, stop) in enumerate([(0, 2), (2, 6)]):

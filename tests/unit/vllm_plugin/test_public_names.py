@@ -1,4 +1,4 @@
-"""The three names that users' servers load stay, wherever the code behind them lies."""
+"""The three names that users' servers load do not change, wherever the code moves."""
 
 import ast
 from pathlib import Path
@@ -15,7 +15,7 @@ def test_the_token_guard_and_the_verbs_of_a_worker_keep_the_names_that_users_giv
 
 
 def test_the_plug_in_keeps_the_name_that_installed_packages_tell_vllm():
-    """By reading: importing it takes vLLM."""
+    """Reads the source, because importing it requires vLLM."""
     (found,) = [node for node in ast.parse((PACKAGE / "rollout/vllm_plugin.py").read_text()).body if isinstance(node, ast.ImportFrom)]
     assert found.module == "megagrpo.vllm_plugin.engine" and [alias.name for alias in found.names] == ["register"]
     engine = ast.parse((PACKAGE / "vllm_plugin/engine.py").read_text())

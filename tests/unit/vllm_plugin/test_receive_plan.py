@@ -1,4 +1,4 @@
-"""How often the loaders copy each part of a block that arrives."""
+"""The number of copies that loaders make of each part of an arriving block."""
 
 from collections import Counter
 

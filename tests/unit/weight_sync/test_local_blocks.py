@@ -1,4 +1,4 @@
-"""Parts of Hugging Face tensors out of a rank's parameters, also those that have to be computed."""
+"""Parts of Hugging Face tensors read from a rank's parameters, including computed ones."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SHAPE = (8, 6)
 
 
 class Computed:
-    """Stands for a parameter whose values are computed whenever they are read."""
+    """A stand-in for a parameter whose values are computed at each read."""
 
     def __init__(self, values):
         self.values, self.times = values, 0
@@ -26,7 +26,7 @@ class Computed:
 
 @pytest.fixture
 def fused():
-    """Rows 4 to 8 of two tensors, the gate's above the other's, as Megatron stacks them; the whole tensors too."""
+    """Rows 4 to 8 of two tensors, stacked as in Megatron (gate first), and the whole tensors."""
     whole = {name: torch.randn(SHAPE) for name in (GATE, UP)}
     param = Computed(torch.cat([whole[GATE][4:], whole[UP][4:]]))
     blocks = [Block(name, SHAPE, cut(SHAPE, 0, 4, 8), (2, 4, 6), axis=0, at=at, count=1) for at, name in enumerate((GATE, UP))]
@@ -53,7 +53,7 @@ def test_a_block_that_is_gone_and_a_weight_that_is_no_number_are_named(fused):
     name, _, blocks = parameters[0]
     with pytest.raises(WeightSyncError, match=r"model\.layers\.0\.up\.weight was present in the first sync and is missing now"):
         LocalBlocks([(name, param, blocks[:1])]).check(roster, 1)
-    LocalBlocks([(name, param, blocks[:1])]).check(roster, 0)  # nothing was there
+    LocalBlocks([(name, param, blocks[:1])]).check(roster, 0)  # no blocks existed
     param.values[0, 0] = float("nan")
     with pytest.raises(
         WeightSyncError, match=r"parameter mlp\.linear_fc1\.weight holds NaN or infinity in its part of model\.layers\.0\.gate"

@@ -1,4 +1,4 @@
-"""What the trainer checks after a weight update, and how its files in shared memory come and go."""
+"""The trainer's checks after a weight update, and the lifetime of its files in shared memory."""
 
 import dataclasses
 import os
@@ -93,7 +93,7 @@ def whole_block(name, shape):
 
 
 class ReadingEngine:
-    """Reads the manifest as a worker would and reports it; keeps what it read."""
+    """Reads the manifest like a worker and reports it; keeps the tensors."""
 
     def load_weights(self, update, only=None):
         told = update.request("s")
@@ -125,7 +125,7 @@ def test_a_push_writes_what_the_parameters_hold_now_and_close_removes_it(tmp_pat
 
 
 class NotingHandover(Handover):
-    """Notes what a sync asks of the trainer, among the calls of its engine."""
+    """Records the calls of a sync on the trainer, among the calls on its engine."""
 
     def __init__(self):
         self.noted = []
@@ -197,7 +197,7 @@ def test_files_of_trainers_that_are_gone_are_removed_and_those_of_living_ones_ke
 
 
 def test_shared_memory_that_is_too_small_is_a_clear_error():
-    # Linux refuses at once to reserve more than the whole file system, so nothing is filled here.
+    # Linux refuses at once to reserve more than the whole file system, so this test fills nothing.
     held = os.statvfs("/dev/shm")
     folder = Path(f"/dev/shm/test_full_{os.getpid()}")
     try:
