@@ -3,11 +3,11 @@
     python benchmarks/async_overlap.py --steps 12 rollout.prompts_per_step=4 train.learning_rate=2e-5
     python benchmarks/async_overlap.py --staleness 0,1,2            some minutes without a GPU; nothing else should run
 
-The trainer has one core and the vLLM server another (taskset), so that neither can take what the other leaves idle. One server serves all
-runs, one after the other; each run gives it its own weights before its first step. Everything but the placement, and with it the correction
-that it asks for, is configs/quickstart.yaml. Steps per second are over all steps, the first one included, in which nothing overlaps yet;
-evaluations, before the first step and after the last, are not counted. How long a step trains depends on what the policy has learned: long
-responses and groups that differ in reward take longer. `step/train` is what a step takes by what it trains, and does not depend on that.
+The trainer has one core and the vLLM server another (taskset), so neither can use the other's idle time. One server serves all runs, one
+after the other; each run pushes its own weights before its first step. Everything except the placement and its required correction is
+configs/quickstart.yaml. Steps per second cover all steps, including the first, which has no overlap. Evaluations, before the first step and
+after the last, do not count. The training time of a step depends on what the policy has learned: long responses and groups with different
+rewards take longer. `step/train` is a step's time over its training time, and does not depend on that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megagrpo.servers.serving import make_launcher, name_of
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-ENDS = 3  # last steps whose rewards are averaged
+ENDS = 3  # the last steps, whose rewards are averaged
 COLUMNS = (
     "s/step",
     "steps/s",
@@ -56,14 +56,14 @@ def train(max_staleness: int, url: str, token: str, folder: Path, args: argparse
         options += ["algorithm.importance_correction=token_truncate"]
     command = ["taskset", "-c", str(args.trainer_core), sys.executable, "-m", "megagrpo", "train", str(QUICKSTART), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", TOKEN_VARIABLE: token}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr)  # to watch it; the table alone goes to stdout
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr)  # to watch the run; only the table goes to stdout
     if done.returncode:
         raise SystemExit(f"{name} ended with exit code {done.returncode}")
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
 def row(lines: Sequence[dict[str, float]], first: float | None) -> tuple[float, list[str]]:
-    """Seconds per step, and the cells of the table; `first` are those of the run that this one is compared with."""
+    """Seconds per step, and the cells of the table; `first` are the seconds of the run to compare with."""
     steps = [line for line in lines if "reward" in line]
     held_out = [line["eval/reward"] for line in lines if "eval/reward" in line]
     mean = lambda name: statistics.fmean(line.get(name, 0.0) for line in steps)  # noqa: E731
@@ -92,7 +92,7 @@ def main() -> None:
     dtype = name_of(device.engine_precision(device.resolve_precision(config.model.precision)))
     with tempfile.TemporaryDirectory() as folder:
         cores = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {args.server_core})  # which the server inherits
+        os.sched_setaffinity(0, {args.server_core})  # the server inherits it
         with make_launcher(config, resolve_model(config.model.path), Path(folder), dtype) as launcher:
             launcher.start()
             os.sched_setaffinity(0, cores)

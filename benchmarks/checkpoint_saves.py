@@ -1,4 +1,4 @@
-"""Measures how long a checkpoint stops training, written in the foreground or in the background, and what its verification costs.
+"""Measures how long a checkpoint stops training, in the foreground and in the background, and the cost of its verification.
 
     python benchmarks/checkpoint_saves.py FOLDER
 
@@ -64,7 +64,7 @@ def measure(folder: Path) -> dict[str, list[float]]:
     for chunk in policy.chunks:
         for parameter in chunk.parameters():
             parameter.main_grad = torch.randn(parameter.shape)
-    policy.update()  # makes the moments
+    policy.update()  # creates the moments
     saver = Checkpointer(folder / "checkpoints", layout, policy, 1, model)
     found: dict[str, list[float]] = {}
 

@@ -4,8 +4,8 @@
     python benchmarks/conversion_memory.py FOLDER --layers 2  # the same peak with a quarter of the bytes
 
 Writes a random sharded checkpoint, converts it with the two tools, compares the sha256 of every file, and prints seconds and peak memory of
-each tool. The limit is RLIMIT_DATA, which the kernel enforces on all memory that a process has to itself, touched or not; the peak is what
-was resident at most, pages of mapped files included. It removes what it wrote.
+each tool. The limit is RLIMIT_DATA, which the kernel enforces on all private memory of a process, touched or not. The peak is the resident
+memory, including pages of mapped files. The script removes its files.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ QWEN3_30B_A3B = dict(
     rope_theta=1e6,
     max_position_embeddings=40960,
 )
-ALLOWED = 2 * 10**9  # bytes, beside the largest tensor
+ALLOWED = 2 * 10**9  # bytes, in addition to the largest tensor
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """Write it in files of 2 GB, every tensor another part of the same random numbers; bytes of its largest tensor."""
+    """Write it in files of 2 GB, with every tensor a slice of the same random numbers; return the bytes of its largest tensor."""
     folder.mkdir(parents=True)
     config = QWEN3_30B_A3B | dict(num_hidden_layers=layers)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -82,7 +82,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def run_tool(name: str, *arguments: Path, limit: int) -> tuple[float, float]:
-    """Seconds, and peak resident memory in GB, of a tool under the limit. RuntimeError when it fails."""
+    """Seconds and peak resident memory (GB) of a tool under the limit. RuntimeError when it fails."""
     start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, TOOLS / name, *arguments],

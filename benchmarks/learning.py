@@ -3,8 +3,8 @@
     python benchmarks/learning.py                          all, one after the other: some minutes each without a GPU
     python benchmarks/learning.py cispo gspo --steps 12
 
-Everything but the loss is configs/quickstart.yaml. Losses that bound or weigh the probability ratio take two optimizer steps for each
-generation (`steps_per_generation`, for real `num_iterations`): in one alone the ratio is 1 and they all average the same thing.
+Everything but the loss is configs/quickstart.yaml. Losses that clip or weight the probability ratio take two optimizer steps for each
+generation (`steps_per_generation`, for real `num_iterations`): in a single step the ratio is 1 and all losses average the same quantity.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LOSSES: dict[str, dict[str, object]] = {
     "entropy_bonus": dict(loss_type="dapo", entropy_coef=1e-3),
     "top_entropy": dict(loss_type="dapo", top_entropy_quantile=0.5),
 }
-ENDS = 3  # steps at either end whose rewards are averaged
+ENDS = 3  # steps at the start and at the end whose rewards are averaged
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """Mean reward of the first and of the last steps, and over the held-out questions before and after."""
+    """Mean reward of the first and of the last steps, and on the held-out questions before and after."""
 
     first: float
     last: float
@@ -52,12 +52,12 @@ class Learnt:
 
     @property
     def rises(self) -> bool:
-        """Whether both show it."""
+        """Whether both rewards show learning."""
         return self.last > self.first + 0.1 and self.after > self.before
 
 
 def learn(name: str, folder: Path, steps: int = 12) -> Learnt:
-    """Runs it into `folder`/NAME. RuntimeError with the end of its output when it fails."""
+    """Run the loss into `folder`/NAME. RuntimeError with the end of its output when it fails."""
     options = [f"algorithm.{key}={value}" for key, value in LOSSES[name].items()]
     places = [f"run.name={name}", f"run.output_dir={folder}", f"run.max_steps={steps}", "run.tensorboard=false"]
     command = [ROOT / "launch" / "local.sh", ROOT / "configs" / "quickstart.yaml", *places, *options]

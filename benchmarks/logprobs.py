@@ -5,19 +5,19 @@
 Every contender gets hidden states [T, H], a head [V, H], labels [T] and the gradient of the loss in each log-prob, and gives the
 gradients of hidden states and head:
 
-- megagrpo: `vocab_logprobs`, which also gives the entropy; the logits of `chunk` tokens exist at a time. The gradients in the log-probs are
-  computed early, as a train step does for all its losses, and checked in the backward pass.
-- megagrpo, late gradients: the same without; logits are computed again in the backward pass, four products of T x V x H, where others need
-  three.
+- megagrpo: `vocab_logprobs`, which also returns the entropy; only the logits of `chunk` tokens exist at a time. The gradients of the
+  log-probs are computed early, as in a train step for all its losses, and checked in the backward pass.
+- megagrpo, late gradients: the same without early gradients; the backward pass computes the logits again, which takes four
+  products of T x V x H instead of three.
 - plain: log_softmax over the whole [T, V] logits in float32, and autograd.
-- liger-style: what transformers with liger-kernel's fused linear losses does, written in plain PyTorch: `--liger-chunk` tokens at a time,
-  loss and gradients of a chunk together, gradients of the head summed up. Only a loss that is known token by token inside the kernel can
-  be computed so; the gradients in the log-probs are therefore given to it beforehand.
+- liger-style: the method of transformers with liger-kernel's fused linear losses, in plain PyTorch: `--liger-chunk` tokens at a time,
+  loss and gradients of a chunk together, gradients of the head summed up. This requires a loss known token by token inside the kernel;
+  so it gets the gradients of the log-probs in advance.
 - megatron: the logits times Megatron's `vocab_parallel_cross_entropy`, of a tensor-parallel group of one.
 
-Columns: median wall and CPU seconds of repetitions that take turns in one process; memory above what inputs take, at the peak, of a
-process that runs one contender once; the largest difference of a gradient from the plain one in float32, over the largest gradient. With
-bf16 the inputs are bf16 for all, and the difference is from float32 arithmetic on the same inputs.
+Columns: median wall and CPU seconds of repetitions that alternate in one process; peak memory above the inputs, of a process that runs one
+contender once; the largest difference of a gradient from the plain float32 one, over the largest gradient. With bf16 all inputs are bf16,
+and the difference is from float32 arithmetic on the same inputs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def wait() -> None:
 
 
 def measure_time(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
-    """(median wall seconds, median CPU seconds, largest relative gradient difference) of each contender; who goes first rotates."""
+    """(median wall seconds, median CPU seconds, largest relative gradient difference) of each contender; the order rotates."""
     given = inputs(args)
     exact = [g.float() for g in plain(*(t.detach().float().requires_grad_() if t.is_floating_point() else t for t in given))]
     names, times, differences = list(contenders(args).items()), {}, {}
@@ -135,7 +135,7 @@ def measure_memory(args: argparse.Namespace, name: str) -> float:
         contender(*given)
         return (torch.cuda.max_memory_allocated() - before) / 2**30
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # forget the peak so far (man proc)
+        file.write("5")  # reset the peak (man proc)
     before = resident("VmRSS")
     contender(*given)
     return (resident("VmHWM") - before) / 2**20

@@ -1,12 +1,12 @@
-"""The memory that `megagrpo plan` predicts beside the peak that ranks on a CPU measure, phase by phase and layout by layout.
+"""The memory that `megagrpo plan` predicts, compared with the measured peak of ranks on a CPU, by phase and layout.
 
     python benchmarks/plan_memory.py [LAYOUT ...]
 
-Every rank counts the bytes of all tensors' storages that are alive, from the moment before it builds the model: each one that an operation
-makes, in backward passes too, until it is freed. What an operation takes and gives back before it ends is not seen. Random weights, full
-micro-batches of sequences that are longer than the CPU attention keeps scores of. The fullest rank is compared; of a checkpoint (`saving`:
-the peak of putting it together, `writing`: what is held until it is written), and of what leaves the device while vLLM generates
-(`offload`), the sum of all ranks, which share the host's memory.
+Every rank counts the bytes of all living tensor storages, starting before it builds the model: each storage that an operation returns, in
+backward passes too, until it is freed. Temporary memory inside an operation is not counted. Random weights, full micro-batches of sequences
+longer than those whose scores CPU attention keeps. The comparison uses the fullest rank. For a checkpoint (`saving`: the peak of collecting
+it, `writing`: memory until it is written) and for `offload` (memory offloaded while vLLM generates) it uses the sum of all ranks, which
+share the host's memory.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from megagrpo.types import LossInputs, LossOutput, TrainSample, TrainState
 
 MIB = 2**20
 LENGTH = 256
-TOKENS = 2048  # of a micro-batch
-HOST = ("saving", "writing", "offload")  # what is taken of the host's memory, beside what is there
+TOKENS = 2048  # per micro-batch
+HOST = ("saving", "writing", "offload")  # host memory in addition to the memory in use
 DENSE = dict(model_type="qwen3", hidden_size=256, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
 DENSE |= dict(intermediate_size=768, vocab_size=8192, max_position_embeddings=4096, tie_word_embeddings=False)
 MIXED = DENSE | dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=384, norm_topk_prob=True)
@@ -65,7 +65,7 @@ LAYOUTS: dict[str, tuple[int, dict, dict[str, dict]]] = {  # ranks, model, secti
 
 
 class Bytes(TorchDispatchMode):
-    """Counts the storages of what operations give while it is on, and of tensors told to it."""
+    """Counts the storages that operations return inside, and of registered tensors."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ class Bytes(TorchDispatchMode):
 
     @contextmanager
     def phase(self, peaks: dict[str, float], name: str) -> Iterator[None]:
-        """Notes the peak of what happens inside, in MiB."""
+        """Record the peak inside, in MiB."""
         self.peak = self.alive
         yield
         peaks[name] = self.peak / MIB
@@ -112,7 +112,7 @@ def config_of(sections: dict[str, dict]) -> RunConfig:
 
 
 def measured(raw: dict, config: RunConfig, folder: Path, steps: int = 2) -> dict[str, float]:
-    """Phase -> MiB of this rank at its peak; of a checkpoint in `folder`, saving -> MiB that come on top, writing -> MiB that stay;
+    """Phase -> MiB of this rank at its peak. For a checkpoint in `folder`: saving -> additional MiB, writing -> MiB until it is written.
     offload -> MiB that leave the device."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -122,10 +122,10 @@ def measured(raw: dict, config: RunConfig, folder: Path, steps: int = 2) -> dict
             layout = init_layout(config.parallel)
             policy = MegatronPolicy(config, layout, parse_hf_config(raw))
             for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters()):
-                parameter.data.copy_(torch.empty_like(parameter).normal_(std=0.02))  # as loaded, one tensor after the other
+                parameter.data.copy_(torch.empty_like(parameter).normal_(std=0.02))  # like loading, one tensor at a time
             policy.weights_changed()
         batch = pack(samples(config, layout.dp_size), packing_rules(config, False), layout.dp_rank, layout.dp_size)
-        for _ in range(steps):  # the optimizer's state exists after the first
+        for _ in range(steps):  # the first step creates the optimizer's state
             with count.phase(peaks, "logprobs"):
                 policy.logprobs(batch)
             with count.phase(peaks, "train"):
@@ -144,7 +144,7 @@ def measured(raw: dict, config: RunConfig, folder: Path, steps: int = 2) -> dict
 
 @contextmanager
 def _noting_copies(peaks: dict[str, float]) -> Iterator[None]:
-    """Notes the copies that a rank is to write, as long as it holds all of them: a short write ends before `start` does."""
+    """Record the copies that a rank is to write while all of them exist: a short write ends before `start` does."""
 
     def copy_and_note(lists: list, copy: bool) -> None:
         copied(lists, copy)
@@ -168,7 +168,7 @@ def policy_gradient(inputs: LossInputs) -> LossOutput:
 
 
 def predicted(model: HfConfig, config: RunConfig, ranks: int) -> dict[str, float]:
-    """Phase -> MiB of the plan."""
+    """Phase -> MiB in the plan."""
     memory = trainer_memory(config, model, ranks // config.parallel.model_parallel_size, gpu=False)
     phases = {phase: sum(parts.values()) for phase, parts in memory.items()}
     host = host_memory(config, model, ranks) | {"offload": host_memory(config, model, ranks, gpu=True)["offload"]}
@@ -176,7 +176,7 @@ def predicted(model: HfConfig, config: RunConfig, ranks: int) -> dict[str, float
 
 
 def compare(name: str) -> dict[str, tuple[float, float]]:
-    """Phase -> (measured, predicted) MiB of the fullest rank; of a checkpoint, of all ranks together."""
+    """Phase -> (measured, predicted) MiB of the fullest rank; for a checkpoint, of all ranks together."""
     ranks, raw, sections = LAYOUTS[name]
     config = config_of(sections)
     with tempfile.TemporaryDirectory() as folder:

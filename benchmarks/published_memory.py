@@ -1,4 +1,4 @@
-"""What `megagrpo plan` predicts for a rank that trains, memory and seconds, beside what Megatron-SWIFT has published.
+"""Memory and seconds that `megagrpo plan` predicts for a training rank, compared with published numbers of Megatron-SWIFT.
 
     python benchmarks/published_memory.py
 
@@ -7,8 +7,8 @@ Quick-start.md, which names the GPUs, A800. They are supervised: a micro-batch i
 16. The memory is `torch.cuda.max_memory_reserved` of the fullest rank, rounded by its authors: what PyTorch took from the GPU, so more than
 the tensors at their peak, which the plan counts.
 
-Megatron's loss has all logits of a micro-batch at once, where this project's trainer has those of a chunk: counted are 10 bytes for each,
-in bf16, and probabilities and gradient in float32.
+Megatron's loss keeps all logits of a micro-batch at once, this project's trainer only a chunk's. The comparison adds 10 bytes for each
+logit: bf16 logits, and float32 probabilities and gradient.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MOONLIGHT |= dict(n_group=1, topk_group=1, q_lora_rank=None, vocab_size=163840, 
 @dataclass(frozen=True)
 class Row:
     """A published run: script, model, GPUs, (tp, pp, ep), layers of the stages, recomputation, type of the moments, GiB, and seconds of a
-    step on A800, 0 where the kind of GPU is not told."""
+    step on A800; 0 where the kind of GPU is not published."""
 
     script: str
     name: str
@@ -96,7 +96,7 @@ def predicted(row: Row) -> float:
 
 
 def predicted_seconds(row: Row) -> float:
-    """Of a step of training; an A800 is an A100 with two thirds of its NVLink."""
+    """Seconds of a training step; an A800 is an A100 with two thirds of its NVLink."""
     gpu = replace(GPUS["a100"], nvlink_gb_per_s=200)
     return step_times(config_of(row), parse_hf_config(row.model), row.gpus, gpu, Lengths(1, TOKENS - 1, TOKENS - 1)).seconds["train"]
 

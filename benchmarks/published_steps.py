@@ -1,4 +1,4 @@
-"""The seconds that `megagrpo plan` predicts beside those of GRPO steps that NeMo-RL has published.
+"""The seconds that `megagrpo plan` predicts, compared with GRPO steps published by NeMo-RL.
 
     python benchmarks/published_steps.py
 
@@ -6,8 +6,8 @@ Whole steps: docs/about/performance-summary.md of NeMo-RL 0.4, 0.5 and 0.6, GRPO
 Their settings: the recipes of the same versions (examples/configs/recipes/llm/performance) and grpo_math_1B.yaml below them. Phases of 0.3:
 NVIDIA-NeMo/RL issue 959, with grpo_math_8B_megatron.yaml and grpo_math_70B_megatron.yaml of that version. Assumed: prompts of 150 tokens.
 
-What NeMo-RL does otherwise than this project is counted as it does it. Log-probs of policy and reference precede every update. A refit
-gathers the whole model on every rank. Where trainer and vLLM share GPUs, gradients and Adam's state go to ordinary host memory and back.
+Where NeMo-RL differs from this project, the prediction follows NeMo-RL. Log-probs of policy and reference precede every update. A refit
+gathers the whole model on every rank. Where trainer and vLLM share GPUs, gradients and Adam's state go to pageable host memory and back.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Row:
-    """A published row: layout of the trainer (tp, cp, pp, ep), its GPUs, tp of generation and its GPUs (0: those of the trainer), mean
-    length of a sample. `held_out`: it was not looked at while the plan's constants were chosen."""
+    """A published row: layout of the trainer (tp, cp, pp, ep), its GPUs, tp of generation and its GPUs (0: the trainer's GPUs), mean length
+    of a sample. `held_out`: not used for choosing the plan's constants."""
 
     job: Job
     version: str
@@ -67,7 +67,7 @@ class Row:
     mean: int
     seconds: float
     held_out: bool = True
-    ahead: int = 1  # steps that generation on GPUs of its own may be ahead
+    ahead: int = 1  # maximal number of steps that generation on separate GPUs runs ahead
 
 
 LLAMA = Job("Llama-3.1-8B", LLAMA_8B, 64, 32, 4096, 4, "full")
@@ -141,13 +141,13 @@ def predicted(row: Row) -> StepTimes:
     config = load_config(REPOSITORY / "configs" / "quickstart.yaml", [f"{key}={value}" for key, value in keys.items()])
     lengths = Lengths(PROMPT, row.mean - PROMPT, job.longest - PROMPT)
     made = step_times(config, model, row.gpus, H100, lengths)
-    # Of one optimizer step there are no old log-probs with us.
+    # Ours computes no old log-probs for a single optimizer step.
     again = made.seconds["logprobs"] if config.algorithm.updates_per_step == 1 else 0
     return replace(made, seconds=made.seconds | {"logprobs": made.seconds["logprobs"] + again, "sync": refit_seconds(row, model)})
 
 
 def refit_seconds(row: Row, model: HfConfig) -> float:
-    """Of theirs, both ways."""
+    """Seconds of NeMo-RL's refit: the gather, and the offload in both directions."""
     gathered = Links(H100).seconds(2 * num_parameters(model), row.gpus + row.server_gpus)
     moved = 0 if row.server_gpus else 2 * (12 + 4) * num_parameters(model) / row.gpus / (PAGEABLE_GB_PER_S * 1e9)
     return gathered + moved

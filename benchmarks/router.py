@@ -1,10 +1,10 @@
-"""What the client of vLLM servers costs per request: thousands of prompts at once, against stand-ins that answer after a while.
+"""CPU cost per request of the client of vLLM servers: thousands of prompts at once, against stand-ins with delayed responses.
 
     python benchmarks/router.py --requests 10000 --servers 4 --seconds 2 --failing 0.01
 
-The stand-ins are processes of their own with real sockets, and cut the connection of one request in a hundred in the middle of its answer.
-Every prompt must come back once, with the tokens that follow from its seed; the script fails otherwise. `CPU ms` is the client's processor
-time for one request, all of its life included: making it, sending it, reading and checking 32 tokens with log-probs.
+The stand-ins are separate processes with real sockets, and drop the connection of one request in a hundred in the middle of its response.
+Every prompt must come back once, with the tokens computed from its seed; the script fails otherwise. `CPU ms` is the client's CPU time for
+one request: building it, sending it, reading and checking 32 tokens with log-probs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ TOKENS = 32
 
 
 def answer(seed: int) -> list[int]:
-    """The tokens that follow from a seed."""
+    """The tokens computed from a seed."""
     return [(seed + k) % 50_000 for k in range(TOKENS)]
 
 
 def stand_in(told: Connection, seconds: float, failing: float) -> None:
-    """Serve until killed; tells its port."""
+    """Serve until killed; prints its port."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.IncompleteReadError:  # a health check that was given up
+        except asyncio.IncompleteReadError:  # an aborted health check
             return writer.close()
         length = next((int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0)
         body = json.loads(await reader.readexactly(length) or b"null")

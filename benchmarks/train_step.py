@@ -62,7 +62,7 @@ KINDS = ("equal", "mixed", "groups")
 
 
 class Contender(Protocol):
-    """Takes optimizer steps; returns the loss before the step."""
+    """Takes optimizer steps; returns the loss before each step."""
 
     name: str
 
@@ -96,7 +96,7 @@ class Megagrpo:
 
 
 def policy_gradient(inputs: LossInputs) -> LossOutput:
-    """- sum over response tokens of advantage * logprob."""
+    """The loss: - sum over response tokens of advantage * logprob."""
     rows = inputs.micro_batch
     return LossOutput(numerator=-(inputs.policy_logprobs * rows.advantages * rows.loss_mask).sum(), metrics={})
 
@@ -141,7 +141,8 @@ class Transformers:
 
 
 def make_samples(count: int, prompt: int, response: int, kind: str) -> list[TrainSample]:
-    """`count` samples of random tokens. Mixed: prompt and response lengths are uniform between a quarter of the given ones and them."""
+    """`count` samples of random tokens. Mixed: prompt and response lengths are uniform between a quarter of the given lengths and all of
+    them."""
     draw = random.Random(0)
 
     def tokens(most: int) -> Tensor:
@@ -159,7 +160,7 @@ def make_samples(count: int, prompt: int, response: int, kind: str) -> list[Trai
 
 
 def measure(contenders: Sequence[Contender], samples: Sequence[TrainSample], repeats: int) -> dict[str, tuple[float, float, float]]:
-    """(median wall seconds, median CPU seconds, last loss) of each contender after one warm-up step each; who goes first alternates."""
+    """(median wall seconds, median CPU seconds, last loss) of each contender after one warm-up step each; the order alternates."""
     times: dict[str, list[tuple[float, float]]] = {c.name: [] for c in contenders}
     losses = {c.name: c.step(samples) for c in contenders}
     for repeat in range(repeats):

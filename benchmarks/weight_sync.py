@@ -3,17 +3,17 @@
     python benchmarks/weight_sync.py                            # SmolLM2-135M, the quickstart's model
     python benchmarks/weight_sync.py --model 1.5b --syncs 3     # the shape of Qwen2.5-1.5B, random weights
 
-One trainer rank, one server, TP=1 -> TP=1, with everything that is on by default: every element is checked to be finite, read once, and
-its checksum compared on both sides. Before each sync every weight changes, so a server that kept an old one would show in its log-probs.
+One trainer rank, one server, TP=1 -> TP=1, with all defaults: every element is checked to be finite, read once, and its checksum compared
+on both sides. Before each sync every weight changes, so a stale weight on the server would show in its log-probs.
 Per sync, medians over all but the first, which also makes and maps the files:
 
 - copy: the trainer's weights copied to a buffer, torch's `copy_`, by one thread, just before the sync.
-- check: the trainer looks for NaN and infinity, and agrees with other ranks; before the server hears of the update.
-- publish: the trainer's cast, copy and checksum into shared memory. It begins with pause, and goes on beside what follows.
-- read: the worker's copy and checksum out of it, waiting for what is not written yet included.
-- the rest: pause, start, layers (what vLLM does with each layer that was read, as far as it is not done beside reading, until the update is
-  finished), resume, and everything else, which is the proof above all. With check and read they add up to end to end; publish runs beside.
-- |dlogprob|: the largest difference between log-probs that the server reports for what it samples and those of the trainer's model.
+- check: the trainer looks for NaN and infinity, and agrees with other ranks, before the first request to the server.
+- publish: the trainer's cast, copy and checksum into shared memory. It begins with pause, and overlaps the following phases.
+- read: the worker's copy and checksum from shared memory, including waits for data not written yet.
+- the rest: pause, start, layers (vLLM's work on each layer after its read that does not overlap with reading), resume, and
+  everything else, mostly the verification. With check and read these phases add up to end to end; publish overlaps them.
+- |dlogprob|: the largest difference between the server's log-probs of its own samples and the trainer model's log-probs.
 
 The trainer holds the weights in `--dtype` and the server computes in it. Takes 6 times the weights in memory, twice of them in /dev/shm.
 """
@@ -73,7 +73,7 @@ COPY_BUFFER = 2**29  # bytes
 
 
 def model_folder(model: str, scratch: Path) -> Path:
-    """A folder that vLLM can start on; of the random model it holds no weights."""
+    """A folder that vLLM can start on; for the random model it contains no weights."""
     if model == "135m":
         return resolve_model(SMOLLM2)
     (scratch / "config.json").write_text(json.dumps(QWEN_1_5B))
@@ -82,14 +82,14 @@ def model_folder(model: str, scratch: Path) -> Path:
 
 @torch.no_grad()
 def change(chunks: list[nn.Module]) -> None:
-    """Multiply every weight by something near 1 that depends on its place."""
+    """Multiply every weight by a factor near 1 that depends on its position."""
     for parameter in (p for chunk in chunks for p in chunk.parameters()):
         parameter.mul_(1 + 0.05 * torch.randn(parameter.shape[-1], dtype=parameter.dtype, device=parameter.device))
 
 
 @torch.no_grad()
 def plain_copy(chunks: list[nn.Module], buffer: Tensor) -> float:
-    """Seconds that copying all parameters takes, once round and round a warm buffer."""
+    """Seconds for copying all parameters, in one pass through a reused warm buffer."""
     at, started = 0, time.perf_counter()
     for parameter in (p for chunk in chunks for p in chunk.parameters()):
         source = parameter.detach().view(-1).view(torch.uint8)
@@ -101,7 +101,7 @@ def plain_copy(chunks: list[nn.Module], buffer: Tensor) -> float:
 
 @contextmanager
 def requests_timed() -> Iterator[Counter[str]]:
-    """Seconds of every request to a server, by the last word of its path, while the block runs."""
+    """Seconds of every request to a server inside the block, by the last part of its path."""
     seconds: Counter[str] = Counter()
     post = httpx.AsyncClient.post
 
@@ -120,7 +120,7 @@ def requests_timed() -> Iterator[Counter[str]]:
 
 @torch.no_grad()
 def difference(chunks: list[nn.Module], engine: VllmEngine, seed: int) -> float:
-    """The largest difference between the server's log-probs of its own samples and the model's."""
+    """The largest difference between the server's log-probs of its own samples and the model's log-probs."""
     rollouts = [group[0] for group in engine.generate(PROMPTS, 1, SAMPLING, seed)]
     rows = [rollout.prompt.token_ids + rollout.response_ids for rollout in rollouts]
     cu_seqlens = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0).int()
@@ -138,7 +138,7 @@ def difference(chunks: list[nn.Module], engine: VllmEngine, seed: int) -> float:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, float]]:
-    """What each sync took, in seconds by phase, with `bytes` and `difference`; the first one included."""
+    """The seconds of each sync by phase, with `bytes` and `difference`, including the first sync."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)

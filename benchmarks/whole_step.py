@@ -1,10 +1,10 @@
-"""One whole GRPO step of megagrpo beside one of TRL's GRPOTrainer, without a GPU: SmolLM2-135M-Instruct, 8 prompts x 8 responses.
+"""One whole GRPO step of megagrpo compared with one of TRL's GRPOTrainer, without a GPU: SmolLM2-135M-Instruct, 8 prompts x 8 responses.
 
     python benchmarks/whole_step.py --dtype fp32 --steps 3          (needs the extra `benchmark`: TRL 1.16)
 
-Each contender runs in a process of its own, one after the other, on the same cores: a warm-up step, then `--steps` steps, medians. Model,
-prompts, chat template, reward function, learning rate, dtype and loss (dapo, beta 0) are the same; every response has all its
-`--max-completion` tokens, on both sides. The reward differs between any two texts, so no sample is left out for zero advantage.
+Each contender runs in its own process, one after the other, on the same cores: a warm-up step, then `--steps` steps, medians. Model,
+prompts, chat template, reward function, learning rate, dtype and loss (dapo, beta 0) are the same. Every response has all its
+`--max-completion` tokens, on both sides. The reward differs between any two texts, so no sample is skipped for zero advantage.
 
 - megagrpo: configs/quickstart.yaml as it stands: vLLM in a process of its own, Megatron-Core, weights synced through shared memory.
 - TRL: as it comes on a CPU: transformers' generate, `use_cpu`, sdpa attention, fused AdamW, `--trl-batch` samples per backward pass, no
@@ -30,7 +30,7 @@ QUICKSTART = HERE.parents[1] / "configs" / "quickstart.yaml"
 PROMPTS, GENERATIONS, MAX_PROMPT, LEARNING_RATE = 8, 8, 64, 5e-5
 PHASES = ("generate", "reward", "train", "sync")
 
-Step = dict[str, float]  # seconds by phase, `step` for all of it, `cpu`, `prompt_tokens` and `response_tokens`
+Step = dict[str, float]  # seconds by phase; `step` is the total; `cpu`, `prompt_tokens` and `response_tokens`
 
 
 def spread(completions: list, **columns) -> list[float]:
@@ -40,7 +40,7 @@ def spread(completions: list, **columns) -> list[float]:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and all its descendants that still run."""
+    """CPU seconds of this process and all its living descendants."""
     import psutil
 
     me = psutil.Process()
@@ -165,7 +165,7 @@ def run_trl(args: argparse.Namespace) -> list[Step]:
 
 
 def contend(name: str, args: argparse.Namespace, folder: Path) -> Step:
-    """Medians of the steps of one contender, run in a process of its own."""
+    """Medians of the steps of one contender in its own process."""
     cores = sorted(os.sched_getaffinity(0))[: args.threads]
     environment = os.environ | {
         "OMP_NUM_THREADS": str(len(cores)),

@@ -1,13 +1,12 @@
-"""All benchmarks on one GPU, and the tests that need one, each under its own time limit; what matters most comes first.
+"""All benchmarks on one GPU, and the tests that need one, each with its own time limit, in order of importance.
 
     python -m benchmarks.gpu.all                    # 25 minutes at most, into runs/gpu
     python -m benchmarks.gpu.all --minutes 9        # as far as that goes; called again, it goes on with what is not done
     python -m benchmarks.gpu.all --only train_7b sleep_wake
     python -m benchmarks.gpu.all --dry-run
 
-What each part prints goes to runs/gpu/NAME.txt as it comes, and all of them together to runs/gpu/results.txt after each part. A part that
-fails, or is ended at its limit, keeps what it has printed and does not stop the others. The exit code is the number of parts that are not
-done well.
+The output of each part goes to runs/gpu/NAME.txt at once, and all outputs to runs/gpu/results.txt after each part. A part that fails or
+reaches its limit keeps its output and does not stop the others. The exit code is the number of parts without success.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from pathlib import Path
 from benchmarks.gpu.setting import ROOT
 
 MINUTES = 25.0
-GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL: servers are ended in it
-LEAST_SECONDS = 20.0  # that are worth beginning a part for
+GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL, for servers to end
+LEAST_SECONDS = 20.0  # needed to start a part
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command and the seconds that it may take."""
+    """A command and its time limit in seconds."""
 
     name: str
     words: tuple[str, ...]
@@ -43,7 +42,7 @@ class Part:
 
     @property
     def dry(self) -> list[str]:
-        """The same without a GPU."""
+        """Return the dry run of this part, which needs no GPU."""
         return [*self.command, "--collect-only", "-q"] if "pytest" in self.words else [*self.command, "--dry-run"]
 
 
@@ -72,7 +71,7 @@ PARTS = (
 
 
 def run(part: Part, folder: Path, limit: float) -> str:
-    """One part, into its file; the line that says what became of it."""
+    """Run one part with its output in its file; return a line with its result."""
     file, started = folder / f"{part.name}.txt", time.monotonic()
     with file.open("wb") as out:
         out.write(f"$ {' '.join(('python', *part.words))}\n".encode())
@@ -90,7 +89,7 @@ def run(part: Part, folder: Path, limit: float) -> str:
 
 
 def end(process: subprocess.Popen) -> None:
-    """A process with its group: SIGTERM, then SIGKILL."""
+    """End a process with its group: SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -103,13 +102,13 @@ def end(process: subprocess.Popen) -> None:
 
 
 def is_done(part: Part, folder: Path) -> bool:
-    """Whether an earlier call has brought it to a good end."""
+    """Whether an earlier call has completed this part."""
     file = folder / f"{part.name}.txt"
     return file.exists() and f"=== {part.name}: exit code 0 " in file.read_text(errors="replace")
 
 
 def gather(folder: Path, parts: Sequence[Part]) -> None:
-    """results.txt: what all parts have printed so far, in their order."""
+    """Write results.txt: the output of all parts so far, in their order."""
     texts = [(folder / f"{part.name}.txt").read_text(errors="replace") for part in parts if (folder / f"{part.name}.txt").exists()]
     (folder / "results.txt").write_text("\n".join(texts))
 

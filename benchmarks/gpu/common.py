@@ -1,4 +1,4 @@
-"""What the benchmarks of this folder share: times and memory on a GPU, the chip's measured ceilings, tables."""
+"""Shared code of the benchmarks in this folder: times and memory on a GPU, the chip's measured ceilings, tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megagrpo import device
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this chip gives, measured: products of square matrices in TFLOP/s, a copy within its memory in GB/s (read plus written)."""
+    """The chip's measured ceilings: products of square matrices in TFLOP/s, a copy within its memory in GB/s (read plus written)."""
 
     bf16_tflops: float
     fp8_tflops: float | None
@@ -26,7 +26,7 @@ class Ceilings:
 
 
 def seconds(function: Callable[[], object], repeats: int = 10, warm_up: int = 3) -> float:
-    """Median seconds of a call on the GPU, by its own clock."""
+    """Median seconds of a call on the GPU, by the GPU's clock."""
     for _ in range(warm_up):
         function()
     times = []
@@ -41,7 +41,7 @@ def seconds(function: Callable[[], object], repeats: int = 10, warm_up: int = 3)
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """Bytes that a call holds at its peak, above what is held before it."""
+    """Bytes allocated at a call's peak, above the bytes allocated before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -51,7 +51,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 
 def measure_ceilings(size: int = 8192, copied: int = 2**31) -> Ceilings:
-    """Of square matrices of `size` and a copy of `copied` bytes."""
+    """Measure products of square matrices of `size`, and a copy of `copied` bytes."""
     left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     bf16 = 2 * size**3 / seconds(lambda: left @ right) / 1e12
     fp8 = None
@@ -65,13 +65,13 @@ def measure_ceilings(size: int = 8192, copied: int = 2**31) -> Ceilings:
 
 
 def need_a_gpu() -> None:
-    """End the program with a sentence where there is none."""
+    """End the program with a message if there is no GPU."""
     if not device.has_gpu():
         sys.exit("This benchmark needs a GPU; --dry-run prints what it would run.")
 
 
 def show(rows: Sequence[Sequence[str]]) -> None:
-    """Print a table whose first row is its head; the first column is text, the others are numbers."""
+    """Print a table whose first row is its header; the first column is text, the others are numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *numbers in rows:
         print("  ".join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]).rstrip())

@@ -4,11 +4,11 @@
     python -m benchmarks.gpu.logprobs --dry-run  # what it would run: products, FLOPs and bytes; no GPU needed
     python -m benchmarks.gpu.logprobs --tune     # the fused kernel's forward pass in other tiles
 
-Every contender gets hidden states [T, H], a head [V, H], labels [T] and the gradients in the log-probs, and gives the gradients of hidden
-states and head; those named "pass" give log-probs and entropy only. Columns: milliseconds (median); over the head's product alone, three
-times that for what gives gradients; TFLOP/s of the products that nobody can do without (one, or three); their share of the chip's measured
-ceiling in bf16; bytes at the peak above the inputs. With FP8 the head's product alone is FP8's for passes, and one in FP8 and two in bf16
-for what gives gradients.
+Every contender gets hidden states [T, H], a head [V, H], labels [T] and the gradients of the log-probs, and returns the gradients of hidden
+states and head; contenders named "pass" return only log-probs and entropy. Columns: milliseconds (median); time over the head's product
+alone, or over three times that product with gradients; TFLOP/s of the required products (one, or three); their share of the chip's measured
+bf16 ceiling; peak bytes above the inputs. With FP8 the head's product alone is in FP8 for passes, and one in FP8 plus two in bf16 with
+gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of one product with the head."""
+        """FLOPs of one product with the head."""
         return 2.0 * self.tokens * self.vocab * self.hidden
 
 
@@ -55,7 +55,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to the log-probs; `products` with the head in all, with gradients or without."""
+    """A method for the log-probs; `products` is its number of products with the head, with gradients or without."""
 
     name: str
     products: int
@@ -104,7 +104,7 @@ class Inputs:
 
 
 def head_alone(inputs: Inputs, fp8: bool) -> Callable[[], None]:
-    """The head's product, 4096 tokens at a time into the same memory: what no way to the log-probs can do without."""
+    """The head's product, 4096 tokens at a time into the same memory, which every method needs."""
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
     out = torch.empty(4096, weight.shape[0], device="cuda", dtype=torch.bfloat16)
     (hidden8, h), (weight8, w) = (in_fp8(t, "tensorwise", FP8_BLOCK) for t in (hidden, weight)) if fp8 else ((hidden, None), (weight, None))
@@ -146,7 +146,7 @@ def share(tflops: float, ceilings: common.Ceilings) -> str:
 
 
 def plan(shape: Shape, chunk: int) -> None:
-    """What `measure` would run: products, TFLOP and GiB beside the inputs, by arithmetic."""
+    """The work of `measure`: products, TFLOP and GiB in addition to the inputs, by arithmetic."""
     rows = [["", "products", "TFLOP", "GiB of logits or scratch", "GiB of gradients"]]
     for contender in CONTENDERS:
         gradients = shape.vocab * shape.hidden * (4 + 2) + shape.tokens * shape.hidden * 2 if contender.gradients else 0
@@ -159,8 +159,8 @@ def plan(shape: Shape, chunk: int) -> None:
 
 
 def logits_bytes(contender: Contender, shape: Shape, chunk: int) -> int:
-    """Of what grows with tokens times vocabulary: the chunk's logits in float32 and, as the product leaves them, bf16; the fused kernels'
-    scratch, and their statistics of all tokens."""
+    """Memory that grows with tokens times vocabulary: the chunk's logits in float32 and in the product's bf16; the fused kernels' scratch,
+    and their statistics of all tokens."""
     if not contender.fused:
         return min(chunk, shape.tokens) * shape.vocab * (4 + 2)
     tiles = fused_logprobs.FP8_TILES if contender.fp8 else fused_logprobs.TILES
@@ -172,7 +172,7 @@ def logits_bytes(contender: Contender, shape: Shape, chunk: int) -> int:
 
 
 def tune(shape: Shape) -> None:
-    """Milliseconds of the fused pass in other tiles than the chosen ones."""
+    """Milliseconds of the fused pass with other tile sizes than the default."""
     inputs, chosen = Inputs.of(shape), fused_logprobs.TILES
     contender = next(c for c in CONTENDERS if c.fused and not c.gradients and c.fp8 is None)
     rows = [["tokens x vocabulary x features, warps, stages", "ms", "TFLOP/s"]]

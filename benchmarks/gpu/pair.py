@@ -1,4 +1,4 @@
-"""A policy and a vLLM server on the same GPU, put together from the parts that a run is put together from."""
+"""A policy and a vLLM server on the same GPU, built from the components of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megagrpo.weight_sync.sync import SyncReport, WeightSync, make_transport
 
 @dataclass
 class Pair:
-    """Both sides, after the server has started. `policy` is None where only weights were made, `chunks` are them."""
+    """Both sides, after the server has started. `policy` is None if there are only weights, in `chunks`."""
 
     config: RunConfig
     hf_config: HfConfig
@@ -37,31 +37,31 @@ class Pair:
     weight_sync: WeightSync
     offload: NoOffload | Offload
     transport: str
-    base_gib: float  # of the GPU that was in use before there was a server: this process's CUDA context above all
-    started_gib: float  # that the server took
+    base_gib: float  # GPU memory in use before the server started: mostly this process's CUDA context
+    started_gib: float  # GPU memory that the server has allocated
     version: int = 0
 
     def push(self) -> SyncReport:
-        """Give the server the weights as they are, in their next version."""
+        """Push the current weights to the server as their next version."""
         self.version += 1
         return self.weight_sync.push(blocks(self.chunks, self.hf_config, self.layout), self.version, SyncHandover(self.offload))
 
     def held_gib(self) -> tuple[float | None, float | None]:
-        """(what this process's allocator holds of the GPU, all that is in use beside that: the server's); None without a GPU."""
+        """(GPU memory of this process's allocator, all other GPU memory in use: the server's); None without a GPU."""
         if not device.has_gpu():
             return None, None
         return own_gib(), used_gib() - own_gib() - self.base_gib
 
     def sleep(self) -> None:
-        """Have the server give its memory back; nothing without a GPU."""
+        """Put the server to sleep, which frees its memory; no effect without a GPU."""
         self.engine.sleep()
 
 
 @contextmanager
 def pair(config: RunConfig, scratch: Path, trains: bool, offloads: bool = False) -> Iterator[Pair]:
-    """On the model in the folder `config.model.path`, whose weights are random on both sides. With `trains` the policy has gradients and
-    an optimizer, and with `offloads` it leaves the GPU at the end of each push. The server starts first: vLLM takes what others allocate
-    meanwhile for its own. It sleeps until the first push."""
+    """Build both sides on the model in the folder `config.model.path`, with random weights. With `trains` the policy has gradients and an
+    optimizer; with `offloads` it leaves the GPU at the end of each push. The server starts first, because vLLM counts memory that others
+    allocate meanwhile as its own. It sleeps until the first push."""
     folder = Path(config.model.path)
     hf_config = load_hf_config(folder)
     dtype = device.resolve_precision(config.model.precision)
@@ -88,7 +88,7 @@ def pair(config: RunConfig, scratch: Path, trains: bool, offloads: bool = False)
 
 
 def used_gib() -> float:
-    """Of this rank's GPU, by all processes; 0 without a GPU."""
+    """Memory in use on this rank's GPU, by all processes; 0 without a GPU."""
     if not device.has_gpu():
         return 0.0
     torch.cuda.synchronize()
@@ -97,5 +97,5 @@ def used_gib() -> float:
 
 
 def own_gib() -> float:
-    """What this process's allocator holds of its GPU, the CUDA context apart; 0 without a GPU."""
+    """GPU memory of this process's allocator, without the CUDA context; 0 without a GPU."""
     return torch.cuda.memory_reserved() / 2**30 if device.has_gpu() else 0.0

@@ -1,4 +1,4 @@
-"""What benchmarks on a GPU are about: models of known shapes, the run that they lay their keys over, the chip and its versions.
+"""The setting of benchmarks on a GPU: models of known shapes, the base config of their runs, the chip and its versions.
 
     python -m benchmarks.gpu.setting
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megagrpo.config import RunConfig, load_config
 from megagrpo.plan.gpus import GPUS, Gpu
 
-if TYPE_CHECKING:  # it imports torch, which a dry run does without
+if TYPE_CHECKING:  # imports torch, which a dry run does not need
     from benchmarks.gpu.common import Ceilings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ QWEN25 = dict(
     tie_word_embeddings=True,
     torch_dtype="bfloat16",
 )
-TINY = "tiny"  # to try a script out
+TINY = "tiny"  # for testing a script
 SMALL = {  # config.json of Qwen2.5-0.5B and -1.5B; the larger ones are in configs/models
     "0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
     "1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
@@ -48,7 +48,7 @@ LARGE = {"7b": "Qwen2.5-7B-Instruct", "30b-a3b": "Qwen3-30B-A3B"}
 
 
 def shape(name: str, layers: int | None = None) -> dict[str, Any]:
-    """config.json of a model of SMALL or LARGE, or of TINY, with so many layers."""
+    """config.json of a model of SMALL or LARGE, or of TINY, with `layers` layers."""
     if name in LARGE:
         raw = json.loads((ROOT / "configs" / "models" / "Qwen" / LARGE[name] / "config.json").read_text())
     else:
@@ -57,7 +57,7 @@ def shape(name: str, layers: int | None = None) -> dict[str, Any]:
 
 
 def write_shape(raw: dict[str, Any], folder: Path) -> Path:
-    """A folder that names a model and holds no weights, as the plan and vLLM's dummy weights want it."""
+    """A folder with a model's config and no weights, as the plan and vLLM's dummy weights need it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw, indent=1))
     return folder
@@ -72,7 +72,7 @@ def run_config(model: Path | str, *overrides: str) -> RunConfig:
 
 
 def wait() -> None:
-    """Until the device has done what it was told."""
+    """Wait until the device has finished its work."""
     import torch
 
     from megagrpo import device
@@ -82,7 +82,7 @@ def wait() -> None:
 
 
 def data_sheet(asked: str | None = None) -> Gpu | None:
-    """The row of `megagrpo plan --gpu` for `asked`, else for the GPU that is here; None where there is none."""
+    """The row of `megagrpo plan --gpu` for `asked`, else for this machine's GPU; None without a known GPU."""
     if asked is not None:
         return GPUS[asked]
     import torch
@@ -105,7 +105,7 @@ def header() -> str:
 
 
 def version(package: str) -> str:
-    """Of an installed package, of vLLM's CPU build where there is no other; "none"."""
+    """The version of an installed package, or of vLLM's CPU build; "none" without either."""
     for name in (package, f"{package}-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -130,7 +130,7 @@ def _said(*command: str) -> str:
 
 
 class Table:
-    """Aligned rows, printed as they come. Columns are name -> format, as in "10.1f"; None is printed as a dash."""
+    """Aligned rows, printed at once. Columns are name -> format, as in "10.1f"; None is printed as a dash."""
 
     def __init__(self, **columns: str):
         self.formats = list(columns.values())
@@ -149,7 +149,7 @@ class Table:
 
 
 def parser(text: str) -> argparse.ArgumentParser:
-    """With what all benchmarks take: a dry run on paper, and keys of the run."""
+    """A parser with the common options of all benchmarks: a dry run on paper, and keys of the run."""
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--dry-run", action="store_true", help="say what would be run, and how large it is; needs no GPU")
     made.add_argument("--gpu", choices=GPUS, help="whose data sheet to compare with; by its name, and h200 in a dry run")
@@ -158,7 +158,7 @@ def parser(text: str) -> argparse.ArgumentParser:
 
 
 def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, with `overrides`: words like key=value, wherever they stand."""
+    """The options, with `overrides`: words like key=value, at any position."""
     words = sys.argv[1:] if arguments is None else arguments
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     args = made.parse_args([word for word in words if word not in overrides])
@@ -167,7 +167,7 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> arg
 
 
 def begin(args: argparse.Namespace) -> tuple[Gpu | None, Ceilings | None]:
-    """Print what the numbers below are of, and give the data sheet and what was measured; nothing is measured in a dry run."""
+    """Print the model, chip and versions, and return the data sheet and the measured ceilings; a dry run measures nothing."""
     if args.dry_run:
         gpu = GPUS[args.gpu or "h200"]
         print(f"dry run: nothing is measured | {gpu.name} by its data sheet: {sheet_text(gpu)}")
@@ -182,7 +182,7 @@ def begin(args: argparse.Namespace) -> tuple[Gpu | None, Ceilings | None]:
 
 
 def measured_ceilings() -> Ceilings | None:
-    """None without a GPU."""
+    """Measure the ceilings of this machine's GPU; None without a GPU."""
     from benchmarks.gpu.common import measure_ceilings
     from megagrpo import device
 

@@ -1,14 +1,14 @@
-"""Who holds how much of a GPU that trainer and vLLM share, at each moment of a step, and how long sleeping and waking takes.
+"""GPU memory of trainer and vLLM on a shared GPU, at each moment of a step, and the time for sleep and wake-up.
 
     python -m benchmarks.gpu.sleep_wake                       # Qwen2.5-1.5B's shape, all layers, random weights
     python -m benchmarks.gpu.sleep_wake --model 7b            # as many layers as fit while vLLM sleeps
     python -m benchmarks.gpu.sleep_wake train.offload=false   # the trainer stays on the GPU while vLLM generates
     python -m benchmarks.gpu.sleep_wake --dry-run
 
-The moments are those of `Trainer.step` with a colocated server: generate, sleep, bring the trainer back, train, sync. Memory in GiB: of
-the trainer what torch's allocator holds, freed blocks that it keeps included; of vLLM all that the GPU has in use beside that, the CUDA
-context of the trainer apart, which is measured before vLLM starts. Bytes that move between GPU and host are the plan's. Medians of
-`--rounds` rounds after a first one, in which the host's memory is allocated.
+The moments follow `Trainer.step` with a colocated server: generate, sleep, reload the trainer, train, sync. Memory in GiB: for the trainer,
+torch's allocator including its cached free blocks. For vLLM, all other GPU memory in use, except the trainer's CUDA context, which is
+measured before vLLM starts. Bytes that move between GPU and host are the plan's. Medians of `--rounds` rounds after a first one, in which
+the host memory is allocated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Round = dict[str, tuple[float, float | None, float | None]]  # moment -> seconds
 
 
 def make_case(name: str, gib: float, folder: Path, overrides: Sequence[str]) -> Case:
-    """As many layers as fit, beside vLLM's share where the trainer stays."""
+    """The number of layers that fit, with vLLM's share if the trainer stays on the GPU."""
     whole, path = shape(name)["num_hidden_layers"], write_shape(shape(name), folder / name)
     config = run_config(path, *overrides)
     room = USABLE * gib * (1 if takes_turns(config) else 1 - config.rollout.gpu_memory_utilization)
@@ -43,7 +43,7 @@ def make_case(name: str, gib: float, folder: Path, overrides: Sequence[str]) -> 
 
 
 def describe(case: Case, gib: float) -> str:
-    """On paper: what the plan says of the GPU, phase by phase, vLLM's share, and what moves to the host."""
+    """Print the plan: the GPU's memory by phase, vLLM's share, and the bytes that move to the host."""
     engine, share = engine_memory(case.config, case.model, gib), case.config.rollout.gpu_memory_utilization
     memory = on_shared_gpu(case.config, trainer_memory(case.config, case.model, dp=1), engine)
     lines = [f"{case.name}: {case.model.num_layers} layers; vLLM's share {share:g} x {gib:g} = {share * gib:.1f} GiB"]
@@ -56,12 +56,12 @@ def describe(case: Case, gib: float) -> str:
 
 
 def moved_gib(case: Case) -> float:
-    """What the trainer moves to the host in each step, and back."""
+    """GiB that the trainer offloads to the host and reloads in each step."""
     return moved_bytes(case.config, case.model, 1)[0] / 2**30 if takes_turns(case.config) else 0.0
 
 
 def measure(case: Case, scratch: Path, rounds: int) -> tuple[list[Round], list[Counter[str]], float]:
-    """(each round's moments, seconds of its requests to the server, GiB of vLLM before it ever slept)."""
+    """(each round's moments, seconds of its requests to the server, GiB of vLLM before its first sleep)."""
     from benchmarks.gpu.pair import pair
     from benchmarks.weight_sync import PROMPTS, SAMPLING, requests_timed
     from megagrpo.algorithms.losses import make_loss

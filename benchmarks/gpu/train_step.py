@@ -4,14 +4,14 @@
     python -m benchmarks.gpu.train_step --models 7b --recipes none blockwise train.fused_logprobs=true
     python -m benchmarks.gpu.train_step --dry-run
 
-Random weights in the shapes of Qwen2.5-0.5B, -1.5B, -7B and Qwen3-30B-A3B, packed samples of mixed lengths behind prompts that groups
-share. A model that the GPU cannot hold with optimizer and activations gets as many layers as `megagrpo plan` fits: its widths are what
-counts. `--layers 28 train.optimizer_state_dtype=fp8` is all of 7B on 141 GB.
+Random weights in the shapes of Qwen2.5-0.5B, -1.5B, -7B and Qwen3-30B-A3B, packed samples of mixed lengths with prompts shared by groups. A
+model that does not fit with optimizer and activations gets as many layers as `megagrpo plan` fits, because its widths matter. `--layers 28
+train.optimizer_state_dtype=fp8` is all of 7B on 141 GB.
 
 - tokens/s: of all samples, prompts included, padding not.
 - TFLOP/s: model FLOPs (`megagrpo/plan/flops.py`: forward and two forwards' worth backward, LM head for response tokens alone, nothing
   recomputed) per second. MFU: their share of the data sheet's bf16 peak, also with FP8; of GEMM: of a large bf16 product as measured here.
-- predicted: what `megagrpo plan --gpu` says of the same step, in seconds and GiB. The peak is torch's, without the CUDA context.
+- predicted: `megagrpo plan --gpu` for the same step, in seconds and GiB. The peak is torch's, without the CUDA context.
 
 The log-prob pass is forward only, over the same batch.
 """
@@ -42,8 +42,8 @@ from megagrpo.plan.workload import Lengths
 if TYPE_CHECKING:
     from benchmarks.gpu.common import Ceilings
 
-USABLE = 0.8  # share of the memory that a planned peak may take: workspaces, fragments and FP8's copies of weights come on top
-WITHOUT_GPU_GIB = 8.0  # that a model may take where the script is only tried out
+USABLE = 0.8  # share of the memory for the planned peak: workspaces, fragments and FP8's copies of weights need the rest
+WITHOUT_GPU_GIB = 8.0  # limit for a model when testing the script without a GPU
 TARGETS = "targets on one H200: MFU of train >= 50% in bf16 at 7b, of log-probs >= 60%, FP8 >= 1.3 x of bf16"
 KEPT = "_kept"  # after a recipe: with model.fp8_param
 RECIPES = (
@@ -54,13 +54,13 @@ RECIPES = (
     "tensorwise_kept",
     "delayed",
     "mxfp8",
-)  # the last one takes a Blackwell chip
+)  # the last one needs a Blackwell chip
 Sizes = Sequence[tuple[int, int]]  # (prompt, response) tokens of each sample
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, as many layers of it as are trained, the run, and how long its samples are."""
+    """A model, its number of trained layers, the run, and the lengths of its samples."""
 
     name: str
     model: HfConfig
@@ -73,14 +73,14 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of one train step."""
+        """FLOPs of one train step."""
         return sum(model_flops(self.model, *size) for size in self.sizes)
 
     def predicted(self, gpu: Gpu) -> tuple[float, float, float]:
         """(seconds of the train step, of the log-prob pass, GiB at the peak)."""
         count, longest = len(self.sizes), self.config.rollout.max_completion_length
         prompts, responses = (sum(side) / count for side in zip(*self.sizes, strict=True))
-        twice = self.config.algorithm.model_copy(update=dict(num_iterations=2))  # of which the plan computes log-probs first
+        twice = self.config.algorithm.model_copy(update=dict(num_iterations=2))  # the plan then computes log-probs first
         lengths = Lengths(prompts, responses, longest)
         seconds = step_times(self.config.model_copy(update=dict(algorithm=twice)), self.model, 1, gpu, lengths).seconds
         return seconds["train"] / 2, seconds["logprobs"], planned_gib(self.config, self.model)
@@ -88,7 +88,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians, in seconds, and the peak in GiB."""
+    """Medians in seconds, and the peak in GiB."""
 
     train: float
     logprobs: float
@@ -97,7 +97,7 @@ class Measured:
 
 
 def planned_gib(config: RunConfig, model: HfConfig) -> float:
-    """At the peak of a train step."""
+    """Planned memory at the peak of a train step."""
     return sum(trainer_memory(config, model, dp=1)["train"].values())
 
 
@@ -109,7 +109,7 @@ def memory_here() -> float:
 
 
 def make_case(name: str, layers: int | None, gib: float, folder: Path, overrides: Sequence[str]) -> Case:
-    """With `layers` None: all of them, or as many as fit."""
+    """Make a case; with `layers` None it has all layers, or as many as fit."""
     whole, path = shape(name)["num_hidden_layers"], write_shape(shape(name, layers), folder / name)
     config = run_config(path, *overrides)
     if layers is None:
@@ -120,7 +120,7 @@ def make_case(name: str, layers: int | None, gib: float, folder: Path, overrides
 
 
 def sizes_of(config: RunConfig) -> Sizes:
-    """Prompts of half to all of the longest, and responses of a quarter to all of it; those of a group have one prompt."""
+    """Prompts of half to all of the maximum, and responses of a quarter to all of it; each group has one prompt."""
     r, numbers = config.rollout, random.Random(0)
     found = []
     for _ in range(r.prompts_per_step):
@@ -131,7 +131,7 @@ def sizes_of(config: RunConfig) -> Sizes:
 
 
 def samples_of(case: Case):
-    """Random tokens of those lengths, advantages that add up to 0 in each pair."""
+    """Samples of random tokens with these lengths, and advantages that add up to 0 in each pair."""
     import torch
 
     from megagrpo.types import TrainSample
@@ -148,7 +148,7 @@ def samples_of(case: Case):
 
 
 def measure(case: Case, steps: int, warm_up: int = 2) -> Measured:
-    """A policy of that model, made and gone again."""
+    """A context manager: a policy of that model, deleted at the end."""
     from megagrpo import device
     from megagrpo.algorithms.losses import make_loss
     from megagrpo.algorithms.reductions import denominator
@@ -194,7 +194,7 @@ def _forget_peak() -> None:
 
 
 def variants(case: Case, recipes: Sequence[str], overrides: Sequence[str]) -> tuple[dict[str, Case], list[str]]:
-    """(precision -> the case in it, why others cannot be)."""
+    """(precision -> its case, reasons for the missing precisions)."""
     found, refused = {}, []
     for recipe in recipes:
         try:
@@ -205,7 +205,7 @@ def variants(case: Case, recipes: Sequence[str], overrides: Sequence[str]) -> tu
 
 
 def describe(case: Case, gpu: Gpu, predictions: dict[str, Case], refused: Sequence[str]) -> str:
-    """A case on paper, to be done again by hand; the last summand of the FLOPs is attention's."""
+    """Print a case so that its numbers can be checked by hand; the last summand of the FLOPs is attention's."""
     model, per_token = case.model, token_flops(case.model)
     responses, attention = sum(r for _, r in case.sizes), sum(attention_flops(model, p + r) for p, r in case.sizes)
     budget = case.config.train.max_tokens_per_micro_batch
@@ -229,7 +229,7 @@ def name_of(recipe: str) -> str:
 
 
 def with_recipe(case: Case, recipe: str, overrides: Sequence[str]) -> Case:
-    """The same in FP8. ConfigError when the config does not allow it."""
+    """The same case in FP8. ConfigError when the config does not allow it."""
     if recipe == "none":
         return case
     keys = f"model.fp8_recipe={recipe.removesuffix(KEPT)}", f"model.fp8_param={str(recipe.endswith(KEPT)).lower()}"
@@ -237,7 +237,7 @@ def with_recipe(case: Case, recipe: str, overrides: Sequence[str]) -> Case:
 
 
 def attempt(case: Case, recipe: str, overrides: Sequence[str], steps: int) -> tuple[Case, Measured] | None:
-    """None, and why, when it cannot be done here: the others may be."""
+    """Measure the case; None, with the reason, when it cannot run here, so that the others still run."""
     import torch
 
     try:
@@ -245,7 +245,7 @@ def attempt(case: Case, recipe: str, overrides: Sequence[str], steps: int) -> tu
         return tried, measure(tried, steps)
     except (ValueError, RuntimeError) as error:  # refused, or out of memory
         if isinstance(error, torch.AcceleratorError):
-            raise  # nothing works after it in this process
+            raise  # this process cannot continue
         print(f"{case.name}, {recipe}: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
         return None
 

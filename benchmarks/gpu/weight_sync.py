@@ -4,9 +4,9 @@
     python -m benchmarks.gpu.weight_sync --model 0.5b --syncs 10
     python -m benchmarks.gpu.weight_sync --dry-run
 
-One rank, one server, TP=1 -> TP=1, everything that is on by default: each element is checked to be finite, read once, and its checksum
-compared on both sides. Every weight changes before each sync. Columns and phases are those of `benchmarks/weight_sync.py`; copy is torch's
-`copy_` of all parameters into memory of the same GPU. GB are of weights, counted once. The GPU holds the weights three times for a moment.
+One rank, one server, TP=1 -> TP=1, with all defaults: each element is checked to be finite, read once, and its checksum compared on both
+sides. Every weight changes before each sync. Columns and phases as in `benchmarks/weight_sync.py`; copy is torch's `copy_` of all
+parameters into memory of the same GPU. GB are of weights, counted once. The GPU holds the weights three times for a moment.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megagrpo.plan.shapes import num_parameters
 from megagrpo.plan.times import sync_seconds
 
 TARGET = "target on one H200: end to end < 1 s at 7b"
-SERVER = ("rollout.enforce_eager=true", "rollout.max_completion_length=256", "rollout.max_num_seqs=16")  # it hardly generates
-EXACT = 0.05  # nats that log-probs of the same weights may be apart: bf16 on both sides, in other kernels
+SERVER = ("rollout.enforce_eager=true", "rollout.max_completion_length=256", "rollout.max_num_seqs=16")  # it generates few tokens
+EXACT = 0.05  # nats, limit for equal weights: bf16 on both sides, in different kernels
 MOVED = dict(check="check", publish="publish, beside the others", read="read", total="end to end")
 NAMED = ("pause", "start", "layers", "resume")
 
 
 def describe(name: str, config, gpu) -> str:
-    """On paper: bytes, and the least that a sync of them can take."""
+    """Print the plan: the bytes, and the minimal time of their sync."""
     model = parse_hf_config(shape(name))
     size = 2 * num_parameters(model)
     copies = size / (gpu.memory_gb_per_s / 2 * 1e9)
@@ -43,7 +43,7 @@ def describe(name: str, config, gpu) -> str:
 
 
 def measure(config, scratch: Path, syncs: int) -> tuple[list[dict[str, float]], str]:
-    """(what each sync took, the first one included; the transport)."""
+    """(the times of each sync, including the first; the transport)."""
     import torch
 
     from benchmarks.gpu.pair import pair
@@ -64,10 +64,10 @@ def measure(config, scratch: Path, syncs: int) -> tuple[list[dict[str, float]], 
 
 
 def plain_copy(chunks) -> float:
-    """Seconds that copying all parameters takes, one after the other into the same memory."""
+    """Seconds for copying all parameters one by one into the same memory."""
     parameters = [p.detach().view(-1) for chunk in chunks for p in chunk.parameters()]
     buffer = max(parameters, key=len).clone()
-    for _ in range(2):  # the first time warms up
+    for _ in range(2):  # the first round warms up
         wait()
         started = time.perf_counter()
         for values in parameters:

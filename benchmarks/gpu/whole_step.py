@@ -1,12 +1,12 @@
-"""Seconds of whole GRPO steps by phase on one GPU that trainer and vLLM share, beside what the plan says of them.
+"""Seconds of whole GRPO steps by phase on one GPU that trainer and vLLM share, compared with the plan.
 
     python -m benchmarks.gpu.whole_step                       # SmolLM2-135M-Instruct, the quickstart's task at a larger batch
     python -m benchmarks.gpu.whole_step --model 1.5b          # random weights in Qwen2.5-1.5B's shape with SmolLM2's vocabulary
     python -m benchmarks.gpu.whole_step --dry-run
 
-The run is `megagrpo train` as a user starts it, in a process of its own: vLLM started by it, weights by CUDA IPC, the server asleep while
-the policy trains. Of `--steps` steps after a first one medians are shown. A random model ends no response by itself, so all of them have
-the greatest length; the reward differs between any two texts, so that no sample is left out.
+The run is `megagrpo train` as a user starts it, in its own process: it starts vLLM, pushes weights by CUDA IPC, and the server sleeps
+during training. The numbers are medians of `--steps` steps after a first one. A random model never ends a response, so all of them have the
+maximal length. The reward differs between any two texts, so no sample is skipped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def overrides(model: Path | str, folder: Path, steps: int, more: Sequence[str]) 
 
 
 def make_model(raw: dict[str, Any], folder: Path) -> None:
-    """Random weights in bf16 and SmolLM2's tokenizer, as Hugging Face has them, in `folder`. In a rank of its own."""
+    """Write random weights in bf16 and SmolLM2's tokenizer to `folder` as a Hugging Face model. Run it in a rank."""
     import torch
 
     from megagrpo.bridge.export import save_hf
@@ -75,12 +75,12 @@ def make_model(raw: dict[str, Any], folder: Path) -> None:
 
 
 def shape_for(name: str) -> dict[str, Any]:
-    """config.json of that shape with the vocabulary of SmolLM2, so that every token has a text."""
+    """config.json of that shape with SmolLM2's vocabulary, so that every token has a text."""
     return shape(name) | dict(vocab_size=49152, eos_token_id=2, bos_token_id=1)
 
 
 def run(words: Sequence[str], seconds: float) -> int:
-    """Exit code of a command that is ended with all its processes after so many seconds."""
+    """Exit code of a command; after `seconds` the command is killed with all its processes."""
     process = subprocess.Popen([*map(str, words)], cwd=ROOT, start_new_session=True)
     try:
         return process.wait(seconds)
@@ -90,7 +90,7 @@ def run(words: Sequence[str], seconds: float) -> int:
 
 
 def report(config: RunConfig, lines: list[dict[str, Any]], gpu) -> str:
-    """Medians of all steps but the first, beside the plan for responses of the length that they had."""
+    """Medians of all steps but the first, and the plan for responses of the measured length."""
     median = {
         key: statistics.median(line.get(key, 0.0) for line in lines[1:])
         for key, value in lines[-1].items()
