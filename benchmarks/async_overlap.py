@@ -1,4 +1,4 @@
-"""How much faster is a run whose generation runs ahead of training? The quickstart, synchronous and with `rollout.max_staleness`.
+"""Speedup of a run with generation ahead of training: the quickstart, synchronous and with `rollout.max_staleness`.
 
     python benchmarks/async_overlap.py --steps 12 rollout.prompts_per_step=4 train.learning_rate=2e-5
     python benchmarks/async_overlap.py --staleness 0,1,2            some minutes without a GPU; nothing else should run

@@ -2,7 +2,7 @@
 
     python benchmarks/train_step.py --dtype fp32 --threads 1
 
-What is compared: the same samples, forward, backward and AdamW step, from random weights on both sides. The loss is the policy gradient
+Both sides take the same samples, forward, backward and AdamW step, from random weights on both sides. The loss is the policy gradient
 over response tokens, - sum(advantage * logprob) / number of response tokens. Three contenders:
 
 - megagrpo: `MegatronPolicy.train_step`, packing included; logits at response tokens only, gradient sums and master weights in float32.

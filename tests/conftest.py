@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 TOGETHER = ("tests/e2e/",)
-"""Folders whose files share servers and models, which each process makes for itself: one process takes all of them."""
+"""Folders whose files share servers and models: one process takes all files of a folder, because each process makes its own."""
 
 
 def scope_of(nodeid: str) -> str:

@@ -1,7 +1,7 @@
 """All benchmarks on one GPU, and the tests that need one, each with its own time limit, in order of importance.
 
     python -m benchmarks.gpu.all                    # 25 minutes at most, into runs/gpu
-    python -m benchmarks.gpu.all --minutes 9        # as far as that goes; called again, it goes on with what is not done
+    python -m benchmarks.gpu.all --minutes 9        # 9 minutes; a second call continues with the remaining parts
     python -m benchmarks.gpu.all --only train_7b sleep_wake
     python -m benchmarks.gpu.all --dry-run
 

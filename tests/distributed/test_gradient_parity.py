@@ -1,4 +1,4 @@
-"""Loss, log-probs, metrics, every gradient tensor and the next weights of a layout equal those of one process."""
+"""Loss, log-probs, metrics, every gradient tensor and the next weights of a layout equal one process's."""
 
 import functools
 

@@ -59,7 +59,7 @@ class Struck:
     of_killed: set[Path] = field(default_factory=set)  # temporary folders that only the next start can remove
 
     def start(self, resume: bool) -> subprocess.Popen:
-        """Start the run as a user does, with servers of its own and its output in files."""
+        """Start the run as a user does, with its own servers, and its output in files."""
         (self.home / "tmp").mkdir(parents=True, exist_ok=True)
         ranks, options = SETTINGS[self.setting]
         words = world.arguments(self.home, *OPTIONS, *options, launched=True)

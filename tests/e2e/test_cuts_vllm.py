@@ -39,7 +39,7 @@ class Listener:
 
 
 def copied_by_loaders(folder, shapes, tp, pp, expert_parallel):
-    """Return what this rank's part of vLLM's model copies when it loads tensors of these shapes."""
+    """The boxes that this rank's part of vLLM's model copies when it loads tensors of these shapes."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs

@@ -75,7 +75,7 @@ def assert_undisturbed(run, output, words, bits=True):
 
 
 def stopped(trainer):
-    """Return the run after it is told to save and stop."""
+    """Send the run a signal to save and stop; return the ended run."""
     os.kill(trainer.pid, signal.SIGTERM)
     run = trainer.wait()
     assert run.code == 128 + signal.SIGTERM, run.err

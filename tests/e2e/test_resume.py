@@ -19,7 +19,7 @@ CURRICULUM = ("data.train.size=8", "data.curriculum=pass_rate", "data.curriculum
 
 
 def told(run):
-    """metrics.jsonl without what depends on the clock."""
+    """metrics.jsonl without metrics that depend on the clock."""
     return [{name: value for name, value in line.items() if _is_the_runs_own(name)} for line in run.lines]
 
 

@@ -52,7 +52,7 @@ def guard_megatron() -> None:
 
 
 def error_of(module: str) -> str:
-    """Return the traceback of importing `module` in a fork of this process; empty if there is none."""
+    """Return the traceback of importing `module` in a fork of this process; empty if the import works."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
