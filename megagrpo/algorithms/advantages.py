@@ -90,7 +90,7 @@ def less_kl(scored: Sequence[ScoredRollout], kl: Tensor, beta: float) -> list[Sc
 
 
 def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """Unbiased standard deviation along `dim`, NaN entries left out; NaN where fewer than two are left."""
+    """Unbiased standard deviation of `values` [...] along `dim`, NaN entries left out; NaN where fewer than two are left."""
     count = (~values.isnan()).sum(dim=dim, keepdim=keepdim)
     deviation = values - values.nanmean(dim=dim, keepdim=True)
     variance = deviation.square().nansum(dim=dim, keepdim=keepdim) / (count - 1).clamp(min=0)
@@ -119,8 +119,8 @@ def rewards_by_function(scored: Sequence[ScoredRollout], num_generations: int) -
 
 
 def reward_statistics(rewards: Tensor) -> dict[str, float]:
-    """`reward`, `reward_std` (mean of the groups' stds), `reward_std_batch` (std of all rewards), `frac_reward_zero_std` (share of groups
-    that teach nothing)."""
+    """Metrics of rewards [P, G]: `reward`, `reward_std` (mean of the groups' stds), `reward_std_batch` (std of all rewards),
+    `frac_reward_zero_std` (share of groups that teach nothing)."""
     group_std = nanstd(rewards, dim=1)
     flat = _is_flat(rewards)
     statistics = {

@@ -52,8 +52,8 @@ def correction_weights(
 
 
 def correction_metrics(weights: Tensor, sequences: Sequences, mode: str) -> dict[str, Metric]:
-    """TRL's names: `sampling/importance_sampling_ratio/min`, `mean` and `max`, of the weights after truncation and masking; over loss
-    tokens, and over sequences where those have one weight each."""
+    """TRL's names: `sampling/importance_sampling_ratio/min`, `mean` and `max`, of the `weights` [T] after truncation and masking; over
+    loss tokens, or over sequences for a `mode` with one weight per sequence."""
     mask, name = sequences.mask, "sampling/importance_sampling_ratio"
     total, count = masked_sum(weights, mask) if mode.startswith("token") else sequences.total_of_means(weights)
     return {

@@ -54,7 +54,7 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, sequences: Sequence
 
 
 def clipped(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
-    """-min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A): PPO's clip (Schulman et al. 2017, eq. 7), with the two-sided
+    """[T]: -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A): PPO's clip (Schulman et al. 2017, eq. 7), with the two-sided
     bound `delta` of INTELLECT-2 (arXiv 2505.07291) when given."""
     bounded = t.ratio if algorithm.delta is None else t.ratio.clamp(max=algorithm.delta)
     clip = t.ratio.clamp(1 - algorithm.epsilon, 1 + algorithm.upper_epsilon)
@@ -62,20 +62,21 @@ def clipped(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
 
 
 def cispo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
-    """-min(r, epsilon_high) A log policy, the weight without gradient (MiniMax-M1, arXiv 2506.13585, eq. 4). `epsilon_high` is the
+    """[T]: -min(r, epsilon_high) A log policy, the weight without gradient (MiniMax-M1, arXiv 2506.13585, eq. 4). `epsilon_high` is the
     bound itself, not its distance from 1: ScaleRL uses 5."""
     weight = t.ratio.detach().clamp(max=algorithm.upper_epsilon)
     return -weight * t.advantages * t.logprobs
 
 
 def sapo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
-    """-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A: a soft gate in place of the clip (Gao et al. 2025, arXiv 2511.20347)."""
+    """[T]: -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A: a soft gate in place of the clip (Gao et al. 2025, arXiv
+    2511.20347)."""
     tau = torch.where(t.advantages > 0, algorithm.sapo_temperature_pos, algorithm.sapo_temperature_neg)
     return -t.advantages * 4.0 / tau * torch.sigmoid(tau * (t.ratio - 1))
 
 
 def vespo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
-    """-phi(W) A log policy with W the sequence's whole importance weight, the engine's mismatch included, and
+    """[T]: -phi(W) A log policy with W the sequence's whole importance weight, the engine's mismatch included, and
     phi = e^lambda W^k e^(-lambda W), k and lambda by the sign of A, without gradient (VESPO, arXiv 2602.10693)."""
     difference = (t.logprobs - t.old_logprobs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     log_weight = t.sequences.sums(difference)
@@ -90,7 +91,7 @@ def vespo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
 
 
 def gmpo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
-    """-exp(mean of the clipped log-ratios) A, the same at every token of a sequence: the geometric mean of the ratios, each clipped to
+    """[T]: -exp(mean of the clipped log-ratios) A, the same at every token of a sequence: the geometric mean of the ratios, each clipped to
     [-epsilon, epsilon_high] in log space on the side that the advantage pushes to (GMPO, Zhao et al. 2025, arXiv 2507.20673)."""
     difference = t.logprobs - t.old_logprobs
     clip = difference.clamp(-algorithm.epsilon, algorithm.upper_epsilon)
@@ -99,14 +100,14 @@ def gmpo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
 
 
 def real(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
-    """Each token's part of the groups' losses, which are in `real`, with its share of their gradient."""
+    """[T]: each token's part of the groups' losses, which are in `real`, with its share of their gradient."""
     assert t.slopes is not None and t.values is not None, "loss_type real needs add_step_terms"
     return t.values + t.slopes * (t.logprobs - t.logprobs.detach())
 
 
 def fipo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
-    """The clipped loss weighted by what followed: exp(sum over s >= t of gamma^(s - t) log r_s), gamma = 2^(-1 / fipo_decay_rate), cut to
-    [1 - fipo_clip_range, 1 + fipo_clip_range], or from 1 up. The weight has no gradient; tokens with r above `delta` add nothing to it,
+    """[T]: the clipped loss weighted by what followed: exp(sum over s >= t of gamma^(s - t) log r_s), gamma = 2^(-1 / fipo_decay_rate), cut
+    to [1 - fipo_clip_range, 1 + fipo_clip_range], or from 1 up. The weight has no gradient; tokens with r above `delta` add nothing to it,
     and where A < 0 and r exceeds `fipo_safety_threshold` it is at most 1 and may go below (ms-swift 4.6's `loss_type: fipo`)."""
     ratio, span = t.ratio.detach(), algorithm.fipo_clip_range
     moved = (t.logprobs - t.old_logprobs).detach()

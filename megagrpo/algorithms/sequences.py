@@ -37,7 +37,7 @@ class Sequences:
         return self.sums(values) / self.lengths()
 
     def total_of_means(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of `means`, number of sequences with counted tokens)."""
+        """(sum of `means`, number of sequences with counted tokens) of `values` [T]; both scalars [] float32."""
         return self.means(values).sum(), (self.sums(self.mask.float()) > 0).sum().float()
 
     def discounted_ahead(self, values: Tensor, factor: float) -> Tensor:
@@ -56,5 +56,5 @@ class Sequences:
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum of values under the mask, number of them)."""
+    """(sum of `values` [T] under the `mask` [T], number of them); both scalars [] float32."""
     return torch.where(mask, values, 0.0).sum(), mask.sum().float()

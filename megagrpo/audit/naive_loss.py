@@ -96,7 +96,7 @@ def correction(of: Response, algorithm: AlgorithmSection) -> Tensor:
 
 
 def clipped(of: Response, algorithm: AlgorithmSection) -> Tensor:
-    """-min(min(r, delta) A, clip(r) A)."""
+    """[Lr]: -min(min(r, delta) A, clip(r) A)."""
     ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level)
     clip = ratio.clamp(1 - algorithm.epsilon, 1 + _upper(algorithm))
     bounded = ratio if algorithm.delta is None else torch.where(ratio > algorithm.delta, algorithm.delta, ratio)
@@ -104,17 +104,20 @@ def clipped(of: Response, algorithm: AlgorithmSection) -> Tensor:
 
 
 def cispo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr]: -min(r, epsilon_high) A log policy, the weight without gradient."""
     ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level).detach()
     return -torch.where(ratio > _upper(algorithm), _upper(algorithm), ratio) * of.advantage * of.logprobs
 
 
 def sapo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr]: -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A."""
     tau = algorithm.sapo_temperature_pos if of.advantage > 0 else algorithm.sapo_temperature_neg
     ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level)
     return -of.advantage * (4 / tau) / (1 + (-tau * (ratio - 1)).exp())
 
 
 def vespo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr]: -e^lambda W^k e^(-lambda W) A log policy, W the weight of the whole response, without gradient."""
     positive = of.advantage >= 0
     k, scale = (algorithm.vespo_k_pos, algorithm.vespo_lambda_pos) if positive else (algorithm.vespo_k_neg, algorithm.vespo_lambda_neg)
     floor = math.log(1e-8)
@@ -127,6 +130,7 @@ def vespo(of: Response, algorithm: AlgorithmSection) -> Tensor:
 
 
 def gmpo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr]: -exp(mean of the clipped log-ratios) A, the same at every token."""
     log_ratio = of.logprobs - of.old
     clip = log_ratio.clamp(-algorithm.epsilon, _upper(algorithm))
     mean = (torch.minimum(log_ratio, clip) if of.advantage > 0 else torch.maximum(log_ratio, clip)).mean()
@@ -134,7 +138,7 @@ def gmpo(of: Response, algorithm: AlgorithmSection) -> Tensor:
 
 
 def fipo(of: Response, algorithm: AlgorithmSection) -> Tensor:
-    """The clipped losses, each weighted by how much likelier its later tokens have become."""
+    """[Lr]: the clipped losses, each weighted by how much likelier its later tokens have become."""
     log_ratio, span = (of.logprobs - of.old).tolist(), algorithm.fipo_clip_range
     weights = []
     for t, here in enumerate(of.places.tolist()):

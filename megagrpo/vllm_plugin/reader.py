@@ -83,7 +83,8 @@ class MappedBlocks:
         return cover(box, [block.box for block in self.manifest.tensors[name].blocks], self.reader)
 
     def values(self, name: str, index: int, part: Box) -> Tensor:
-        """Return a view of the mapped memory, after the block is written. Raises WeightSyncError when the rank is late or has died."""
+        """Return a view of the mapped memory with the shape of `part`, after the block is written. Raises WeightSyncError when the rank is
+        late or has died."""
         block = self.manifest.tensors[name].blocks[index]
         count = size(block.box) * self.dtype.itemsize
         self.ledgers.wait_for(block.rank, block.offset + count, name)

@@ -82,7 +82,7 @@ class Fp8Tensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same numbers and scales, without gradient."""
+        """The same numbers [rows, width] and scales, without gradient."""
         return self.detach()
 
     @data.setter
