@@ -13,6 +13,7 @@ from megagrpo.config import ParallelSection
 from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import whole
 from megagrpo.parallel.layout import init_layout
+from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.weight_sync.shared_memory import SharedMemory
 from megagrpo.weight_sync.sync import WeightSync
 
@@ -39,7 +40,12 @@ def push(shared: Path, hanging: int, reads: int) -> None:
     if rank == hanging:
         found[1] = (found[1][0], Hangs(values, reads), found[1][2])
     with WeightSync(object() if rank == 0 else None, layout, "float32", SharedMemory(layout, "float32", shared, seconds=1.0)) as sync:
-        sync.push(found, 1)
+        try:
+            sync.push(found, 1)
+        except WeightSyncError:
+            if rank > 0:
+                time.sleep(10)  # only rank 0 knows which rank is late, so its error must be the first one
+            raise
 
 
 @pytest.mark.parametrize(("hanging", "reads"), [(1, 0), (2, 1)], ids=["checking", "writing"])
