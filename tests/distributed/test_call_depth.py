@@ -4,12 +4,11 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import yaml
-from dumped_steps import rollouts
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
+from trainer_alone import Alone, Given
 
 from megagrpo.__main__ import main
 from megagrpo.algorithms.losses import make_loss
@@ -27,33 +26,6 @@ from megagrpo.trainer.trainer import Trainer
 from megagrpo.verify.step import fill_weights
 
 BUDGET = 11  # calls, including both ends; three of them are Megatron's
-
-
-class Given:
-    """Prompts and a collector that always return the same rollouts, without end."""
-
-    stop = pool = engine = None
-    cursor = 0
-    curriculum = SimpleNamespace(history=[])
-
-    def next(self, count: int) -> list:
-        return []
-
-    def learn(self, rates: dict) -> dict:
-        return {}
-
-    def collect(self, *args) -> tuple[list, dict]:
-        return rollouts(), {}
-
-    def finished_ahead(self) -> list:
-        return []
-
-
-class Alone(Trainer):
-    """A trainer without an engine."""
-
-    def sync(self) -> None:
-        self.state.weight_version += 1
 
 
 def build(config, folder, layout, resources) -> Trainer:

@@ -5,9 +5,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from dumped_steps import FUNCTIONS, make_model, rollouts
+from dumped_steps import FUNCTIONS, make_model
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
+from trainer_alone import Alone, Given
 
 from megagrpo.__main__ import main
 from megagrpo.algorithms.losses import make_loss
@@ -21,7 +22,6 @@ from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import MetricsWriter
 from megagrpo.rollout.collector import sampling_params
 from megagrpo.trainer.callbacks import Callbacks
-from megagrpo.trainer.trainer import Trainer
 
 SECTIONS = dict(
     algorithm=dict(
@@ -34,28 +34,6 @@ SECTIONS = dict(
     debug=dict(dump_steps=[1, 2]),
 )  # fmt: skip
 LAYOUTS = [Case("tp2 dp2", 4, dict(tp=2, sequence_parallel=True)), Case("cp2 pp2", 4, dict(cp=2, pp=2))]
-
-
-class Given:
-    """Prompts and a collector that always return the same rollouts, without end."""
-
-    stop = pool = None
-
-    def next(self, count: int) -> list:
-        return []
-
-    def learn(self, rates: dict) -> dict:
-        return {}
-
-    def collect(self, *args) -> tuple[list, dict]:
-        return rollouts(), {}
-
-
-class Alone(Trainer):
-    """A trainer without an engine."""
-
-    def sync(self) -> None:
-        self.state.weight_version += 1
 
 
 @pytest.fixture(scope="module")
