@@ -6,4 +6,4 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=$ROOT/.venv/bin/python
 [ -x "$PYTHON" ] || PYTHON=python3
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-exec "$PYTHON" "$ROOT/launch/local.py" "$@"
+exec "$PYTHON" -m megagrpo.launch.local "$@"

@@ -1,4 +1,4 @@
-"""`megagrpo train CONFIG`: one rank of a training run. launch/local.sh and launch/train.sbatch start all ranks.
+"""`megagrpo train CONFIG`: one rank of a training run. launch/local.sh and megagrpo/launch/train.sbatch start all ranks.
 
 Exit codes: 0 at the end of the run, 1 for an error, 2 for a wrong config or command line, 85 when the run has saved and its scheduler
 restarts it, 128 + the signal's number when a signal stopped it for good.

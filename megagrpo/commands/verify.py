@@ -1,6 +1,6 @@
 """`megagrpo verify`: compares layouts of a run with one process, as a table or as JSON.
 
-By itself it starts the ranks of each layout on this machine. Under launch/ranks.py, or any launcher that sets WORLD_SIZE, every layout
+By itself it starts the ranks of each layout on this machine. Under megagrpo launch, or any launcher that sets WORLD_SIZE, every layout
 must fit the existing ranks, and rank 0 starts the single process beside them.
 """
 
@@ -125,7 +125,7 @@ def _check_machine(cases: Sequence[Case]) -> None:
             why = f"this machine has {limit} GPU(s)" if gpus else f"without GPUs, {limit} are started at most"
             raise ConfigError(
                 f"--layout {case.text}: needs {case.ranks} ranks, and {why}; name a smaller layout of the same kind, or start "
-                f"megagrpo verify with launch/ranks.py on {case.ranks} ranks"
+                f"megagrpo verify with `megagrpo launch {case.ranks} verify ...`"
             )
 
 

@@ -31,10 +31,10 @@ class RunSection(Section):
     callbacks: list[str] = []
     """Classes with your own code between steps, as `path/file.py:Class` or `package.module:Class`: docs/callbacks.md."""
     nodes: PositiveInt = 1
-    """Number of nodes of the job that `launch/submit.py` requests (docs/slurm.md)."""
+    """Number of nodes of the job that `megagrpo submit` requests (docs/slurm.md)."""
     time_limit: Annotated[str, Field(pattern=r"^(\d{1,4}-)?\d{1,5}:[0-5]\d:[0-5]\d$")] | None = None
     """Time limit of one job, as `[days-]hours:minutes:seconds`. Before the limit the run saves after a step and ends with exit code 85.
-    A limit that Slurm sets takes precedence; `launch/submit.py` requests this one from Slurm."""
+    A limit that Slurm sets takes precedence; `megagrpo submit` requests this one from Slurm."""
     resume: bool = False
     """Continue from the newest complete checkpoint of this run (also `--resume`); an error without a checkpoint."""
     overwrite: bool = False

@@ -70,7 +70,7 @@ def test_bf16_is_held_to_what_rounding_does_and_a_fault_is_still_seen(run, capsy
         (["--layout", "tp=5"], ["num_attention_heads=12 is not divisible by tp=5", "valid tp: 1, 2, 3, 6"]),
         (["--layout", "tpp=2"], ["parallel.tpp: unknown key; did you mean parallel.tp?"]),
         (["--layout", "sequence_parallel"], ["parallel.sequence_parallel: true needs parallel.tp > 1"]),
-        (["--layout", "dp=16"], ["--layout dp=16: needs 16 ranks", "8 are started at most", "launch/ranks.py"]),
+        (["--layout", "dp=16"], ["--layout dp=16: needs 16 ranks", "8 are started at most", "megagrpo launch"]),
         (["--layout", "tp=2,dp=2", "--ranks", "2"], ["needs 4 ranks, and there are 2"]),
         (["--ranks", "3"], ["world_size: 3 is not a multiple"]),
         (["--ranks", "0"], ["--ranks: must be a positive number"]),

@@ -7,8 +7,8 @@ import time
 import pytest
 import yaml
 
-from launch.submit import ROOT
-from launch.submit import main as submit_main
+from megagrpo.launch.submit import ROOT
+from megagrpo.launch.submit import main as submit_main
 from tests.e2e.world import wait_for
 from tests.slurm.pretend_cluster import cluster as cluster
 from tests.slurm.pretend_cluster import command_output, processes_of, start_now, told
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 PYTHON = """#!/usr/bin/env bash
 cd FOLDER || exit 9
 case "$*" in
-  launch/preflight.py* | "-m megagrpo plan"*) ;;
+  megagrpo/launch/preflight.py* | "-m megagrpo plan"*) ;;
   "-m megagrpo serve"*)
     while [ $# -gt 0 ]; do [ "$1" = --urls ] && urls=$2; shift; done
     [ ! -e "unfit.$SLURMD_NODENAME" ] || { echo "no GPU" >"$urls/$SLURMD_NODENAME.failed"; exit 2; }
@@ -26,7 +26,7 @@ case "$*" in
     trap 'exit 0' TERM
     until [ -e "gone.$SLURMD_NODENAME" ]; do sleep 0.3; done
     exit 1 ;;
-  launch/node.py*)
+  megagrpo/launch/node.py*)
     ended=ended.$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
     if [ "$SLURM_NODEID" != 0 ]; then
       trap : TERM

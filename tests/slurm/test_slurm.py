@@ -1,4 +1,4 @@
-"""launch/submit.py on a real Slurm with two simulated nodes: one rank on each, a vLLM server on the second, weights from rank to worker
+"""megagrpo submit on a real Slurm with two simulated nodes: one rank on each, a vLLM server on the second, weights from rank to worker
 over gloo. `make test-slurm` runs it."""
 
 import json

@@ -40,7 +40,7 @@ if sys.argv[2] != "end":
 
 @pytest.fixture
 def local(monkeypatch):
-    """The module launch/local.py, with all variables unset that affect ranks or threads."""
+    """The module megagrpo/launch/local.py, with all variables unset that affect ranks or threads."""
     for name in ("NPROC", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
     spec = importlib.util.spec_from_file_location("launch_local", REPOSITORY / "launch" / "local.py")
@@ -75,7 +75,7 @@ def test_dedicated_servers_have_gpus_that_no_rank_gets(local, monkeypatch):
 def test_a_run_on_several_nodes_is_left_to_slurm(local, capsys):
     words = [str(REPOSITORY / "configs/quickstart.yaml"), "run.nodes=2", "rollout.placement=dedicated"]
     assert local.main(words) == 2
-    assert "run.nodes: 2 nodes, but this script starts one; use launch/submit.py" in capsys.readouterr().err
+    assert "run.nodes: 2 nodes, but this script starts one; use megagrpo submit" in capsys.readouterr().err
 
 
 def test_gpus_are_counted_from_the_driver_or_from_what_is_visible(local, monkeypatch, tmp_path):
@@ -184,10 +184,10 @@ def test_ranks_of_another_command_are_started_without_torchruns_own_rendezvous(t
     assert len({folder for _, folder, *_ in words}) == 1 and not Path(words[0][1]).exists()
     for wrong in ([], ["2"], ["0", str(script)], ["two", str(script)]):
         told = subprocess.run([*launcher, *wrong], capture_output=True, text=True, timeout=60)
-        assert told.returncode == 2 and "launch/ranks.py 8 megagrpo verify CONFIG" in told.stderr
+        assert told.returncode == 2 and "megagrpo launch 8 verify CONFIG" in told.stderr
 
 
 def test_no_page_and_no_program_uses_the_rendezvous_of_torch_that_unpickles():
     words = ["git", "grep", "-lE", "[r]dzv-backend=c10d|torchrun --(standalone|nproc)"]
     found = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
-    assert set(found) <= {"docs/security.md", "launch/ranks.py"}  # both advise against it
+    assert set(found) <= {"docs/security.md", "megagrpo launch"}  # both advise against it

@@ -1,4 +1,4 @@
-"""launch/node.py: output of ranks, and waiting for servers. tests/slurm runs it on two nodes."""
+"""megagrpo/launch/node.py: output of ranks, and waiting for servers. tests/slurm runs it on two nodes."""
 
 import http.server
 import socket

@@ -1,4 +1,4 @@
-"""launch/preflight.py: problems of a node, and differences between nodes."""
+"""megagrpo/launch/preflight.py: problems of a node, and differences between nodes."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import preflight
+from megagrpo.launch import preflight
 
 SCRIPT = Path(preflight.__file__)
 

@@ -1,4 +1,4 @@
-"""The body of launch/train.sbatch, run by bash with stand-ins for Slurm's commands: its steps, their arguments, and its exit. tests/slurm
+"""The body of megagrpo/launch/train.sbatch, run by bash with stand-ins for Slurm's commands: its steps, their arguments, and its exit. tests/slurm
 runs it on a real Slurm."""
 
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import Cluster, place
-from launch.slurm import sbatch_script
+from megagrpo.launch.job import Cluster, place
+from megagrpo.launch.slurm import sbatch_script
 from megagrpo.config import load_config
 
 ROOT = Path(__file__).parents[3]

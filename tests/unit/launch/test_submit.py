@@ -1,4 +1,4 @@
-"""launch/submit.py: its output for each config and cluster, and that no config value becomes a command of the script."""
+"""megagrpo submit: its output for each config and cluster, and that no config value becomes a command of the script."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.job import Cluster, Container, Placement, load_cluster, place
-from launch.kubernetes import manifest
-from launch.slurm import BEGIN, END, TEMPLATE, sbatch_script
-from launch.submit import main
+from megagrpo.launch.job import Cluster, Container, Placement, load_cluster, place
+from megagrpo.launch.kubernetes import manifest
+from megagrpo.launch.slurm import BEGIN, END, TEMPLATE, sbatch_script
+from megagrpo.launch.submit import main
 from megagrpo.config import ConfigError, load_config
 from megagrpo.plan import plan
 
@@ -288,7 +288,7 @@ def test_options_of_sbatch_cannot_leave_their_line(value):
 
 @pytest.mark.parametrize("name", ["nodes", "signal", "requeue", "a b", "x\n#SBATCH --y"])
 def test_options_that_are_set_elsewhere_are_refused(name):
-    with pytest.raises(ConfigError, match=r"launch/submit.py sets this option, or sbatch does not have it"):
+    with pytest.raises(ConfigError, match=r"megagrpo submit sets this option, or sbatch does not have it"):
         script_of(Cluster(sbatch={name: "1"}))
 
 
@@ -321,7 +321,7 @@ def test_mistakes_in_a_cluster_are_told(text, message, tmp_path):
 
 
 def test_the_script_is_printed_and_nothing_of_torch_is_imported():
-    code = "import sys; from launch.submit import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
+    code = "import sys; from megagrpo.launch.submit import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
     words = [str(QUICKSTART), "run.max_steps=3", "--cluster", str(PRETEND), "--sbatch", "dependency=singleton"]
     ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
@@ -347,7 +347,7 @@ def test_a_python_without_pydantic_hands_over_to_the_repositorys_own(tmp_path):
     [
         (["run.max_stepz=3"], "did you mean run.max_steps?"),
         (["parallel.tp=2", "parallel.pp=2"], "parallel.tp: num_attention_heads=9 is not divisible by tp=2"),
-        (["--sbatch", "signal=USR2"], "sbatch.signal: launch/submit.py sets this option"),
+        (["--sbatch", "signal=USR2"], "sbatch.signal: megagrpo submit sets this option"),
     ],
 )
 def test_what_cannot_run_is_not_sent(words, message, capsys, monkeypatch, tmp_path):
@@ -373,7 +373,7 @@ def test_submit_gives_the_script_to_sbatch(capfd, monkeypatch, tmp_path):
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert main([str(QUICKSTART), "--resume", "--cluster", str(PRETEND), "--submit"]) == 0
-    assert capfd.readouterr().out == "#!/usr/bin/env bash\n# quickstart: written by launch/submit.py\n"
+    assert capfd.readouterr().out == "#!/usr/bin/env bash\n# quickstart: written by megagrpo submit\n"
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert main([str(QUICKSTART), "--cluster", str(PRETEND), "--submit"]) == 2
     assert "sbatch: command not found" in capfd.readouterr().err
@@ -390,7 +390,7 @@ def test_a_manifest_has_the_trainers_and_the_servers_of_the_run():
     trainer, servers = (job["template"]["spec"] for job in told["spec"]["replicatedJobs"])
     assert (trainer["parallelism"], trainer["completions"], servers["parallelism"]) == (6, 6, 2)
     ranks, serve = (job["template"]["spec"]["containers"][0] for job in (trainer, servers))
-    assert ranks["command"][:6] == ["python3", "launch/node.py", "--nodes", "6", "--ranks", "8"]
+    assert ranks["command"][:6] == ["python3", "megagrpo/launch/node.py", "--nodes", "6", "--ranks", "8"]
     assert "data.system_prompt=$$(HOME) 'x'" in ranks["command"] and "data.system_prompt=$$(HOME) 'x'" in serve["command"]
     urls = [f"http://llama3-1-70b-servers-0-{node}.llama3-1-70b:{port}" for node in (0, 1) for port in (8000, 8001)]
     assert f"rollout.urls=[{','.join(urls)}]" in ranks["command"] and ranks["command"][-1] == ",".join(urls)

@@ -16,8 +16,8 @@ from ranks import run_ranks
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
-from launch import rendezvous
-from launch.local import Nodes
+from megagrpo.launch import rendezvous
+from megagrpo.launch.local import Nodes
 from megagrpo.parallel.rendezvous import join_world, sign_objects
 from megagrpo.process.variables import RENDEZVOUS_VARIABLE
 from tests.listening import listening
@@ -157,7 +157,7 @@ def test_ranks_of_two_nodes_meet_at_the_master_address_and_sign_with_the_token(t
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "token").write_text("a-token-of-both-nodes")
     root = Path(rendezvous.__file__).parents[1]
-    code = "import sys; from launch.local import Nodes, run_ranks; sys.exit(run_ranks(2, {!r}, {!r}))"
+    code = "import sys; from megagrpo.launch.local import Nodes, run_ranks; sys.exit(run_ranks(2, {!r}, {!r}))"
     words = [str(tmp_path / "rank.py"), str(root / "megagrpo/parallel/rendezvous.py")]
     port, environment = free_port("127.0.0.2"), {**os.environ, "PYTHONPATH": str(root), "MEGAGRPO_TOKEN_FILE": str(tmp_path / "token")}
     environment["GLOO_SOCKET_IFNAME"] = "lo"

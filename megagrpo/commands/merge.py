@@ -1,7 +1,7 @@
 """Merges an adapter into a model's weights and writes a Hugging Face folder.
 
-    python checkpoints_tools/merge_adapter.py runs/grpo/checkpoints/step_000100/adapter OUT
-    python launch/ranks.py 2 checkpoints_tools/merge_adapter.py ADAPTER OUT --model MODEL --tp 2
+    megagrpo merge runs/grpo/checkpoints/step_000100/adapter OUT
+    megagrpo launch 2 merge ADAPTER OUT --model MODEL --tp 2
 
 ADAPTER is an adapter folder of a run or of PEFT. Without --model it uses the base model that the adapter names. A, B and the sum are
 float32; only the sum is rounded, to the dtype in the model's file.
@@ -12,11 +12,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import argparse
 
-from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout
+from megagrpo.commands.layout_arguments import add_layout_arguments, run_in_layout
 from megagrpo.bridge.adapters import CONFIG, base_of, load_adapter, read_lora
 from megagrpo.bridge.export import save_hf
 from megagrpo.bridge.load import load_hf

@@ -28,7 +28,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A file of `launch/clusters`. `sbatch` maps long names of additional sbatch options to values. `setup` are shell lines that run on the
+    """A file of `configs/clusters`. `sbatch` maps long names of additional sbatch options to values. `setup` are shell lines that run on the
     first node before anything else. `env` are environment variables, without secrets. `interface` is the network interface of NCCL and
     gloo."""
 

@@ -1,7 +1,7 @@
 """Prints the content of a checkpoint: names, shapes, dtypes and sizes of its tensors, totals, and its metadata.
 
-    python checkpoints_tools/show.py PATH
-    python checkpoints_tools/show.py PATH --json
+    megagrpo inspect PATH
+    megagrpo inspect PATH --json
 
 PATH is a Hugging Face folder, a Megatron distributed checkpoint (of hf_to_megatron.py, a training run, or another program), or an adapter
 folder. No weights are read.
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import argparse
 import json

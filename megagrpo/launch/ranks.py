@@ -1,7 +1,7 @@
 """Starts the ranks of a command on this machine, like `torchrun --standalone`, but opens no port that other hosts can reach:
 
-    .venv/bin/python launch/ranks.py 4 checkpoints_tools/hf_to_megatron.py MODEL OUT --tp 2
-    .venv/bin/python launch/ranks.py 8 megagrpo verify CONFIG
+    megagrpo launch 4 convert MODEL OUT --tp 2
+    megagrpo launch 8 verify CONFIG
 
 The first word is the number of ranks, the second a script or a module. Exit code: the exit code of the rank that failed first.
 """
@@ -12,11 +12,11 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parents[1])
+ROOT = str(Path(__file__).resolve().parents[2])
 sys.path.insert(0, ROOT)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 
-from launch.local import ONE_NODE, run_ranks, set_thread_environment  # noqa: E402
+from megagrpo.launch.local import ONE_NODE, run_ranks, set_thread_environment  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:

@@ -21,8 +21,8 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from launch.local import ONE_NODE, Nodes
-from launch.preflight import listen
+from megagrpo.launch.local import ONE_NODE, Nodes
+from megagrpo.launch.preflight import listen
 from megagrpo.process.variables import RENDEZVOUS_VARIABLE
 
 BACKEND = "megagrpo"  # name of this rendezvous in torchrun

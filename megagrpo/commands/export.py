@@ -1,7 +1,7 @@
 """Converts a Megatron distributed checkpoint to a Hugging Face folder that transformers and vLLM load.
 
-    python checkpoints_tools/megatron_to_hf.py CHECKPOINT OUT --model MODEL
-    python launch/ranks.py 2 checkpoints_tools/megatron_to_hf.py runs/grpo/checkpoints/step_000100 OUT --model MODEL --tp 2
+    megagrpo export CHECKPOINT OUT --model MODEL
+    megagrpo launch 2 export runs/grpo/checkpoints/step_000100 OUT --model MODEL --tp 2
 
 CHECKPOINT is the output of hf_to_megatron.py or of a training run, in any layout. MODEL names the Hugging Face model from which the
 weights started: OUT gets its config, tokenizer, file names and dtypes. Checkpoints of hf_to_megatron.py and of training runs contain this
@@ -13,11 +13,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import argparse
 
-from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout
+from megagrpo.commands.layout_arguments import add_layout_arguments, run_in_layout
 from megagrpo.bridge.convert import export_hf
 
 

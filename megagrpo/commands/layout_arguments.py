@@ -20,7 +20,7 @@ from megagrpo.parallel.layout import Layout, init_layout
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --tp, --pp, --vpp, --pipeline-layers, --ep and --etp. tp x pp and ep x etp x pp must divide the number of ranks, which
-    launch/ranks.py sets (1 without it)."""
+    megagrpo launch sets (1 without it)."""
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (default 1)")
     parser.add_argument("--vpp", type=int, default=1, help="virtual pipeline stages on each rank (default 1)")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the job of a config for a cluster, and optionally submits it.
 
-    launch/submit.py CONFIG [key=value ...] --cluster launch/clusters/x.yaml [--resume] [--sbatch option=value ...]
+    megagrpo submit CONFIG [key=value ...] --cluster configs/clusters/x.yaml [--resume] [--sbatch option=value ...]
                      [--submit | --kubernetes]
 
 Prints an sbatch script, or with --kubernetes the manifest of a JobSet; --submit passes the script to sbatch instead. Needs pydantic and
@@ -17,14 +17,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OWN_PYTHON = ROOT / ".venv" / "bin" / "python"
 sys.path.insert(0, str(ROOT))
 
 try:
-    from launch.job import load_cluster, place
-    from launch.kubernetes import manifest
-    from launch.slurm import sbatch_script
+    from megagrpo.launch.job import load_cluster, place
+    from megagrpo.launch.kubernetes import manifest
+    from megagrpo.launch.slurm import sbatch_script
     from megagrpo.config import ConfigError, RunConfig, load_config
     from megagrpo.plan import plan
     from megagrpo.plan.shapes import UnseenModel

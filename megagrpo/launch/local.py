@@ -93,7 +93,7 @@ def run_ranks(ranks: int, nodes: Nodes, trainer: list[str], logs: LogsSpecs | No
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import config_from_args, elastic_launch, parse_args
 
-    from launch import rendezvous
+    from megagrpo.launch import rendezvous
 
     options = [*rendezvous.options(nodes), f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
     config, program, words = config_from_args(parse_args([*options, *([] if trainer[0].endswith(".py") else ["-m"]), *trainer]))
@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> int:
         command = parse(["train", *arguments])
         if command.config.run.nodes > 1:
             raise ConfigError(
-                f"run.nodes: {command.config.run.nodes} nodes, but this script starts one; use launch/submit.py, or set run.nodes=1"
+                f"run.nodes: {command.config.run.nodes} nodes, but this script starts one; use megagrpo submit, or set run.nodes=1"
             )
         ranks = num_ranks(command.config)
         if problems := plan(command.config, ranks).problems:

@@ -1,7 +1,7 @@
 """Converts Hugging Face weights to a Megatron distributed checkpoint (weights only).
 
-    python checkpoints_tools/hf_to_megatron.py MODEL OUT
-    python launch/ranks.py 4 checkpoints_tools/hf_to_megatron.py MODEL OUT --tp 2 --pp 2
+    megagrpo convert MODEL OUT
+    megagrpo launch 4 convert MODEL OUT --tp 2 --pp 2
 
 The checkpoint loads in any layout; more ranks only share the work. Memory does not grow with the model. After an interruption, run the
 same command again to continue.
@@ -12,11 +12,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import argparse
 
-from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout
+from megagrpo.commands.layout_arguments import add_layout_arguments, run_in_layout
 from megagrpo.bridge.convert import import_hf
 
 

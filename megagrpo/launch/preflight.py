@@ -1,6 +1,6 @@
 """Checks a node before anything starts on it, and that all nodes of a job are alike. Needs only Python; run it once on every node:
 
-    python launch/preflight.py --folder runs/NAME --report FOLDER --nodes 2 --master 10.0.0.1:29400 [--gpus 8] [--interface ib0]
+    python -m megagrpo.launch.preflight --folder runs/NAME --report FOLDER --nodes 2 --master 10.0.0.1:29400 [--gpus 8] [--interface ib0]
 
 Every node writes its versions to `FOLDER/HOST.json`; the first node waits for all and compares them. With problems the exit code is 1,
 and each one is printed as `subject: problem; fix`.

@@ -1,6 +1,6 @@
 """Starts the trainer's ranks on one node, like torchrun with a static rendezvous. Run it once on every node:
 
-    python launch/node.py --nodes 2 --ranks 8 --master 10.0.0.1:29400 [--logs FOLDER] CONFIG [key=value ...]
+    python -m megagrpo.launch.node --nodes 2 --ranks 8 --master 10.0.0.1:29400 [--logs FOLDER] CONFIG [key=value ...]
 
 The node's index comes from its Slurm task, or from its pod in an indexed Kubernetes job. Each rank logs to `FOLDER/rank_00003.log`; the
 log of rank 0 is also printed. Exit code: 85 when the trainer has saved and should be restarted, else the exit code of the rank that
@@ -18,9 +18,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from launch.local import Nodes, run_ranks, set_thread_environment
+from megagrpo.launch.local import Nodes, run_ranks, set_thread_environment
 
 NODE_INDICES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # variables with the index of this node in the step or the job
 

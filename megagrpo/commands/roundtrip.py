@@ -1,7 +1,7 @@
 """Checks that converting a model to Megatron's format and back changes no byte, and writes a manifest of the model.
 
-    python checkpoints_tools/check_roundtrip.py MODEL
-    python launch/ranks.py 4 checkpoints_tools/check_roundtrip.py MODEL --tp 2 --ep 2 --manifest model.json --scratch /data
+    megagrpo roundtrip MODEL
+    megagrpo launch 4 roundtrip MODEL --tp 2 --ep 2 --manifest model.json --scratch /data
 
 Converts MODEL in both directions in --scratch, which temporarily needs twice the model's size. Compares names, dtypes, shapes and bytes of
 all tensors, the files byte by byte, and the index. The manifest holds the sha256 of every tensor and file. Exit code 0: everything is
@@ -14,8 +14,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import argparse
 import hashlib
 import json
@@ -23,7 +21,7 @@ import shutil
 import tempfile
 from typing import Any
 
-from checkpoints_tools.layout_arguments import add_layout_arguments, run_in_layout
+from megagrpo.commands.layout_arguments import add_layout_arguments, run_in_layout
 from megagrpo.bridge.convert import export_hf, import_hf
 from megagrpo.bridge.load import Checkpoint, counted
 from megagrpo.bridge.tensor_files import NAMES

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from launch.job import Cluster, Placement
+from megagrpo.launch.job import Cluster, Placement
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.process.variables import TOKEN_FILE_VARIABLE
 
@@ -37,7 +37,7 @@ def manifest(config: RunConfig, config_path: Path, overrides: Sequence[str], clu
         for server in range(placement.servers_per_node)
     ]
     run = [_literal(word) for word in (str(config_path.resolve()), *overrides)]
-    trainer = ["launch/node.py", "--nodes", str(placement.trainer_nodes), "--ranks", str(placement.ranks_per_node)]
+    trainer = ["-m", "megagrpo.launch.node", "--nodes", str(placement.trainer_nodes), "--ranks", str(placement.ranks_per_node)]
     trainer += [
         "--master",
         f"{name}-trainer-0-0.{name}:{PORT}",
@@ -97,7 +97,7 @@ def _job(role: str, nodes: int, command: list[str], name: str, cluster: Cluster)
             {
                 "name": role,
                 "image": cluster.container.image,
-                "workingDir": str(Path(__file__).resolve().parents[1]),
+                "workingDir": str(Path(__file__).resolve().parents[2]),
                 "command": [_literal(cluster.python), *command],
                 "env": [address, *({"name": key, "value": value} for key, value in env.items())],
                 "resources": {"limits": gpus},

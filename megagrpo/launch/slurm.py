@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.job import Cluster, Placement
+from megagrpo.launch.job import Cluster, Placement
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.trainer.time_limit import seconds_of
 
@@ -26,7 +26,7 @@ def sbatch_script(config: RunConfig, config_path: Path, overrides: Sequence[str]
     shebang = top.partition("\n")[0]
     header = "\n".join(f"#SBATCH --{option}" for option in _header(config, cluster, placement))
     settings = _settings(config, config_path, overrides, cluster, placement)
-    return f"{shebang}\n# {config.run.name}: written by launch/submit.py\n{header}\n\n{BEGIN}{settings}\n{END}{body}"
+    return f"{shebang}\n# {config.run.name}: written by megagrpo submit\n{header}\n\n{BEGIN}{settings}\n{END}{body}"
 
 
 def _header(config: RunConfig, cluster: Cluster, placement: Placement) -> list[str]:
@@ -50,7 +50,7 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a cluster's sbatch options with defaults. Raises ConfigError for an option that is set elsewhere, or an invalid value."""
     for name, value in options.items():
         if not SBATCH_NAME.fullmatch(str(name)) or name in OURS:
-            raise ConfigError(f"sbatch.{name}: launch/submit.py sets this option, or sbatch does not have it; leave it out")
+            raise ConfigError(f"sbatch.{name}: megagrpo submit sets this option, or sbatch does not have it; leave it out")
         if value is not True and not SBATCH_VALUE.fullmatch(str(value)):
             raise ConfigError(f"sbatch.{name}: {value!r} must not contain spaces, quotes or line breaks")
     return {"output": "%x-%j.out"} | dict(options)
@@ -68,7 +68,7 @@ def _array(words: Sequence[str]) -> str:
 
 def _settings(config: RunConfig, config_path: Path, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
     container, q = cluster.container, shlex.quote
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     names = {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface} if cluster.interface else {}
     environment = {**names, **cluster.env}
     srun, inside = [], []

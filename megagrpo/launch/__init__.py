@@ -1,0 +1,1 @@
+"""Starts the ranks and servers of a run: on this machine, under Slurm, on Kubernetes."""
