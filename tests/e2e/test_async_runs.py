@@ -81,7 +81,8 @@ def test_what_is_generated_ahead_is_scored_while_the_step_before_trains(tmp_path
 
 @pytest.mark.parametrize("in_flight", ["keep", *(pytest.param(way, marks=pytest.mark.full) for way in ("resume", "wait"))])
 def test_responses_under_way_live_through_a_sync(tmp_path, in_flight):
-    run = world.train(tmp_path, *AHEAD, *SLOW, *STILL, "run.max_steps=3", f"rollout.in_flight={in_flight}")
+    one_by_one = ("rollout.max_completion_length=40", "rollout.max_num_seqs=1")  # generation outlasts the training of a step
+    run = world.train(tmp_path, *AHEAD, *one_by_one, *STILL, "run.max_steps=3", f"rollout.in_flight={in_flight}")
     assert run.code == 0, run.err
     spanning = [row for row in run.completions if "later_versions" in row]
     assert bool(spanning) == (in_flight != "wait")
